@@ -69,7 +69,7 @@ def _choices(options: argparse.Namespace) -> Choices:
         kept.setdefault(layer, []).append(routed.rows.expert_ids_TK.numpy().copy())
         dispatch(to, layer, micro_batch, routed)
 
-    LocalTransport.dispatch = keeping  # type: ignore[method-assign]
+    LocalTransport.dispatch = keeping  # type: ignore[assignment,method-assign]
     try:
         streams = token_streams(options.texts, Tokenizer.load(demo_model_folder()))
         with LLM(prefix_cache=False) as llm:

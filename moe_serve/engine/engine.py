@@ -13,14 +13,14 @@ from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import SchedulerConfig
-from moe_serve.engine.execute.step_executor import (
+from moe_serve.engine.execute.step_executor import ExecutorLostError, StepExecutor
+from moe_serve.engine.execute.step_outcome import (
     NAN,
     NO_TOKEN,
     TOO_COSTLY,
-    ExecutorLostError,
     RowFailure,
-    StepExecutor,
     StepOutcome,
+    delta_of,
 )
 from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
@@ -224,7 +224,8 @@ class Engine:
     def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> None:
         """Publish a step's deltas. If the step raised, run each of its sequences alone."""
         if isinstance(outcome, StepOutcome):
-            self._routes.notify(schedule, outcome.choices)
+            outcome = outcome.cut(schedule, self._stop)
+            self._routes.notify(schedule, outcome.choices, outcome.sampled)
             self._publish(schedule, outcome)
             return
         _log.error("step %d failed with %d sequences", self._num_steps, len(schedule))
@@ -274,7 +275,7 @@ class Engine:
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
         """Advance the sequences and add their deltas to those pending. Only then end the finished
         ones, as ending may raise ExecutorLostError."""
-        ended, made = [], made_tokens(schedule, outcome.choices)
+        ended, made = [], made_tokens(schedule, outcome.choices, outcome.sampled)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
             unread = sequence.num_prompt_tokens - sequence.num_computed_tokens
@@ -282,37 +283,35 @@ class Engine:
             sequence.prompt_logprobs += outcome.prompt_logprobs.get(key, ())
             sequence.num_computed_tokens += count
             sequence.is_proven = False
-            if sequence.num_pending_tokens == 0:
-                delta = self._advance(sequence, outcome.sampled.get(key, NO_TOKEN), made)
-                self._pending.append(delta)
-                if delta.finish_reason not in (None, FinishReason.ERROR):
-                    ended.append(sequence)  # failed ones have ended already
+            if sequence.num_pending_tokens == 0 and self._advance(sequence, outcome, made):
+                ended.append(sequence)
         self._end(ended)
 
-    def _advance(self, sequence: Sequence, sampled: Sampled | RowFailure, made: Made) -> TokenDelta:
-        """Append a sampled token. The caller ends the request if the delta has a finish reason."""
-        if isinstance(sampled, RowFailure):
-            return self._fail(sequence, sampled)
-        if not sampled.is_valid:
+    def _advance(self, sequence: Sequence, outcome: StepOutcome, made: Made) -> bool:
+        """Append a sequence's run and return whether it has ended. A failed one ends in here."""
+        run, failure = outcome.sampled.get(sequence.id, ()), outcome.failures.get(sequence.id)
+        if run and not run[-1].is_valid:
             self._num_corrupted += 1
-            return self._fail(sequence, NAN)
+            run, failure = run[:-1], NAN
+        if run:
+            self._pending.append(self._append(sequence, run, made))
+            if self._pending[-1].finish_reason is not None:
+                return True
+        if failure is not None or not run:
+            self._pending.append(self._fail(sequence, failure or NO_TOKEN))
+        return False
+
+    def _append(self, sequence: Sequence, run: tuple[Sampled, ...], made: Made) -> TokenDelta:
+        assert len(run) == 1 or not self._schedule, "a step began ahead of a run of tokens"
         prompt_logprobs = sequence.take_prompt_logprobs()
         sequence.is_proven = True
-        sequence.append(sampled.token_id)
-        self._num_generated_tokens += 1
-        reason = self._stop.reason(sequence, sampled.token_id)
-        return TokenDelta(
-            request_id=sequence.request.request_id,
-            token_ids=(sampled.token_id,),
-            logprobs=None if sampled.logprob is None else (sampled.logprob,),
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            stop_token_id=sampled.token_id if reason is FinishReason.STOP else None,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_preemptions=sequence.num_preemptions,
-            routed_experts=experts_of(sequence, made),
-            started_at=sequence.started_at,
-        )
+        for sampled in run:
+            sequence.append(sampled.token_id)
+        sequence.num_computed_tokens += len(run) - 1
+        self._num_generated_tokens += len(run)
+        reason = self._stop.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
+        experts = experts_of(sequence, made, len(run))
+        return delta_of(sequence, run, reason, prompt_logprobs, experts)
 
     def _end(self, sequences: list[Sequence]) -> None:
         """End requests. Sequences in the running step are removed when that step ends."""
@@ -329,8 +328,7 @@ class Engine:
         """Remove sequences whose last step has ended. Without a valid token their last pages are
         not proven."""
         for sequence in ended:
-            token = outcome.sampled.get(sequence.id) if isinstance(outcome, StepOutcome) else None
-            if not (isinstance(token, Sampled) and token.is_valid):
+            if not (isinstance(outcome, StepOutcome) and outcome.is_sound(sequence.id)):
                 sequence.is_proven = False
         has_failed = [s for s in ended if self._leaving.pop(s.id)]
         for sequence in has_failed:

@@ -17,7 +17,8 @@ from moe_serve.cluster.ranks import attention_rank
 from moe_serve.cluster.ranks.attention_rank import AttentionRank
 from moe_serve.cluster.ranks.expert_rank import ExpertRank
 from moe_serve.cluster.steps.step_in_flight import StepInFlight
-from moe_serve.engine.execute.step_executor import LocalExecutor, StepOutcome
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.request import FinishReason, TokenDelta
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.errors import ClusterError

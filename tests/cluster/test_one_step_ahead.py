@@ -17,7 +17,8 @@ from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.step_in_flight import RankWork, StepInFlight
 from moe_serve.config.sections import CacheConfig, EngineConfig
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.execute.step_executor import LocalExecutor, StepOutcome
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
@@ -249,7 +250,7 @@ def test_a_row_that_fails(attention: int, experts: int) -> None:
             return None
         lengths.extend(sequences[key].num_output_tokens for key in found)
         outcome = run(executor, plan, sequences)
-        bad = dict.fromkeys(found, Sampled(0, False, None))
+        bad = dict.fromkeys(found, (Sampled(0, False, None),))
         return replace(outcome, sampled={**outcome.sampled, **bad})
 
     with cluster(of) as engine, executors_that(fail):

@@ -13,7 +13,7 @@ from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.execute.step_executor import StepOutcome
+from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.request import GenerationRequest, TokenExperts
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.model.step_plan import StepPlan

@@ -98,10 +98,10 @@ def test_only_the_culprit_of_a_failed_step_fails() -> None:
 def test_only_the_culprit_of_failed_sampling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = Sampler.sample
 
-    def failing(self: Sampler, logits: Any, sequences: Any) -> Any:
-        if any(s.request.request_id == "bad" for s in sequences):
+    def failing(self: Sampler, logits: Any, points: Any) -> Any:
+        if any(p.sequence.request.request_id == "bad" for p in points):
             raise RuntimeError("no token for this one")
-        return sample(self, logits, sequences)
+        return sample(self, logits, points)
 
     monkeypatch.setattr(Sampler, "sample", failing)
     engine = make_engine(FakeRunner())

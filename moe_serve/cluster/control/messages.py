@@ -12,7 +12,7 @@ import msgspec
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.execute.step_executor import RowFailure
+from moe_serve.engine.execute.step_outcome import RowFailure
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.answer_masks import MaskCost
@@ -244,11 +244,11 @@ class Choices(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepDone(_Message, frozen=True):
-    """The tokens of an attention rank's step, by sequence id."""
+    """The tokens of an attention rank's step, by sequence id. See `StepOutcome`."""
 
     epoch: int
     step: int
-    sampled: Mapping[int, Sampled]
+    sampled: Mapping[int, tuple[Sampled, ...]]
     failures: Mapping[int, RowFailure]
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]]
     seconds: StageSeconds

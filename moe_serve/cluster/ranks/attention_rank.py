@@ -45,9 +45,9 @@ from moe_serve.engine.build import (
     open_loader,
 )
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
-from moe_serve.engine.execute.step_executor import LocalExecutor, RowFailure, StepOutcome
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
-from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.engine.sampling.sampling_backend import make_sampler
 from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.model.step_plan import StepPlan
@@ -257,31 +257,29 @@ class AttentionRank:
             _log.exception("step %d failed", order.step)
             transport.abandon()
             return self._failed(order, str(error), None)
-        log.add(Stage.SAMPLE, NO_LAYER, NO_MICRO_BATCH, len(outcome.sampled), log.end)
+        num_sampled = len(outcome.sampled.keys() | outcome.failures.keys())
+        log.add(Stage.SAMPLE, NO_LAYER, NO_MICRO_BATCH, num_sampled, log.end)
         whole = log.finish(sum(batch.num_tokens for batch in plan.micro_batches))
         busy = log.layers_s - log.waited_s
         return self._done(order, outcome, StageSeconds(busy, log.waited_s, whole))
 
     def _done(self, order: RunStep, outcome: StepOutcome, seconds: StageSeconds) -> StepDone:
-        sampled: dict[int, Sampled] = {}
-        failures: dict[int, RowFailure] = {}
-        for key, token in outcome.sampled.items():
-            if isinstance(token, RowFailure):
-                failures[key] = token
-            else:
-                sampled[key] = token
         self._last_done = order.step
         # A request without a valid token ends, but may be in the next step already; any token does.
-        tokens = {key: t.token_id if t.is_valid else 0 for key, t in sampled.items()}
-        tokens |= dict.fromkeys(failures, 0)
+        tokens = {
+            key: [s.token_id if s.is_valid else 0 for s in run]
+            for key, run in outcome.sampled.items()
+        }
+        for key in outcome.failures:
+            tokens.setdefault(key, []).append(0)
         self._mirrors.append(tokens)
         if self._shards is not None:
             self._shards.sampled(tokens)
         return StepDone(
             epoch=order.epoch,
             step=order.step,
-            sampled=sampled,
-            failures=failures,
+            sampled=outcome.sampled,
+            failures=outcome.failures,
             prompt_logprobs=outcome.prompt_logprobs,
             seconds=seconds,
             records=self._log.take(),

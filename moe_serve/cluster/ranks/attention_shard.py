@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,9 @@ class MakePages(_Order, frozen=True):
 
 
 class ShardStep(_Order, frozen=True):
-    """A step; `tokens`: the tokens sampled in the step before, by sequence id."""
+    """A step; `tokens`: the runs of tokens sampled in the step before, by sequence id."""
 
-    tokens: Mapping[int, int]
+    tokens: Mapping[int, Sequence[int]]
     run: RunStep
 
 

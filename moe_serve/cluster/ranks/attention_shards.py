@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moe_serve.cluster.control.messages import Configure, QueryPages, RunStep
 from moe_serve.cluster.ranks.attention_shard import (
@@ -43,7 +43,7 @@ class AttentionShards:
             shard = TensorShard(index, count)
             starter.start(StartShard(rank, shard, ends[index], patience_s))
         self.group: ShardGroup = make_group(rank, TensorShard(0, count), ends[0], cluster.timeout_s)
-        self._tokens: Mapping[int, int] = {}
+        self._tokens: Mapping[int, Sequence[int]] = {}
         load = LoadShard(
             config=configure.config, folder=configure.folder, num_threads=configure.num_threads
         )
@@ -63,7 +63,7 @@ class AttentionShards:
         tokens, self._tokens = self._tokens, {}
         self._order(ShardStep(tokens=tokens, run=run))
 
-    def sampled(self, tokens: Mapping[int, int]) -> None:
+    def sampled(self, tokens: Mapping[int, Sequence[int]]) -> None:
         """Keeps the step's tokens, which go out with the next step."""
         self._tokens = tokens
 

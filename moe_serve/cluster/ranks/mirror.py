@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
 
 import numpy as np
 
@@ -36,10 +37,11 @@ class Mirrors:
             order.routes,
         )
 
-    def append(self, tokens: Mapping[int, int]) -> None:
-        """Appends the tokens that the step sampled."""
-        for sequence_id, token_id in tokens.items():
-            self.sequences[sequence_id].append(token_id)
+    def append(self, runs: Mapping[int, Items[int]]) -> None:
+        """Appends the tokens that the step sampled: a run for each sequence."""
+        for sequence_id, run in runs.items():
+            for token_id in run:
+                self.sequences[sequence_id].append(token_id)
 
     def _slice(self, piece: Slice) -> SequenceSlice:
         sequence = self.sequences[piece.sequence_id]

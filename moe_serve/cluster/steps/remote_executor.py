@@ -16,9 +16,8 @@ from moe_serve.cluster.ranks.mirror import pack_tokens
 from moe_serve.cluster.ranks.packing import unpack_choices
 from moe_serve.cluster.steps.step_coordinator import StepCoordinator
 from moe_serve.cluster.steps.step_in_flight import RankWork
-from moe_serve.engine.execute.step_executor import RowFailure, StepOutcome
+from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.model.step_plan import SequenceSlice, StepPlan
 
 
@@ -117,11 +116,11 @@ class RemoteExecutor:
 
 def as_outcome(done: StepDone) -> StepOutcome:
     """Converts a rank's report on its step for the engine."""
-    sampled: dict[int, Sampled | RowFailure] = {**done.sampled, **done.failures}
     prompts = {key: tuple(entries) for key, entries in done.prompt_logprobs.items()}
     choices = None if done.choices is None else unpack_choices(done.choices)
     return StepOutcome(
-        sampled=sampled,
+        sampled=done.sampled,
+        failures=done.failures,
         prompt_logprobs=prompts,
         choices=choices,
         mask_costs=done.mask_costs,

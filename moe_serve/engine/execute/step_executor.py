@@ -8,68 +8,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
-from moe_serve.engine.request.request import FinishReason, TokenDelta, TokenLogprob
+from moe_serve.engine.execute.step_outcome import RowFailure, StepOutcome
+from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskCost
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.engine.sampling.sampling_backend import SamplingBackend
+from moe_serve.engine.sampling.sampling_point import SamplingPoint
 from moe_serve.errors import MoeServeError
 from moe_serve.model.step_plan import SequenceSlice, StepPlan
-from moe_serve.pipeline.route_tap import RouteTap, StepChoices
+from moe_serve.pipeline.route_tap import RouteTap
 
 _log = logging.getLogger(__name__)
 
 
 class ExecutorLostError(MoeServeError):
     """The executor and all its pages are gone. Its requests restart on another one."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowFailure:
-    """The request of one row failed; other rows are unaffected.
-
-    `is_of_request` is True if the request asks for something impossible and the server is fine.
-    """
-
-    why: str
-    is_of_request: bool = False
-
-    def delta_of(self, sequence: Sequence) -> TokenDelta:
-        """Return the last delta of the failed sequence."""
-        return TokenDelta(
-            request_id=sequence.request.request_id,
-            finish_reason=FinishReason.ERROR,
-            num_preemptions=sequence.num_preemptions,
-            error=self.why,
-            is_of_request=self.is_of_request,
-        )
-
-
-NO_TOKEN = RowFailure("the step returned no token for this request")  # only a faulty rank does this
-NAN = RowFailure("the model produced NaN for this request")
-TOO_COSTLY = RowFailure(
-    "its grammar is too costly to follow while other requests wait for a seat; use one that is "
-    "less ambiguous, or try again later",
-    is_of_request=True,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """The result of a step: a token for each sequence that caught up, and prompt log
-    probabilities."""
-
-    sampled: Mapping[int, Sampled | RowFailure] = field(default_factory=dict)  # by sequence id
-    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
-    choices: StepChoices | None = None  # the routers' choices, if the plan asked for them
-    mask_costs: Mapping[int, MaskCost] = field(default_factory=dict)  # by sequence id
 
 
 class StepRunner(Protocol):
@@ -147,23 +107,30 @@ class LocalExecutor:
             self._memory.hint(plan.needed_LE)
         logits = self.runner.run(plan)
         choices = None if self._tap is None else self._tap.end(plan)
-        rows, sampling, described, start = [], [], {}, 0
+        rows, points, described, start = [], [], {}, 0
         for piece in plan.slices:
             sequence = sequences[piece.sequence_id]
             end = start + piece.num_logits
             if sequence.wants_prompt_logprobs:
                 described[sequence.id] = self._describe(sequence, piece, logits[start:end])
-            if piece.start + len(piece.token_ids) == sequence.num_tokens:
+            position = piece.start + len(piece.token_ids)
+            if position == sequence.num_tokens:
                 rows.append(end - 1)
-                sampling.append(sequence)
+                points.append(SamplingPoint(sequence, position))
             start = end
-        if not sampling:
+        if not points:
             return StepOutcome(prompt_logprobs=described, choices=choices)
         chosen = logits if len(rows) == len(logits) else logits[rows]
         self._mask_costs = {}
-        tokens = self._sample(chosen, sampling)
+        sampled, failures = dict[int, tuple[Sampled, ...]](), dict[int, RowFailure]()
+        for point, token in zip(points, self._sample(chosen, points), strict=True):
+            if isinstance(token, RowFailure):
+                failures[point.sequence.id] = token
+            else:
+                sampled[point.sequence.id] = (token,)
         return StepOutcome(
-            sampled={s.id: token for s, token in zip(sampling, tokens, strict=True)},
+            sampled=sampled,
+            failures=failures,
             prompt_logprobs=described,
             choices=choices,
             mask_costs=self._mask_costs,
@@ -181,37 +148,37 @@ class LocalExecutor:
     def finite_pages(self, pages: list[int]) -> list[bool]:
         return self.runner.finite_pages(pages)
 
-    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled | RowFailure]:
-        """Sample one token per sequence. If that raises, sample row by row, so that only the faulty
+    def _sample(self, logits: Tensor, points: list[SamplingPoint]) -> list[Sampled | RowFailure]:
+        """Sample one token per point. If that raises, sample row by row, so that only the faulty
         row fails."""
         try:
-            return self._sample_together(logits, sequences)
+            return self._sample_together(logits, points)
         except Exception as error:
-            _log.exception("sampling failed with %d sequences", len(sequences))
-            if len(sequences) == 1:
+            _log.exception("sampling failed with %d sequences", len(points))
+            if len(points) == 1:
                 return [RowFailure(f"sampling failed: {error}")]
-            alone = zip(logits.split(1), sequences, strict=True)
-            return [token for row, sequence in alone for token in self._sample(row, [sequence])]
+            alone = zip(logits.split(1), points, strict=True)
+            return [token for row, point in alone for token in self._sample(row, [point])]
 
     def _sample_together(
-        self, logits: Tensor, sequences: list[Sequence]
+        self, logits: Tensor, points: list[SamplingPoint]
     ) -> list[Sampled | RowFailure]:
         """Sample all rows. A row without any allowed token fails; the others are unaffected."""
         if self._masks is None:
-            return list(self._sampler.sample(logits, sequences))
-        masked = self._masks.of(sequences)
+            return list(self._sampler.sample(logits, points))
+        masked = self._masks.of(points)
         for row, cost in masked.costs.items():  # the first cost counts
-            self._mask_costs.setdefault(sequences[row].id, cost)
+            self._mask_costs.setdefault(points[row].sequence.id, cost)
         if not masked.failures:
-            return list(self._sampler.sample(logits, sequences, masked.masks))
-        left = [row for row in range(len(sequences)) if row not in masked.failures]
+            return list(self._sampler.sample(logits, points, masked.masks))
+        left = [row for row in range(len(points)) if row not in masked.failures]
         fates: dict[int, Sampled | RowFailure] = {
             row: RowFailure(why, is_of_request=True) for row, why in masked.failures.items()
         }
         if left:
-            tokens = self._sample(logits[left], [sequences[row] for row in left])
+            tokens = self._sample(logits[left], [points[row] for row in left])
             fates |= zip(left, tokens, strict=True)
-        return [fates[row] for row in range(len(sequences))]
+        return [fates[row] for row in range(len(points))]
 
     def _describe(
         self, sequence: Sequence, piece: SequenceSlice, logits: Tensor

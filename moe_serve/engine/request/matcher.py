@@ -16,7 +16,7 @@ class SequenceMatcher:
     """The grammar state of one sequence, kept with it by its sampler.
 
     It reads the answer's new tokens on each call, so it continues after a preemption and catches up
-    on another rank.
+    on another rank. Asked about a shorter answer it goes back.
     """
 
     __slots__ = ("_matcher", "_num_read", "cpu_s")
@@ -24,6 +24,12 @@ class SequenceMatcher:
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher, self._num_read = matcher, 0
         self.cpu_s = 0.0  # spent on the grammar so far
+
+    def go_back(self, num_tokens: int) -> None:
+        """Forget all but the answer's first `num_tokens` tokens; others may follow them."""
+        if self._num_read > num_tokens:
+            self._matcher.rollback(self._num_read - num_tokens)
+            self._num_read = num_tokens
 
     def fill(self, answer: list[int], bits_W: NDArray[np.uint32]) -> str | None:
         """Set a bit for each token that may follow the answer. Returns the reason if no token
@@ -41,6 +47,7 @@ class SequenceMatcher:
             self.cpu_s += time.thread_time() - clock
 
     def _fill(self, answer: list[int], bits_W: NDArray[np.uint32]) -> str | None:
+        self.go_back(len(answer))
         self._matcher.consume_tokens(answer[self._num_read :])
         self._num_read = len(answer)
         if not self._matcher.is_error():

@@ -107,17 +107,6 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    @property
-    def is_short(self) -> bool:
-        """Whether the answer is below the minimum length."""
-        return self.num_output_tokens < self.request.params.min_tokens
-
-    @property
-    def bans_end(self) -> bool:
-        """Whether samplers must ban end tokens. With a constraint its mask does it
-        (`answer_masks`)."""
-        return self.is_short and self.request.params.constraint is None
-
     def num_missing_pages(self, num_tokens: int) -> int:
         """Return the number of pages to add so that the table covers `num_tokens` tokens."""
         return -(-num_tokens // self.page_size) - len(self.page_table)
@@ -150,6 +139,25 @@ class Sequence:
         if self.request.params.repetition_penalty != 1.0:
             self.seen[token_id] = None
 
+    def truncate(self, num_tokens: int) -> None:
+        """Remove the answer's tokens from index `num_tokens` on, as if they had never been there.
+        Their pages must have been truncated before (`Scheduler.truncate`)."""
+        least = max(self.num_prompt_tokens, self.num_computed_tokens)
+        assert least <= num_tokens <= self.num_tokens, f"{num_tokens} not in {least}.."
+        for token in self.token_ids[num_tokens:]:
+            self.output_counts[token] -= 1
+            if not self.output_counts[token]:
+                del self.output_counts[token]
+        del self.token_ids[num_tokens:]
+        if self.page_keys:
+            del self.page_keys[1 + num_tokens // self.page_size :]
+        if self.seen:
+            self.seen = dict.fromkeys(self.token_ids)
+        if self.matcher is not None:
+            self.matcher.go_back(self.num_output_tokens)
+        if self.thoughts is not None:
+            self.thoughts.go_back(num_tokens)
+
     def restart(self) -> None:
         """Forget what was computed, as the pages are gone. The tokens stay."""
         self.num_computed_tokens = 0
@@ -179,16 +187,19 @@ class StopRule:
     def __init__(self, eos_token_ids: frozenset[int], max_model_len: int) -> None:
         self._eos, self._max_model_len = eos_token_ids, max_model_len
 
-    def reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Return why the sequence ends with `token_id`, its last token; None if it continues."""
+    def reason(
+        self, sequence: Sequence, token_id: int, num_output_tokens: int
+    ) -> FinishReason | None:
+        """Return why the sequence ends with `token_id`, the last of `num_output_tokens` in its
+        answer; None if it continues."""
         params = sequence.request.params
         is_eos = token_id in self._eos
         if is_eos and params.constraint is not None:
             return FinishReason.STOP  # its mask has applied min_tokens and ignore_eos
         is_stop = (is_eos and not params.ignore_eos) or token_id in params.stop_token_ids
-        if is_stop and sequence.num_output_tokens >= params.min_tokens:
+        if is_stop and num_output_tokens >= params.min_tokens:
             return FinishReason.STOP
-        is_last = self.is_last(sequence, sequence.num_output_tokens)
+        is_last = self.is_last(sequence, num_output_tokens)
         return FinishReason.LENGTH if is_last else None
 
     def is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:

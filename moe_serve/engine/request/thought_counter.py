@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
+from operator import attrgetter
+from typing import Any
 
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
+
+_NUM_KEPT = 64  # reads that can be undone without reading the whole answer again
+_FIELDS = (
+    "_num_read",
+    "_num_spent",
+    "_is_inside",
+    "_has_closed",
+    "_may_open",
+    "_first",
+    "_since",
+    "_rest",
+    "forced",
+    "barred",
+)
+_state_of = attrgetter(*_FIELDS)  # what `go_back` restores
 
 
 class ThoughtCounter:
     """The reasoning state of one sequence, kept by its sampler.
 
     It reads the answer's new tokens on each call and depends on nothing else, so it continues after
-    a preemption and catches up on another rank.
+    a preemption and catches up on another rank. It can go back, too.
 
     With a budget of 2, the closing marker [7, 8], and an answer that begins inside:
 
@@ -20,20 +38,7 @@ class ThoughtCounter:
         forced   .  .  7  8  .        .  .  8  .      (the model began, and must finish)
     """
 
-    __slots__ = (
-        "_budget",
-        "_first",
-        "_has_closed",
-        "_is_inside",
-        "_markers",
-        "_may_open",
-        "_num_read",
-        "_num_spent",
-        "_rest",
-        "_since",
-        "barred",
-        "forced",
-    )
+    __slots__ = (*_FIELDS, "_begin", "_budget", "_markers", "_past")
 
     def __init__(self, markers: ThinkingMarkers, budget: int, start: int) -> None:
         """`start` is the index of the answer in the sequence's tokens."""
@@ -46,6 +51,8 @@ class ThoughtCounter:
         self._rest: tuple[int, ...] = ()  # the end marker's tokens after the closing
         self.forced = self._due((), start)  # the only token that may follow
         self.barred: int | None = None  # the token that would reopen the reasoning
+        self._begin: tuple[Any, ...] = _state_of(self)
+        self._past: deque[tuple[Any, ...]] = deque(maxlen=_NUM_KEPT)  # before the last reads
 
     @property
     def is_free(self) -> bool:
@@ -61,9 +68,14 @@ class ThoughtCounter:
         """Whether no further token can be reasoning."""
         return not (self._is_inside or self._may_open or self._markers.can_reopen)
 
-    def read(self, tokens: Tokens[int]) -> None:
-        """Read the new ones of the sequence's tokens, which include the prompt."""
-        while self._num_read < len(tokens):
+    def read(self, tokens: Tokens[int], stop: int | None = None) -> None:
+        """Read the new ones of the sequence's first `stop` tokens (all if None), which include the
+        prompt. Goes back if it has read more."""
+        stop = len(tokens) if stop is None else stop
+        self.go_back(stop)
+        if self._num_read < stop:
+            self._past.append(_state_of(self))
+        while self._num_read < stop:
             token, due = tokens[self._num_read], self.forced
             self._num_read += 1
             if self._is_inside:
@@ -73,6 +85,17 @@ class ThoughtCounter:
                 self._wait(tokens)
             self.forced = self._due(tokens, self._num_read)
             self.barred = self._barred(tokens, self._num_read)
+
+    def go_back(self, stop: int) -> None:
+        """Forget the tokens from index `stop` on, and perhaps some before it, which the next `read`
+        reads again."""
+        if self._num_read <= stop:
+            return
+        while self._past and self._past[-1][0] > stop:
+            self._past.pop()
+        state = self._past.pop() if self._past else self._begin
+        for name, value in zip(_FIELDS, state, strict=True):
+            setattr(self, name, value)
 
     def _go_on(self, tokens: Tokens[int], *, is_due: bool) -> None:
         """Handle a token inside the reasoning, or the last token of its closing marker."""

@@ -3,9 +3,10 @@
     listener.wants(step, sequences)  ->  the plan asks the pipeline  ->  listener.take(records)
 
 A request may also ask for the experts of its generated tokens. A token is sampled from the row of
-the position before it, so it comes with the routers' choices for that row, made in the same step.
-Other prompt rows are not returned. A row that is computed again (after a preemption, or on another
-rank) gives the same choices.
+the position before it, so it comes with the routers' choices for that row, made in the same step. A
+run of tokens also computes the rows of all its tokens but the last. Other prompt rows are not
+returned. A row that is computed again (after a preemption, or on another rank) gives the same
+choices.
 
 N tokens of one sequence in one step, L layers with routed experts, K choices.
 """
@@ -15,19 +16,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.engine.request.request import NO_EXPERTS, TokenExperts
 from moe_serve.engine.request.sequence import Schedule, Sequence, sequences_of
+from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.model.step_plan import RouteAsk, StepPlan
 from moe_serve.pipeline.route_tap import StepChoices
 from routing_predictor.traces.recording import TracedTokens
 
 _log = logging.getLogger(__name__)
 
-Made = dict[int, TokenExperts]  # sequence id -> the experts of its next token
+Runs = Mapping[int, tuple[Sampled, ...]]  # sequence id -> the tokens that a step sampled
+Made = dict[int, tuple[TokenExperts, ...]]  # sequence id -> the experts of its next tokens
 
 
 class RouteRecord(TracedTokens, frozen=True, kw_only=True, eq=False, gc=False):
@@ -84,49 +88,59 @@ class RouteListeners:
         ask = RouteAsk(wanted, any(listener.has_weights for listener in listeners))
         return replace(plan, routes=ask)
 
-    def notify(self, schedule: Schedule, choices: StepChoices | None) -> None:
-        """Pass the routes of a finished step to the listeners, before its sequences advance."""
+    def notify(self, schedule: Schedule, choices: StepChoices | None, runs: Runs) -> None:
+        """Pass the routes of a finished step to the listeners, before its sequences advance by the
+        tokens of their runs."""
         listeners = self._listeners
         if choices is None or not listeners:
             return
-        records = _records(schedule, choices)
+        records = _records(schedule, choices, runs)
         for listener in listeners if records else ():
             listener.take(records)
 
 
-def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
+def _records(schedule: Schedule, choices: StepChoices, runs: Runs) -> list[RouteRecord]:
     """Build records as views of the step's arrays. Sequences that ended during the step are left
-    out."""
-    known = [schedule.get(key) for key in choices.sequence_ids]
+    out, and so are rows of tokens that were not kept."""
+    spans: list[tuple[Sequence, int, int]] = []  # the sequence, its first row, its rows kept
     tokens: list[int] = []
-    for item, count in zip(known, choices.counts, strict=True):
-        sequence = None if item is None else item[0]
-        start = 0 if sequence is None else sequence.num_computed_tokens
-        told = [0] * count if sequence is None else sequence.token_ids[start : start + count]
-        tokens += told
-        if len(told) != count:
+    end = 0
+    for key, count in zip(choices.sequence_ids, choices.counts, strict=True):
+        first, end = end, end + count
+        if key not in schedule:
+            continue
+        computed = _computed_tokens(*schedule[key], runs.get(key, ()))
+        if len(computed) > count:
             _log.warning(
-                "%d choices came for %d tokens: the step's routes are dropped", count, len(told)
+                "%d choices came for %d tokens: the step's routes are dropped", count, len(computed)
             )
             return []
-    token_ids = np.array(tokens, dtype=np.int32)
+        spans.append((schedule[key][0], first, len(computed)))
+        tokens += computed
     ids, weights = choices.expert_ids_NLK, choices.weights_NLK
-    records, end = [], 0
-    for item, count in zip(known, choices.counts, strict=True):
-        first, end = end, end + count
-        if item is not None:
-            records.append(
-                RouteRecord(
-                    request_id=item[0].request.request_id,
-                    sequence_id=item[0].id,
-                    start=item[0].num_computed_tokens,
-                    num_prompt_tokens=item[0].num_prompt_tokens,
-                    token_ids_N=token_ids[first:end],
-                    expert_ids_NLK=ids[first:end],
-                    weights_NLK=None if weights is None else weights[first:end],
-                )
+    token_ids, records, end = np.array(tokens, dtype=np.int32), [], 0
+    for sequence, first, count in spans:
+        records.append(
+            RouteRecord(
+                request_id=sequence.request.request_id,
+                sequence_id=sequence.id,
+                start=sequence.num_computed_tokens,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                token_ids_N=token_ids[end : end + count],
+                expert_ids_NLK=ids[first : first + count],
+                weights_NLK=None if weights is None else weights[first : first + count],
             )
+        )
+        end += count
     return records
+
+
+def _computed_tokens(sequence: Sequence, count: int, run: tuple[Sampled, ...]) -> list[int]:
+    """Return the tokens whose rows a step computed: the scheduled `count`, and those of the run
+    but the last."""
+    start = sequence.num_computed_tokens
+    scheduled = sequence.token_ids[start : start + count]
+    return scheduled + [s.token_id for s in run[:-1]] if len(run) > 1 else scheduled
 
 
 def sequences_that_ask(plan: StepPlan, schedule: Schedule) -> frozenset[int]:
@@ -138,25 +152,32 @@ def sequences_that_ask(plan: StepPlan, schedule: Schedule) -> frozenset[int]:
     return frozenset(sampled.intersection(asking))
 
 
-def made_tokens(schedule: Schedule, choices: StepChoices | None) -> Made:
+def made_tokens(schedule: Schedule, choices: StepChoices | None, runs: Runs) -> Made:
     """Return the experts of the tokens about to be appended, by sequence id."""
     found: Made = {}
     if choices is None:
         return found
     ids_NLK, end = choices.expert_ids_NLK, 0
     for key, count in zip(choices.sequence_ids, choices.counts, strict=True):
-        end += count
-        item = schedule.get(key)
-        if item is not None and count and item[0].request.wants_routed_experts:
-            row_LK, is_wide = ids_NLK[end - 1], ids_NLK.dtype.itemsize > 1
-            row_LK = row_LK.astype(np.int16 if is_wide else np.uint8, copy=False)
-            num_layers, top_k = row_LK.shape
-            found[key] = TokenExperts(row_LK.tobytes(), num_layers, top_k, is_wide)
+        first, end = end, end + count
+        if key in schedule and schedule[key][0].request.wants_routed_experts:
+            begin = first + schedule[key][1] - 1  # the row from which the first token was sampled
+            stop = begin + len(runs.get(key, ()))
+            if stop <= end:
+                found[key] = tuple([_experts_of_row(ids_NLK[row]) for row in range(begin, stop)])
     return found
 
 
-def experts_of(sequence: Sequence, made: Made) -> tuple[TokenExperts, ...] | None:
-    """Return the experts of a sequence's new token; empty ones if a rank's message was unusable."""
+def _experts_of_row(row_LK: NDArray[np.integer[Any]]) -> TokenExperts:
+    is_wide = row_LK.dtype.itemsize > 1
+    row_LK = row_LK.astype(np.int16 if is_wide else np.uint8, copy=False)
+    num_layers, top_k = row_LK.shape
+    return TokenExperts(row_LK.tobytes(), num_layers, top_k, is_wide)
+
+
+def experts_of(sequence: Sequence, made: Made, num_tokens: int) -> tuple[TokenExperts, ...] | None:
+    """Return the experts of a sequence's new tokens; empty ones if a rank's message was
+    unusable."""
     if not sequence.request.wants_routed_experts:
         return None
-    return (made.get(sequence.id, NO_EXPERTS),)
+    return made.get(sequence.id, (NO_EXPERTS,) * num_tokens)

@@ -1,4 +1,4 @@
-"""Computes the tokens that a step's sequences may take next.
+"""Computes the tokens that may be taken at the points of a step.
 
 Masks combine constraints, allowed tokens, bad words, and the end of reasoning whose budget is
 spent.
@@ -21,6 +21,7 @@ from moe_serve.engine.request.matcher import SequenceMatcher
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.thought_counter import ThoughtCounter
 from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.engine.sampling.sampling_point import SamplingPoint
 from moe_serve.errors import InvalidGrammarError
 
 _NOTHING_LEFT = "its parameters together allow no token here"
@@ -49,7 +50,7 @@ class MaskedRows:
 
 
 class AnswerMasks:
-    """Makes masks for one model. A sequence's mask depends on its own tokens and request only."""
+    """Makes masks for one model. A point's mask depends on its own history and request only."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: frozenset[int], grammars: Grammars | None = None
@@ -57,9 +58,9 @@ class AnswerMasks:
         self._vocab_size, self._grammars, self._eos = vocab_size, grammars, sorted(eos_token_ids)
         self._any_W = _bits(range(vocab_size), num_words(vocab_size))
 
-    def of(self, sequences: Rows[Sequence]) -> MaskedRows:
+    def of(self, points: Rows[SamplingPoint]) -> MaskedRows:
         """Return one mask for each restricted row."""
-        rows = [row for row, sequence in enumerate(sequences) if _is_masked(sequence)]
+        rows = [row for row, point in enumerate(points) if _is_masked(point)]
         if not rows:
             return MaskedRows()
         bits_CW = np.empty((len(rows), len(self._any_W)), np.uint32)
@@ -67,21 +68,20 @@ class AnswerMasks:
         costs: dict[int, MaskCost] = {}
         for bits_W, row in zip(bits_CW, rows, strict=True):
             cpu, clock = time.thread_time(), time.perf_counter()
-            if (why := self._fill(sequences[row], bits_W)) is not None:
+            if (why := self._fill(points[row], bits_W)) is not None:
                 failures[row] = why
-            if sequences[row].request.params.constraint is not None:
+            if points[row].params.constraint is not None:
                 costs[row] = MaskCost(time.thread_time() - cpu, time.perf_counter() - clock)
         return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures, costs)
 
-    def _fill(self, sequence: Sequence, bits_W: NDArray[np.uint32]) -> str | None:
+    def _fill(self, point: SamplingPoint, bits_W: NDArray[np.uint32]) -> str | None:
         """Fill the mask of one row. Returns the reason if no token is allowed."""
-        params = sequence.request.params
+        params, thoughts = point.params, point.sequence.thoughts
         bits_W[:] = self._any_W
         if params.constraint is not None:
             bits_W[:] = 0
-            answer = sequence.token_ids[sequence.num_prompt_tokens :]
             try:
-                why = self._matcher(sequence).fill(answer, bits_W)
+                why = self._matcher(point.sequence).fill(point.answer, bits_W)
             except InvalidGrammarError as error:
                 why = str(error)
             if why is not None:
@@ -91,14 +91,15 @@ class AnswerMasks:
         if params.allowed_token_ids:
             bits_W &= _bits(params.allowed_token_ids, len(bits_W))
         # A tokenizer may have tokens that the model has no logits for.
-        banned = [token for token in _bad_tokens(sequence) if token < self._vocab_size]
-        if sequence.is_short:
+        banned = [token for token in _bad_tokens(point) if token < self._vocab_size]
+        if point.is_short:
             banned += [*self._eos, *params.stop_token_ids]
         elif params.ignore_eos and params.constraint is not None:
             banned += self._eos
         bits_W[:] = _without(bits_W, banned)
-        if sequence.thoughts is not None:
-            bits_W[:] = _heeding(bits_W, sequence.thoughts)
+        if thoughts is not None:
+            thoughts.read(point.sequence.token_ids, point.position)  # unless it is there already
+            bits_W[:] = _heeding(bits_W, thoughts)
         return None if bits_W.any() else _NOTHING_LEFT
 
     def _matcher(self, sequence: Sequence) -> SequenceMatcher:
@@ -112,25 +113,25 @@ class AnswerMasks:
         return sequence.matcher
 
 
-def _is_masked(sequence: Sequence) -> bool:
+def _is_masked(point: SamplingPoint) -> bool:
     """Return whether a row needs a mask. Within its thinking budget and after the reasoning it does
     not."""
-    params = sequence.request.params
-    is_thinking_free = _is_thinking_free(sequence)
+    params = point.sequence.request.params
+    is_thinking_free = _is_thinking_free(point)
     is_bound = params.constraint or params.allowed_token_ids or params.bad_word_ids
     return bool(is_bound or not is_thinking_free)
 
 
-def _is_thinking_free(sequence: Sequence) -> bool:
-    """Read the answer's new tokens and return whether the thinking budget restricts the next
-    one."""
+def _is_thinking_free(point: SamplingPoint) -> bool:
+    """Read the history and return whether the thinking budget leaves the next token free."""
+    sequence = point.sequence
     params = sequence.request.params
     markers, budget = params.limited_thinking, params.thinking_token_budget
     if markers is None or budget is None:
         return True
     if sequence.thoughts is None:
         sequence.thoughts = ThoughtCounter(markers, budget, sequence.num_prompt_tokens)
-    sequence.thoughts.read(sequence.token_ids)
+    sequence.thoughts.read(sequence.token_ids, point.position)
     return sequence.thoughts.is_free
 
 
@@ -146,12 +147,12 @@ def _heeding(bits_W: NDArray[np.uint32], thoughts: ThoughtCounter) -> NDArray[np
     return bits_W
 
 
-def _bad_tokens(sequence: Sequence) -> Iterable[int]:
+def _bad_tokens(point: SamplingPoint) -> Iterable[int]:
     """Yield tokens that would complete a bad word in the answer."""
-    num_prompt, tokens = sequence.num_prompt_tokens, sequence.token_ids
-    for word in sequence.request.params.bad_word_ids:
-        start = len(tokens) - len(word) + 1
-        if start >= num_prompt and tuple(tokens[start:]) == word[:-1]:
+    num_prompt, tokens = point.sequence.num_prompt_tokens, point.sequence.token_ids
+    for word in point.params.bad_word_ids:
+        start = point.position - len(word) + 1
+        if start >= num_prompt and tuple(tokens[start : point.position]) == word[:-1]:
             yield word[-1]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_kernels.interface.token_sampler import TokenMasks, ban_others, ban_others_on_device
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.sampling_point import SamplingPoint
 
 _USUAL_NUCLEUS = 1024  # tokens; rows with a larger nucleus are sorted completely
 _MASK = 2**64 - 1
@@ -47,38 +47,36 @@ class Sampler:
         self._eos = sorted(eos_token_ids)
 
     def sample(
-        self, logits_SV: Tensor, sequences: Rows[Sequence], masks: TokenMasks | None = None
+        self, logits_SV: Tensor, points: Rows[SamplingPoint], masks: TokenMasks | None = None
     ) -> list[Sampled]:
-        """Sample one token for each row."""
-        adjusted_SV = self._adjust(logits_SV, sequences)
+        """Sample one token for each row, at its point."""
+        adjusted_SV = self._adjust(logits_SV, points)
         if masks is not None:
             adjusted_SV = logits_SV.clone() if adjusted_SV is logits_SV else adjusted_SV
             _ban_others(adjusted_SV, masks)
         top_S, ids_S = adjusted_SV.max(dim=-1)
         tokens = ids_S.tolist()
         is_valid = torch.isfinite(top_S).tolist()
-        drawing = [
-            i for i, s in enumerate(sequences) if is_valid[i] and not s.request.params.is_greedy
-        ]
+        params = [point.params for point in points]
+        drawing = [i for i, p in enumerate(params) if is_valid[i] and not p.is_greedy]
         for wants_filter in (False, True):
-            rows = [i for i in drawing if _has_filter(sequences[i].request.params) == wants_filter]
+            rows = [i for i in drawing if _has_filter(params[i]) == wants_filter]
             if rows:
-                drawn = _draw(adjusted_SV[rows], [sequences[i] for i in rows], wants_filter)
+                drawn = _draw(adjusted_SV[rows], [points[i] for i in rows], wants_filter)
                 for row, token in zip(rows, drawn, strict=True):
                     tokens[row] = token
-        logprobs = _logprobs(logits_SV, tokens, sequences)
+        logprobs = _logprobs(logits_SV, tokens, points)
         return [Sampled(*fields) for fields in zip(tokens, is_valid, logprobs, strict=True)]
 
     def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
         """See `describe_tokens`."""
         return describe_tokens(logits_RV, tokens, num_top)
 
-    def _adjust(self, logits_SV: Tensor, sequences: Rows[Sequence]) -> Tensor:
+    def _adjust(self, logits_SV: Tensor, points: Rows[SamplingPoint]) -> Tensor:
         """Apply bias, minimum length and penalties, on a copy and only to rows that need it."""
         adjusted_SV = logits_SV
-        for row, sequence in enumerate(sequences):
-            params = sequence.request.params
-            bans_end = sequence.bans_end
+        for row, point in enumerate(points):
+            params, bans_end = point.params, point.bans_end
             if not (params.logit_bias or params.has_penalties or bans_end):
                 continue
             if adjusted_SV is logits_SV:
@@ -89,7 +87,7 @@ class Sampler:
                     list(params.logit_bias.values()), device=logits_SV.device
                 )
             if params.has_penalties:
-                _penalize(adjusted_SV[row], sequence)
+                _penalize(adjusted_SV[row], point)
             if bans_end:
                 adjusted_SV[row, [*self._eos, *params.stop_token_ids]] = float("-inf")
         return adjusted_SV
@@ -137,27 +135,25 @@ def _ban_others(logits_SV: Tensor, masks: TokenMasks) -> None:
     ban_others_on_device(logits_SV, *(torch.from_numpy(p).to(logits_SV.device) for p in parts))
 
 
-def _penalize(row_V: Tensor, sequence: Sequence) -> None:
+def _penalize(row_V: Tensor, point: SamplingPoint) -> None:
     """Apply OpenAI's presence and frequency penalties over the answer, and repetition over prompt
     and answer (CTRL)."""
-    params = sequence.request.params
+    params = point.params
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(list(sequence.seen), device=row_V.device)
+        seen = torch.tensor(list(point.seen), device=row_V.device)
         values = row_V[seen]
         penalty = params.repetition_penalty
         row_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if sequence.output_counts:
-        ids = torch.tensor(list(sequence.output_counts), device=row_V.device)
-        counts = torch.tensor(
-            list(sequence.output_counts.values()), device=row_V.device, dtype=row_V.dtype
-        )
+    if found := point.output_counts:
+        ids = torch.tensor(list(found), device=row_V.device)
+        counts = torch.tensor(list(found.values()), device=row_V.device, dtype=row_V.dtype)
         row_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-def _draw(logits_SV: Tensor, sequences: Rows[Sequence], has_filter: bool) -> list[int]:
+def _draw(logits_SV: Tensor, points: Rows[SamplingPoint], has_filter: bool) -> list[int]:
     """Draw by inverse transform sampling: the first token whose cumulative probability exceeds the
     draw."""
-    device, params = logits_SV.device, [s.request.params for s in sequences]
+    device, params = logits_SV.device, [p.params for p in points]
     temperature_S1 = torch.tensor([[p.temperature] for p in params], device=device)
     shifted_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
     probs_SV = torch.softmax(shifted_SV / temperature_S1, dim=-1)
@@ -165,7 +161,7 @@ def _draw(logits_SV: Tensor, sequences: Rows[Sequence], has_filter: bool) -> lis
         probs_SV = probs_SV * (probs_SV >= least_probabilities(probs_SV, params))
     cumulative_SV = probs_SV.double().cumsum(dim=-1)
     total_S1 = cumulative_SV[:, -1:].contiguous()
-    draws = [uniform(s.seed, s.request.choice, s.num_tokens) for s in sequences]
+    draws = [uniform(p.sequence.seed, p.sequence.request.choice, p.position) for p in points]
     draw_S1 = torch.tensor(draws, dtype=torch.float64, device=device)[:, None]
     index_S1 = torch.searchsorted(cumulative_SV, draw_S1 * total_S1, right=True)
     # A draw next to 1 may round past the end: take the last token with any probability.
@@ -175,17 +171,17 @@ def _draw(logits_SV: Tensor, sequences: Rows[Sequence], has_filter: bool) -> lis
 
 
 def _logprobs(
-    logits_SV: Tensor, tokens: list[int], sequences: Rows[Sequence]
+    logits_SV: Tensor, tokens: list[int], points: Rows[SamplingPoint]
 ) -> list[TokenLogprob | None]:
-    wanted = [s.request.params.logprobs for s in sequences]
+    wanted = [p.params.logprobs for p in points]
     rows = [row for row, num_top in enumerate(wanted) if num_top is not None]
-    result: list[TokenLogprob | None] = [None] * len(sequences)
+    result: list[TokenLogprob | None] = [None] * len(points)
     if rows:
         most = max(wanted[row] or 0 for row in rows)
         described = describe_tokens(logits_SV[rows], [tokens[row] for row in rows], most)
         for row, entry in zip(rows, described, strict=True):
             natural = replace(entry, top=entry.top[: wanted[row]])
-            given = sequences[row].request.params.logprob_token_ids
+            given = points[row].params.logprob_token_ids
             result[row] = with_given(natural, logits_SV[row], given)
     return result
 

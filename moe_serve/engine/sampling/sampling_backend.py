@@ -11,20 +11,20 @@ from torch import Tensor
 from moe_kernels.interface.kernels import Kernels
 from moe_kernels.interface.token_sampler import ScoredTokens, TokenMasks, TokenSampler
 from moe_serve.engine.request.request import TokenLogprob
-from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampler import Sampled, Sampler, with_given
+from moe_serve.engine.sampling.sampling_point import SamplingPoint
 from moe_serve.engine.sampling.sampling_step import make_sampling_step
 
 
 class SamplingBackend(Protocol):
-    """Samples tokens. Each row's result depends on its own logits and request only; logits are not
-    changed."""
+    """Samples tokens. Each row's result depends on its own logits, request and history only; logits
+    are not changed."""
 
     def sample(
-        self, logits_SV: Tensor, sequences: Rows[Sequence], masks: TokenMasks | None = None
+        self, logits_SV: Tensor, points: Rows[SamplingPoint], masks: TokenMasks | None = None
     ) -> list[Sampled]:
-        """Sample one token for each row. A faulty row does not affect others. `masks` restrict some
-        rows and allow at least one token each."""
+        """Sample one token for each row, at its point. A faulty row does not affect others. `masks`
+        restrict some rows and allow at least one token each."""
         ...
 
     def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
@@ -40,19 +40,19 @@ class KernelSampler:
         self._eos, self._kernels = sorted(eos_token_ids), kernels
 
     def sample(
-        self, logits_SV: Tensor, sequences: Rows[Sequence], masks: TokenMasks | None = None
+        self, logits_SV: Tensor, points: Rows[SamplingPoint], masks: TokenMasks | None = None
     ) -> list[Sampled]:
-        """Sample one token for each row."""
-        step = make_sampling_step(sequences, self._eos, masks)
+        """Sample one token for each row, at its point."""
+        step = make_sampling_step(points, self._eos, masks)
         done = self._kernels.sample(logits_SV, step)
         tokens: list[int] = done.tokens_S.tolist()
-        logprobs: list[TokenLogprob | None] = [None] * len(sequences)
+        logprobs: list[TokenLogprob | None] = [None] * len(points)
         if done.scores is not None:
             rows: list[int] = step.scored_rows_R.tolist()
-            wanted = [sequences[row].request.params.logprobs or 0 for row in rows]
+            wanted = [points[row].params.logprobs or 0 for row in rows]
             entries = _described(done.scores, [tokens[row] for row in rows], wanted)
             for row, entry in zip(rows, entries, strict=True):
-                given = sequences[row].request.params.logprob_token_ids
+                given = points[row].params.logprob_token_ids
                 logprobs[row] = with_given(entry, logits_SV[row], given)
         fields = zip(tokens, done.is_valid_S.tolist(), logprobs, strict=True)
         return [Sampled(*row) for row in fields]

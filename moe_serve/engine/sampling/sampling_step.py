@@ -1,4 +1,4 @@
-"""Converts the sampling parameters of a step's sequences into the arrays that kernels take.
+"""Converts the sampling parameters of a step's points into the arrays that kernels take.
 
 S rows, M entries: single tokens of single rows, where a logit is biased, penalised or banned.
 """
@@ -12,41 +12,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_kernels.interface.token_sampler import SamplingStep, TokenEntries, TokenMasks
-from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.sampling_point import SamplingPoint
 
 
 def make_sampling_step(
-    sequences: Rows[Sequence], eos_token_ids: Collection[int], masks: TokenMasks | None = None
+    points: Rows[SamplingPoint], eos_token_ids: Collection[int], masks: TokenMasks | None = None
 ) -> SamplingStep:
     """Build the arrays with the same numbers that the torch sampler uses, row by row."""
-    params = [s.request.params for s in sequences]
+    params = [p.params for p in points]
     scored = [row for row, p in enumerate(params) if p.logprobs is not None]
     return SamplingStep(
         temperatures_S=np.array([0.0 if p.is_greedy else p.temperature for p in params], "f4"),
         min_ps_S=np.array([p.min_p for p in params], "f4"),
         top_ks_S=np.array([max(p.top_k, 0) for p in params], "i4"),
         top_ps_S=np.array([p.top_p for p in params], "f8"),
-        seeds_S=np.array([s.seed for s in sequences], "i8"),
-        choices_S=np.array([s.request.choice for s in sequences], "i8"),
-        positions_S=np.array([s.num_tokens for s in sequences], "i8"),
+        seeds_S=np.array([p.sequence.seed for p in points], "i8"),
+        choices_S=np.array([p.sequence.request.choice for p in points], "i8"),
+        positions_S=np.array([p.position for p in points], "i8"),
         repetitions_S=np.array([p.repetition_penalty for p in params], "f4"),
         presences_S=np.array([p.presence_penalty for p in params], "f4"),
         frequencies_S=np.array([p.frequency_penalty for p in params], "f4"),
-        entries=_entries(sequences, eos_token_ids),
+        entries=_entries(points, eos_token_ids),
         scored_rows_R=np.array(scored, "i8"),
         num_top=max((p.logprobs or 0 for p in params), default=0),
         masks=masks,
     )
 
 
-def _entries(sequences: Rows[Sequence], eos_token_ids: Collection[int]) -> TokenEntries | None:
+def _entries(points: Rows[SamplingPoint], eos_token_ids: Collection[int]) -> TokenEntries | None:
     parts = []
-    for row, sequence in enumerate(sequences):
-        params = sequence.request.params
-        bans_end = sequence.bans_end
+    for row, point in enumerate(points):
+        params, bans_end = point.params, point.bans_end
         if params.logit_bias or params.has_penalties or bans_end:
             banned = (*eos_token_ids, *params.stop_token_ids) if bans_end else ()
-            parts.append(_entries_of(row, sequence, banned))
+            parts.append(_entries_of(row, point, banned))
     parts = [part for part in parts if len(part.tokens_M)]
     if not parts:
         return None
@@ -59,17 +58,17 @@ def _entries(sequences: Rows[Sequence], eos_token_ids: Collection[int]) -> Token
     )
 
 
-def _entries_of(row: int, sequence: Sequence, banned: Collection[int]) -> TokenEntries:
+def _entries_of(row: int, point: SamplingPoint, banned: Collection[int]) -> TokenEntries:
     """Return one row's tokens, each once. A token may be biased, seen, in the answer and banned
     together.
 
     Example, the prompt [5, 3], the answer [3, 7], penalties of repetition and presence, a bias of 2
     for 9: tokens [3, 5, 7, 9], biases [0, 0, 0, 2], counts [1, 0, 1, 0], seen [1, 1, 1, 0].
     """
-    params = sequence.request.params
+    params = point.params
     is_counting = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    counts = sequence.output_counts if is_counting else {}
-    kinds = [_ids(sequence.seen), _ids(counts), _ids(params.logit_bias), _ids(banned)]
+    counts = point.output_counts if is_counting else {}
+    kinds = [_ids(point.seen), _ids(counts), _ids(params.logit_bias), _ids(banned)]
     tokens = np.concatenate(kinds)
     if banned or len(tokens) > max(map(len, kinds)):
         tokens, places = np.unique(tokens, return_inverse=True)

@@ -189,6 +189,28 @@ class PrefixSharing:
             sequence.num_shared_pages += is_full
             self._computing.pop(key, None)
 
+    def truncate(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Take back the pages behind a sequence's first `num_tokens` tokens, of which at most these
+        are then computed. Returns the pages that are now free.
+
+        A page that others can see is never written again. If the tokens end within such a page, it
+        is taken back too, and its tokens are computed again on another page.
+        """
+        size = self._page_size
+        num_kept = -(-num_tokens // size)
+        if num_tokens % size and num_kept <= sequence.num_shared_pages:
+            num_kept -= 1
+        num_computed = min(num_tokens, num_kept * size)
+        if num_computed < sequence.num_computed_tokens:
+            self.stop_computing(sequence)  # others need not wait longer than they would have
+            sequence.num_computed_tokens = num_computed
+            sequence.num_shared_pages = min(sequence.num_shared_pages, num_kept)
+            sequence.num_found_pages = min(sequence.num_found_pages, num_kept)
+            del sequence.prompt_logprobs[num_computed:]
+        freed = self._cache.release(sequence.page_table[num_kept:])
+        del sequence.page_table[num_kept:]
+        return freed
+
     def stop_computing(self, sequence: Sequence) -> None:
         """Record that the sequence will give no more pages, so nothing waits for them."""
         for key in sequence.page_keys[sequence.num_shared_pages + 1 :]:

@@ -239,6 +239,11 @@ class Scheduler:
         chosen.pop(victim.id, None)
         self.num_preemptions += 1
 
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take back a running sequence's pages behind its first `num_tokens` tokens. See
+        `PrefixSharing.truncate`. To be called between steps."""
+        self._unproven_pages += self.sharing.truncate(sequence, num_tokens)
+
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.is_running = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
@@ -110,3 +112,40 @@ def test_what_contradicts_the_end_is_refused() -> None:
         ThinkingMarkers(end=(1, 2), closings=((2,),))
     with pytest.raises(InvalidRequestError, match="token id of the end of reasoning"):
         SamplingParams(**limited).check_vocabulary(9)  # type: ignore[arg-type]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    of=st.sampled_from([OPENED, LONG, CHANNELS, markers(), markers(openings=((4, 5), (4, 6)))]),
+    budget=st.integers(0, 5),
+    answer=st.lists(st.sampled_from([1, 2, 4, 5, 6, 7, 8, 9, 20, 21, 22, 23, 24, 30, 31])),
+    stops=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=20),
+)
+def test_it_can_be_asked_at_any_position(
+    of: ThinkingMarkers, budget: int, answer: list[int], stops: list[tuple[int, bool]]
+) -> None:
+    """Also if the answer goes on in another way from a position that it went back to."""
+    counter, tokens = ThoughtCounter(of, budget, len(PROMPT)), PROMPT + answer
+    for stop, is_other in stops:
+        position = len(PROMPT) + min(stop, len(answer))
+        if is_other:
+            counter.go_back(position)
+            tokens = tokens[:position] + tokens[:position:-1]
+            position = len(tokens)
+        counter.read(tokens, position)
+        fresh = ThoughtCounter(of, budget, len(PROMPT))
+        fresh.read(tokens[:position])
+        assert (counter.forced, counter.barred) == (fresh.forced, fresh.barred)
+        assert (counter.num_spent, counter.is_over) == (fresh.num_spent, fresh.is_over)
+        answer = tokens[len(PROMPT) :]
+
+
+def test_it_goes_back_further_than_it_remembers() -> None:
+    counter, tokens = ThoughtCounter(OPENED, 150, len(PROMPT)), PROMPT + [4] * 200
+    for stop in range(len(PROMPT), len(tokens) + 1):
+        counter.read(tokens, stop)
+    assert not counter.is_free
+    counter.read(tokens, len(PROMPT) + 149)
+    assert (counter.num_spent, counter.is_free) == (149, True)
+    counter.read(tokens, len(PROMPT) + 150)
+    assert (counter.num_spent, counter.forced) == (150, CLOSE)

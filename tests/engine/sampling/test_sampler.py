@@ -18,6 +18,7 @@ from moe_serve.engine.sampling.sampler import (
     uniform,
 )
 from moe_serve.errors import InvalidRequestError
+from tests.support.engine.points import ends_of
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
 
@@ -38,13 +39,15 @@ def sequence(
 
 
 def sample(one: Sequence, logits: torch.Tensor = LOGITS) -> Sampled:
-    return Sampler(frozenset({3})).sample(logits[None].clone(), [one])[0]
+    return Sampler(frozenset({3})).sample(logits[None].clone(), ends_of([one]))[0]
 
 
 def draws(count: int = 4000, **params: object) -> list[float]:
     """Frequencies of the five tokens over many positions."""
     made = [sequence(prompt=(0,) * (i + 1), temperature=1.0, **params) for i in range(count)]
-    tokens = [s.token_id for s in Sampler(frozenset()).sample(LOGITS.repeat(count, 1), made)]
+    tokens = [
+        s.token_id for s in Sampler(frozenset()).sample(LOGITS.repeat(count, 1), ends_of(made))
+    ]
     return [tokens.count(i) / count for i in range(5)]
 
 
@@ -102,8 +105,8 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         sequence(presence_penalty=1.0, output=(3,), logit_bias={1: 5.0}),
     ]  # fmt: skip
     logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
-    (alone,) = Sampler(frozenset()).sample(logits[2:3].clone(), [one])
-    mixed = Sampler(frozenset()).sample(logits.clone(), [*others[:2], one, *others[2:]])
+    (alone,) = Sampler(frozenset()).sample(logits[2:3].clone(), ends_of([one]))
+    mixed = Sampler(frozenset()).sample(logits.clone(), ends_of([*others[:2], one, *others[2:]]))
     assert mixed[2] == alone
 
 
@@ -123,7 +126,7 @@ def test_logprobs_of_given_tokens() -> None:
     expected = torch.log_softmax(LOGITS, -1)
     given = sequence(logprobs=2, logprob_token_ids=(0, 3, 1, 0), logit_bias={1: 50.0})
     others = [sequence(logprobs=3), sequence(), sequence(logprobs=0, logprob_token_ids=(4,))]
-    rows = Sampler(frozenset()).sample(LOGITS.repeat(4, 1), [given, *others])
+    rows = Sampler(frozenset()).sample(LOGITS.repeat(4, 1), ends_of([given, *others]))
     described = [row.logprob for row in rows]
     assert described[0] is not None and described[1] is not None and described[3] is not None
     assert described[0].token_id == 1
@@ -144,7 +147,7 @@ def test_describing_tokens() -> None:
 def test_nan_and_infinity_are_reported_for_their_rows_only() -> None:
     logits = torch.stack([LOGITS, LOGITS * float("nan"), LOGITS + float("inf")])
     rows = [sequence(), sequence(temperature=1.0), sequence(temperature=1.0)]
-    good, *bad = Sampler(frozenset()).sample(logits, rows)
+    good, *bad = Sampler(frozenset()).sample(logits, ends_of(rows))
     assert good.is_valid and not any(b.is_valid for b in bad)
 
 

@@ -10,6 +10,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampling_step import make_sampling_step
+from tests.support.engine.points import ends_of
 
 
 def sequence(
@@ -44,7 +45,7 @@ def test_the_worked_example() -> None:
         sequence((1,), (2,)),
         sequence((5, 3), (3, 7), repetition_penalty=1.5, presence_penalty=1.0, logit_bias={9: 2.0}),
     ]
-    entries = make_sampling_step(rows, [0]).entries
+    entries = make_sampling_step(ends_of(rows), [0]).entries
     assert entries is not None and row_of(entries, 0) == []
     assert row_of(entries, 1) == [
         (3, 0.0, 1, True),
@@ -58,7 +59,7 @@ def test_tokens_of_one_kind() -> None:
     """Only what a penalty asks for is looked up: the order is nobody's."""
     repeated = sequence((5, 3), (3, 7), repetition_penalty=1.5)
     counted = sequence((5, 3), (3, 7, 3), frequency_penalty=0.5)
-    entries = make_sampling_step([repeated, counted], [0]).entries
+    entries = make_sampling_step(ends_of([repeated, counted]), [0]).entries
     assert entries is not None, "both are penalised"
     seen, found = row_of(entries, 0), row_of(entries, 1)
     assert sorted(seen) == [(3, 0.0, 0, True), (5, 0.0, 0, True), (7, 0.0, 0, True)]
@@ -68,13 +69,15 @@ def test_tokens_of_one_kind() -> None:
 def test_stops_are_banned_up_to_the_minimum_length() -> None:
     def made(answer: tuple[int, ...]) -> TokenEntries | None:
         asked = sequence((4,), answer, min_tokens=2, stop_token_ids=(8, 0), logit_bias={8: 1.0})
-        return make_sampling_step([asked], [0]).entries
+        return make_sampling_step(ends_of([asked]), [0]).entries
 
     short, long = made((6,)), made((6, 6))
     assert short is not None and long is not None, "there is a bias"
     assert row_of(short, 0) == [(0, -np.inf, 0, False), (8, -np.inf, 0, False)]
     assert row_of(long, 0) == [(8, 1.0, 0, False)], "and no penalty counts the answer"
-    assert make_sampling_step([sequence((4,), (), min_tokens=2)], []).entries is None, "no stops"
+    assert make_sampling_step(ends_of([sequence((4,), (), min_tokens=2)]), []).entries is None, (
+        "no stops"
+    )
 
 
 def test_rows_are_those_of_the_requests() -> None:
@@ -83,7 +86,7 @@ def test_rows_are_those_of_the_requests() -> None:
         sequence((1,), (), seed=2**63 - 1, temperature=0.5, top_k=7, top_p=0.1, min_p=0.2),
         sequence((1,), (), seed=0, frequency_penalty=0.5, presence_penalty=-1.0, logprobs=4),
     ]
-    step = make_sampling_step(rows, [])
+    step = make_sampling_step(ends_of(rows), [])
     assert step.temperatures_S.tolist() == [0.0, 0.5, 1.0], "tiny temperatures are greedy"
     assert step.top_ks_S.tolist() == [0, 7, 0]
     assert step.top_ps_S.tolist() == [1.0, 0.1, 1.0], "in float64, as the request has it"
@@ -97,6 +100,6 @@ def test_rows_are_those_of_the_requests() -> None:
 
 
 def test_what_no_row_needs_is_known() -> None:
-    greedy = make_sampling_step([sequence((1,), (), temperature=0.0, top_k=5)], [])
+    greedy = make_sampling_step(ends_of([sequence((1,), (), temperature=0.0, top_k=5)]), [])
     assert greedy.is_greedy and not greedy.has_filter, "the filter of a greedy row is none"
-    assert not make_sampling_step([sequence((1,), (), seed=1)], []).has_filter
+    assert not make_sampling_step(ends_of([sequence((1,), (), seed=1)]), []).has_filter

@@ -33,6 +33,7 @@ from moe_serve.text.assistant.lead import harmony_lead, thinking_lead
 from moe_serve.text.assistant.outbox import Outbox
 from moe_serve.text.assistant.spelling import Spelling
 from moe_serve.text.tokenizer import Tokenizer
+from tests.support.engine.points import ends_of
 
 PROMPT = "Once upon a time"
 THINK = ReasoningFormat()  # five tokens close it here, and four open it
@@ -180,9 +181,9 @@ def test_harmony_goes_on_to_the_final_channel(has_grammar: bool) -> None:
     logits = torch.zeros(1, size)
     logits[0, list(tokenizer.special_ids.values())] = -50.0
     while sequence.num_tokens < 40 and sequence.token_ids[-1] not in eos:
-        masked = masks.of([sequence])
+        masked = masks.of(ends_of([sequence]))
         assert not masked.failures
-        sequence.append(sampler.sample(logits, [sequence], masked.masks)[0].token_id)
+        sequence.append(sampler.sample(logits, ends_of([sequence]), masked.masks)[0].token_id)
     text = tokenizer.decode(sequence.token_ids[1:], skip_special_tokens=False)
     parser = HarmonyParser(Outbox(), has_tools=False, has_reasoning=True)
     found = joined(parser.push(text), parser.finish())

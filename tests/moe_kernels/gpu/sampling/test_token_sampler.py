@@ -25,6 +25,7 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampler import Sampled, Sampler, uniform
 from moe_serve.engine.sampling.sampling_backend import KernelSampler, make_sampler
+from tests.support.engine.points import ends_of
 from tests.support.families.case import TINY, Case
 from tests.support.families.parity import write_checkpoint
 
@@ -144,9 +145,12 @@ def test_the_hosts_tokens(rows: list[Row], device: torch.device) -> None:
     host, given_logits = Sampler(EOS), logits.to(device)
     backend = make_sampler(EOS, choose_kernels(device, torch.float32, "triton"))
     assert isinstance(backend, KernelSampler), f"{backend} samples for the Triton set"
-    found, expected = backend.sample(given_logits, sequences), host.sample(logits, sequences)
+    found, expected = (
+        backend.sample(given_logits, ends_of(sequences)),
+        host.sample(logits, ends_of(sequences)),
+    )
     assert torch.equal(given_logits.cpu().nan_to_num(7), logits.nan_to_num(7)), "logits changed"
-    adjusted = host._adjust(logits, sequences)
+    adjusted = host._adjust(logits, ends_of(sequences))
     for row, sequence in enumerate(sequences):
         params, told = sequence.request.params, f"row {row} of {rows}: {found[row]}"
         assert found[row].is_valid == expected[row].is_valid, told
@@ -174,8 +178,8 @@ def test_masked_rows(device: torch.device) -> None:
     bits = np.packbits(is_free, axis=1, bitorder="little").view(np.uint32)
     masks = TokenMasks(np.array([0, 1, 2]), bits)
     backend = make_sampler(EOS, choose_kernels(device, torch.float32, "triton"))
-    found = backend.sample(logits.to(device), sequences, masks)
-    expected = Sampler(EOS).sample(logits, sequences, masks)
+    found = backend.sample(logits.to(device), ends_of(sequences), masks)
+    expected = Sampler(EOS).sample(logits, ends_of(sequences), masks)
     assert (
         [s.is_valid for s in found] == [s.is_valid for s in expected] == [True, True, False, True]
     )
@@ -183,7 +187,7 @@ def test_masked_rows(device: torch.device) -> None:
         assert found[row].token_id == expected[row].token_id
     assert found[0].token_id in allowed[0] and found[1].token_id in allowed[1]
     check_scores(found[1], logits[1], 2)
-    alone = backend.sample(logits[3:4].to(device), sequences[3:4])
+    alone = backend.sample(logits[3:4].to(device), ends_of(sequences[3:4]))
     assert alone == found[3:4], "a free row does not see the others' masks"
 
 
@@ -194,8 +198,8 @@ def test_given_tokens_as_on_the_host(device: torch.device) -> None:
     rows: list[Row] = [(p, [1], [], 0, "usual") for p in params]
     logits, sequences = make_logits(rows), [make_sequence(row) for row in rows]
     kernels = choose_kernels(device, torch.float32, "triton")
-    mine = make_sampler(EOS, kernels).sample(logits.to(device), sequences)
-    hosts = Sampler(EOS).sample(logits, sequences)
+    mine = make_sampler(EOS, kernels).sample(logits.to(device), ends_of(sequences))
+    hosts = Sampler(EOS).sample(logits, ends_of(sequences))
     assert [row.token_id for row in mine] == [row.token_id for row in hosts]
     (own, other) = (mine[2].logprob, hosts[2].logprob)
     assert own is not None and other is not None and mine[1].logprob is None

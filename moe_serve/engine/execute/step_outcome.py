@@ -1,0 +1,105 @@
+"""The result of a step: runs of sampled tokens, failures, and what listeners asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from moe_serve.engine.request.request import FinishReason, TokenDelta, TokenExperts, TokenLogprob
+from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
+from moe_serve.engine.sampling.answer_masks import MaskCost
+from moe_serve.engine.sampling.sampler import Sampled
+from moe_serve.pipeline.route_tap import StepChoices
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """The request of one row failed; other rows are unaffected.
+
+    `is_of_request` is True if the request asks for something impossible and the server is fine.
+    """
+
+    why: str
+    is_of_request: bool = False
+
+    def delta_of(self, sequence: Sequence) -> TokenDelta:
+        """Return the last delta of the failed sequence."""
+        return TokenDelta(
+            request_id=sequence.request.request_id,
+            finish_reason=FinishReason.ERROR,
+            num_preemptions=sequence.num_preemptions,
+            error=self.why,
+            is_of_request=self.is_of_request,
+        )
+
+
+NO_TOKEN = RowFailure("the step returned no token for this request")  # only a faulty rank does this
+NAN = RowFailure("the model produced NaN for this request")
+TOO_COSTLY = RowFailure(
+    "its grammar is too costly to follow while other requests wait for a seat; use one that is "
+    "less ambiguous, or try again later",
+    is_of_request=True,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """The result of a step. All mappings are by sequence id.
+
+    A sequence that caught up gets a run of tokens, which follow its last token. The step has
+    computed the rows of a run's tokens except the last, so that the run's last token is the next
+    one to compute. A sequence in `failures` fails after its run, which may then be missing.
+
+    Executors leave the sequences as they are. The engine appends the tokens.
+    """
+
+    sampled: Mapping[int, tuple[Sampled, ...]] = field(default_factory=dict)
+    failures: Mapping[int, RowFailure] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    choices: StepChoices | None = None  # the routers' choices, if the plan asked for them
+    mask_costs: Mapping[int, MaskCost] = field(default_factory=dict)
+
+    def is_sound(self, sequence_id: int) -> bool:
+        """Return whether a sequence got tokens, all of them valid."""
+        run = self.sampled.get(sequence_id, ())
+        return bool(run) and sequence_id not in self.failures and all(s.is_valid for s in run)
+
+    def cut(self, schedule: Schedule, stop: StopRule) -> StepOutcome:
+        """Return the outcome without the tokens behind the ends of the scheduled sequences."""
+        runs = self.sampled
+        if all(len(run) < 2 for run in runs.values()):
+            return self
+        kept = {key: _cut(runs[key], schedule[key][0], stop) for key in runs if key in schedule}
+        return replace(self, sampled=kept)
+
+
+def delta_of(
+    sequence: Sequence,
+    run: tuple[Sampled, ...],
+    reason: FinishReason | None,
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None,
+    experts: tuple[TokenExperts, ...] | None,
+) -> TokenDelta:
+    """Return the delta of a run that a sequence got, and with which it ended if there is a
+    reason."""
+    return TokenDelta(
+        request_id=sequence.request.request_id,
+        token_ids=tuple([sampled.token_id for sampled in run]),
+        logprobs=tuple([s.logprob for s in run if s.logprob is not None]) or None,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=reason,
+        stop_token_id=run[-1].token_id if reason is FinishReason.STOP else None,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
+        routed_experts=experts,
+        started_at=sequence.started_at,
+    )
+
+
+def _cut(run: tuple[Sampled, ...], sequence: Sequence, stop: StopRule) -> tuple[Sampled, ...]:
+    """Return the run up to its first token that is not valid or ends the sequence."""
+    for count, sampled in enumerate(run, 1):
+        length = sequence.num_output_tokens + count
+        if not sampled.is_valid or stop.reason(sequence, sampled.token_id, length) is not None:
+            return run[:count]
+    return run

@@ -1,0 +1,67 @@
+"""The place of a token to sample: a sequence and a position in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+
+
+class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
+    """A position of a sequence at which a token is sampled.
+
+    All that samplers and masks know of the answer is its history: the tokens before the position.
+    Tokens at the position or behind it, which a sequence may have too, change nothing.
+
+    A msgspec struct, as one is made per sampled token.
+    """
+
+    sequence: Sequence
+    position: int
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.sequence.request.params
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the history is the whole sequence, the usual case."""
+        return self.position == len(self.sequence.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of the answer's tokens in the history."""
+        return self.position - self.sequence.num_prompt_tokens
+
+    @property
+    def answer(self) -> list[int]:
+        """The answer's tokens in the history."""
+        return self.sequence.token_ids[self.sequence.num_prompt_tokens : self.position]
+
+    @property
+    def output_counts(self) -> Mapping[int, int]:
+        """The tokens of the answer in the history, and how often each occurs."""
+        return self.sequence.output_counts if self.is_at_end else Counter(self.answer)
+
+    @property
+    def seen(self) -> Collection[int]:
+        """The tokens of prompt and answer, each once, for a repetition penalty; else empty."""
+        if self.is_at_end or not self.sequence.seen:
+            return self.sequence.seen
+        return dict.fromkeys(self.sequence.token_ids[: self.position])
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the answer is below the minimum length."""
+        sequence = self.sequence
+        return self.position - sequence.num_prompt_tokens < sequence.request.params.min_tokens
+
+    @property
+    def bans_end(self) -> bool:
+        """Whether samplers must ban end tokens. With a constraint its mask does it
+        (`answer_masks`)."""
+        return self.is_short and self.params.constraint is None
