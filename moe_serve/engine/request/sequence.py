@@ -147,7 +147,8 @@ class Sequence:
             if not self.output_counts[token]:
                 del self.output_counts[token]
         del self.token_ids[num_tokens:]
-        del self.page_keys[1 + num_tokens // PAGE_SIZE :]
+        if self.page_keys:
+            del self.page_keys[1 + num_tokens // PAGE_SIZE :]
         if self.seen:
             self.seen = dict.fromkeys(self.token_ids)
         if self.matcher is not None:
