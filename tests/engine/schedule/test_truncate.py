@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from moe_serve.config.sections import PAGE_SIZE, SchedulerConfig
+from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampler import Sampler
-from tests.support.engine.fake_runner import FakeRunner, continuation
+from tests.support.engine.fake_runner import PAGE_SIZE, FakeRunner, continuation
 
 
 class Shop:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_outcome import StepOutcome
@@ -23,6 +22,7 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.model.step_plan import MicroBatch, RouteAsk, SequenceSlice, StepPlan
 from moe_serve.pipeline.route_tap import StepChoices
+from tests.support.engine.fake_runner import PAGE_SIZE
 
 
 class RunExecutor(LocalExecutor):
