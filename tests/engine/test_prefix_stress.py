@@ -28,6 +28,7 @@ from tests.support.engine.fake_runner import (
     continuation,
     next_token,
 )
+from tests.support.engine.runs import give_runs
 
 POISON = 49
 MAX_MODEL_LEN = 160
@@ -39,11 +40,11 @@ class FaultyRunner(FakeRunner):
 
     def __init__(self, rng: random.Random, *, window: int, failure_rate: float) -> None:
         super().__init__()
-        self._rng, self._window, self._failure_rate = rng, window, failure_rate
+        self._rng, self._window, self.failure_rate = rng, window, failure_rate
         self.nan_after_token = POISON
 
     def run(self, plan: StepPlan) -> Tensor:
-        if self._rng.random() < self._failure_rate:
+        if self._rng.random() < self.failure_rate:
             for piece in plan.slices:
                 self._write(piece.start, [NAN] * len(piece.token_ids), piece.page_table)
             raise RuntimeError("bad luck")
@@ -142,7 +143,20 @@ class Crowd:
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(18))
 def test_whatever_happens_answers_are_cold_and_faults_stay(seed: int) -> None:
+    check(Crowd(seed), seed)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(18, 26))
+def test_the_same_with_several_tokens_per_step(seed: int) -> None:
+    """No step fails as a whole: it could leave NaNs behind the scheduled rows of a page."""
     crowd = Crowd(seed)
+    crowd.runner.failure_rate = 0.0
+    give_runs(crowd.engine, most=4, seed=seed)
+    check(crowd, seed)
+
+
+def check(crowd: Crowd, seed: int) -> None:
     for _ in range(_NUM_TURNS):
         if crowd.rng.random() < 0.35:
             crowd.add()

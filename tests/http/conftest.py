@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,7 +56,8 @@ def byte_tokenizer() -> Tokenizer:
 
 @dataclass
 class FakeEngine:
-    """Plays a script: `script(request)` gives the answer's text, one byte token per step.
+    """Plays a script: `script(request)` gives the answer's text, `tokens_per_step` byte tokens per
+    step.
 
     A test that sets `gate` decides when steps happen; else they follow each other at once, or
     `at_readers_pace`: a step waits until the one before is taken, and no two come together.
@@ -65,6 +67,7 @@ class FakeEngine:
     script: Callable[[GenerationRequest], str] = lambda request: "Hello"
     max_model_len: int = 512
     vocab_size: int = 257
+    tokens_per_step: int = 1
     step_s: float = 0.0
     gate: asyncio.Event | None = None
     at_readers_pace: bool = False
@@ -125,7 +128,7 @@ class FakeEngine:
         self.is_draining = True
 
     async def _play(self, request: GenerationRequest, queue: DeltaQueue) -> None:
-        for delta in self._deltas(request):
+        for delta in self._runs(request):
             await asyncio.sleep(self.step_s)
             if self.gate is not None:
                 await self.gate.wait()
@@ -133,6 +136,12 @@ class FakeEngine:
             queue.put(delta)
             while self.at_readers_pace and not queue.is_empty:
                 await asyncio.sleep(0)
+
+    def _runs(self, request: GenerationRequest) -> Iterator[TokenDelta]:
+        """Deltas of `tokens_per_step` tokens each."""
+        deltas = self._deltas(request)
+        while run := list(itertools.islice(deltas, self.tokens_per_step)):
+            yield run[-1] if len(run) == 1 else _joined(run)
 
     def _deltas(self, request: GenerationRequest) -> Iterator[TokenDelta]:
         params = request.params
@@ -166,6 +175,21 @@ class FakeEngine:
             yield delta
             if is_last:
                 return
+
+
+def _joined(run: Sequence[TokenDelta]) -> TokenDelta:
+    """One delta with the tokens of several."""
+
+    def all_of(name: str) -> Any:
+        return tuple(item for delta in run for item in getattr(delta, name) or ()) or None
+
+    return msgspec.structs.replace(
+        run[-1],
+        token_ids=all_of("token_ids") or (),
+        logprobs=all_of("logprobs"),
+        routed_experts=all_of("routed_experts"),
+        prompt_logprobs=run[0].prompt_logprobs,
+    )
 
 
 def _experts(place: int) -> TokenExperts:

@@ -31,7 +31,7 @@ from moe_serve.cluster.control.messages import (
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.attention_shards import AttentionShards, check_can_split
 from moe_serve.cluster.ranks.loading import load_report, rank_device
-from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work
+from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work, tokens_of
 from moe_serve.cluster.ranks.packing import pack_choices
 from moe_serve.cluster.ranks.shard_starter import ShardStarter
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
@@ -265,13 +265,7 @@ class AttentionRank:
 
     def _done(self, order: RunStep, outcome: StepOutcome, seconds: StageSeconds) -> StepDone:
         self._last_done = order.step
-        # A request without a valid token ends, but may be in the next step already; any token does.
-        tokens = {
-            key: [s.token_id if s.is_valid else 0 for s in run]
-            for key, run in outcome.sampled.items()
-        }
-        for key in outcome.failures:
-            tokens.setdefault(key, []).append(0)
+        tokens = tokens_of(outcome)
         self._mirrors.append(tokens)
         if self._shards is not None:
             self._shards.sampled(tokens)

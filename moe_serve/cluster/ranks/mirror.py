@@ -9,6 +9,7 @@ import numpy as np
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cluster.control.messages import OpenSequence, PageWork, RunStep, Slice, unpack_params
+from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
@@ -54,6 +55,20 @@ class Mirrors:
             tuple(sequence.page_table),
             piece.num_logits,
         )
+
+
+def tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:
+    """Returns the tokens to append after a step: a run for each sequence.
+
+    A sequence without a valid token ends, but may be in the next step already; any token does.
+    """
+    tokens = {
+        key: [sampled.token_id if sampled.is_valid else 0 for sampled in run]
+        for key, run in outcome.sampled.items()
+    }
+    for key in outcome.failures:
+        tokens.setdefault(key, []).append(0)
+    return tokens
 
 
 def _sequence(opened: OpenSequence) -> Sequence:
