@@ -105,9 +105,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
         if request_id in self._sequences:
-            self._pending.append(
-                TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
-            )
+            aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
+            self._pending.append(aborted)
             self._end([self._sequences[request_id]])
 
     @property
@@ -200,8 +199,9 @@ class Engine:
             if left:
                 self._finish(left, outcome)
             self._num_steps += 1
-            total = self._num_prompt_tokens + self._num_generated_tokens
-            self._scheduler.step_tokens.count_to(total)
+            self._scheduler.step_tokens.count_to(
+                self._num_prompt_tokens + self._num_generated_tokens
+            )
             ended = [s for key, (s, _) in schedule.items() if key not in left]
             self._release_finished(ended, outcome)
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
