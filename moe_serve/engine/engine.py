@@ -98,9 +98,7 @@ class Engine:
         length = len(request.prompt_token_ids)
         assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
         assert request.request_id not in self._sequences, f"{request.request_id} is running"
-        sequence = Sequence(next(self._ids), request)
-        self._sequences[request.request_id] = sequence
-        self._scheduler.add(sequence)
+        self.adopt(Sequence(next(self._ids), request))
 
     def abort(self, request_id: str) -> None:
         """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
@@ -139,7 +137,7 @@ class Engine:
         return sequences
 
     def adopt(self, sequence: Sequence) -> None:
-        """Continue a sequence that another engine surrendered."""
+        """Queue a sequence: a new one, or one that another engine surrendered."""
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence)
 
@@ -199,9 +197,8 @@ class Engine:
             if left:
                 self._finish(left, outcome)
             self._num_steps += 1
-            self._scheduler.step_tokens.count_to(
-                self._num_prompt_tokens + self._num_generated_tokens
-            )
+            total = self._num_prompt_tokens + self._num_generated_tokens
+            self._scheduler.step_tokens.count_to(total)
             ended = [s for key, (s, _) in schedule.items() if key not in left]
             self._release_finished(ended, outcome)
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
