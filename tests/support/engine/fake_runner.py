@@ -78,9 +78,7 @@ class FakeRunner:
         return [NAN not in self.slots[page] for page in pages]
 
     def _write(self, start: int, tokens: list[int], table: tuple[int, ...]) -> None:
-        assert len(table) * self.page_size >= start + len(tokens), (
-            "a slice has its pages"
-        )
+        assert len(table) * self.page_size >= start + len(tokens), "a slice has its pages"
         for position, token in enumerate(tokens, start):
             page = self.slots.setdefault(table[position // self.page_size], [0] * self.page_size)
             page[position % self.page_size] = NAN if token == self.nan_after_token else token
