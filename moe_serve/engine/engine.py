@@ -98,16 +98,13 @@ class Engine:
         length = len(request.prompt_token_ids)
         assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
         assert request.request_id not in self._sequences, f"{request.request_id} is running"
-        sequence = Sequence(next(self._ids), request)
-        self._sequences[request.request_id] = sequence
-        self._scheduler.add(sequence)
+        self.adopt(Sequence(next(self._ids), request))
 
     def abort(self, request_id: str) -> None:
         """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
         if request_id in self._sequences:
-            self._pending.append(
-                TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
-            )
+            aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
+            self._pending.append(aborted)
             self._end([self._sequences[request_id]])
 
     @property
@@ -140,7 +137,7 @@ class Engine:
         return sequences
 
     def adopt(self, sequence: Sequence) -> None:
-        """Continue a sequence that another engine surrendered."""
+        """Queue a sequence: a new one, or one that another engine surrendered."""
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence)
 

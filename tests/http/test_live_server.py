@@ -24,6 +24,7 @@ from fastapi import FastAPI
 
 from moe_serve.errors import ConfigError
 from moe_serve.http.server import bind
+from tests.support.http.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -33,13 +34,6 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
 def client(live: Any) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as client:
         yield client
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 def test_openai_client(client: openai.OpenAI, engine: Any) -> None:
@@ -62,33 +56,6 @@ def test_openai_client(client: openai.OpenAI, engine: Any) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(**CHAT, temperature=5)
     assert bad.value.param == "temperature"
-
-
-def test_leaving_a_stream_aborts(client: openai.OpenAI, engine: Any) -> None:
-    engine.script = lambda request: "x" * 400
-    engine.step_s = 0.1
-    stream = client.chat.completions.create(**CHAT, stream=True, n=2)
-    next(iter(stream))
-    stream.close()
-    wait_until(lambda: len(engine.aborted) == 2)
-    assert sorted(engine.aborted) == sorted(request.request_id for request in engine.submitted)
-    assert engine.running == {}
-
-
-def test_leaving_while_idle_or_waiting_aborts(live: Any, engine: Any) -> None:
-    engine.step_s = 30.0  # nothing ever comes
-    for fields in ({"stream": True}, {"stream": False}, {"stream": False, "n": 3}):
-        engine.aborted.clear()
-        num_sequences = int(fields.get("n", 1))
-        body = json.dumps({**CHAT, **fields}).encode()
-        with socket.create_connection(("127.0.0.1", live.port), timeout=60) as raw:
-            raw.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
-                b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-            )
-            wait_until(lambda n=num_sequences: len(engine.running) == n)
-        wait_until(lambda n=num_sequences: len(engine.aborted) == n)
-    assert engine.running == {}
 
 
 def test_overload_is_retried_by_the_client(live: Any, engine: Any) -> None:
@@ -170,22 +137,6 @@ def test_a_second_shutdown_cuts_with_an_error_event(live: Any, engine: Any) -> N
     wait_until(lambda: len(engine.aborted) == 2)
 
 
-def test_a_dead_engine_ends_streams(live: Any, engine: Any) -> None:
-    engine.step_s = 30.0
-
-    def die_with_the_request() -> None:
-        while not engine.submitted:
-            time.sleep(0.01)
-        engine.is_alive = False
-
-    death = threading.Thread(target=die_with_the_request, daemon=True)
-    death.start()
-    body = {"prompt": "a", "stream": True}
-    events = httpx.post(f"{live.url}/v1/completions", json=body).text.split("\n\n")
-    assert json.loads(events[0][6:])["error"]["code"] == "engine_dead"
-    death.join()
-
-
 def test_odd_bodies_over_the_wire(make_app: Callable[..., FastAPI], start_live: Any) -> None:
     """An endless chunked body gets 413 and a closed connection, not a reader."""
     app = make_app(max_body_bytes=1000)
@@ -202,24 +153,6 @@ def test_odd_bodies_over_the_wire(make_app: Callable[..., FastAPI], start_live: 
         assert answer.startswith(b"HTTP/1.1 413")
         assert b'"code":"body_too_large"' in answer
         assert httpx.get(f"{live.url}/health/live").status_code == 200
-
-
-def test_many_streams_at_once(client: openai.OpenAI, live: Any, engine: Any) -> None:
-    engine.script = lambda request: f"answer {request.prompt_token_ids[0]} " * 5
-    engine.step_s = 0.002
-    texts: dict[int, str] = {}
-
-    def ask(i: int) -> None:
-        chunks = client.completions.create(model="tiny", prompt=[i], stream=True, max_tokens=400)
-        texts[i] = "".join(chunk.choices[0].text for chunk in chunks)
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(64)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == {i: f"answer {i} " * 5 for i in range(64)}
-    wait_until(lambda: engine.running == {})
 
 
 @contextlib.contextmanager
