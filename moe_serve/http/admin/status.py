@@ -110,7 +110,7 @@ def health_router(server: ServerContext) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(server.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(server.metrics_page.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router
 

@@ -25,7 +25,7 @@ from moe_serve.http.dashboard.history import INTERVAL_S, History
 from moe_serve.http.dashboard.snapshot import Snapshot, Sources
 from moe_serve.http.gate.readiness import is_ready
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.metrics.rank_shares import RankSharer, RankShares
+from moe_serve.http.metrics.scrape import RankSharer, RankShares
 
 _log = logging.getLogger(__name__)
 

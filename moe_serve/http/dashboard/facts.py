@@ -10,7 +10,7 @@ from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.execute.step_timeline import StepTimeline
 from moe_serve.engine.layout import Layout
 from moe_serve.engine.watch.expert_load import INTERVAL_S, ExpertLoad
-from moe_serve.http.metrics.engine_families import NO_CACHE_FACTS, CacheFacts
+from moe_serve.http.metrics.scrape import NO_CACHE_FACTS, CacheFacts
 
 GRAPHED_INTERVAL_S = 2.0  # counted steps cannot be replayed as a CUDA graph, so few are counted
 

@@ -9,10 +9,9 @@ from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
-from moe_serve.http.metrics.engine_families import oldest_waiting_s
-from moe_serve.http.metrics.rank_shares import RankShares
 from moe_serve.http.metrics.recent import WINDOW_S as LATENCY_WINDOW_S
 from moe_serve.http.metrics.recent import RecentRequests
+from moe_serve.http.metrics.scrape import RankShares, oldest_waiting_s
 
 Part = dict[str, Any]
 
