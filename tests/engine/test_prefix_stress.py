@@ -157,7 +157,7 @@ def test_whatever_happens_answers_are_cold_and_faults_stay(seed: int) -> None:
         crowd.step()
     assert not crowd.engine.has_work, "somebody starves"
     stats = crowd.engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "pages are held without an owner"
+    assert stats.load.num_free_pages == stats.load.num_pages, "pages are held without an owner"
     for name, request in crowd.requests.items():
         prompt, answer = list(request.prompt_token_ids), crowd.answer(name)
         end = crowd.deltas[name][-1]

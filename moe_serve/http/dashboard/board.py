@@ -103,8 +103,8 @@ class Board:
             "now": now.at,
             "requests": parts.requests_part(stats, recent, facts),
             "tokens": {
-                "prompt_total": stats.num_prompt_tokens,
-                "generated_total": stats.num_generated_tokens,
+                "prompt_total": stats.counts.num_prompt_tokens,
+                "generated_total": stats.counts.num_generated_tokens,
             },
             "latency": parts.latency_part(recent),
             "kv": parts.kv_part(stats),

@@ -6,29 +6,23 @@ from __future__ import annotations
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cache.histogram import Histogram
 from moe_serve.config.sections import PAGE_SIZE
-from moe_serve.engine.request.client import EngineStats
-from moe_serve.engine.request.policy_stats import PolicyStats
-from moe_serve.engine.request.pool_stats import PoolStats
+from moe_serve.engine.request.stats import EngineStats, PolicyStats, PoolStats
 from moe_serve.engine.request.step_tokens import BOUNDS
 from moe_serve.http.metrics.rows import MetricRow, Part, Samples
 from moe_serve.http.metrics.scrape import Scrape
 
 
-def _used_share(stats: EngineStats) -> float:
-    return (stats.num_pages - stats.num_free_pages) / max(1, stats.num_pages)
-
-
 def _step_tokens(stats: EngineStats) -> Histogram:
-    tokens = stats.step_tokens
+    tokens = stats.counts.step_tokens
     return Histogram(bounds=BOUNDS, counts=tokens.num_steps, total=float(tokens.num_tokens))
 
 
 def _waiting_by_reason(stats: EngineStats) -> Samples:
     """Splits the waiting sequences. The sum is `num_waiting`, even while the engine changes its
     counts."""
-    num_left_aside = min(stats.num_left_aside, stats.num_waiting)
+    num_left_aside = min(stats.load.num_left_aside, stats.load.num_waiting)
     return {
-        ("capacity",): stats.num_waiting - num_left_aside,
+        ("capacity",): stats.load.num_waiting - num_left_aside,
         ("deferred",): num_left_aside,
     }
 
@@ -36,43 +30,51 @@ def _waiting_by_reason(stats: EngineStats) -> Samples:
 _engine = Part[EngineStats](lambda scrape: scrape.stats)
 _as_vllm = Part[EngineStats](lambda scrape: scrape.stats, is_vllm=True)
 _ENGINE_ROWS = (
-    _as_vllm.gauge("num_requests_running", "Sequences in the batch.", lambda e: e.num_running),
-    _as_vllm.gauge("num_requests_waiting", "Sequences in the queue.", lambda e: e.num_waiting),
+    _as_vllm.gauge("num_requests_running", "Sequences in the batch.", lambda e: e.load.num_running),
+    _as_vllm.gauge("num_requests_waiting", "Sequences in the queue.", lambda e: e.load.num_waiting),
     _as_vllm.gauge(
-        "kv_cache_usage_perc", "Share of the KV pages that sequences hold, 0 to 1.", _used_share
+        "kv_cache_usage_perc",
+        "Share of the KV pages that sequences hold, 0 to 1.",
+        lambda e: e.load.used_share,
     ),
     _engine.gauge(
-        "prefix_cache_pages", "KV pages in the prefix cache.", lambda e: e.num_cached_pages
+        "prefix_cache_pages", "KV pages in the prefix cache.", lambda e: e.load.num_cached_pages
     ),
-    _as_vllm.counter("prompt_tokens", "Prompt tokens computed.", lambda e: e.num_prompt_tokens),
-    _as_vllm.counter("generation_tokens", "Tokens generated.", lambda e: e.num_generated_tokens),
+    _as_vllm.counter(
+        "prompt_tokens", "Prompt tokens computed.", lambda e: e.counts.num_prompt_tokens
+    ),
+    _as_vllm.counter(
+        "generation_tokens", "Tokens generated.", lambda e: e.counts.num_generated_tokens
+    ),
     _as_vllm.counter(
         "num_preemptions",
         "Sequences preempted because no KV page was free.",
-        lambda e: e.num_preemptions,
+        lambda e: e.counts.num_preemptions,
     ),
     _as_vllm.counter(
         "prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache.",
-        lambda e: e.num_queried_tokens,
+        lambda e: e.counts.num_queried_tokens,
     ),
     _as_vllm.counter(
-        "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda e: e.num_hit_tokens
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache.",
+        lambda e: e.counts.num_hit_tokens,
     ),
     _as_vllm.counter(
         "prompt_tokens_cached",
         "prefix_cache_hits_total under another name that vLLM has.",
-        lambda e: e.num_hit_tokens,
+        lambda e: e.counts.num_hit_tokens,
     ),
     _engine.counter(
         "prefix_cache_evictions",
         "Pages evicted from the prefix cache to make room.",
-        lambda e: e.num_evicted_pages,
+        lambda e: e.counts.num_evicted_pages,
     ),
     _as_vllm.counter(
         "corrupted_requests",
         "Sequences that failed because the model computed NaN or infinity.",
-        lambda e: e.num_corrupted,
+        lambda e: e.counts.num_corrupted,
     ),
     _engine.counter("engine_steps", "Steps of the engine.", lambda e: e.num_steps),
     _as_vllm.histogram(
@@ -92,7 +94,7 @@ _ENGINE_ROWS = (
 
 def _cache_config(scrape: Scrape) -> Samples:
     """The values have vLLM's spelling, because gateways that route by free pages read them."""
-    num_pages, facts = scrape.stats.num_pages, scrape.cache
+    num_pages, facts = scrape.stats.load.num_pages, scrape.cache
     return {
         (
             str(PAGE_SIZE),
@@ -122,25 +124,25 @@ _CACHE_ROWS = (
         "Prompt tokens of started sequences, each counted once: found in the prefix cache "
         "(local_cache_hit) or computed (local_compute).",
         lambda e: {
-            ("local_compute",): e.num_missed_tokens,
-            ("local_cache_hit",): e.num_hit_tokens,
+            ("local_compute",): e.counts.num_missed_tokens,
+            ("local_cache_hit",): e.counts.num_hit_tokens,
         },
         "source",
     ),
     _as_vllm.histogram(
         "kv_block_lifetime_seconds",
         "Time from the allocation of a sampled page until the prefix cache evicted it.",
-        lambda e: e.page_times.lifetime,
+        lambda e: e.counts.page_times.lifetime,
     ),
     _as_vllm.histogram(
         "kv_block_idle_before_evict_seconds",
         "Time from the last use or allocation of a sampled page until its eviction.",
-        lambda e: e.page_times.idle,
+        lambda e: e.counts.page_times.idle,
     ),
     _as_vllm.histogram(
         "kv_block_reuse_gap_seconds",
         "Time between two sequences that found the same sampled page.",
-        lambda e: e.page_times.reuse_gap,
+        lambda e: e.counts.page_times.reuse_gap,
     ),
 )
 

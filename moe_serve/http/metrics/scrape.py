@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.problem.placement import Placement
-from moe_serve.engine.request.client import EngineClient, EngineStats
+from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementControl, PlacementStatus
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.engine.tracing import Tracing, TracingStatus
@@ -109,7 +110,7 @@ class Scrape:
 
 def oldest_waiting_s(stats: EngineStats) -> float:
     """Seconds that the oldest sequence has waited; 0 if none waits."""
-    arrival = stats.oldest_arrival
+    arrival = stats.load.oldest_arrival
     return 0.0 if arrival is None else max(0.0, time.monotonic() - arrival)
 
 

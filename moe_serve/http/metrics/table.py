@@ -13,9 +13,7 @@ from typing import get_args
 import numpy as np
 
 from moe_serve.engine.memory.memory_plan import MemoryPlan
-from moe_serve.engine.request.client import EngineStats
-from moe_serve.engine.request.pool_stats import Pool
-from moe_serve.engine.request.rank_status import RankPhase
+from moe_serve.engine.request.stats import EngineStats, Pool, RankPhase
 from moe_serve.engine.routes.placement_control import PlacementStatus
 from moe_serve.engine.tracing import TracingStatus
 from moe_serve.engine.watch.startup import Startup

@@ -32,9 +32,9 @@ def test_page(client: TestClient, engine: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sums_and_differences() -> None:
-    both = STATS.plus(STATS)
+    both = STATS + STATS
     assert (both.budget_bytes, both.num_needed, both.hit_rate) == (600, 16, 0.75)
-    since = both.minus(STATS)
+    since = both - STATS
     assert (since.budget_bytes, since.num_needed, since.wait_seconds) == (600, 8, 0.5)
     assert MemoryStats().hit_rate == MemoryStats().row_hit_rate == 1.0
 

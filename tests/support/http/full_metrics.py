@@ -10,12 +10,20 @@ import numpy as np
 from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.placement import contiguous
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
-from moe_serve.engine.request.client import EngineStats
-from moe_serve.engine.request.policy_stats import PolicyStats
-from moe_serve.engine.request.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
-from moe_serve.engine.request.rank_status import RankStatus
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.stats import (
+    EngineCounts,
+    EngineLoad,
+    EngineStats,
+    MicroBatchCount,
+    PolicyStats,
+    Pool,
+    PoolStats,
+    PoolUse,
+    RankStatus,
+    StageUse,
+)
 from moe_serve.engine.routes.placement_control import OUTCOMES, BalanceFigures, PlacementStatus
 from moe_serve.engine.routes.route_records import RouteRecord
 from moe_serve.engine.tracing import TracingStatus
@@ -44,14 +52,8 @@ def full_stats() -> EngineStats:
     pools: tuple[Pool, ...] = ("attention", "expert")
     return EngineStats(
         num_steps=1,
-        num_running=1,
-        num_waiting=1,
-        num_pages=4,
-        num_free_pages=2,
-        num_preemptions=1,
-        num_prompt_tokens=1,
-        num_generated_tokens=1,
-        is_alive=True,
+        load=EngineLoad(num_running=1, num_waiting=1, num_pages=4, num_free_pages=2),
+        counts=EngineCounts(num_preemptions=1, num_prompt_tokens=1, num_generated_tokens=1),
         expert_memory=MemoryStats(),
         batching=PolicyStats(
             policy="expert-aware",
