@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.driven_engine import DrivenEngine
-from moe_serve.engine.layout import Layout
+from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.engine.request.delta_queue import DeltaQueue
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.stats import EngineLoad, EngineStats
@@ -36,7 +36,7 @@ class AsyncEngine:
 
     def __init__(self, built: BuiltEngine, limits: SchedulerConfig) -> None:
         self._engine: DrivenEngine = built.engine
-        self.layout: Layout = built.layout
+        self.layout: EngineFacts = built.layout
         self._limits = limits
         self._inbox: deque[_Command] = deque()
         self._num_submitted = 0  # written by the event loop's thread

@@ -8,7 +8,7 @@ from moe_serve.cache.histogram import Histogram
 from moe_serve.config.sections import PAGE_SIZE
 from moe_serve.engine.request.stats import EngineStats, PolicyStats, PoolStats
 from moe_serve.engine.request.step_tokens import BOUNDS
-from moe_serve.http.metrics.rows import MetricRow, Part, Samples
+from moe_serve.http.metrics.rows import MetricRow, Samples, ScrapePart
 from moe_serve.http.metrics.scrape import Scrape
 
 
@@ -27,8 +27,8 @@ def _waiting_by_reason(stats: EngineStats) -> Samples:
     }
 
 
-_engine = Part[EngineStats](lambda scrape: scrape.stats)
-_as_vllm = Part[EngineStats](lambda scrape: scrape.stats, is_vllm=True)
+_engine = ScrapePart[EngineStats](lambda scrape: scrape.stats)
+_as_vllm = ScrapePart[EngineStats](lambda scrape: scrape.stats, is_vllm=True)
 _ENGINE_ROWS = (
     _as_vllm.gauge("num_requests_running", "Sequences in the batch.", lambda e: e.load.num_running),
     _as_vllm.gauge("num_requests_waiting", "Sequences in the queue.", lambda e: e.load.num_waiting),
@@ -106,7 +106,7 @@ def _cache_config(scrape: Scrape) -> Samples:
     }
 
 
-_cache = Part[Scrape](lambda scrape: scrape, is_vllm=True)
+_cache = ScrapePart[Scrape](lambda scrape: scrape, is_vllm=True)
 _CACHE_ROWS = (
     _cache.gauge(
         "cache_config_info",
@@ -147,7 +147,7 @@ _CACHE_ROWS = (
 )
 
 # Expert memory (experts loaded on demand), summed over all processes.
-_memory = Part[MemoryStats](lambda scrape: scrape.stats.expert_memory, "expert_memory_")
+_memory = ScrapePart[MemoryStats](lambda scrape: scrape.stats.expert_memory, "expert_memory_")
 _MEMORY_ROWS = (
     _memory.gauge("budget_bytes", "Memory for packed experts.", lambda m: m.budget_bytes),
     _memory.gauge("resident_bytes", "Packed experts in this memory.", lambda m: m.resident_bytes),
@@ -187,7 +187,7 @@ _MEMORY_ROWS = (
     ),
 )
 
-_policy = Part[PolicyStats](lambda scrape: scrape.stats.batching)
+_policy = ScrapePart[PolicyStats](lambda scrape: scrape.stats.batching)
 _POLICY_ROWS = (
     _policy.gauge(
         "batch_policy",
@@ -223,7 +223,7 @@ _POLICY_ROWS = (
 )
 
 # `or None`: without recorded steps the server does not have the metric.
-_pools = Part[PoolStats](lambda scrape: scrape.stats.pools)
+_pools = ScrapePart[PoolStats](lambda scrape: scrape.stats.pools)
 _POOL_ROWS = (
     _pools.gauge(
         "pool_ranks",

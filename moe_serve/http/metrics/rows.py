@@ -50,7 +50,7 @@ class MetricRow:
         return (f"{self.name}_total",) if self.kind == "counter" else (self.name,)
 
 
-class Part(Generic[PartT]):
+class ScrapePart(Generic[PartT]):
     """Makes the rows of one part of a scrape. A server without the part has none of its metrics."""
 
     def __init__(

@@ -20,10 +20,10 @@ from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.metrics.engine_rows import ENGINE_ROWS
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.recent import TokenGaps
-from moe_serve.http.metrics.rows import Buckets, Kind, MetricRow, Part, Samples
+from moe_serve.http.metrics.rows import Buckets, Kind, MetricRow, Samples, ScrapePart
 from moe_serve.http.metrics.scrape import ExpertScrape, RankShares, Scrape
 
-_trace = Part[TracingStatus](lambda scrape: scrape.tracing, "trace_")
+_trace = ScrapePart[TracingStatus](lambda scrape: scrape.tracing, "trace_")
 _TRACE_ROWS = (
     _trace.gauge(
         "recording", "Whether the routing is recorded now.", lambda t: float(t.is_recording)
@@ -54,7 +54,7 @@ def _balances(status: PlacementStatus) -> Samples:
     }
 
 
-_placement = Part[PlacementStatus](lambda scrape: scrape.placement, "placement_")
+_placement = ScrapePart[PlacementStatus](lambda scrape: scrape.placement, "placement_")
 _PLACEMENT_ROWS = (
     _placement.gauge(
         "version", "Lower bound of the number of placement switches.", lambda p: p.version
@@ -119,7 +119,7 @@ def _of_request(
     return MetricRow(name, "histogram", text, buckets=buckets, of_request=value, is_vllm=True)
 
 
-_gaps = Part[TokenGaps](lambda scrape: scrape.token_gaps, is_vllm=True)
+_gaps = ScrapePart[TokenGaps](lambda scrape: scrape.token_gaps, is_vllm=True)
 _REQUEST_ROWS = (
     _observed(
         "time_to_first_token_seconds",
@@ -234,10 +234,10 @@ def _ranks_by_phase(stats: EngineStats) -> Samples:
     }
 
 
-_server = Part[Scrape](lambda scrape: scrape)
-_startup = Part[Startup](lambda scrape: scrape.startup)
-_plan = Part[MemoryPlan](lambda scrape: scrape.startup.plan)
-_ranks = Part[EngineStats](lambda scrape: scrape.stats if scrape.stats.members else None)
+_server = ScrapePart[Scrape](lambda scrape: scrape)
+_startup = ScrapePart[Startup](lambda scrape: scrape.startup)
+_plan = ScrapePart[MemoryPlan](lambda scrape: scrape.startup.plan)
+_ranks = ScrapePart[EngineStats](lambda scrape: scrape.stats if scrape.stats.members else None)
 _SERVER_ROWS = (
     _server.gauge(
         "ready",
@@ -290,8 +290,10 @@ def _tokens_of_each(experts: ExpertScrape) -> Samples | None:
     }
 
 
-_experts = Part[ExpertScrape](lambda scrape: scrape.experts)
-_shares = Part[RankShares](lambda scrape: None if scrape.experts is None else scrape.experts.shares)
+_experts = ScrapePart[ExpertScrape](lambda scrape: scrape.experts)
+_shares = ScrapePart[RankShares](
+    lambda scrape: None if scrape.experts is None else scrape.experts.shares
+)
 _EXPERT_ROWS = (
     _experts.counter(
         "expert_counted_tokens",

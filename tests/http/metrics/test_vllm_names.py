@@ -19,7 +19,8 @@ from moe_serve.config.sections import (
     ServerConfig,
 )
 from moe_serve.engine.async_engine import AsyncEngine
-from moe_serve.engine.build import BuiltEngine, build_engine, model_folder
+from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.engine.opened_model import model_folder
 from moe_serve.engine.request.stats import EngineCounts, EngineLoad
 from moe_serve.http.app import create_app
 from moe_serve.http.dashboard.facts import dashboard_facts
