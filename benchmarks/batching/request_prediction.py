@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from moe_serve.config.sections import ModelConfig
-from moe_serve.engine.build import model_folder, open_loader
+from moe_serve.engine.opened_model import OpenedModel, model_folder
 from moe_serve.engine.schedule.policy.build import open_request_predictor
 from moe_serve.engine.schedule.policy.live_learning import LiveLearning
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
@@ -90,7 +90,7 @@ class _Nothing:
 def _open(folder: Path | None, model: str | None) -> tuple[PrefixPredictor, int]:
     config = ModelConfig(path=model, device="cpu")
     path = model_folder(config)
-    loader = open_loader(path, config, 1, torch.device("cpu"), None)
+    loader = OpenedModel.open(path, config, 1, torch.device("cpu")).loader
     spec = loader.spec
     if folder is not None:
         return open_request_predictor(folder, path), spec.vocab_size

@@ -88,7 +88,7 @@ def _turn(engine: DrivenEngine, prompts: Sequence[tuple[int, ...]], num_tokens: 
             assert delta.error is None, delta.error
             answers[delta.request_id] += delta.token_ids
     seconds = time.perf_counter() - start
-    stats = (engine.stats().expert_memory or MemoryStats()).minus(before)
+    stats = (engine.stats().expert_memory or MemoryStats()) - before
     return _Turn(len(prompts) * num_tokens / seconds, seconds, stats, answers)
 
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from moe_serve.config.sections import CacheConfig, SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
-from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.model.step_plan import StepPlan
 
@@ -140,8 +140,8 @@ def main() -> int:
         stats = replay(trace, room)
         print(
             f"{num_blocks or 'unlimited':>12}"
-            f"{stats.num_hit_tokens / stats.num_queried_tokens:>10.2%}"
+            f"{stats.counts.num_hit_tokens / stats.counts.num_queried_tokens:>10.2%}"
             f"{ideal_hit_rate(trace, room):>11.2%}"
-            f"{stats.num_evicted_pages:>15}{time.monotonic() - clock:>9.1f}"
+            f"{stats.counts.num_evicted_pages:>15}{time.monotonic() - clock:>9.1f}"
         )
     return 0

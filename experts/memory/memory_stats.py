@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import operator
+from dataclasses import asdict, astuple, dataclass, replace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryStats:
     """Counts since the start, filled by the memory. A stage run needs an expert once, however many
     rows choose it."""
@@ -36,17 +37,16 @@ class MemoryStats:
     def row_hit_rate(self) -> float:
         return self.num_row_hits / self.num_rows if self.num_rows else 1.0
 
-    def plus(self, other: MemoryStats) -> MemoryStats:
+    def __add__(self, other: MemoryStats) -> MemoryStats:
         """Add the counts of two processes."""
-        names = [field.name for field in fields(self)]
-        return MemoryStats(**{n: getattr(self, n) + getattr(other, n) for n in names})
+        return MemoryStats(*map(operator.add, astuple(self), astuple(other)))
 
-    def minus(self, earlier: MemoryStats) -> MemoryStats:
+    def __sub__(self, earlier: MemoryStats) -> MemoryStats:
         """Return the counts since an earlier snapshot; the two byte sizes stay as they are now."""
-        names = [f.name for f in fields(self) if f.name not in ("budget_bytes", "resident_bytes")]
-        changed = {name: getattr(self, name) - getattr(earlier, name) for name in names}
-        return MemoryStats(
-            budget_bytes=self.budget_bytes, resident_bytes=self.resident_bytes, **changed
+        return replace(
+            MemoryStats(*map(operator.sub, astuple(self), astuple(earlier))),
+            budget_bytes=self.budget_bytes,
+            resident_bytes=self.resident_bytes,
         )
 
 

@@ -64,7 +64,7 @@ def calibrate(
     check_output(out)
 
     from moe_serve.config.sections import ModelConfig
-    from moe_serve.engine.build import model_folder
+    from moe_serve.engine.opened_model import model_folder
     from moe_serve.planning.calibration import CalibrationRequest
     from moe_serve.planning.calibration import calibrate as measure
     from moe_serve.planning.calibration_file import write_calibration

@@ -6,21 +6,15 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from moe_serve.cluster.control.messages import Loaded
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.members.rank_starter import LocalStarter
 from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.build import (
-    BuiltEngine,
-    eos_token_ids_of,
-    grammars_of,
-    max_model_len_of,
-)
+from moe_serve.engine.build import BuiltEngine
+from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
-from moe_serve.engine.layout import Layout, memory_line
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.build import policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
@@ -53,8 +47,16 @@ def build_cluster(
         ranks.start(make_starter, progress)
         engine = ranks.engine(watch, routes, make_policy, plan)
         opened.pop_all()
-    layout = _layout(model, ranks.first_loaded, time.monotonic() - clock)
-    eos = eos_token_ids_of(model.folder, model.spec)
+    cuts, checkpoint = config.pipeline.micro_batches, model.checkpoint
+    layout = EngineFacts.of(
+        checkpoint,
+        ranks.first_loaded.report,
+        page_size=config.cache.page_size,
+        micro_batches=MAX_MICRO_BATCHES if cuts == "auto" else cuts,
+        load_seconds=time.monotonic() - clock,
+        expert_memory=memory_line(config.model),
+        cluster=config.cluster,
+    )
     return BuiltEngine(
         engine,
         layout,
@@ -62,35 +64,6 @@ def build_cluster(
         routes,
         placement=ranks.rebalancer,
         last_step=watch.last_step,
-        grammars=grammars_of(model.folder, model.spec, eos),  # to check requests; ranks have own
+        grammars=checkpoint.grammars(),  # to check requests; ranks have own
         activity=ranks.witness,
-    )
-
-
-def _layout(model: ClusterModel, first: Loaded, seconds: float) -> Layout:
-    config, spec = model.config, model.spec
-    cuts, num_ranks = config.pipeline.micro_batches, config.cluster.attention_ranks
-    return Layout(
-        folder=model.folder,
-        family=spec.family,
-        num_layers=spec.num_layers,
-        num_experts=spec.router.num_experts,
-        top_k=spec.router.top_k,
-        vocab_size=spec.vocab_size,
-        max_model_len=max_model_len_of(config.model, spec),
-        dtype=first.dtype,
-        expert_weights=first.expert_weights,
-        device=first.device,
-        kernels=first.kernels,
-        weight_format=first.weight_format,
-        num_threads=model.num_threads,
-        num_pages=first.num_pages * num_ranks,
-        page_size=config.cache.page_size,
-        kv_bytes=first.kv_bytes * num_ranks,
-        micro_batches=MAX_MICRO_BATCHES if cuts == "auto" else cuts,
-        load_seconds=seconds,
-        attention_ranks=num_ranks,
-        expert_ranks=config.cluster.expert_ranks,
-        attention_tp=config.cluster.attention_tp,
-        expert_memory=memory_line(config.model),
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cluster.control.listener import Listener
 from moe_serve.cluster.control.messages import Configure, Loaded, Report
@@ -33,7 +32,6 @@ from moe_serve.cluster.steps.epoch_maker import EpochMaker
 from moe_serve.cluster.steps.rank_witness import RankWitness
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.sections import TransportName
-from moe_serve.engine.build import eos_token_ids_of, max_model_len_of
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.build import MakePolicy
@@ -108,10 +106,7 @@ class StartedRanks:
         coordinator = self._coordinator(calls, watch, mover)
         stacks = self._starter.stacks if isinstance(self._starter, LocalStarter) else None
         self.witness = RankWitness(self._roster, coordinator, stacks)
-        first = self.first_loaded
-        identity = model_identity(
-            self._model.folder, first.dtype, first.kernels, first.expert_weights
-        )
+        identity = self._model.checkpoint.page_identity(self.first_loaded.report)
 
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
             return self._engine(executor, ids, identity, routes, make_policy())
@@ -167,17 +162,17 @@ class StartedRanks:
         policy: BatchPolicy,
     ) -> Engine:
         """Makes the engine of one attention rank: scheduler, pages and prefixes."""
-        config, spec = self._model.config, self._model.spec
+        config, checkpoint = self._model.config, self._model.checkpoint
         loaded = self._roster[executor.name].loaded
         assert loaded is not None, f"{executor.name} has not loaded"
         return Engine(
             executor,
             scheduler=config.scheduler,
-            num_pages=loaded.num_pages,
+            num_pages=loaded.report.num_pages,
             page_size=config.cache.page_size,
             micro_batches=1,
-            max_model_len=max_model_len_of(config.model, spec),
-            eos_token_ids=eos_token_ids_of(self._model.folder, spec),
+            max_model_len=checkpoint.max_model_len,
+            eos_token_ids=checkpoint.eos_token_ids,
             model_identity=identity,
             has_prefix_cache=config.cache.prefix_cache,
             sampled_pages=SampledPages(config.cache.metrics_sample),

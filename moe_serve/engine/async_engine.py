@@ -18,10 +18,10 @@ from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.driven_engine import DrivenEngine
-from moe_serve.engine.layout import Layout
-from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.engine.request.delta_queue import DeltaQueue
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.stats import EngineLoad, EngineStats
 from moe_serve.errors import EngineDeadError, InvalidRequestError, ServerOverloadedError
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class AsyncEngine:
         self, built: BuiltEngine, limits: SchedulerConfig, clock: Clock = REAL_CLOCK
     ) -> None:
         self._engine: DrivenEngine = built.engine
-        self.layout: Layout = built.layout
+        self.layout: EngineFacts = built.layout
         self._limits, self._clock = limits, clock
         self._inbox: deque[_Command] = deque()
         self._num_submitted = 0  # written by the event loop's thread
@@ -107,7 +107,7 @@ class AsyncEngine:
         stats, now = self._engine.stats(), self._clock()
         return dataclasses.replace(
             stats,
-            num_waiting=stats.num_waiting + self._num_in_inbox,
+            load=stats.load + EngineLoad(num_waiting=self._num_in_inbox),
             is_alive=self.is_alive,
             death=self._death,
             last_turn_age_s=now - self._last_turn,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
+from moe_serve.engine.request.stats import EngineStats
 
 
 class DrivenEngine(Protocol):

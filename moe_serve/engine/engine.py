@@ -22,9 +22,9 @@ from moe_serve.engine.execute.step_outcome import (
     StepOutcome,
     delta_of,
 )
-from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, sequences_of
+from moe_serve.engine.request.stats import EngineCounts, EngineStats
 from moe_serve.engine.routes.route_records import Made, RouteListeners, experts_of, made_tokens
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.engine.schedule.batcher import make_next_plan, make_step_plan
@@ -240,24 +240,19 @@ class Engine:
         scheduler, cache = self._scheduler, self._scheduler.cache
         return EngineStats(
             num_steps=self._num_steps,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            oldest_arrival=scheduler.oldest_arrival,
-            num_pages=cache.num_pages,
-            num_free_pages=cache.num_available,
-            num_cached_pages=cache.num_cached,
-            num_evicted_pages=cache.num_evicted,
-            num_queried_tokens=scheduler.sharing.num_queried_tokens,
-            num_hit_tokens=scheduler.sharing.num_hit_tokens,
-            num_missed_tokens=scheduler.num_missed_tokens,
-            num_left_aside=len(scheduler.skipped),
-            num_corrupted=self._num_corrupted,
-            page_times=cache.sampled.snapshot(),
-            num_preemptions=scheduler.num_preemptions,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            step_tokens=scheduler.step_tokens.snapshot(),
-            is_alive=True,
+            load=scheduler.load,
+            counts=EngineCounts(
+                num_preemptions=scheduler.num_preemptions,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_generated_tokens=self._num_generated_tokens,
+                num_evicted_pages=cache.num_evicted,
+                num_queried_tokens=scheduler.sharing.num_queried_tokens,
+                num_hit_tokens=scheduler.sharing.num_hit_tokens,
+                num_missed_tokens=scheduler.num_missed_tokens,
+                num_corrupted=self._num_corrupted,
+                page_times=cache.sampled.snapshot(),
+                step_tokens=scheduler.step_tokens.snapshot(),
+            ),
             expert_memory=self._executor.expert_memory,
             batching=scheduler.policy.stats(),
         )

@@ -16,7 +16,7 @@ import torch
 from moe_serve import __version__
 from moe_serve.cache.model_identity import Digest, add_weight_file
 from moe_serve.config.sections import Config
-from moe_serve.engine.layout import Layout
+from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
 
@@ -31,7 +31,7 @@ _CHUNK_BYTES = 2**20
 _NUM_DIGITS = 12
 
 
-def system_fingerprint(layout: Layout, config: Config) -> str:
+def system_fingerprint(layout: EngineFacts, config: Config) -> str:
     """Return `fp_` followed by twelve hexadecimal digits."""
     server, cluster = config.server, config.engine.cluster
     digest = sha256()

@@ -39,8 +39,9 @@ from moe_serve.http.generation.assistant_formats import assistant_formats
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.http.metrics.collectors import ExpertCollector, ServerCollector
 from moe_serve.http.metrics.metrics import ServerMetrics
+from moe_serve.http.metrics.page import MetricsPage
+from moe_serve.http.metrics.scrape import ScrapeSources
 from moe_serve.http.openai.chat_routes import chat_router
 from moe_serve.http.openai.completion_routes import completion_router
 from moe_serve.http.openai.invocation_routes import invocation_router
@@ -66,29 +67,31 @@ def create_app(
     """Creates the application for one engine and one model. The server reads `app.state`."""
     operations = operations or Operations()
     assistant = assistant_formats(model, config)
-    alias, parser = config.metrics_alias, assistant.tool_parser
-    metrics = ServerMetrics(
-        engine, model.name, tracing, placement, alias, cache=facts.cache, tool_parser=parser
-    )
+    metrics = ServerMetrics(model.name, assistant.tool_parser)
     generations = GenerationService(
         engine, model.tokenizer, metrics, has_timing=config.request_metrics
+    )
+    sources = ScrapeSources(
+        engine=engine,
+        startup=operations.startup,
+        is_draining=lambda: generations.is_draining,
+        cache=facts.cache,
+        tracing=tracing,
+        placement=placement,
+        experts=facts.experts,
+        has_each_expert=config.expert_metrics,
     )
     gate = GrammarGate(grammars or _own_grammars(engine, model))
     server = ServerContext(
         model=model,
         config=config,
         metrics=metrics,
+        metrics_page=MetricsPage(metrics, sources, config.metrics_alias),
         generations=generations,
         gate=gate,
         assistant=assistant,
     )
     board = Board(server, placement, facts)
-    metrics.registry.register(
-        ServerCollector(engine, lambda: generations.is_draining, model.name, operations.startup)
-    )
-    metrics.registry.register(
-        ExpertCollector(facts.experts, placement, model.name, has_each=config.expert_metrics)
-    )
     app = FastAPI(
         title="moe-serve",
         lifespan=board.lifespan,
@@ -103,9 +106,7 @@ def create_app(
         app.include_router(trace_router(tracing, config.max_body_bytes))
     app.include_router(placement_router(placement, config.max_body_bytes))
     app.include_router(dashboard_router(board))
-    app.include_router(startup_router(operations.startup))
-    if operations.hangs is not None:
-        app.include_router(hang_router(operations.hangs))
+    _add_operations(app, operations)
     app.openapi = honest_openapi(app)  # type: ignore[method-assign]
     for kind in HANDLED_ERRORS:
         app.add_exception_handler(kind, error_handler(config.overload_status))
@@ -128,6 +129,12 @@ def _add_routes(app: FastAPI, server: ServerContext) -> None:
     ):
         app.include_router(make_router(server))
     add_page_routes(app)
+
+
+def _add_operations(app: FastAPI, operations: Operations) -> None:
+    app.include_router(startup_router(operations.startup))
+    if operations.hangs is not None:
+        app.include_router(hang_router(operations.hangs))
 
 
 def _add_middleware(

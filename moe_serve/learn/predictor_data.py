@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.config.sections import ModelConfig
-from moe_serve.engine.build import model_folder, open_loader
 from moe_serve.engine.execute.layer_routers import check_routers, layer_routers
+from moe_serve.engine.opened_model import OpenedModel, model_folder
 from moe_serve.learn.documents import Piece
 from moe_serve.learn.hidden_capture import HiddenCapture
 from routing_predictor.layers.router_residual import RouterWeights
@@ -42,7 +42,8 @@ class PredictorModel:
     def __init__(self, model: str | None, num_threads: int = 1) -> None:
         config = ModelConfig(path=model, device="cpu")
         self.folder: Path = model_folder(config)
-        self._loader = open_loader(self.folder, config, num_threads, torch.device("cpu"), None)
+        cpu = torch.device("cpu")
+        self._loader = OpenedModel.open(self.folder, config, num_threads, cpu).loader
         self.spec = self._loader.spec
         self.name = self.folder.resolve().name
         self.identity = model_identity(self.folder).hex()

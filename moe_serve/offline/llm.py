@@ -36,11 +36,11 @@ from moe_serve.config.sections import (
     PredictorConfig,
     SchedulerConfig,
 )
-from moe_serve.engine.build import model_folder
 from moe_serve.engine.driven_engine import DrivenEngine
-from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.opened_model import model_folder
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.sampling.bad_words import with_bad_word_ids
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.thinking_limit import with_thinking_markers

@@ -9,12 +9,12 @@ import torch
 
 from experts.placement.problem.placement import Placement
 from moe_serve.cache.sizing import num_pages
-from moe_serve.cluster.members.cluster_model import num_slots, placement_of, read_spec
+from moe_serve.cluster.members.cluster_model import num_slots, placement_of
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.build import device_of, max_model_len_of, model_folder
 from moe_serve.engine.execute.next_layer_prediction import num_foreseen
 from moe_serve.engine.memory.free_memory import free_bytes
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room
+from moe_serve.engine.opened_model import ServedCheckpoint, device_of
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.frames.wire import make_wire_format
@@ -35,22 +35,26 @@ def plan_memory(config: EngineConfig, *, has_local_ranks: bool = True) -> Memory
 @dataclass(frozen=True, slots=True)
 class _Planner:
     config: EngineConfig
-    spec: ModelSpec
+    checkpoint: ServedCheckpoint
     dtype: torch.dtype
     weights: WeightBytes
     device: torch.device
 
     @classmethod
     def read(cls, config: EngineConfig) -> _Planner:
-        folder = model_folder(config.model)
-        spec = read_spec(folder)
+        checkpoint = ServedCheckpoint.read(config.model)
+        folder, spec = checkpoint.folder, checkpoint.spec
         name = config.model.dtype if config.model.dtype != "auto" else spec.dtype or "float32"
         dtype: torch.dtype = getattr(torch, name)
         weights = weight_bytes(folder, spec, dtype.itemsize)
         is_quantised = HFConfig.read(folder).quantization() is not None
         if is_quantised and config.model.expert_weights != "dequantised":
             weights = WeightBytes(weights.attention, min(weights.experts, _stored_bytes(folder)))
-        return cls(config, spec, dtype, weights, device_of(config.model))
+        return cls(config, checkpoint, dtype, weights, device_of(config.model))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.checkpoint.spec
 
     def plan(self, has_local_ranks: bool) -> MemoryPlan:
         free = free_bytes(self.device)
@@ -114,7 +118,7 @@ class _Planner:
 
     def _pages(self, available: int) -> tuple[int, int]:
         token_bytes = self.spec.kv_bytes_per_token(self.dtype.itemsize)
-        max_model_len = max_model_len_of(self.config.model, self.spec)
+        max_model_len = self.checkpoint.max_model_len
         if available <= 0:  # the plan reports this, not the size of the cache
             available = 4 * max_model_len * token_bytes
         pages = num_pages(

@@ -9,9 +9,9 @@ from typing import Any
 import tokenizers
 
 from moe_serve.config.sections import ServerConfig, TraceConfig
-from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.delta_queue import DeltaQueue
 from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.tracing import Tracing
 from moe_serve.engine.watch.hang_watch import HangWatch
@@ -47,17 +47,7 @@ class NoEngine:
         raise AssertionError("nobody sends requests to a list of routes")
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            num_steps=0,
-            num_running=0,
-            num_waiting=0,
-            num_pages=0,
-            num_free_pages=0,
-            num_preemptions=0,
-            num_prompt_tokens=0,
-            num_generated_tokens=0,
-            is_alive=True,
-        )
+        return EngineStats()
 
 
 def openapi() -> dict[str, Any]:

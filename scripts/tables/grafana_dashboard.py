@@ -1,4 +1,4 @@
-"""The Grafana dashboard of deploy/grafana, from the table of its panels.
+"""The Grafana dashboard of deploy/grafana, from the table of its panels and that of the metrics.
 
     PYTHONPATH=scripts python -m tables.grafana_dashboard            print it
     PYTHONPATH=scripts python -m tables.grafana_dashboard --write    write the file
@@ -14,11 +14,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tables.grafana_panels import ROWS, Panel, query_text
+from moe_serve.http.metrics.table import METRICS
+from tables.grafana_panels import ROWS, Panel, metric_names, query_text
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "deploy" / "grafana" / "moe-serve.json"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+HELP = {sample: row.help for row in METRICS for sample in row.sample_names}
 WIDTH, PANEL_WIDTH, PANEL_HEIGHT = 24, 8, 8
 
 
@@ -88,7 +90,7 @@ def _panel(panel: Panel, x: int, y: int) -> dict[str, Any]:
     return {
         "type": "timeseries",
         "title": panel.title,
-        "description": panel.about,
+        "description": _description(panel),
         "datasource": SOURCE,
         "gridPos": {"x": x, "y": y, "w": PANEL_WIDTH, "h": PANEL_HEIGHT},
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
@@ -98,6 +100,13 @@ def _panel(panel: Panel, x: int, y: int) -> dict[str, Any]:
             for i, (legend, query) in enumerate(panel.queries.items())
         ],
     }
+
+
+def _description(panel: Panel) -> str:
+    """The panel's own text and the help texts of its metrics, a paragraph each."""
+    names = [name for query in panel.queries.values() for name in metric_names(query)]
+    helps = [f"`{name}`: {HELP[name]}" for name in dict.fromkeys(names)]
+    return "\n\n".join([panel.about, *helps] if panel.about else helps)
 
 
 def main() -> None:

@@ -10,14 +10,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PREFIX = "moe_serve:"
+from moe_serve.http.metrics.rows import PREFIX
+
 CHOSEN = 'model_name=~"$model_name",instance=~"$instance"'
 _METRIC = re.compile(r"<(\w+)(?:\|([^>]+))?>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One diagram. `queries`: {legend: query}; `unit` as Grafana spells it."""
+    """One diagram. `queries`: {legend: query}; `unit` as Grafana spells it.
+
+    `about` is shown before the help texts of the metrics.
+    """
 
     title: str
     queries: Mapping[str, str]
@@ -33,6 +37,11 @@ def query_text(query: str) -> str:
         return f"{PREFIX}{match[1]}{{{CHOSEN}{more}}}"
 
     return _METRIC.sub(selector, query)
+
+
+def metric_names(query: str) -> list[str]:
+    """The names of the samples that a query reads, without the prefix."""
+    return [match[1] for match in _METRIC.finditer(query)]
 
 
 def _rate(name: str, by: str = "instance") -> str:
@@ -117,12 +126,10 @@ _LATENCY = (
     Panel(
         title="Where a request's time goes, p90",
         unit="s",
-        about="In the queue, until its first token, and from there to its last.",
         queries={name: _p90(f"request_{name}_time_seconds") for name in _STAGES},
     ),
     Panel(
         title="Tokens of a step",
-        about="Prompt tokens and generated ones together.",
         queries=_quantiles("iteration_tokens_total"),
     ),
     Panel(
@@ -152,7 +159,7 @@ _CACHE = (
     ),
     Panel(
         title="Prompt tokens of sequences that start",
-        about="Per second. Computed here, or found in the prefix cache.",
+        about="Per second.",
         queries={"{{source}}": _rate("prompt_tokens_by_source_total", "source")},
     ),
     Panel(
@@ -181,7 +188,6 @@ _RANKS = (
     Panel(
         title="Bubbles",
         unit="percentunit",
-        about="Share of a pool's time without work.",
         queries={
             "{{pool}} {{instance}}": "<pool_bubble_ratio>",
             "exposed communication {{instance}}": "<exposed_communication_ratio>",
@@ -190,7 +196,6 @@ _RANKS = (
     Panel(
         title="Slowest rank beyond the others",
         unit="percentunit",
-        about="Its busy time over the mean of the pool's other ranks, less 1.",
         queries={"{{pool}} {{instance}}": "<pool_slowest_rank_excess_ratio>"},
     ),
     Panel(
@@ -210,13 +215,11 @@ _RANKS = (
 _EXPERTS = (
     Panel(
         title="Experts that the last step was expected to activate",
-        about="Micro-batches and layers summed.",
         queries={"{{instance}}": "<activated_experts_predicted>"},
     ),
     Panel(
         title="Predictor",
         unit="percentunit",
-        about="On: whether its recall is at its floor or above.",
         queries={"recall {{instance}}": "<predictor_recall>", "on {{instance}}": "<predictor_on>"},
     ),
     Panel(
@@ -259,7 +262,7 @@ _PLACEMENT = (
     Panel(
         title="Balance of the expert ranks",
         unit="percentunit",
-        about="Mean over busiest, mean over layers: 1 is even.",
+        about="1 is even.",
         queries={"{{kind}} {{instance}}": "<placement_balancedness>"},
     ),
     Panel(

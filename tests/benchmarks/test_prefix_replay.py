@@ -43,10 +43,10 @@ def conversations(num_requests: int) -> list[TracedRequest]:
 def test_near_the_ideal_lru(num_blocks: int) -> None:
     trace = conversations(150)
     stats = replay(trace, num_blocks)
-    assert stats.num_queried_tokens == sum(request.num_tokens for request in trace)
-    found = stats.num_hit_tokens / stats.num_queried_tokens
+    assert stats.counts.num_queried_tokens == sum(request.num_tokens for request in trace)
+    found = stats.counts.num_hit_tokens / stats.counts.num_queried_tokens
     assert found >= ideal_hit_rate(trace, num_blocks) - 0.02, f"{num_blocks=}, {found=}"
-    assert (stats.num_evicted_pages > 0) == (num_blocks < num_distinct_blocks(trace))
+    assert (stats.counts.num_evicted_pages > 0) == (num_blocks < num_distinct_blocks(trace))
 
 
 def test_tokens_of_blocks() -> None:

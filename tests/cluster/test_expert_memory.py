@@ -14,16 +14,17 @@ import transformers
 from experts.memory.expectation import Hint
 from experts.memory.expert_memory import ExpertMemory
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.members.cluster_model import read_spec
 from moe_serve.cluster.ranks.packing import pack_needed, unpack_needed
 from moe_serve.config.sections import (
     BatchPolicyName,
     EngineConfig,
     MemoryPolicyName,
+    ModelConfig,
     PredictorConfig,
 )
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
+from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.demo import demo_model_folder
@@ -204,7 +205,7 @@ def test_a_next_layer_predictor_that_does_not_fit_is_refused(
 def test_a_model_whose_routers_it_cannot_know_is_refused() -> None:
     """They add a bias to the choice: the largest logits are not what is chosen."""
     folder = demo_model_folder()
-    spec = read_spec(folder)
+    spec = ServedCheckpoint.read(ModelConfig(path=str(folder))).spec
     biased = replace(spec, router=replace(spec.router, has_selection_bias=True))
     of = foreseeing(within(config(0, 0, 1), ALL_BYTES, "next-layer"))
     check_next_layer(of, folder, spec)

@@ -19,8 +19,8 @@ from moe_serve.cluster.ranks.expert_rank import ExpertRank
 from moe_serve.cluster.ranks.mirror import Mirrors
 from moe_serve.cluster.ranks.worker import Worker
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.build import model_folder
 from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.opened_model import model_folder
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop

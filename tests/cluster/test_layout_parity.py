@@ -126,7 +126,7 @@ def test_ranks_are_used_again() -> None:
             wanted = requests(count, VOCAB_SIZE)
             assert serve(engine, wanted) == serve(alone, wanted), f"{count} requests"
         stats = engine.stats()
-        assert stats.num_running == stats.num_waiting == 0
+        assert stats.load.num_running == stats.load.num_waiting == 0
         assert stats.pools is not None and sum(s.num_steps for s in stats.pools.steps) > 0
     finally:
         engine.close()
@@ -148,7 +148,7 @@ def test_an_aborted_request_leaves_the_ranks_in_step() -> None:
             engine.step()
         engine.check_integrity()
         stats = engine.stats()
-        assert stats.num_free_pages == stats.num_pages, "every page is free again"
+        assert stats.load.num_free_pages == stats.load.num_pages, "every page is free again"
     finally:
         engine.close()
 

@@ -110,7 +110,7 @@ def assert_all_back(engine: ClusterEngine) -> None:
     assert not engine.has_work, "the engine does not come to rest"
     engine.check_integrity()
     stats = engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "every page is free again"
+    assert stats.load.num_free_pages == stats.load.num_pages, "every page is free again"
 
 
 @dataclass(slots=True)

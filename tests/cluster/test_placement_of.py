@@ -10,16 +10,16 @@ import pytest
 from experts.placement.plan_file import write_placement
 from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cluster.members import cluster_model
-from moe_serve.cluster.members.cluster_model import ClusterModel, placement_of, read_spec
-from moe_serve.config.sections import ClusterConfig, EngineConfig, ReplicaPolicyName
+from moe_serve.cluster.members.cluster_model import ClusterModel, placement_of
+from moe_serve.config.sections import ClusterConfig, EngineConfig, ModelConfig, ReplicaPolicyName
+from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.errors import ConfigError
-from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.spec import ModelSpec
 
 
 @pytest.fixture(scope="module")
 def spec() -> ModelSpec:
-    return read_spec(demo_model_folder())
+    return ServedCheckpoint.read(ModelConfig()).spec
 
 
 def sparse_layers(spec: ModelSpec) -> list[int]:

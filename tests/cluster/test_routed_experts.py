@@ -109,10 +109,10 @@ def test_after_preemptions_and_from_cached_prefixes() -> None:
     expected = run(plenty.engine, wanted)
     again = [replace(request, request_id=f"again-{request.request_id}") for request in wanted]
     assert list(run(plenty.engine, again).values()) == list(expected.values())
-    assert plenty.engine.stats().num_hit_tokens > 0
+    assert plenty.engine.stats().counts.num_hit_tokens > 0
     tight = build_engine(scarce)
     assert run(tight.engine, wanted) == expected
-    assert tight.engine.stats().num_preemptions > 0
+    assert tight.engine.stats().counts.num_preemptions > 0
 
 
 def test_a_step_that_failed_as_a_whole_is_told_of_too(alone: Told) -> None:

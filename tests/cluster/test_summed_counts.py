@@ -21,17 +21,18 @@ def test_counts_of_ranks() -> None:
     num_tokens = sum(len(one.prompt_token_ids) for one in wanted)
     with FaultDrive(of, ThreadStarter) as drive:
         assert drive.serve(wanted) == undisturbed(of, wanted)
-        first = drive.engine.stats()
+        first = drive.engine.stats().counts
         assert first.num_missed_tokens + first.num_hit_tokens == num_tokens
-        each = [engine.stats().num_missed_tokens for engine in drive.engine._engines.values()]
+        engines = drive.engine._engines.values()
+        each = [engine.stats().counts.num_missed_tokens for engine in engines]
         assert sum(each) == first.num_missed_tokens and min(each) > 0, "both had some"
 
         def lose() -> None:
             drive.membership.give_up("attention-0", "the test took it")
 
         drive.serve(again, lose)
-        stats = drive.engine.stats()
+        counts = drive.engine.stats().counts
         assert drive.membership.num_lost == 1
-        assert stats.num_missed_tokens + stats.num_hit_tokens == 2 * num_tokens, "once for each"
-        sampled = sum(stats.page_times.lifetime.counts)
-        assert sampled == stats.num_evicted_pages > first.num_evicted_pages > 0
+        assert counts.num_missed_tokens + counts.num_hit_tokens == 2 * num_tokens, "once for each"
+        sampled = sum(counts.page_times.lifetime.counts)
+        assert sampled == counts.num_evicted_pages > first.num_evicted_pages > 0

@@ -12,8 +12,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_serve.http.metrics.rows import MODEL_LABEL, PREFIX
+from moe_serve.http.metrics.table import METRICS
 from tables import grafana_dashboard, metrics_table
 from tables.grafana_panels import query_text
+from tests.support.http.full_metrics import full_metrics
 
 ROOT = grafana_dashboard.ROOT
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
@@ -29,7 +32,7 @@ MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
 def exposed() -> dict[str, Labels]:
     """Every sample of a server that has all that a server can have."""
     found: dict[str, Labels] = defaultdict(lambda: defaultdict(set))
-    for family in text_string_to_metric_families(metrics_table.full_metrics()):
+    for family in text_string_to_metric_families(full_metrics()):
         for sample in family.samples:
             found[sample.name]  # also without labels
             for label, value in sample.labels.items():
@@ -79,6 +82,19 @@ def result_labels(query: str, exposed: dict[str, Labels]) -> set[str]:
         return set(re.split(r",\s*", grouped[1]))
     names = [name for name, _ in METRIC.findall(query)]
     return SCRAPED | {label for name in names for label in exposed.get(name, ())}
+
+
+def test_the_page_is_the_table() -> None:
+    """A server with every part has each row of the table, in order, and no other metric."""
+    families = list(text_string_to_metric_families(full_metrics()))
+    assert [family.name.removeprefix(PREFIX) for family in families] == [r.name for r in METRICS]
+    for family, row in zip(families, METRICS, strict=True):
+        assert (family.type, family.documentation) == (row.kind, row.help), row.name
+        labels = {label for sample in family.samples for label in sample.labels}
+        assert labels - {MODEL_LABEL, "le"} == set(row.labels), row.name
+        assert {sample.name.removeprefix(PREFIX) for sample in family.samples} == set(
+            row.sample_names
+        )
 
 
 def test_the_documentation_has_every_metric() -> None:

@@ -71,8 +71,8 @@ async def collect(engine: AsyncEngine, one: GenerationRequest) -> list[int]:
 
 async def until_idle(engine: AsyncEngine) -> None:
     for _ in range(6000):
-        stats = engine.stats()
-        if not (stats.num_running or stats.num_waiting) and stats.num_free_pages == stats.num_pages:
+        load = engine.stats().load
+        if not (load.num_running or load.num_waiting) and load.num_free_pages == load.num_pages:
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"not idle: {engine.stats()}")

@@ -85,13 +85,13 @@ def waiting(engine: Engine) -> tuple[int, int]:
     """(all who wait, of these left aside)"""
     engine.check_integrity()
     stats = engine.stats()
-    return stats.num_waiting, stats.num_left_aside
+    return stats.load.num_waiting, stats.load.num_left_aside
 
 
 def sources(engine: Engine) -> tuple[int, int]:
     """(prompt tokens not found in the cache, found)"""
     stats = engine.stats()
-    return stats.num_missed_tokens, stats.num_hit_tokens
+    return stats.counts.num_missed_tokens, stats.counts.num_hit_tokens
 
 
 def test_prompt_tokens_by_source() -> None:
@@ -116,12 +116,12 @@ def test_a_preempted_prompt_counts_once_and_its_sequence_says_how_often() -> Non
     engine = make_engine(num_pages=10)
     prompts = {name: [ord(name) % 48] * 30 for name in "abcd"}
     result = run(engine, *(request(n, p, max_tokens=60) for n, p in prompts.items()))
-    num_preemptions = engine.stats().num_preemptions
+    num_preemptions = engine.stats().counts.num_preemptions
     assert num_preemptions > 0
     assert sum(deltas[-1].num_preemptions for deltas in result.values()) == num_preemptions
     assert result["a"][-1].num_preemptions == 0, "the first goes on"
     assert sources(engine) == (120, 0)
-    assert engine.stats().num_prompt_tokens > 120, "prompts were computed again"
+    assert engine.stats().counts.num_prompt_tokens > 120, "prompts were computed again"
 
 
 def test_who_moves_before_it_started_counts_where_it_starts() -> None:
@@ -144,7 +144,7 @@ def test_who_fails_says_how_often_it_was_preempted() -> None:
     engine = make_engine(runner := FakeRunner(), num_pages=10)
     for name in "ab":
         engine.add(request(name, [ord(name) % 48] * 70, max_tokens=80))
-    while engine.stats().num_preemptions == 0:
+    while engine.stats().counts.num_preemptions == 0:
         engine.step()
     runner.nan_after_token = ord("b") % 48
     engine.abort("a")
@@ -157,10 +157,10 @@ def test_corrupted_requests_are_those_with_nan() -> None:
     engine = make_engine(runner := FakeRunner())
     runner.nan_after_token = 49
     run(engine, request("bad", [1, 49]), request("good", [3, 4]))
-    assert engine.stats().num_corrupted == 1
+    assert engine.stats().counts.num_corrupted == 1
     runner.fails_on_token = 48
     run(engine, request("failed", [1, 48]))
-    assert engine.stats().num_corrupted == 1, "another fault"
+    assert engine.stats().counts.num_corrupted == 1, "another fault"
 
 
 def test_who_waits_for_a_seat_waits_for_capacity() -> None:
@@ -235,10 +235,10 @@ def test_sampled_pages_are_those_that_were_evicted() -> None:
             [t for d in run(engine, request(f"r{i}", p))[f"r{i}"] for t in d.token_ids]
             for i, p in enumerate(prompts)
         ]
-        times, stats = engine.stats().page_times, engine.stats()
-        assert stats.num_evicted_pages > 20
+        times, stats = engine.stats().counts.page_times, engine.stats()
+        assert stats.counts.num_evicted_pages > 20
         counts = [sum(h.counts) for h in (times.lifetime, times.idle)]
         if rate in (0.0, 1.0):
-            assert counts == [rate * stats.num_evicted_pages] * 2
+            assert counts == [rate * stats.counts.num_evicted_pages] * 2
         assert times.lifetime.total >= times.idle.total
     assert answers[0.0] == answers[0.3] == answers[1.0] == [continuation(p, 4) for p in prompts]

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_serve.config.sections import Config, ServerConfig
 from moe_serve.engine import fingerprint
+from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.engine.fingerprint import checkpoint_digest, system_fingerprint
-from moe_serve.engine.layout import Layout
 from moe_serve.model.checkpoint.demo import demo_model_folder
 
 WEIGHTS = "model.safetensors"
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def layout(folder: Path, **others: Any) -> Layout:
+def layout(folder: Path, **others: Any) -> EngineFacts:
     fields: dict[str, Any] = {
         **{"family": "qwen3_moe", "num_layers": 1, "num_experts": 4, "top_k": 2},
         **{"vocab_size": 9, "max_model_len": 64, "dtype": "bfloat16", "device": "cpu"},
@@ -41,7 +41,7 @@ def layout(folder: Path, **others: Any) -> Layout:
         **{"num_threads": 1, "num_pages": 4, "page_size": 16, "kv_bytes": 1},
         **{"micro_batches": 1, "load_seconds": 0.0},
     }
-    return Layout(folder=folder, **{**fields, **others})
+    return EngineFacts(folder=folder, **{**fields, **others})
 
 
 def test_copies_and_other_machine_sizes_agree(folder: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_any_chunks_micro_batches_and_preemptions(
         ) as llm:
             outputs = llm.generate(prompts, params, use_progress_bar=False)
             if pages is not None:
-                assert llm.stats().num_preemptions > 0, "the pool was meant to be too small"
+                assert llm.stats().counts.num_preemptions > 0, "the pool was meant to be too small"
         for index, (output, expected) in enumerate(zip(outputs, plain, strict=True)):
             assert content(output) == content(expected), f"{dtype=}, {budget=}, {index=}"
 

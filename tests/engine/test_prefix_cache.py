@@ -152,9 +152,9 @@ def test_families_of_prompts(
                 where = f"{dtype=}, {budget=}, {turn=}, {index=}"
                 assert content(output) == cold[index], where
         stats = llm.stats()
-    assert stats.num_hit_tokens > 300, stats
+    assert stats.counts.num_hit_tokens > 300, stats
     if num_pages is not None:
-        assert stats.num_evicted_pages > 0 and stats.num_preemptions > 0, stats
+        assert stats.counts.num_evicted_pages > 0 and stats.counts.num_preemptions > 0, stats
 
 
 def test_prompt_logprobs_are_computed(tiny: str) -> None:
@@ -242,7 +242,7 @@ def test_nan_out_of_the_windows_sight_does_not_enter(checkpoints: dict[str, Path
         engine, _ = poisoned(llm)
         (deltas,) = serve(engine, {"bad": prompt}).values()
         assert deltas[-1].finish_reason is FinishReason.LENGTH
-        assert engine.stats().num_cached_pages == 0
+        assert engine.stats().load.num_cached_pages == 0
         assert {n: tokens_of(d) for n, d in serve(engine, others).items()} == {
             n: tokens_of(d) for n, d in cold.items()
         }

@@ -171,7 +171,7 @@ def check(crowd: Crowd, seed: int) -> None:
         crowd.step()
     assert not crowd.engine.has_work, "somebody starves"
     stats = crowd.engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "pages are held without an owner"
+    assert stats.load.num_free_pages == stats.load.num_pages, "pages are held without an owner"
     for name, request in crowd.requests.items():
         prompt, answer = list(request.prompt_token_ids), crowd.answer(name)
         end = crowd.deltas[name][-1]

@@ -57,7 +57,7 @@ def test_a_preempted_sequence_keeps_its_start() -> None:
     engine.add(request("a", 20, 30))
     engine.add(request("b", 20, 30))
     found = starts(engine)
-    assert engine.stats().num_preemptions > 0
+    assert engine.stats().counts.num_preemptions > 0
     assert all(len(times) == 1 for times in found.values())
 
 
@@ -65,7 +65,7 @@ def test_the_tokens_of_steps_are_counted() -> None:
     engine = make_engine(num_pages=8, max_num_seqs=2)
     engine.add(request("a", 5, 3))
     starts(engine)
-    counted = engine.stats().step_tokens
+    counted = engine.stats().counts.step_tokens
     assert counted.num_tokens == 5 + 3, "the prompt, and what was generated, as vLLM counts"
     assert counted.num_steps[:2] == (2, 1) and sum(counted.num_steps) == 3
 
@@ -76,6 +76,6 @@ def test_the_tokens_of_steps_add_up_to_those_of_the_counters() -> None:
     engine.add(request("a", 20, 30))
     engine.add(request("b", 20, 30))
     starts(engine)
-    stats = engine.stats()
-    assert stats.num_preemptions > 0
-    assert stats.step_tokens.num_tokens == stats.num_prompt_tokens + stats.num_generated_tokens
+    counts = engine.stats().counts
+    assert counts.num_preemptions > 0
+    assert counts.step_tokens.num_tokens == counts.num_prompt_tokens + counts.num_generated_tokens

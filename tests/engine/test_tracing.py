@@ -64,7 +64,7 @@ def run(built: BuiltEngine, name: str, count: int = 8) -> dict[str, list[int]]:
 
 
 def test_a_recording_holds_every_token_once(built: BuiltEngine, tmp_path: Path) -> None:
-    before = built.engine.stats().num_preemptions
+    before = built.engine.stats().counts.num_preemptions
     plain = run(built, "plain")
     traced = tracing(built, tmp_path, sample_rate=1.0, tokens=True, weights=True)
     started = traced.start()
@@ -72,7 +72,7 @@ def test_a_recording_holds_every_token_once(built: BuiltEngine, tmp_path: Path) 
     whole = run(built, "a")
     stopped = traced.stop()
     assert list(whole.values()) == list(plain.values()), "recording changes no token"
-    assert built.engine.stats().num_preemptions > before, "some requests are told of twice"
+    assert built.engine.stats().counts.num_preemptions > before, "some requests are told of twice"
     trace = read_traces([tmp_path / "19700101-000000"])
     assert stopped.recording.num_tokens == trace.num_tokens and not stopped.is_recording
     assert trace.model == "demo" and len(trace.model_identity) == 64

@@ -18,9 +18,7 @@ from starlette.testclient import TestClient
 from tokenizers import decoders, models, pre_tokenizers
 
 from moe_serve.config.sections import ServerConfig
-from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.delta_queue import DeltaQueue
-from moe_serve.engine.request.pool_stats import PoolStats
 from moe_serve.engine.request.request import (
     FinishReason,
     GenerationRequest,
@@ -29,6 +27,7 @@ from moe_serve.engine.request.request import (
     TokenLogprob,
 )
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.stats import EngineCounts, EngineLoad, EngineStats, PoolStats
 from moe_serve.engine.request.step_tokens import StepTokens
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.app import create_app
@@ -106,22 +105,26 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             num_steps=self.num_steps,
-            num_running=len(self.running),
-            num_waiting=self.num_waiting,
-            num_pages=10,
-            num_free_pages=10 - len(self.running),
-            num_preemptions=1,
-            num_prompt_tokens=7,
-            num_generated_tokens=self.num_steps,
-            num_cached_pages=4,
-            num_evicted_pages=2,
-            num_queried_tokens=70,
-            num_hit_tokens=30,
+            load=EngineLoad(
+                num_running=len(self.running),
+                num_waiting=self.num_waiting,
+                num_pages=10,
+                num_free_pages=10 - len(self.running),
+                num_cached_pages=4,
+            ),
+            counts=EngineCounts(
+                num_preemptions=1,
+                num_prompt_tokens=7,
+                num_generated_tokens=self.num_steps,
+                num_evicted_pages=2,
+                num_queried_tokens=70,
+                num_hit_tokens=30,
+                step_tokens=self.step_tokens,
+            ),
             is_alive=self.is_alive,
             last_turn_age_s=self.last_turn_age_s,
             pools=self.pools,
             outage_s=self.outage_s,
-            step_tokens=self.step_tokens,
         )
 
     def begin_drain(self) -> None:

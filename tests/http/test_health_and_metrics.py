@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.engine.request.pool_stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
+from moe_serve.engine.request.stats import MicroBatchCount, Pool, PoolStats, PoolUse, StageUse
 from moe_serve.http.admin.status import ProgressWatch
 from moe_serve.http.metrics.metrics import route_label
 
@@ -49,7 +49,7 @@ def test_ranks_away_are_no_stall_but_not_ready(client: TestClient, engine: Any) 
 
 def test_busy_is_live_and_stalled_is_not(engine: Any) -> None:
     watch, stats = ProgressWatch(), engine.stats()
-    busy = replace(stats, num_running=2)
+    busy = replace(stats, load=replace(stats.load, num_running=2))
     assert watch.stalled_for(replace(busy, num_steps=1), now=0.0) == 0.0
     assert watch.stalled_for(replace(busy, num_steps=1), now=50.0) == 50.0
     assert watch.stalled_for(replace(busy, num_steps=2), now=70.0) == 0.0
@@ -68,7 +68,8 @@ def test_the_engines_own_clock_decides(client: TestClient, engine: Any) -> None:
     assert "3600 s with 0 sequences running and 1 waiting" in response.json()["error"]["message"]
     engine.last_turn_age_s = 59.0
     assert client.get("/health/live").status_code == 200
-    watch, stats = ProgressWatch(), replace(engine.stats(), num_running=1, last_turn_age_s=0.1)
+    load = replace(engine.stats().load, num_running=1)
+    watch, stats = ProgressWatch(), replace(engine.stats(), load=load, last_turn_age_s=0.1)
     assert watch.stalled_for(stats, now=0.0) == 0.1
     assert watch.stalled_for(stats, now=1000.0) == 0.1
 

@@ -10,7 +10,7 @@ import torch
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config.sections import ModelConfig
-from moe_serve.engine.build import open_loader
+from moe_serve.engine.opened_model import OpenedModel
 from moe_serve.errors import ConfigError
 from moe_serve.learn.documents import Piece
 from moe_serve.learn.predictor_data import PredictorModel
@@ -32,7 +32,7 @@ def model() -> PredictorModel:
 def served(tokens: np.ndarray) -> np.ndarray:
     """[T, L, K]: a prompt in the server's own loop, in two chunks of prefill."""
     cpu = torch.device("cpu")
-    loader = open_loader(demo_model_folder(), ModelConfig(), 1, cpu, None)
+    loader = OpenedModel.open(demo_model_folder(), ModelConfig(), 1, cpu).loader
     stage, cache = loader.attention_stage(128), KVCache(loader.spec, 8, 16, loader.dtype, cpu)
     tap = RouteTap(loader.spec.router.num_experts)
     pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), cache, cpu, tap=tap)

@@ -81,7 +81,7 @@ def test_a_stop_string_cuts_the_text_and_frees_the_request(llm: LLM) -> None:
     assert cut.outputs[0].text == text[: text.index(stop)]
     assert cut.outputs[0].finish_reason == "stop" and cut.outputs[0].stop_reason == stop
     stats = llm.stats()
-    assert stats.num_free_pages == stats.num_pages
+    assert stats.load.num_free_pages == stats.load.num_pages
 
 
 def test_one_params_per_prompt(llm: LLM) -> None:

@@ -43,7 +43,7 @@ class Turns:
         def counted() -> Any:
             deltas = step()
             stats = engine.stats()
-            self.free.append((stats.num_steps, stats.num_free_pages))
+            self.free.append((stats.num_steps, stats.load.num_free_pages))
             time.sleep(0.002)  # as on a larger model: the answer outlasts what is tried with it
             return deltas
 
@@ -88,10 +88,10 @@ def test_its_pages_are_free_within_a_step(
 ) -> None:
     others = {"prompt": "Once", "ignore_eos": True, "max_tokens": 2000, "stream": True}
     with sent(server, "/v1/completions", others) as other:  # so that steps go on
-        until(lambda: server.engine.stats().num_generated_tokens > 0, "nobody runs")
+        until(lambda: server.engine.stats().counts.num_generated_tokens > 0, "nobody runs")
         with sent(server, route, {**ROUTES[route], "stream": is_streamed}) as client:
-            until(lambda: server.engine.stats().num_running == 2, "it does not run")
-            most = server.engine.stats().num_pages - HELD
+            until(lambda: server.engine.stats().load.num_running == 2, "it does not run")
+            most = server.engine.stats().load.num_pages - HELD
             until(lambda: turns.free_now() < most, "it holds no pages")
             time.sleep(0.05)
             assert not turns.aborted_at, "it had ended before it left"
@@ -102,6 +102,6 @@ def test_its_pages_are_free_within_a_step(
         until(lambda: turns.free[-1][0] >= last + 1, "steps do not go on")
         free = next(free for step, free in turns.free if step >= last)
         assert free > most, "it held its pages for longer than a step"
-        assert server.engine.stats().num_running == 1, "the other one goes on"
+        assert server.engine.stats().load.num_running == 1, "the other one goes on"
         other.shutdown(socket.SHUT_RDWR)
     server.check_unharmed()

@@ -13,11 +13,7 @@ from pathlib import Path
 from moe_serve.cli.doctor.doctor_checks import Check
 from moe_serve.cli.doctor.machine_limits import Fact
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.build import (
-    device_of,
-    model_folder,
-    open_loader,
-)
+from moe_serve.engine.opened_model import OpenedModel, device_of, model_folder
 from moe_serve.errors import MoeServeError
 from moe_serve.planning.plan_memory import plan_memory
 from moe_serve.text.chat_template import ChatTemplate
@@ -42,9 +38,8 @@ def check_model(config: EngineConfig) -> ModelReport:
     facts: dict[str, Fact] = {"folder": str(folder), **_files(folder)}
     checks = list(_texts(folder))
     try:
-        loader = open_loader(
-            folder, config.model, config.model.num_threads or 1, device_of(config.model), None
-        )
+        num_threads, device = config.model.num_threads or 1, device_of(config.model)
+        loader = OpenedModel.open(folder, config.model, num_threads, device).loader
         facts |= {
             "family": loader.spec.family,
             "dtype": str(loader.dtype).removeprefix("torch."),

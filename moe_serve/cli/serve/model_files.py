@@ -14,8 +14,9 @@ from typing import Any
 
 from moe_serve.config.sections import Config
 from moe_serve.engine.async_engine import AsyncEngine
-from moe_serve.engine.build import BuiltEngine, model_folder
+from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.fingerprint import system_fingerprint
+from moe_serve.engine.opened_model import model_folder
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer, read_json_file

@@ -21,7 +21,7 @@ from moe_serve.config.sections import Config, EngineConfig
 from moe_serve.config.sources import DEFAULT_SOURCE, ConfigEntry
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine
-from moe_serve.engine.layout import Layout
+from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import make_tracing
 from moe_serve.engine.watch.hang_watch import HangWatch
@@ -105,7 +105,7 @@ def _serve(
         run_server(app, engine, server, on_ready=say_ready, listener=start.hand_over())
 
 
-def describe_layout(layout: Layout) -> Mapping[str, str]:
+def describe_layout(layout: EngineFacts) -> Mapping[str, str]:
     """Returns one line for each stage with its processes, and one for the size of the KV cache."""
     plural = "" if layout.num_threads == 1 else "s"
     threads = f"; {layout.num_threads} thread{plural}" if layout.device == "cpu" else ""
@@ -122,7 +122,7 @@ def describe_layout(layout: Layout) -> Mapping[str, str]:
     }
 
 
-def _model_row(files: ModelFiles, layout: Layout) -> str:
+def _model_row(files: ModelFiles, layout: EngineFacts) -> str:
     where = f" from {files.folder}" if files.is_named_otherwise else ""
     return (
         f"{files.name}{where}: {layout.family}, {layout.dtype}, "
@@ -133,7 +133,7 @@ def _model_row(files: ModelFiles, layout: Layout) -> str:
 def banner_rows(
     config: Config,
     settings: Sequence[ConfigEntry],
-    layout: Layout,
+    layout: EngineFacts,
     placement: PlacementControl | None,
     app: FastAPI,
 ) -> dict[str, str]:
@@ -149,7 +149,7 @@ def banner_rows(
     return rows
 
 
-def _limits(config: Config, layout: Layout) -> str:
+def _limits(config: Config, layout: EngineFacts) -> str:
     scheduler, num_ranks = config.engine.scheduler, max(1, layout.attention_ranks)
     most = scheduler.max_num_seqs * num_ranks
     full = layout.num_pages * layout.page_size / layout.max_model_len

@@ -13,6 +13,7 @@ from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.step_outcome import RowFailure
+from moe_serve.engine.opened_model import LoadReport
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.answer_masks import MaskCost
@@ -201,17 +202,10 @@ class Loading(_Message, frozen=True):
 
 
 class Loaded(_Message, frozen=True):
-    """The rank is ready to join. `weights_hash` is the checkpoint's; only attention ranks have
-    pages."""
+    """The rank is ready to join. `weights_hash` is the checkpoint's."""
 
     weights_hash: str
-    num_pages: int
-    kv_bytes: int
-    kernels: str
-    dtype: str
-    device: str
-    weight_format: str
-    expert_weights: str
+    report: LoadReport
     load_seconds: float
     gpu: str = ""  # its id, if NCCL reaches it
 

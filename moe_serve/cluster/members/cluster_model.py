@@ -15,10 +15,8 @@ from moe_serve.cluster.control.messages import Configure
 from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.members.current_placement import PlacementVersion
 from moe_serve.config.sections import ClusterConfig, EngineConfig
-from moe_serve.engine.build import model_folder
+from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.errors import ConfigError
-from moe_serve.model.checkpoint.hf_config import HFConfig
-from moe_serve.model.families import family_of
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.tensor_shard import check_shards
 from moe_serve.pipeline.exchange.row_split import is_broadcast_worth
@@ -31,8 +29,7 @@ class ClusterModel:
     """A checkpoint, and how a configuration lays it out on ranks."""
 
     config: EngineConfig
-    folder: Path
-    spec: ModelSpec
+    checkpoint: ServedCheckpoint
     placement: Placement  # at the start
     weights: str  # the hash that every rank's checkpoint must have
     num_threads: int  # per process
@@ -40,9 +37,8 @@ class ClusterModel:
     @classmethod
     def read(cls, config: EngineConfig) -> ClusterModel:
         """Reads config.json and samples of the weights. Raises ConfigError, CheckpointError."""
-        folder = model_folder(config.model)
-        spec = read_spec(folder)
-        cluster = config.cluster
+        checkpoint = ServedCheckpoint.read(config.model)
+        spec, cluster = checkpoint.spec, config.cluster
         _check_has_experts(spec, cluster)
         check_shards(spec, cluster.attention_tp)
         check_replica_choice(cluster)
@@ -50,12 +46,19 @@ class ClusterModel:
         share = max(1, (os.cpu_count() or 1) // num_ranks)
         return cls(
             config=config,
-            folder=folder,
-            spec=spec,
+            checkpoint=checkpoint,
             placement=placement_of(cluster, spec),
-            weights=model_identity(folder).hex(),
+            weights=model_identity(checkpoint.folder).hex(),
             num_threads=config.model.num_threads or share,
         )
+
+    @property
+    def folder(self) -> Path:
+        return self.checkpoint.folder
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.checkpoint.spec
 
     @property
     def ranks(self) -> list[RankName]:
@@ -136,12 +139,6 @@ def check_replica_choice(cluster: ClusterConfig) -> None:
             f"'experts' each expert rank routes by itself: use '{_TURNS}', or let attention ranks "
             "route (cluster.router 'attention' or 'auto')."
         )
-
-
-def read_spec(folder: Path) -> ModelSpec:
-    """Reads the model's shape from its config.json; reads no weights."""
-    config = HFConfig.read(folder)
-    return family_of(config).read_spec(config.text())
 
 
 def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placement:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from moe_serve.cluster.control.messages import StageSeconds, StepDone, StepServe
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.step_timeline import StepTimeline
-from moe_serve.engine.request.pool_stats import MicroBatchReason, PoolStats
+from moe_serve.engine.request.stats import MicroBatchReason, PoolStats
 from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import StepPlan
@@ -142,7 +141,7 @@ class PoolWatch:
         each = list(self._memories.values())
         if not each and not self._past.num_visits:
             return None
-        return functools.reduce(MemoryStats.plus, each, self._past)
+        return sum(each, self._past)
 
     def stats(self) -> PoolStats:
         return self._recent.stats()
@@ -168,7 +167,7 @@ class PoolWatch:
 
     def _end_memory(self, name: str) -> None:
         counted = self._memories.pop(name)
-        self._past = self._past.plus(replace(counted, budget_bytes=0, resident_bytes=0))
+        self._past += replace(counted, budget_bytes=0, resident_bytes=0)
 
     def _close(self, step: int, opened: _OpenStep) -> None:
         if not opened.seconds or len(opened.experts) < opened.num_expert_ranks:

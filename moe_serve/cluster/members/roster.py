@@ -11,8 +11,7 @@ from moe_serve.cluster.control.messages import Loaded, Order
 from moe_serve.cluster.control.rank_link import RankLink
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.members.expert_cover import Held
-from moe_serve.engine.request.pool_stats import PoolStats
-from moe_serve.engine.request.rank_status import RankStatus
+from moe_serve.engine.request.stats import PoolStats, RankStatus
 from moe_serve.errors import ChannelClosedError
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from moe_serve.cache.sizing import check_page_size
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
@@ -30,23 +28,16 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.attention_shards import AttentionShards, check_can_split
-from moe_serve.cluster.ranks.loading import load_report, rank_device
+from moe_serve.cluster.ranks.loading import loaded_message, open_rank
 from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work, tokens_of
 from moe_serve.cluster.ranks.packing import pack_choices
 from moe_serve.cluster.ranks.shard_starter import ShardStarter
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.build import (
-    AttentionPart,
-    eos_token_ids_of,
-    grammars_of,
-    load_attention,
-    max_model_len_of,
-    open_loader,
-)
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_outcome import StepOutcome
+from moe_serve.engine.opened_model import AttentionPart
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.sampling_backend import make_sampler
 from moe_serve.model.load.model_tensors import LoadProgress
@@ -78,12 +69,10 @@ class AttentionRank:
     ) -> None:
         clock = time.monotonic()
         self._name, self._configure = name, configure
-        config, folder = configure.config, Path(configure.folder)
-        device = rank_device(config.model)
-        self._loader = open_loader(folder, config.model, configure.num_threads, device, progress)
+        config = configure.config
+        self._model = open_rank(configure, progress)
+        self._loader, self._spec = self._model.loader, self._model.spec
         check_page_size(config.cache.page_size, self._loader.kernels)
-        torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
-        self._spec = self._loader.spec
         num_shards = config.cluster.attention_tp
         check_can_split(self._loader, num_shards)
         self._shards: AttentionShards | None = None
@@ -91,15 +80,14 @@ class AttentionRank:
             self._shards = AttentionShards(str(name), configure, shard_starter)
         try:
             self._part = self._load(config)
-            self._next_layer = open_next_layer(config, folder, self._loader)
+            self._next_layer = open_next_layer(config, self._model.folder, self._loader)
         except BaseException:
             if self._shards is not None:
                 self._shards.close()
             raise
-        eos = eos_token_ids_of(folder, self._spec)
+        eos = self._model.eos_token_ids
         self._sampler = make_sampler(eos, self._loader.kernels)
-        grammars = grammars_of(folder, self._spec, eos)
-        self._masks = AnswerMasks(self._spec.vocab_size, eos, grammars)
+        self._masks = AnswerMasks(self._spec.vocab_size, eos, self._model.grammars())
         self._mirrors = Mirrors()
         self._placement = RankPlacement(configure.placement)
         self._last_done = 0  # the last step whose tokens were reported
@@ -110,18 +98,16 @@ class AttentionRank:
         self._seconds = time.monotonic() - clock
 
     def _load(self, config: EngineConfig) -> AttentionPart:
-        max_model_len = max_model_len_of(config.model, self._spec)
         if self._shards is None:
-            return load_attention(self._loader, config, max_model_len)
-        part = load_attention(self._loader, config, max_model_len, self._shards.group)
+            return self._model.load_attention(config)
+        part = self._model.load_attention(config, self._shards.group)
         self._shards.make_pages(part.num_pages)
         return part
 
     @property
     def loaded(self) -> Loaded:
-        return load_report(
-            self._loader,
-            self._configure,
+        return loaded_message(
+            self._model,
             self._seconds,
             num_pages=self._part.num_pages,
             kv_bytes=self._part.kv_bytes * self._configure.config.cluster.attention_tp,

@@ -23,7 +23,7 @@ from moe_serve.cluster.control.messages import QueryPages, RunStep
 from moe_serve.cluster.members.parent_watch import end_with_parent
 from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.build import device_of, max_model_len_of, open_loader
+from moe_serve.engine.opened_model import OpenedModel, device_of
 from moe_serve.errors import MoeServeError
 from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError, StepAbandonedError
@@ -96,15 +96,16 @@ class AttentionShard:
         if isinstance(load, EndShard):
             return
         assert isinstance(load, LoadShard), f"{type(load).__name__} before LoadShard"
-        config, device = load.config, device_of(load.config.model)
-        loader = open_loader(Path(load.folder), config.model, load.num_threads, device, None)
-        torch.set_num_threads(1 if loader.kernels.has_own_threads else load.num_threads)
-        stage = loader.attention_stage(max_model_len_of(config.model, loader.spec), self._group)
+        config, device = load.config.model, device_of(load.config.model)
+        model = OpenedModel.open(Path(load.folder), config, load.num_threads, device)
+        model.set_torch_threads()
+        stage = model.loader.attention_stage(model.max_model_len, self._group)
         pages = self._next()
         if isinstance(pages, EndShard):
             return
         assert isinstance(pages, MakePages), f"{type(pages).__name__} before MakePages"
-        cache = KVCache(stage.spec, pages.num_pages, config.cache.page_size, loader.dtype, device)
+        page_size, dtype = load.config.cache.page_size, model.loader.dtype
+        cache = KVCache(stage.spec, pages.num_pages, page_size, dtype, device)
         pipeline = Pipeline(stage, FollowerTransport(self._group), cache, device)
         self._tell([True])  # ready
         while not isinstance(order := self._next(), EndShard):

@@ -6,10 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from experts.routed_rows import RoutedRows
@@ -32,11 +30,10 @@ from moe_serve.cluster.control.messages import (
     TookExperts,
 )
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.ranks.loading import load_report, rank_device
+from moe_serve.cluster.ranks.loading import loaded_message, open_rank
 from moe_serve.cluster.ranks.packing import unpack_needed
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
-from moe_serve.engine.build import open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.model_tensors import LoadProgress
@@ -64,11 +61,9 @@ class ExpertRank:
         """`tell` may be called on another thread than the one that handles orders."""
         clock = time.monotonic()
         self._name, self._configure = name, configure
-        config, folder = configure.config, Path(configure.folder)
-        device = rank_device(config.model)
-        self._loader = open_loader(folder, config.model, configure.num_threads, device, progress)
-        torch.set_num_threads(1 if self._loader.kernels.has_own_threads else configure.num_threads)
-        self._spec = self._loader.spec
+        config = configure.config
+        self._model = open_rank(configure, progress)
+        self._loader, self._spec = self._model.loader, self._model.spec
         layers = range(self._spec.num_layers)
         held = [configure.held.get(layer, ()) for layer in layers]
         if configure.num_slots:
@@ -88,7 +83,7 @@ class ExpertRank:
 
     @property
     def loaded(self) -> Loaded:
-        return load_report(self._loader, self._configure, self._seconds)
+        return loaded_message(self._model, self._seconds)
 
     @property
     def operation(self) -> Operation | None:

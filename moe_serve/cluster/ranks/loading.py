@@ -1,4 +1,4 @@
-"""The device of a rank, and its report once it has loaded."""
+"""Opens the model of a rank on its device, and reports when it has loaded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cluster.control.messages import Configure, Loaded
 from moe_serve.config.sections import ModelConfig
-from moe_serve.engine.build import device_of
-from moe_serve.model.load.loader import ModelLoader
+from moe_serve.engine.opened_model import OpenedModel, device_of
+from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.pipeline.links.nccl_link import gpu_of
 
 
@@ -27,25 +27,23 @@ def rank_device(config: ModelConfig) -> torch.device:
     return device
 
 
-def load_report(
-    loader: ModelLoader,
-    configure: Configure,
-    seconds: float,
-    *,
-    num_pages: int = 0,
-    kv_bytes: int = 0,
+def open_rank(configure: Configure, progress: LoadProgress) -> OpenedModel:
+    """Opens the rank's checkpoint on its device, and sets torch's number of threads."""
+    config, folder = configure.config.model, Path(configure.folder)
+    device = rank_device(config)
+    model = OpenedModel.open(folder, config, configure.num_threads, device, progress)
+    model.set_torch_threads()
+    return model
+
+
+def loaded_message(
+    model: OpenedModel, seconds: float, *, num_pages: int = 0, kv_bytes: int = 0
 ) -> Loaded:
     """Returns the message that the rank is ready, with its checkpoint's hash. Expert ranks have no
     pages."""
     return Loaded(
-        weights_hash=model_identity(Path(configure.folder)).hex(),
-        num_pages=num_pages,
-        kv_bytes=kv_bytes,
-        kernels=loader.kernels.name,
-        dtype=str(loader.dtype).removeprefix("torch."),
-        device=str(loader.device),
-        weight_format=loader.weight_format,
-        expert_weights=loader.expert_weights,
+        weights_hash=model_identity(model.folder).hex(),
+        report=model.report(num_pages=num_pages, kv_bytes=kv_bytes),
         load_seconds=seconds,
-        gpu=gpu_of(loader.device),
+        gpu=gpu_of(model.loader.device),
     )

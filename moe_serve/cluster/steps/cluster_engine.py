@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from moe_serve.cache.page_times import PageTimes
 from moe_serve.cluster.control.messages import StepDone
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.roster import statuses
@@ -20,12 +19,9 @@ from moe_serve.cluster.steps.step_in_flight import (
     StepInFlight,
 )
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.request.client import EngineStats
-from moe_serve.engine.request.policy_stats import sum_of
-from moe_serve.engine.request.rank_load import RankLoad
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
-from moe_serve.engine.request.step_tokens import StepTokens
+from moe_serve.engine.request.stats import EngineLoad, EngineStats, RankLoad
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -64,7 +60,7 @@ class ClusterEngine:
         self._homeless: list[EngineSequence] = []  # without a rank, at first or after a loss
         self._moves = RequestMoves()
         self._pending: list[TokenDelta] = []  # deltas of lost ranks' engines, and of no engine
-        self._past: EngineStats | None = None  # sum over engines of lost ranks
+        self._past = EngineStats()  # sum over engines of lost ranks
         coordinator.settle(is_patient=True)
         while not self._settle():  # a rank was lost at once
             continue
@@ -149,20 +145,18 @@ class ClusterEngine:
     def stats(self) -> EngineStats:
         """Returns the sums over all ranks."""
         by_rank = {name: engine.stats() for name, engine in self._engines.items()}
-        each = list(by_rank.values())
-        past = [] if self._past is None else [self._past]
-        total, pools = _sum_of(each, past, len(self._homeless)), self._watch.stats()
+        total, pools = sum((*by_rank.values(), self._past), EngineStats()), self._watch.stats()
         membership = self._coordinator.membership
         return replace(
             total,
-            oldest_arrival=_oldest(each, self._homeless),
+            load=total.load + _load_of(self._homeless),
             members=statuses(membership.roster, pools),
             num_lost_ranks=membership.num_lost,
             last_loss=membership.last_loss,
             pools=pools,
             expert_memory=self._watch.expert_memory,
             outage_s=self._coordinator.outage_s,
-            ranks=tuple(_load_of(name, stats) for name, stats in by_rank.items()),
+            ranks=tuple(RankLoad(name=n, load=stats.load) for n, stats in by_rank.items()),
         )
 
     def check_integrity(self) -> None:
@@ -252,7 +246,7 @@ class ClusterEngine:
         self._pending += engine.take_pending()
         stats, computed = engine.stats(), set(engine.step_sequences)
         sequences = engine.surrender()
-        self._past = _sum_of([], [stats] if self._past is None else [self._past, stats], 0)
+        self._past += stats.lost()
         _log.warning("%s is lost: %d requests move", name, len(sequences))
         for sequence in sequences:
             if sequence.id in computed and not self._moves.is_allowed(sequence):
@@ -273,46 +267,6 @@ def _given_up(sequence: EngineSequence) -> TokenDelta:
     )
 
 
-def _oldest(each: Sequence[EngineStats], homeless: list[EngineSequence]) -> float | None:
-    arrivals = [s.oldest_arrival for s in each if s.oldest_arrival is not None]
-    return min([*arrivals, *(s.request.arrival_time for s in homeless)], default=None)
-
-
-def _load_of(name: str, stats: EngineStats) -> RankLoad:
-    return RankLoad(
-        name=name,
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
-        num_pages=stats.num_pages,
-        num_free_pages=stats.num_free_pages,
-    )
-
-
-def _sum_of(
-    each: Sequence[EngineStats], past: Sequence[EngineStats], num_homeless: int
-) -> EngineStats:
-    def total(name: str, group: Sequence[EngineStats]) -> int:
-        return sum(getattr(stats, name) for stats in group)
-
-    everyone = (*each, *past)
-    return EngineStats(
-        num_steps=max((stats.num_steps for stats in everyone), default=0),
-        num_running=total("num_running", each),
-        num_waiting=total("num_waiting", each) + num_homeless,
-        num_pages=total("num_pages", each),
-        num_free_pages=total("num_free_pages", each),
-        num_cached_pages=total("num_cached_pages", each),
-        num_preemptions=total("num_preemptions", everyone),
-        num_prompt_tokens=total("num_prompt_tokens", everyone),
-        num_generated_tokens=total("num_generated_tokens", everyone),
-        num_evicted_pages=total("num_evicted_pages", everyone),
-        num_queried_tokens=total("num_queried_tokens", everyone),
-        num_hit_tokens=total("num_hit_tokens", everyone),
-        num_missed_tokens=total("num_missed_tokens", everyone),
-        num_left_aside=total("num_left_aside", each),
-        num_corrupted=total("num_corrupted", everyone),
-        page_times=sum((stats.page_times for stats in everyone), PageTimes()),
-        step_tokens=sum((stats.step_tokens for stats in everyone), StepTokens()),
-        is_alive=True,
-        batching=sum_of(*([s.batching for s in g if s.batching] for g in (each, past))),
-    )
+def _load_of(homeless: list[EngineSequence]) -> EngineLoad:
+    arrivals = [sequence.request.arrival_time for sequence in homeless]
+    return EngineLoad(num_waiting=len(homeless), oldest_arrival=min(arrivals, default=None))

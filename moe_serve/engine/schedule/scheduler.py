@@ -21,6 +21,7 @@ from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.request.stats import EngineLoad
 from moe_serve.engine.request.step_tokens import StepTokenCounter
 from moe_serve.engine.sampling.mask_share import MaskShare
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
@@ -69,6 +70,19 @@ class Scheduler:
             return self.waiting.line[0].request.arrival_time
         except IndexError:
             return None
+
+    @property
+    def load(self) -> EngineLoad:
+        """The requests and pages of now. Safe from any thread."""
+        return EngineLoad(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_left_aside=len(self.skipped),
+            num_pages=self.cache.num_pages,
+            num_free_pages=self.cache.num_available,
+            num_cached_pages=self.cache.num_cached,
+            oldest_arrival=self.oldest_arrival,
+        )
 
     def add(self, sequence: Sequence) -> None:
         sequence.page_size = self.cache.page_size

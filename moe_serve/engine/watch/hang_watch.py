@@ -15,7 +15,8 @@ from typing import Protocol
 
 from moe_serve import __version__
 from moe_serve.engine.execute.step_executor import LocalExecutor
-from moe_serve.engine.request.client import EngineClient, EngineStats
+from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.request.stats import EngineStats
 from moe_serve.pipeline.timeline.stage_log import StageLog
 
 _log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class HangWatch:
     def _look(self) -> None:
         stats = self._engine.stats()
         age_s = stats.last_turn_age_s or 0.0
-        has_work = stats.num_running > 0 or stats.num_waiting > 0
+        has_work = stats.load.num_running > 0 or stats.load.num_waiting > 0
         if not has_work or age_s <= self._after_s:  # it makes progress, or is idle
             self._is_reported = False
         if stats.outage_s:
@@ -120,8 +121,8 @@ class HangWatch:
             "the engine has made no step for %.0f s with %d sequences running and %d waiting "
             "(step %d); %s",
             stats.last_turn_age_s or 0.0,
-            stats.num_running,
-            stats.num_waiting,
+            stats.load.num_running,
+            stats.load.num_waiting,
             stats.num_steps,
             where,
         )
@@ -131,11 +132,11 @@ def hang_report(stats: EngineStats, activity: ActivityReport | None) -> str:
     """Return a report with places in the code but no values of variables, so no prompts and no
     keys."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    turn = stats.last_turn_age_s
+    turn, load = stats.last_turn_age_s, stats.load
     lines = [
         f"moe-serve {__version__}, process {os.getpid()}, {now}",
-        f"step {stats.num_steps}: {stats.num_running} sequences running, {stats.num_waiting} "
-        f"waiting, {stats.num_free_pages} of {stats.num_pages} KV pages free",
+        f"step {stats.num_steps}: {load.num_running} sequences running, {load.num_waiting} "
+        f"waiting, {load.num_free_pages} of {load.num_pages} KV pages free",
         "the engine's loop last made progress "
         + ("at an unknown time" if turn is None else f"{turn:.1f} s ago"),
         "",

@@ -8,7 +8,7 @@ from collections import Counter, deque
 import numpy as np
 
 from moe_serve.engine.execute.step_timeline import StepTimeline, step_timeline
-from moe_serve.engine.request.pool_stats import (
+from moe_serve.engine.request.stats import (
     MicroBatchCount,
     MicroBatchReason,
     Pool,

@@ -16,7 +16,7 @@ import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.stats import EngineStats
 
 FORMATS = frozenset({"text", "json"})
 _ASKED = "endpoint-load-metrics-format"
@@ -51,10 +51,9 @@ class LoadReportMiddleware:
 
 def load_report(stats: EngineStats, wanted: str) -> str:
     """The value of the header in one of `FORMATS`."""
-    num_used = stats.num_pages - stats.num_free_pages
     metrics = {
-        "kv_cache_usage_perc": num_used / max(1, stats.num_pages),
-        "num_requests_waiting": float(stats.num_waiting),
+        "kv_cache_usage_perc": stats.load.used_share,
+        "num_requests_waiting": float(stats.load.num_waiting),
     }
     if wanted == "json":
         return f"JSON {msgspec.json.encode({'named_metrics': metrics}).decode()}"

@@ -24,8 +24,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from moe_serve import __version__
 from moe_serve.engine.memory.memory_plan import MemoryPlan
-from moe_serve.engine.request.client import EngineStats
-from moe_serve.engine.request.rank_load import RankLoad
+from moe_serve.engine.request.stats import EngineLoad, EngineStats
 from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.gate.auth import ADMIN_PREFIX
@@ -50,9 +49,9 @@ class ProgressWatch:
         if stats.outage_s:
             return 0.0  # it waits for its ranks, and this wait has its own time limit
         if stats.last_turn_age_s is not None:
-            has_work = stats.num_running > 0 or stats.num_waiting > 0
+            has_work = stats.load.num_running > 0 or stats.load.num_waiting > 0
             return stats.last_turn_age_s if has_work else 0.0
-        if stats.num_steps != self._num_steps or stats.num_running == 0:
+        if stats.num_steps != self._num_steps or stats.load.num_running == 0:
             self._num_steps, self._since = stats.num_steps, now
         return now - self._since
 
@@ -67,8 +66,8 @@ def health_router(server: ServerContext) -> APIRouter:
         if stalled_s > server.config.hang_report_s:
             raise ApiError(
                 503,
-                f"The engine has made no step for {stalled_s:.0f} s with {stats.num_running} "
-                f"sequences running and {stats.num_waiting} waiting (step {stats.num_steps}).",
+                f"The engine has made no step for {stalled_s:.0f} s with {stats.load.num_running} "
+                f"sequences running and {stats.load.num_waiting} waiting (step {stats.num_steps}).",
                 code="engine_stalled",
             )
 
@@ -81,8 +80,8 @@ def health_router(server: ServerContext) -> APIRouter:
         return {
             "status": "live",
             "num_steps": stats.num_steps,
-            "num_running": stats.num_running,
-            "num_waiting": stats.num_waiting,
+            "num_running": stats.load.num_running,
+            "num_waiting": stats.load.num_waiting,
         }
 
     @router.get("/health")
@@ -110,7 +109,7 @@ def health_router(server: ServerContext) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(server.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(server.metrics_page.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router
 
@@ -138,19 +137,18 @@ def info_router(server: ServerContext) -> APIRouter:
         stats = engine.stats()
         return {
             "server_load": server.generations.num_open,
-            **_load(stats),
-            "ranks": [{"rank": rank.name, **_load(rank)} for rank in stats.ranks],
+            **_load(stats.load),
+            "ranks": [{"rank": rank.name, **_load(rank.load)} for rank in stats.ranks],
         }
 
     return router
 
 
-def _load(load: EngineStats | RankLoad) -> dict[str, Any]:
-    num_used = load.num_pages - load.num_free_pages
+def _load(load: EngineLoad) -> dict[str, Any]:
     return {
         "num_requests_running": load.num_running,
         "num_requests_waiting": load.num_waiting,
-        "kv_cache_usage": num_used / max(1, load.num_pages),
+        "kv_cache_usage": load.used_share,
         "num_kv_pages": load.num_pages,
     }
 

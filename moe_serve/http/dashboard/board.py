@@ -25,7 +25,7 @@ from moe_serve.http.dashboard.history import INTERVAL_S, History
 from moe_serve.http.dashboard.snapshot import Snapshot, Sources
 from moe_serve.http.gate.readiness import is_ready
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.metrics.rank_shares import RankSharer, RankShares
+from moe_serve.http.metrics.scrape import RankSharer, RankShares
 
 _log = logging.getLogger(__name__)
 
@@ -103,8 +103,8 @@ class Board:
             "now": now.at,
             "requests": parts.requests_part(stats, recent, facts),
             "tokens": {
-                "prompt_total": stats.num_prompt_tokens,
-                "generated_total": stats.num_generated_tokens,
+                "prompt_total": stats.counts.num_prompt_tokens,
+                "generated_total": stats.counts.num_generated_tokens,
             },
             "latency": parts.latency_part(recent),
             "kv": parts.kv_part(stats, facts.cache.page_size),

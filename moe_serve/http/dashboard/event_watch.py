@@ -5,7 +5,7 @@ Thus the other parts of the server do not need to know the event log.
 
 from __future__ import annotations
 
-from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlanOutcome
 from moe_serve.http.dashboard.event_log import EventLog
 from moe_serve.http.dashboard.snapshot import Snapshot
@@ -80,9 +80,9 @@ class EventWatch:
         last, self._rejected_at = self._rejected_at, now.at
         if last is None or now.at - last > _OVERLOAD_S:
             count = now.num_rejected - before.num_rejected
-            waiting = now.stats.num_waiting
+            waiting = now.stats.load.num_waiting
             self._log.add(
                 "overload",
-                f"{count} requests were not accepted, with {now.stats.num_running} sequences "
+                f"{count} requests were not accepted, with {now.stats.load.num_running} sequences "
                 f"running and {waiting} waiting.",
             )

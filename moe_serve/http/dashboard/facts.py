@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine
+from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.engine.execute.step_timeline import StepTimeline
-from moe_serve.engine.layout import Layout
 from moe_serve.engine.watch.expert_load import INTERVAL_S, ExpertLoad
-from moe_serve.http.metrics.engine_families import NO_CACHE_FACTS, CacheFacts
+from moe_serve.http.metrics.scrape import NO_CACHE_FACTS, CacheFacts
 
 GRAPHED_INTERVAL_S = 2.0  # counted steps cannot be replayed as a CUDA graph, so few are counted
 
@@ -57,7 +57,7 @@ def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
     )
 
 
-def layout_line(layout: Layout) -> str:
+def layout_line(layout: EngineFacts) -> str:
     """A short description: `one process`, or `2 attention ranks, 1 expert rank`."""
     if not layout.attention_ranks:
         return "one process"

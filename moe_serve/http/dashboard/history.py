@@ -48,15 +48,15 @@ class History:
 
 def _sample(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
     stats, seconds = now.stats, now.at - before.at
-    num_prompt = stats.num_prompt_tokens - before.stats.num_prompt_tokens
-    num_generated = stats.num_generated_tokens - before.stats.num_generated_tokens
+    num_prompt = stats.counts.num_prompt_tokens - before.stats.counts.num_prompt_tokens
+    num_generated = stats.counts.num_generated_tokens - before.stats.counts.num_generated_tokens
     return {
         "t": round(now.at, 3),
-        "running": stats.num_running,
-        "waiting": stats.num_waiting,
+        "running": stats.load.num_running,
+        "waiting": stats.load.num_waiting,
         "prompt_per_s": round(max(0, num_prompt) / seconds, 1),
         "generated_per_s": round(max(0, num_generated) / seconds, 1),
         "ttft_ms": now.ttft_ms,
         "tpot_ms": now.tpot_ms,
-        "kv_used": stats.num_pages - stats.num_free_pages,
+        "kv_used": stats.load.num_used_pages,
     }

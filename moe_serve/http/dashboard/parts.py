@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
-from moe_serve.http.metrics.engine_families import oldest_waiting_s
-from moe_serve.http.metrics.rank_shares import RankShares
 from moe_serve.http.metrics.recent import WINDOW_S as LATENCY_WINDOW_S
 from moe_serve.http.metrics.recent import RecentRequests
+from moe_serve.http.metrics.scrape import RankShares, oldest_waiting_s
 
 Part = dict[str, Any]
 
 
 def requests_part(stats: EngineStats, recent: RecentRequests, facts: DashboardFacts) -> Part:
     return {
-        "running": stats.num_running,
-        "waiting": stats.num_waiting,
+        "running": stats.load.num_running,
+        "waiting": stats.load.num_waiting,
         "oldest_waiting_s": round(oldest_waiting_s(stats), 3),
         "finished_total": recent.num_finished,
         "failed_total": recent.num_failed,
@@ -40,17 +39,17 @@ def latency_part(recent: RecentRequests) -> Part:
 def kv_part(stats: EngineStats, page_size: int) -> Part:
     """The KV cache. `used`: pages of sequences; `cached`: pages in the prefix cache, in use or
     not."""
-    queried = stats.num_queried_tokens
+    queried = stats.counts.num_queried_tokens
     memory = {
         "name": "memory",
-        "pages": stats.num_pages,
-        "used": stats.num_pages - stats.num_free_pages,
-        "cached": stats.num_cached_pages,
+        "pages": stats.load.num_pages,
+        "used": stats.load.num_used_pages,
+        "cached": stats.load.num_cached_pages,
     }
     return {
         "page_tokens": page_size,
         "tiers": [memory],
-        "prefix_hit_rate": stats.num_hit_tokens / queried if queried else None,
+        "prefix_hit_rate": stats.counts.num_hit_tokens / queried if queried else None,
     }
 
 
@@ -88,9 +87,9 @@ def ranks_part(stats: EngineStats, shares: RankShares | None) -> list[Part]:
     loads: dict[str, float] = {}
     if shares is not None and shares.shares is not None:
         loads = {f"expert-{rank}": share for rank, share in enumerate(shares.shares)}
-    running = sum(rank.num_running for rank in stats.ranks)
+    running = sum(rank.load.num_running for rank in stats.ranks)
     if running:
-        loads |= {rank.name: rank.num_running / running for rank in stats.ranks}
+        loads |= {rank.name: rank.load.num_running / running for rank in stats.ranks}
     return [
         {
             "name": rank.name,

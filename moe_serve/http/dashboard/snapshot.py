@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from moe_serve.engine.request.client import EngineClient, EngineStats
+from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.metrics.recent import RecentRequests

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_serve.engine.request.client import EngineStats
+from moe_serve.engine.request.stats import EngineStats
 
 OUTAGE_S = 1.0  # of missing ranks; shorter outages are not reported to clients
 

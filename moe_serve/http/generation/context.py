@@ -11,6 +11,7 @@ from moe_serve.http.generation.assistant_formats import AssistantFormats
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.metrics.metrics import ServerMetrics
+from moe_serve.http.metrics.page import MetricsPage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class ServerContext:
     model: ServedModel
     config: ServerConfig
     metrics: ServerMetrics
+    metrics_page: MetricsPage
     generations: GenerationService
     gate: GrammarGate  # for every constrained answer
     assistant: AssistantFormats

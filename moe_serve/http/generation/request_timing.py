@@ -12,13 +12,12 @@ Timing = Mapping[str, float | None]  # null: not known
 def timing_of(sequence: FinishedSequence) -> Timing:
     """vLLM's `metrics`. As in vLLM, the first token is timed from the first step, not from
     arrival."""
-    started, first, ended = sequence.started, sequence.first_token, sequence.ended
-    inference_ms = _ms(started, ended)
+    inference_ms = _ms(sequence.inference_s)
     tpot_s = sequence.tpot_s
     return {
-        "time_to_first_token_ms": _ms(started, first),
-        "generation_time_ms": _ms(first, ended),
-        "queue_time_ms": _ms(sequence.arrival, started),
+        "time_to_first_token_ms": _ms(sequence.prefill_s),
+        "generation_time_ms": _ms(sequence.decode_s),
+        "queue_time_ms": _ms(sequence.queue_s),
         "mean_itl_ms": None if tpot_s is None else round(tpot_s * 1e3, 3),
         "tokens_per_second": (
             round(sequence.num_tokens / inference_ms * 1e3, 3) if inference_ms else None
@@ -32,8 +31,7 @@ def llama_timings(sequence: FinishedSequence) -> Mapping[str, float] | None:
     "prompt" covers the prompt tokens that were not cached, until the first token of the answer;
     "predicted" covers the answer's tokens after that.
     """
-    prompt_ms = _ms(sequence.started, sequence.first_token)
-    predicted_ms = _ms(sequence.first_token, sequence.ended)
+    prompt_ms, predicted_ms = _ms(sequence.prefill_s), _ms(sequence.decode_s)
     prompt_n = sequence.num_computed_tokens
     if prompt_ms is None or predicted_ms is None or prompt_n is None:
         return None
@@ -53,5 +51,5 @@ def _rates(name: str, count: int, ms: float) -> Mapping[str, float]:
     }
 
 
-def _ms(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else round(max(0.0, end - start) * 1e3, 3)
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)

@@ -32,6 +32,22 @@ class FinishedSequence:
         return self.request.arrival_time
 
     @property
+    def queue_s(self) -> float | None:
+        return _between(self.arrival, self.started)
+
+    @property
+    def prefill_s(self) -> float | None:
+        return _between(self.started, self.first_token)
+
+    @property
+    def decode_s(self) -> float | None:
+        return _between(self.first_token, self.ended)
+
+    @property
+    def inference_s(self) -> float | None:
+        return _between(self.started, self.ended)
+
+    @property
     def num_computed_tokens(self) -> int | None:
         """Prompt tokens that were not in the prefix cache; None: the prompt was not read to its
         end."""
@@ -45,3 +61,7 @@ class FinishedSequence:
         if self.first_token is None or self.num_tokens < 2:
             return None
         return (self.ended - self.first_token) / (self.num_tokens - 1)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else max(0.0, end - start)

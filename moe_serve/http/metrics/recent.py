@@ -14,16 +14,14 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client.core import HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.request import FinishReason
-from moe_serve.http.metrics.family_maker import cumulative
 
 WINDOW_S = 60
 _GROWTH = math.log(1.05)
@@ -89,22 +87,17 @@ def _percentile(counts: Counter[int], share: float) -> float:
 
 
 _MOST = 2048
+_GAP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
-class TokenGaps(Collector):
+class TokenGaps:
     """Observed on one thread, read on any."""
 
     def __init__(
-        self,
-        name: str,
-        text: str,
-        model_name: str,
-        bounds: Sequence[float],
-        clock: Callable[[], float] = time.monotonic,
+        self, bounds: Sequence[float], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`bounds`: upper ends of the histogram's buckets, increasing. The last bucket has no
         end."""
-        self._name, self._text, self._model_name = name, text, model_name
         self._bounds, self._clock = np.array(bounds), clock
         self._kept: deque[float] = deque()
         # end of the second in which all stored values were observed
@@ -128,14 +121,11 @@ class TokenGaps(Collector):
         self._count()
         return self._recent.look(window_s)
 
-    def collect(self) -> Iterator[Metric]:
+    def snapshot(self) -> Histogram:
         self._count()
         with self._lock:
             counts, total = self._counts.tolist(), self._sum
-        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        buckets = cumulative(self._bounds.tolist(), counts)
-        family.add_metric([self._model_name], buckets, total)
-        yield family
+        return Histogram(bounds=tuple(self._bounds.tolist()), counts=tuple(counts), total=total)
 
     def _count(self, now: float | None = None) -> None:
         """Counts the stored values. With `now`, later values belong to another second."""
@@ -154,10 +144,12 @@ class TokenGaps(Collector):
 class RecentRequests:
     """Written on the event loop's thread, read by any thread."""
 
-    def __init__(self, gaps: TokenGaps) -> None:
+    def __init__(self) -> None:
         self.num_finished = self.num_failed = self.num_rejected = 0
         self.first_tokens = RecentTimes()  # from a request to its first token
-        self.next_tokens = gaps  # between two tokens of a sequence: each token counts
+        self.next_tokens = TokenGaps(
+            _GAP_BOUNDS
+        )  # between two tokens of a sequence: each token counts
 
     def ended(self, reason: FinishReason) -> None:
         """Counts a finished sequence. One whose client disconnected is neither finished nor

@@ -29,6 +29,7 @@ from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
 from moe_serve.cluster.members.rank_starter import RankExit
 from moe_serve.cluster.members.roster import Phase, Roster
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.opened_model import LoadReport
 from moe_serve.errors import ChannelClosedError, ClusterError
 
 WEIGHTS = "the hash"
@@ -85,13 +86,16 @@ class Talkers:
 def loaded() -> Loaded:
     return Loaded(
         weights_hash=WEIGHTS,
-        num_pages=1,
-        kv_bytes=1,
-        kernels="torch",
-        dtype="float32",
-        device="cpu",
-        weight_format="plain",
-        expert_weights="exact",
+        report=LoadReport(
+            kernels="torch",
+            num_threads=1,
+            dtype="float32",
+            device="cpu",
+            weight_format="plain",
+            expert_weights="exact",
+            num_pages=1,
+            kv_bytes=1,
+        ),
         load_seconds=0.0,
     )
 

@@ -49,7 +49,7 @@ def test_joins_leaves_and_preemptions(
                 max_batched_tokens=48,
             ) as llm:  # fmt: skip
                 outputs = llm.generate(prompts, params, use_progress_bar=False)
-                assert llm.stats().num_preemptions > 0, "the pool was meant to be too small"
+                assert llm.stats().counts.num_preemptions > 0, "the pool was meant to be too small"
             results.append([content(output) for output in outputs])
         if not is_off:
             assert recorder.num_recordings == 5, "1, 2, 4, 8 and 9 rows of up to 160 keys"

@@ -105,7 +105,7 @@ def test_a_preemption_keeps_the_count() -> None:
     with LLM(num_pages=12, max_model_len=192, prefix_cache=False) as small:
         wanted = [limited(small, 40 + i, max_tokens=60, temperature=1) for i in range(8)]
         found = [answer.token_ids for answer in answers(small, wanted)]
-        assert small.stats().num_preemptions > 0
+        assert small.stats().counts.num_preemptions > 0
     with LLM(max_model_len=192) as large:
         assert found == [answer.token_ids for answer in answers(large, wanted)]
         texts = [large.tokenizer.decode(ids) for ids in found]

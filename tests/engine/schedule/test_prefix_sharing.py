@@ -63,7 +63,7 @@ def run(engine: Engine, *requests: GenerationRequest) -> dict[str, list[TokenDel
     while engine.has_work:
         step(engine, result)
     stats = engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "idle pages are free pages"
+    assert stats.load.num_free_pages == stats.load.num_pages, "idle pages are free pages"
     return result
 
 
@@ -88,8 +88,8 @@ def test_a_second_request_computes_what_is_left(length: int) -> None:
     num_cached = length - 1 if in_page >= 2 else length - 1 - in_page
     assert {d.num_cached_tokens for d in deltas} == {num_cached}, f"{length=}"
     assert runner.num_computed_tokens - num_before == length - num_cached + 3
-    stats = engine.stats()
-    assert (stats.num_queried_tokens, stats.num_hit_tokens) == (64 + length, num_cached)
+    counts = engine.stats().counts
+    assert (counts.num_queried_tokens, counts.num_hit_tokens) == (64 + length, num_cached)
 
 
 def test_the_next_turn_finds_the_answer_too() -> None:
@@ -170,7 +170,7 @@ def test_a_preempted_sequence_finds_its_own_pages() -> None:
     result = run(engine, *(request(n, p, max_tokens=60) for n, p in prompts.items()))
     for name, prompt in prompts.items():
         assert tokens(result[name]) == continuation(prompt, 60), name
-    num_preemptions = engine.stats().num_preemptions
+    num_preemptions = engine.stats().counts.num_preemptions
     num_least = 3 * (40 + 59)
     assert num_preemptions > 0
     assert runner.num_computed_tokens < num_least + 40 * num_preemptions, "each found some of it"
@@ -184,7 +184,7 @@ def test_prompt_logprobs_take_nothing_and_give() -> None:
         (deltas,) = run(engine, request(name, prompt, prompt_logprobs=1)).values()
         assert deltas[0].prompt_logprobs == cold[0].prompt_logprobs
         assert deltas[0].num_cached_tokens == 0
-    assert engine.stats().num_queried_tokens == 0
+    assert engine.stats().counts.num_queried_tokens == 0
     (deltas,) = run(engine, request("c", prompt)).values()
     assert deltas[0].num_cached_tokens == 39
 
@@ -196,7 +196,7 @@ def test_without_the_cache_nothing_is_kept() -> None:
         (deltas,) = run(engine, request(name, prompt)).values()
         assert deltas[-1].num_cached_tokens == 0
     assert runner.num_computed_tokens == 2 * 43
-    assert engine.stats().num_cached_pages == engine.stats().num_queried_tokens == 0
+    assert engine.stats().load.num_cached_pages == engine.stats().counts.num_queried_tokens == 0
 
 
 def cached_tokens(engine: Engine, runner: FakeRunner) -> list[int]:
@@ -240,7 +240,7 @@ def test_a_page_found_unsound_is_zeroed_and_keeps_all_behind_it_private() -> Non
     runner.nan_after_token = prompt[20] = 49
     (deltas,) = run(engine, request("a", prompt)).values()
     assert deltas[-1].finish_reason is FinishReason.LENGTH
-    assert engine.stats().num_cached_pages == 1, "the page before it"
+    assert engine.stats().load.num_cached_pages == 1, "the page before it"
     run(engine, request("b", [1, 2]))
     assert len(runner.cleared) == 4, "the others of 73 tokens, before anyone gets them"
     assert all(NAN not in slots for slots in runner.slots.values())
@@ -298,4 +298,4 @@ def test_random_families_of_prompts_faults_and_aborts(seed: int) -> None:
             assert answer == continuation(prompt, len(answer)), f"{seed=}, {name}"
             assert answer or name in aborted, name
     assert NAN not in cached_tokens(engine, runner)
-    assert engine.stats().num_hit_tokens > 0
+    assert engine.stats().counts.num_hit_tokens > 0

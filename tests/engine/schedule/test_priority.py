@@ -90,7 +90,7 @@ def test_who_runs_is_not_put_back_for_somebody_more_urgent() -> None:
         engine.step()
         assert running(engine) == ["a", "b"]
     assert starts(engine)[-1] == "urgent"
-    assert engine.stats().num_preemptions == 0
+    assert engine.stats().counts.num_preemptions == 0
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_the_least_urgent_gives_its_pages_back(
         engine.add(one)
         step()
     assert running(engine) == ["a", "b", "c"], "started in this order"
-    while not engine.stats().num_preemptions:
+    while not engine.stats().counts.num_preemptions:
         step()
     assert running(engine) == left
     while engine.has_work:
@@ -138,7 +138,7 @@ def test_who_was_put_back_waits_behind_the_more_urgent() -> None:
     for name, priority in {"a": 0, "b": 5, "c": 0}.items():
         engine.add(request(name, priority, num_prompt=40, max_tokens=60))
         engine.step()
-    while not engine.stats().num_preemptions:
+    while not engine.stats().counts.num_preemptions:
         engine.step()
     engine.add(request("same", 5))
     engine.add(request("urgent", 1))
@@ -260,7 +260,7 @@ def test_with_all_priorities_equal_every_step_is_the_same(seed: int) -> None:
             for _ in range(rng.randint(0, 4)):
                 engine.step()
         starts(engine)
-        assert engine.stats().num_preemptions > 0
+        assert engine.stats().counts.num_preemptions > 0
         plans.append(
             [
                 [(p.sequence_id, p.start, p.token_ids.tolist()) for p in plan.slices]

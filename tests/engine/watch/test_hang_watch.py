@@ -18,9 +18,9 @@ from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
-from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.stats import EngineLoad, EngineStats
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.watch.hang_watch import HangWatch, LocalActivity, hang_report
 from moe_serve.model.step_plan import StepPlan
@@ -30,14 +30,7 @@ from tests.support.engine.fake_runner import FakeRunner
 
 STATS = EngineStats(
     num_steps=5,
-    num_running=2,
-    num_waiting=1,
-    num_pages=10,
-    num_free_pages=4,
-    num_preemptions=0,
-    num_prompt_tokens=0,
-    num_generated_tokens=0,
-    is_alive=True,
+    load=EngineLoad(num_running=2, num_waiting=1, num_pages=10, num_free_pages=4),
     last_turn_age_s=0.0,
 )
 
@@ -116,7 +109,7 @@ def test_after_an_outage_time_counts_from_its_end(
     "change",
     [
         {"last_turn_age_s": 0.5},  # saturated, and comes round
-        {"num_running": 0, "num_waiting": 0},  # asleep
+        {"load": EngineLoad()},  # asleep
         {"outage_s": 9000.0},  # waits for ranks
         {"last_turn_age_s": None},  # keeps no time
         {"is_alive": False},  # dead: told elsewhere

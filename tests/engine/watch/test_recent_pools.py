@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_serve.engine.request.pool_stats import MicroBatchCount, PoolStats
+from moe_serve.engine.request.stats import MicroBatchCount, PoolStats
 from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.pipeline.timeline.pool_metrics import measure
 from moe_serve.pipeline.timeline.timeline import Role, Stage, Track

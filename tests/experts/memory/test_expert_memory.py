@@ -166,7 +166,7 @@ def test_a_hint_is_read_ahead() -> None:
     assert wanted <= set(store.read), f"read {store.read}"
     before = memory.stats
     run(layers[1], [[2, 3]])
-    since = memory.stats.minus(before)
+    since = memory.stats - before
     assert since.num_needed == since.num_hits + since.num_late == since.num_prefetch_hits == 2
     memory.hint(None)
     memory.close()
@@ -191,7 +191,7 @@ def test_what_is_foreseen_is_read_ahead() -> None:
     before = memory.stats
     memory.foresee(1, 0, None)
     run(layers[1], [[2, 4]])
-    since = memory.stats.minus(before)
+    since = memory.stats - before
     assert (since.num_foretold, since.num_foreseen) == (2, 1), f"{since}"
     assert since.num_prefetch_hits == since.num_hits + since.num_late == 1, f"{since}"
     memory.foresee(2, 0, np.zeros(NUM_EXPERTS, np.uint8))

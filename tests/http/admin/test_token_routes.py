@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve import __version__
-from moe_serve.engine.request.client import EngineStats
-from moe_serve.engine.request.rank_load import RankLoad
+from moe_serve.engine.request.stats import EngineLoad, RankLoad
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
@@ -111,10 +111,9 @@ def test_version_and_load(client: TestClient) -> None:
 def test_the_load_of_each_rank(
     client: TestClient, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = RankLoad(name="a1", num_running=2, num_waiting=1, num_pages=8, num_free_pages=6)
-    stats: EngineStats = engine.stats()
-    fields = {name: getattr(stats, name) for name in EngineStats.__slots__}
-    monkeypatch.setattr(engine, "stats", lambda: EngineStats(**{**fields, "ranks": (rank,)}))
+    load = EngineLoad(num_running=2, num_waiting=1, num_pages=8, num_free_pages=6)
+    stats = replace(engine.stats(), ranks=(RankLoad(name="a1", load=load),))
+    monkeypatch.setattr(engine, "stats", lambda: stats)
     assert client.get("/load").json()["ranks"] == [
         {
             "rank": "a1",

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
-from moe_serve.engine.request.client import EngineStats
-from moe_serve.engine.request.policy_stats import PolicyStats
-from moe_serve.engine.request.rank_status import RankPhase, RankStatus
+from moe_serve.engine.request.stats import (
+    EngineCounts,
+    EngineLoad,
+    EngineStats,
+    PolicyStats,
+    RankPhase,
+    RankStatus,
+)
 from moe_serve.engine.routes.placement_control import OUTCOMES, LastPlan, PlacementBrief
 from moe_serve.http.dashboard.event_log import MAX_EVENTS, EventLog
 from moe_serve.http.dashboard.event_watch import EventWatch
@@ -18,9 +23,10 @@ from moe_serve.http.dashboard.snapshot import Snapshot
 from moe_serve.http.metrics.recent import RecentTimes
 
 STATS = EngineStats(
-    num_steps=1, num_running=2, num_waiting=3, num_pages=10, num_free_pages=4,
-    num_preemptions=0, num_prompt_tokens=100, num_generated_tokens=50, is_alive=True,
-)  # fmt: skip
+    num_steps=1,
+    load=EngineLoad(num_running=2, num_waiting=3, num_pages=10, num_free_pages=4),
+    counts=EngineCounts(num_prompt_tokens=100, num_generated_tokens=50),
+)
 BRIEF = PlacementBrief(
     state="idle", version=1, age_s=1.0, last=None, num_plans=dict.fromkeys(OUTCOMES, 0)
 )
@@ -48,7 +54,7 @@ def with_stats(**changes: Any) -> Snapshot:
 
 
 def test_nothing_happens_and_nothing_is_told() -> None:
-    assert after(CALM, CALM, with_stats(num_steps=9, num_running=0)) == []
+    assert after(CALM, CALM, with_stats(num_steps=9, load=replace(STATS.load, num_running=0))) == []
 
 
 def test_a_rank_is_lost_and_comes_back() -> None:
@@ -116,7 +122,8 @@ def test_the_history_is_bounded_and_has_rates() -> None:
     history = History()
     assert history.columns()["t"] == []
     for number in range(400):
-        stats = replace(STATS, num_prompt_tokens=10 * number, num_generated_tokens=4 * number)
+        counts = EngineCounts(num_prompt_tokens=10 * number, num_generated_tokens=4 * number)
+        stats = replace(STATS, counts=counts)
         history.add(replace(CALM, at=1000.0 + 2 * number, stats=stats, ttft_ms=5.0))
     columns = history.columns()
     assert {len(c) for name, c in columns.items() if name != "interval_s"} == {300}

@@ -15,13 +15,16 @@ from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.placement import Placement
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.execute.step_timeline import Span, StepTimeline, StepTrack
-from moe_serve.engine.request.client import EngineStats
-from moe_serve.engine.request.policy_stats import PolicyStats
-from moe_serve.engine.request.rank_load import RankLoad
-from moe_serve.engine.request.rank_status import RankStatus
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.stats import (
+    EngineLoad,
+    EngineStats,
+    PolicyStats,
+    RankLoad,
+    RankStatus,
+)
 from moe_serve.engine.routes.placement_control import (
     BalanceFigures,
     LastPlan,
@@ -114,7 +117,7 @@ def ranks_client(engine: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> Te
     def stats() -> EngineStats:
         return replace(
             plain(),
-            oldest_arrival=time.monotonic() - 3.0,
+            load=replace(plain().load, oldest_arrival=time.monotonic() - 3.0),
             members=(
                 replace(member, name="attention-0", pool="attention", num_restarts=0),
                 member,
@@ -122,7 +125,8 @@ def ranks_client(engine: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> Te
             ),
             ranks=(
                 RankLoad(
-                    name="attention-0", num_running=2, num_waiting=0, num_pages=9, num_free_pages=1
+                    name="attention-0",
+                    load=EngineLoad(num_running=2, num_pages=9, num_free_pages=1),
                 ),
             ),
             num_lost_ranks=5,

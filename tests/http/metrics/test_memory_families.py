@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.control.messages import StageSeconds, StepServed
 from moe_serve.cluster.members.pool_watch import PoolWatch
-from moe_serve.http.metrics.engine_families import memory_families
-from moe_serve.http.metrics.family_maker import FamilyMaker
 
 STATS = MemoryStats(
     budget_bytes=300, resident_bytes=200, num_needed=8, num_hits=6, num_rows=10, wait_seconds=0.5
 )
 
 
-def test_families() -> None:
-    families = {family.name: family for family in memory_families(STATS, FamilyMaker("m"))}
-    value = {name: family.samples[0].value for name, family in families.items()}
-    assert value["moe_serve:expert_memory_hit_rate"] == 0.75
-    assert value["moe_serve:expert_memory_resident_bytes"] == 200
-    assert value["moe_serve:expert_memory_needed"] == 8
-    assert value["moe_serve:expert_memory_wait_seconds"] == 0.5
-    assert all(family.samples[0].labels == {"model_name": "m"} for family in families.values())
+def test_page(client: TestClient, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "expert_memory" not in client.get("/metrics").text
+    stats = dataclasses.replace(engine.stats(), expert_memory=STATS)
+    monkeypatch.setattr(engine, "stats", lambda: stats)
+    lines = client.get("/metrics").text.splitlines()
+    for name, value in (
+        ("hit_rate", 0.75),
+        ("resident_bytes", 200.0),
+        ("needed_total", 8.0),
+        ("wait_seconds_total", 0.5),
+    ):
+        assert f'moe_serve:expert_memory_{name}{{model_name="tiny"}} {value}' in lines
 
 
 def test_sums_and_differences() -> None:
-    both = STATS.plus(STATS)
+    both = STATS + STATS
     assert (both.budget_bytes, both.num_needed, both.hit_rate) == (600, 16, 0.75)
-    since = both.minus(STATS)
+    since = both - STATS
     assert (since.budget_bytes, since.num_needed, since.wait_seconds) == (600, 8, 0.5)
     assert MemoryStats().hit_rate == MemoryStats().row_hit_rate == 1.0
 

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.metrics.family_maker import FamilyMaker
-from moe_serve.http.metrics.server_families import startup_families
-
-
-class _Families:
-    def __init__(self, startup: Startup) -> None:
-        self._startup = startup
-
-    def collect(self) -> object:
-        return startup_families(self._startup, FamilyMaker("m"))
+from tests.support.http.full_metrics import full_stats, metrics_text
 
 
 def found(startup: Startup) -> dict[str, float]:
-    """{name{what it is of}: value}"""
-    registry = CollectorRegistry()
-    registry.register(_Families(startup))  # type: ignore[arg-type]
+    """{name{what it is of}: value} of the rows that read the start."""
     samples = {}
-    for family in text_string_to_metric_families(generate_latest(registry).decode()):
-        for sample in family.samples:
-            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
-            (of,) = labels.values()
-            samples[f"{sample.name.removeprefix('moe_serve:')}{{{of}}}"] = sample.value
+    for family in text_string_to_metric_families(metrics_text(full_stats(), startup=startup)):
+        name = family.name.removeprefix("moe_serve:")
+        for sample in family.samples if name in ("startup_seconds", "planned_memory_bytes") else ():
+            part = sample.labels.get("phase") or sample.labels["purpose"]
+            samples[f"{name}{{{part}}}"] = sample.value
     return samples
 
 

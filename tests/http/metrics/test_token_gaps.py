@@ -9,6 +9,7 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from moe_serve.http.metrics.page import cumulative
 from moe_serve.http.metrics.recent import TokenGaps
 
 BOUNDS = (0.001, 0.0025, 0.05, 1.0, 5.0)
@@ -17,31 +18,29 @@ BOUNDS = (0.001, 0.0025, 0.05, 1.0, 5.0)
 def test_the_page_is_that_of_the_library() -> None:
     rng = random.Random(1)
     observed = [rng.choice([0.0, *BOUNDS, 9.0, rng.random()]) for _ in range(1000)]
-    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    theirs = CollectorRegistry()
     histogram = Histogram("m:gap", "Between.", ["model_name"], registry=theirs, buckets=BOUNDS)
-    gaps = TokenGaps("m:gap", "Between.", "tiny", BOUNDS)
-    ours.register(gaps)
+    gaps = TokenGaps(BOUNDS)
     for number, seconds in enumerate(observed):
         count = rng.randint(1, 3)
         gaps.observe(seconds, count, now=number / 50)
         if number % 300 == 0:
-            _values(ours)  # who looks changes nothing
+            gaps.snapshot()  # looking changes nothing
         for _ in range(count):
             histogram.labels("tiny").observe(seconds)
-    wanted, found = _values(theirs), _values(ours)
+    wanted, found = _values(theirs), _page(gaps)
     assert found.keys() == wanted.keys()
     assert all(abs(found[name] - value) <= 1e-9 * max(1.0, value) for name, value in wanted.items())
 
 
 def test_it_has_its_series_before_the_first_token() -> None:
-    registry = CollectorRegistry()
-    registry.register(TokenGaps("m:gap", "Between.", "tiny", BOUNDS))
-    assert set(_values(registry).values()) == {0.0}
+    empty = TokenGaps(BOUNDS).snapshot()
+    assert (set(empty.counts), empty.total) == ({0}, 0.0)
 
 
 def test_percentiles_are_of_the_seconds_in_which_it_was_observed() -> None:
     now = 100.9
-    gaps = TokenGaps("m:gap", "Between.", "tiny", BOUNDS, clock=lambda: now)
+    gaps = TokenGaps(BOUNDS, clock=lambda: now)
     assert gaps.look() is None
     gaps.observe(0.001, 98, now)
     now = 130.2
@@ -58,7 +57,7 @@ def test_percentiles_are_of_the_seconds_in_which_it_was_observed() -> None:
 
 
 def test_readers_on_other_threads_lose_nothing() -> None:
-    gaps = TokenGaps("m:gap", "Between.", "tiny", BOUNDS)
+    gaps = TokenGaps(BOUNDS)
     is_over = threading.Event()
 
     def read() -> None:
@@ -75,6 +74,17 @@ def test_readers_on_other_threads_lose_nothing() -> None:
         reader.join()
     found = gaps.look()
     assert found is not None and found.count == 20_000
+
+
+def _page(gaps: TokenGaps) -> dict[str, float]:
+    """The samples as /metrics shows them."""
+    histogram = gaps.snapshot()
+    buckets = cumulative(histogram.bounds, histogram.counts)
+    return {
+        **{f'm:gap_bucket{{le="{le}",model_name="tiny"}}': count for le, count in buckets},
+        'm:gap_count{model_name="tiny"}': buckets[-1][1],
+        'm:gap_sum{model_name="tiny"}': histogram.total,
+    }
 
 
 def _values(registry: CollectorRegistry) -> dict[str, float]:

@@ -19,7 +19,9 @@ from moe_serve.config.sections import (
     ServerConfig,
 )
 from moe_serve.engine.async_engine import AsyncEngine
-from moe_serve.engine.build import BuiltEngine, build_engine, model_folder
+from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.engine.opened_model import model_folder
+from moe_serve.engine.request.stats import EngineCounts, EngineLoad
 from moe_serve.http.app import create_app
 from moe_serve.http.dashboard.facts import dashboard_facts
 from moe_serve.http.generation.served_model import ServedModel
@@ -110,7 +112,8 @@ def test_who_waits_by_reason(
     """The two add up to all who wait, whatever a snapshot caught."""
     stats = engine.stats()
     for num_waiting, num_left_aside, expected in ((5, 2, (3, 2)), (1, 2, (0, 1)), (0, 0, (0, 0))):
-        now = dataclasses.replace(stats, num_waiting=num_waiting, num_left_aside=num_left_aside)
+        load = EngineLoad(num_waiting=num_waiting, num_left_aside=num_left_aside)
+        now = dataclasses.replace(stats, load=load)
         monkeypatch.setattr(engine, "stats", lambda now=now: now)
         found = values(client.get("/metrics").text)
         name = "num_requests_waiting_by_reason"
@@ -121,6 +124,6 @@ def test_who_waits_by_reason(
 def test_corrupted_requests(
     client: TestClient, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = dataclasses.replace(engine.stats(), num_corrupted=3)
+    now = dataclasses.replace(engine.stats(), counts=EngineCounts(num_corrupted=3))
     monkeypatch.setattr(engine, "stats", lambda: now)
     assert values(client.get("/metrics").text)["corrupted_requests_total"] == 3.0

@@ -12,7 +12,8 @@ import pytest
 
 from moe_serve.config.sections import CacheConfig, EngineConfig, ServerConfig
 from moe_serve.engine.async_engine import AsyncEngine
-from moe_serve.engine.build import build_engine, model_folder
+from moe_serve.engine.build import build_engine
+from moe_serve.engine.opened_model import model_folder
 from moe_serve.http.app import create_app
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.text.chat_template import ChatTemplate

@@ -106,8 +106,8 @@ class RealServer:
         while True:
             stats = self.engine.stats()
             assert stats.is_alive, f"the engine is dead: {stats.death}"
-            is_idle = not stats.num_running and not stats.num_waiting
-            if is_idle and stats.num_free_pages == stats.num_pages:
+            is_idle = not stats.load.num_running and not stats.load.num_waiting
+            if is_idle and stats.load.num_free_pages == stats.load.num_pages:
                 break
             assert time.monotonic() < deadline, f"something is left: {stats}"
             time.sleep(0.005)

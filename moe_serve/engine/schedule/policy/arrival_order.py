@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
-from moe_serve.engine.request.policy_stats import PolicyName, PolicyStats
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.stats import PolicyName, PolicyStats
 from moe_serve.engine.schedule.policy.concave_cost import Floats
 from moe_serve.engine.schedule.policy.expected_experts import ExpectedExperts
 from moe_serve.engine.schedule.policy.longest_first import split, split_evenly

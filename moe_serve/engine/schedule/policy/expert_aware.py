@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.engine.request.policy_stats import PolicyStats
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.stats import PolicyStats
 from moe_serve.engine.schedule.policy.ageing import Ageing
 from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost, Floats
 from moe_serve.engine.schedule.policy.expected_experts import ExpectedExperts

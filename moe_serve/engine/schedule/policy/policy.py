@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.engine.request.policy_stats import PolicyStats
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.stats import PolicyStats
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 

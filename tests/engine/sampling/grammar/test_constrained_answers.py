@@ -205,7 +205,7 @@ def test_a_preemption_keeps_the_place_in_the_grammar() -> None:
     wanted = [bound("regex", "([a-z]{3}[0-9]){60}", temperature=1, max_tokens=60)] * 8
     with LLM(num_pages=12, max_model_len=192, prefix_cache=False) as small:
         found = [answer.text for answer in answers(small, wanted)]
-        assert small.stats().num_preemptions > 0
+        assert small.stats().counts.num_preemptions > 0
     with LLM(max_model_len=192) as large:
         assert found == [answer.text for answer in answers(large, wanted)]
     assert all(re.match("([a-z]{3}[0-9])+", text) for text in found)

@@ -22,11 +22,10 @@ from moe_serve.engine.schedule.policy.concave_cost import ConcaveCost
 from moe_serve.engine.schedule.policy.live_learning import LiveLearning
 from moe_serve.engine.schedule.policy.live_signatures import FollowedPredictor, LiveSignatures
 from moe_serve.engine.schedule.policy.signature_table import SignatureTable
-from moe_serve.http.metrics.engine_families import batching_families
-from moe_serve.http.metrics.family_maker import FamilyMaker
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
 from tests.support.cluster.layouts import colocated, config, requests, serve
+from tests.support.http.full_metrics import metrics_text
 
 DEMO = Path(moe_serve.__file__).parent / "demo_model" / "predictor"
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 8, 2
@@ -145,6 +144,5 @@ def test_learning_changes_no_token(mode: PredictorMode) -> None:
     batching = engine.stats().batching
     assert batching is not None and batching.num_learnt is not None
     assert batching.num_learnt >= 4 and batching.recall is not None, f"{batching}"
-    families = {each.name: each for each in batching_families(batching, FamilyMaker("demo"))}
-    (sample,) = families["moe_serve:predictor_learnt"].samples
-    assert (sample.labels, sample.value) == ({"model_name": "demo"}, batching.num_learnt)
+    line = f'moe_serve:predictor_learnt_total{{model_name="m"}} {float(batching.num_learnt)}'
+    assert line in metrics_text(engine.stats())

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_serve.config.sections import ModelConfig
+from moe_serve.config.sections import ClusterConfig, ModelConfig
+from moe_serve.engine.opened_model import LoadReport, ServedCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class EngineFacts:
     """The facts of a loaded engine, for the ready line, `doctor` and the metrics."""
 
     folder: Path
@@ -35,6 +36,47 @@ class Layout:
     expert_ranks: int = 0
     attention_tp: int = 1  # processes of an attention rank
     expert_memory: str | None = None  # describes the limit; None: all experts are in memory
+
+    @classmethod
+    def of(
+        cls,
+        model: ServedCheckpoint,
+        report: LoadReport,
+        *,
+        page_size: int,
+        micro_batches: int,
+        load_seconds: float,
+        cuda_graphs: str | None = None,
+        expert_memory: str | None = None,
+        cluster: ClusterConfig | None = None,
+    ) -> EngineFacts:
+        """`report` is that of the process, or of an attention rank; `cluster` None: no ranks."""
+        spec, num_ranks = model.spec, 0 if cluster is None else cluster.attention_ranks
+        return cls(
+            folder=model.folder,
+            family=spec.family,
+            num_layers=spec.num_layers,
+            num_experts=spec.router.num_experts,
+            top_k=spec.router.top_k,
+            vocab_size=spec.vocab_size,
+            max_model_len=model.max_model_len,
+            dtype=report.dtype,
+            device=report.device,
+            kernels=report.kernels,
+            cuda_graphs=cuda_graphs,
+            weight_format=report.weight_format,
+            expert_weights=report.expert_weights,
+            num_threads=report.num_threads,
+            num_pages=report.num_pages * max(1, num_ranks),
+            page_size=page_size,
+            kv_bytes=report.kv_bytes * max(1, num_ranks),
+            micro_batches=micro_batches,
+            load_seconds=load_seconds,
+            attention_ranks=num_ranks,
+            expert_ranks=0 if cluster is None else cluster.expert_ranks,
+            attention_tp=1 if cluster is None else cluster.attention_tp,
+            expert_memory=expert_memory,
+        )
 
     @property
     def _shards(self) -> str:

@@ -1,0 +1,194 @@
+"""Opens the checkpoint that an engine serves, in the engine's process or on a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cache.model_identity import model_identity
+from moe_serve.cache.sizing import num_pages
+from moe_serve.config.sections import EngineConfig, ModelConfig
+from moe_serve.engine.memory.free_memory import free_bytes
+from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.engine.sampling.grammar.vocabulary import read_vocabulary
+from moe_serve.errors import CheckpointError, ConfigError
+from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.hf_config import HFConfig, generation_eos_token_ids
+from moe_serve.model.families import family_of
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.load.weight_reader import OpenWeights, open_checkpoint
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.stage.gather import Gather
+from moe_serve.regular_file import is_there
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """Return the checkpoint's folder. Raises CheckpointError if it is missing or incomplete."""
+    folder = demo_model_folder() if config.path is None else Path(config.path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not a folder: give a local checkpoint in Hugging Face layout "
+            "(config.json, *.safetensors, tokenizer.json)."
+        )
+    if not is_there(folder / "config.json"):
+        raise CheckpointError(
+            f"{folder} has no config.json: give the folder of a checkpoint in Hugging Face layout."
+        )
+    return folder
+
+
+def device_of(config: ModelConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device is 'cuda', but torch finds no CUDA GPU here: use 'cpu' or 'auto'."
+        )
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """How a process holds the model. Expert ranks have no pages."""
+
+    kernels: str
+    num_threads: int
+    dtype: str
+    device: str
+    weight_format: str  # in the checkpoint
+    expert_weights: str  # how a quantised checkpoint's weights are held
+    num_pages: int = 0
+    kv_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """The attention stage and the cache that it writes to."""
+
+    stage: AttentionStage
+    cache: KVCache
+    num_pages: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCheckpoint:
+    """A checkpoint's folder and spec, and the configuration that serves it. No weights are open."""
+
+    folder: Path
+    config: ModelConfig
+    spec: ModelSpec
+
+    @classmethod
+    def read(cls, config: ModelConfig) -> ServedCheckpoint:
+        """Read config.json. Raises CheckpointError."""
+        folder = model_folder(config)
+        hf_config = HFConfig.read(folder)
+        return ServedCheckpoint(folder, config, family_of(hf_config).read_spec(hf_config.text()))
+
+    @property
+    def max_model_len(self) -> int:
+        """The configured maximum, or the model's own. Raises ConfigError."""
+        wanted, most = self.config.max_model_len, self.spec.max_positions
+        if wanted is None:
+            return most
+        if not 2 <= wanted <= most:
+            raise ConfigError(
+                f"max_model_len ({wanted}) must be in [2, {most}], the model's context."
+            )
+        return wanted
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids of generation_config.json, or else of config.json. Raises CheckpointError."""
+        ids = frozenset(generation_eos_token_ids(self.folder) or self.spec.eos_token_ids)
+        if ids and max(ids) >= self.spec.vocab_size:
+            raise CheckpointError(
+                f"{self.folder / 'generation_config.json'}: eos_token_id {max(ids)} is outside the "
+                f"vocabulary of {self.spec.vocab_size} tokens."
+            )
+        return ids
+
+    def grammars(self) -> Grammars:
+        """Return the model's grammars. The tokenizer is read at the first constraint."""
+        folder, size, eos = self.folder, self.spec.vocab_size, self.eos_token_ids
+        return Grammars(lambda: read_vocabulary(folder, size, eos))
+
+    def page_identity(self, report: LoadReport) -> bytes:
+        """Return the identity that cached pages belong to: the weights and how they are
+        computed."""
+        return model_identity(self.folder, report.dtype, report.kernels, report.expert_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel(ServedCheckpoint):
+    """A checkpoint with its weights open: every header is checked, and no tensor is read yet."""
+
+    loader: ModelLoader
+    num_threads: int  # of this process
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        config: ModelConfig,
+        num_threads: int,
+        device: torch.device,
+        progress: LoadProgress | None = None,
+        open_weights: OpenWeights = open_checkpoint,
+    ) -> OpenedModel:
+        """Raises CheckpointError, and ConfigError for kernels that this machine does not have."""
+        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        try:
+            loader = ModelLoader(
+                folder,
+                dtype=dtype,
+                device=device,
+                kernels=config.kernels,
+                num_threads=num_threads,
+                expert_weights=config.expert_weights,
+                progress=progress,
+                open_weights=open_weights,
+            )
+        except RuntimeError as error:
+            raise ConfigError(f"model.kernels is {config.kernels!r}: {error}.") from error
+        return OpenedModel(folder, config, loader.spec, loader, num_threads)
+
+    def set_torch_threads(self) -> None:
+        """Set torch's number of threads in this process: 1 if the kernels have their own."""
+        torch.set_num_threads(1 if self.loader.kernels.has_own_threads else self.num_threads)
+
+    def load_attention(self, config: EngineConfig, gather: Gather | None = None) -> AttentionPart:
+        """Load everything but the routed experts, or one shard's part of it, and build the
+        configured cache."""
+        loader, max_model_len = self.loader, self.max_model_len
+        stage = loader.attention_stage(max_model_len, gather)
+        token_bytes = stage.spec.kv_bytes_per_token(loader.dtype.itemsize)
+        pages = num_pages(
+            config.cache,
+            bytes_per_token=token_bytes,
+            max_model_len=max_model_len,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            available_bytes=free_bytes(loader.device),
+        )
+        page_size = config.cache.page_size
+        cache = KVCache(stage.spec, pages, page_size, loader.dtype, loader.device)
+        return AttentionPart(stage, cache, pages, pages * page_size * token_bytes)
+
+    def report(self, *, num_pages: int = 0, kv_bytes: int = 0) -> LoadReport:
+        loader = self.loader
+        return LoadReport(
+            kernels=loader.kernels.name,
+            num_threads=self.num_threads,
+            dtype=str(loader.dtype).removeprefix("torch."),
+            device=str(loader.device),
+            weight_format=loader.weight_format,
+            expert_weights=loader.expert_weights,
+            num_pages=num_pages,
+            kv_bytes=kv_bytes,
+        )

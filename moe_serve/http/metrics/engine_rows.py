@@ -1,0 +1,279 @@
+"""The rows of the metrics table that read the engine: steps, cache, expert memory, batch policy,
+pools."""
+
+from __future__ import annotations
+
+from experts.memory.memory_stats import MemoryStats
+from moe_serve.cache.histogram import Histogram
+from moe_serve.engine.request.stats import EngineStats, PolicyStats, PoolStats
+from moe_serve.engine.request.step_tokens import BOUNDS
+from moe_serve.http.metrics.rows import MetricRow, Samples, ScrapePart
+from moe_serve.http.metrics.scrape import Scrape
+
+
+def _step_tokens(stats: EngineStats) -> Histogram:
+    tokens = stats.counts.step_tokens
+    return Histogram(bounds=BOUNDS, counts=tokens.num_steps, total=float(tokens.num_tokens))
+
+
+def _waiting_by_reason(stats: EngineStats) -> Samples:
+    """Splits the waiting sequences. The sum is `num_waiting`, even while the engine changes its
+    counts."""
+    num_left_aside = min(stats.load.num_left_aside, stats.load.num_waiting)
+    return {
+        ("capacity",): stats.load.num_waiting - num_left_aside,
+        ("deferred",): num_left_aside,
+    }
+
+
+_engine = ScrapePart[EngineStats](lambda scrape: scrape.stats)
+_as_vllm = ScrapePart[EngineStats](lambda scrape: scrape.stats, is_vllm=True)
+_ENGINE_ROWS = (
+    _as_vllm.gauge("num_requests_running", "Sequences in the batch.", lambda e: e.load.num_running),
+    _as_vllm.gauge("num_requests_waiting", "Sequences in the queue.", lambda e: e.load.num_waiting),
+    _as_vllm.gauge(
+        "kv_cache_usage_perc",
+        "Share of the KV pages that sequences hold, 0 to 1.",
+        lambda e: e.load.used_share,
+    ),
+    _engine.gauge(
+        "prefix_cache_pages", "KV pages in the prefix cache.", lambda e: e.load.num_cached_pages
+    ),
+    _as_vllm.counter(
+        "prompt_tokens", "Prompt tokens computed.", lambda e: e.counts.num_prompt_tokens
+    ),
+    _as_vllm.counter(
+        "generation_tokens", "Tokens generated.", lambda e: e.counts.num_generated_tokens
+    ),
+    _as_vllm.counter(
+        "num_preemptions",
+        "Sequences preempted because no KV page was free.",
+        lambda e: e.counts.num_preemptions,
+    ),
+    _as_vllm.counter(
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda e: e.counts.num_queried_tokens,
+    ),
+    _as_vllm.counter(
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache.",
+        lambda e: e.counts.num_hit_tokens,
+    ),
+    _as_vllm.counter(
+        "prompt_tokens_cached",
+        "prefix_cache_hits_total under another name that vLLM has.",
+        lambda e: e.counts.num_hit_tokens,
+    ),
+    _engine.counter(
+        "prefix_cache_evictions",
+        "Pages evicted from the prefix cache to make room.",
+        lambda e: e.counts.num_evicted_pages,
+    ),
+    _as_vllm.counter(
+        "corrupted_requests",
+        "Sequences that failed because the model computed NaN or infinity.",
+        lambda e: e.counts.num_corrupted,
+    ),
+    _engine.counter("engine_steps", "Steps of the engine.", lambda e: e.num_steps),
+    _as_vllm.histogram(
+        "iteration_tokens_total",
+        "Prompt tokens that a step computed, and tokens that it generated.",
+        _step_tokens,
+    ),
+    _as_vllm.gauge(
+        "num_requests_waiting_by_reason",
+        "Waiting sequences by reason: capacity (no seat or KV page was free) or deferred "
+        "(skipped at the last look, for a prefix being computed or a later sequence).",
+        _waiting_by_reason,
+        "reason",
+    ),
+)
+
+
+def _cache_config(scrape: Scrape) -> Samples:
+    """The values have vLLM's spelling, because gateways that route by free pages read them."""
+    num_pages, facts = scrape.stats.load.num_pages, scrape.cache
+    return {
+        (
+            str(facts.page_size),
+            str(num_pages),
+            str(num_pages * facts.page_size),
+            str(facts.has_prefix_cache),
+            facts.dtype,
+        ): 1.0
+    }
+
+
+_cache = ScrapePart[Scrape](lambda scrape: scrape, is_vllm=True)
+_CACHE_ROWS = (
+    _cache.gauge(
+        "cache_config_info",
+        "1; the labels give the tokens per KV page, the number of pages and of tokens they hold, "
+        "whether the prefix cache is on, and the data type.",
+        _cache_config,
+        "block_size",
+        "num_gpu_blocks",
+        "kv_cache_size_tokens",
+        "enable_prefix_caching",
+        "cache_dtype",
+    ),
+    _as_vllm.counter(
+        "prompt_tokens_by_source",
+        "Prompt tokens of started sequences, each counted once: found in the prefix cache "
+        "(local_cache_hit) or computed (local_compute).",
+        lambda e: {
+            ("local_compute",): e.counts.num_missed_tokens,
+            ("local_cache_hit",): e.counts.num_hit_tokens,
+        },
+        "source",
+    ),
+    _as_vllm.histogram(
+        "kv_block_lifetime_seconds",
+        "Time from the allocation of a sampled page until the prefix cache evicted it.",
+        lambda e: e.counts.page_times.lifetime,
+    ),
+    _as_vllm.histogram(
+        "kv_block_idle_before_evict_seconds",
+        "Time from the last use or allocation of a sampled page until its eviction.",
+        lambda e: e.counts.page_times.idle,
+    ),
+    _as_vllm.histogram(
+        "kv_block_reuse_gap_seconds",
+        "Time between two sequences that found the same sampled page.",
+        lambda e: e.counts.page_times.reuse_gap,
+    ),
+)
+
+# Expert memory (experts loaded on demand), summed over all processes.
+_memory = ScrapePart[MemoryStats](lambda scrape: scrape.stats.expert_memory, "expert_memory_")
+_MEMORY_ROWS = (
+    _memory.gauge("budget_bytes", "Memory for packed experts.", lambda m: m.budget_bytes),
+    _memory.gauge("resident_bytes", "Packed experts in this memory.", lambda m: m.resident_bytes),
+    _memory.gauge(
+        "hit_rate", "Share of needed experts that were in memory, 0 to 1.", lambda m: m.hit_rate
+    ),
+    _memory.counter("needed", "Experts that layers needed.", lambda m: m.num_needed),
+    _memory.counter(
+        "hits", "Needed experts that were in memory when the rows came.", lambda m: m.num_hits
+    ),
+    _memory.counter(
+        "late", "Needed experts that were being read when the rows came.", lambda m: m.num_late
+    ),
+    _memory.counter("rows", "Choices of rows.", lambda m: m.num_rows),
+    _memory.counter(
+        "row_hits", "Choices of experts that were in memory.", lambda m: m.num_row_hits
+    ),
+    _memory.counter("reads", "Experts read.", lambda m: m.num_reads),
+    _memory.counter("read_bytes", "Bytes of the experts read, packed.", lambda m: m.bytes_read),
+    _memory.counter(
+        "prefetches", "Experts read before they were needed.", lambda m: m.num_prefetched
+    ),
+    _memory.counter(
+        "prefetch_hits",
+        "Prefetched experts that were needed before they were evicted.",
+        lambda m: m.num_prefetch_hits,
+    ),
+    _memory.counter(
+        "foretold",
+        "Experts that the next-layer predictor expected rows to need.",
+        lambda m: m.num_foretold,
+    ),
+    _memory.counter("foreseen", "Predicted experts that were needed.", lambda m: m.num_foreseen),
+    _memory.counter("passes", "Passes over a layer's rows.", lambda m: m.num_passes),
+    _memory.counter(
+        "wait_seconds", "Time that layers waited for experts.", lambda m: m.wait_seconds
+    ),
+)
+
+_policy = ScrapePart[PolicyStats](lambda scrape: scrape.stats.batching)
+_POLICY_ROWS = (
+    _policy.gauge(
+        "batch_policy",
+        "1 for the policy in use; fifo while a predictor is off.",
+        lambda p: {(p.policy,): 1.0},
+        "policy",
+    ),
+    _policy.counter(
+        "requests_passed_over",
+        "Times that a waiting request let a later one start first.",
+        lambda p: p.num_passed_over,
+    ),
+    _policy.counter(
+        "predictor_learnt",
+        "Predictions that were compared with the experts that requests chose, to train the "
+        "predictor.",
+        lambda p: p.num_learnt,
+    ),
+    _policy.gauge(
+        "activated_experts_predicted",
+        "Experts that the last step was expected to activate, summed over micro-batches and "
+        "layers.",
+        lambda p: p.activated_experts,
+    ),
+    _policy.gauge(
+        "predictor_recall", "Share of the chosen experts that were predicted.", lambda p: p.recall
+    ),
+    _policy.gauge(
+        "predictor_on",
+        "Whether the predictor's recall is at its floor or above.",
+        lambda p: None if p.is_predictor_on is None else float(p.is_predictor_on),
+    ),
+)
+
+# `or None`: without recorded steps the server does not have the metric.
+_pools = ScrapePart[PoolStats](lambda scrape: scrape.stats.pools)
+_POOL_ROWS = (
+    _pools.gauge(
+        "pool_ranks",
+        "Ranks that took part in the last recorded steps.",
+        lambda p: {(use.pool,): use.num_ranks for use in p.pools} or None,
+        "pool",
+    ),
+    _pools.gauge(
+        "pool_bubble_ratio",
+        "Share of a pool's time without work, 0 to 1.",
+        lambda p: {(use.pool,): use.bubble_ratio for use in p.pools} or None,
+        "pool",
+    ),
+    _pools.gauge(
+        "pool_slowest_rank",
+        "The rank of a pool with the most busy time.",
+        lambda p: {(use.pool,): use.slowest_rank for use in p.pools} or None,
+        "pool",
+    ),
+    _pools.gauge(
+        "pool_slowest_rank_excess_ratio",
+        "Busy time of that rank over the mean of the pool's other ranks, less 1.",
+        lambda p: {(use.pool,): use.slowest_excess for use in p.pools} or None,
+        "pool",
+    ),
+    _pools.gauge(
+        "pipeline_stage_seconds",
+        "Time that a rank spent in a stage, such as dispatch or combine, in one of the last "
+        "recorded steps.",
+        lambda p: {(use.stage,): use.seconds for use in p.stages} or None,
+        "stage",
+    ),
+    _pools.gauge(
+        "exposed_communication_ratio",
+        "Share of a step in which attention ranks wait for the experts' sums.",
+        lambda p: p.exposed_communication_ratio,
+    ),
+    _pools.gauge("micro_batches", "Micro-batches of the last step.", lambda p: p.micro_batches),
+    _pools.counter(
+        "pipeline_steps",
+        "Steps by their number of micro-batches and the reason for that number.",
+        lambda p: {(str(s.micro_batches), s.reason): s.num_steps for s in p.steps} or None,
+        "micro_batches",
+        "reason",
+    ),
+)
+
+ENGINE_ROWS: tuple[MetricRow, ...] = (
+    *_ENGINE_ROWS,
+    *_CACHE_ROWS,
+    *_MEMORY_ROWS,
+    *_POLICY_ROWS,
+    *_POOL_ROWS,
+)

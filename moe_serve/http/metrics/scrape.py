@@ -1,0 +1,161 @@
+"""What one scrape of /metrics reads: snapshots of the engine, the server and the experts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.problem.placement import Placement
+from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.request.stats import EngineStats
+from moe_serve.engine.routes.placement_control import PlacementControl, PlacementStatus
+from moe_serve.engine.schedule.policy.rank_load import RankLoads
+from moe_serve.engine.tracing import Tracing, TracingStatus
+from moe_serve.engine.watch.expert_load import ExpertCounts, ExpertLoad
+from moe_serve.engine.watch.startup import Startup
+from moe_serve.http.gate.readiness import is_ready
+from moe_serve.http.metrics.recent import TokenGaps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFacts:
+    """Properties of the KV cache that come from the configuration and the model."""
+
+    has_prefix_cache: bool = True
+    page_size: int = 16  # tokens
+    dtype: str = "auto"  # of its values
+
+
+NO_CACHE_FACTS = CacheFacts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShares:
+    """The load of the expert ranks. None: no row was counted."""
+
+    shares: tuple[float, ...] | None  # of all rows, by rank
+    balance: float | None  # mean over max load of the ranks, mean over layers
+    num_replicas: int  # copies of experts beyond the first
+
+
+class RankSharer:
+    """Distributes the counted rows over expert ranks under the current placement. The rows of an
+    expert are shared evenly among its copies.
+
+    L layers, E experts, K ranks. Caches what it derived from a placement. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._placement: Placement | None = None
+        self._loads: RankLoads | None = None
+        self._num_replicas = 0
+
+    def of(self, placement: Placement, rows_LE: NDArray[np.int64]) -> RankShares:
+        loads = self._follow(placement)
+        rows_LK = loads.of(rows_LE.ravel().astype(np.float32), 1)
+        total, most_L = rows_LK.sum(), rows_LK.max(axis=1)
+        if not total:
+            return RankShares(shares=None, balance=None, num_replicas=self._num_replicas)
+        is_used_L = most_L > 0
+        balance = (rows_LK.mean(axis=1)[is_used_L] / most_L[is_used_L]).mean()
+        shares = rows_LK.sum(axis=0) / total
+        return RankShares(
+            shares=tuple(shares.tolist()),
+            balance=float(balance),
+            num_replicas=self._num_replicas,
+        )
+
+    def _follow(self, placement: Placement) -> RankLoads:
+        if self._loads is None:
+            self._loads = RankLoads(placement)
+        if placement is not self._placement:
+            self._loads.use(placement)
+            holders = [ranks for experts in placement.ranks_of.values() for ranks in experts]
+            self._num_replicas = sum(max(0, len(ranks) - 1) for ranks in holders)
+            self._placement = placement
+        return self._loads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertScrape:
+    """The counted load of the experts."""
+
+    layers: tuple[int, ...]
+    window: ExpertCounts  # of the last minute
+    total: ExpertCounts  # since the start
+    shares: RankShares | None  # None: no expert ranks
+    has_each: bool  # a series for each expert of each layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scrape:
+    """The state of a server at one scrape. None: the server does not have this part."""
+
+    stats: EngineStats
+    cache: CacheFacts
+    tracing: TracingStatus | None
+    placement: PlacementStatus | None
+    token_gaps: TokenGaps
+    startup: Startup
+    is_ready: bool
+    experts: ExpertScrape | None
+
+    @property
+    def oldest_waiting_s(self) -> float:
+        return oldest_waiting_s(self.stats)
+
+
+def oldest_waiting_s(stats: EngineStats) -> float:
+    """Seconds that the oldest sequence has waited; 0 if none waits."""
+    arrival = stats.load.oldest_arrival
+    return 0.0 if arrival is None else max(0.0, time.monotonic() - arrival)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScrapeSources:
+    """The parts of a server that a scrape reads. None: the server does not have the part."""
+
+    engine: EngineClient
+    startup: Startup
+    is_draining: Callable[[], bool]  # True: the server is shutting down
+    cache: CacheFacts = NO_CACHE_FACTS
+    tracing: Tracing | None = None
+    placement: PlacementControl | None = None
+    experts: ExpertLoad | None = None
+    has_each_expert: bool = False  # a series for each expert of each layer
+
+
+class Scraper:
+    """Takes a `Scrape` of the sources."""
+
+    def __init__(self, sources: ScrapeSources, token_gaps: TokenGaps) -> None:
+        self._sources, self._token_gaps = sources, token_gaps
+        self._sharer = RankSharer()
+
+    def scrape(self) -> Scrape:
+        sources = self._sources
+        stats = sources.engine.stats()
+        return Scrape(
+            stats=stats,
+            cache=sources.cache,
+            tracing=None if sources.tracing is None else sources.tracing.status(),
+            placement=None if sources.placement is None else sources.placement.status(),
+            token_gaps=self._token_gaps,
+            startup=sources.startup,
+            is_ready=is_ready(stats, is_draining=sources.is_draining()),
+            experts=None if sources.experts is None else self._experts(sources.experts),
+        )
+
+    def _experts(self, load: ExpertLoad) -> ExpertScrape:
+        window, placement = load.look(), self._sources.placement
+        return ExpertScrape(
+            layers=load.layers,
+            window=window,
+            total=load.total,
+            shares=None if placement is None else self._sharer.of(placement.plan(), window.rows_LE),
+            has_each=self._sources.has_each_expert,
+        )
