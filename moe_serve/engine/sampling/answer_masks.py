@@ -69,15 +69,15 @@ class AnswerMasks:
             cpu, clock = time.thread_time(), time.perf_counter()
             if (why := self._fill(sequences[row], bits_W)) is not None:
                 failures[row] = why
-            if sequences[row].request.params.constraint is not None:
+            if sequences[row].rules.constraint is not None:
                 costs[row] = MaskCost(time.thread_time() - cpu, time.perf_counter() - clock)
         return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures, costs)
 
     def _fill(self, sequence: Sequence, bits_W: NDArray[np.uint32]) -> str | None:
         """Fill the mask of one row. Returns the reason if no token is allowed."""
-        params = sequence.request.params
+        params, is_constrained = sequence.request.params, sequence.rules.constraint is not None
         bits_W[:] = self._any_W
-        if params.constraint is not None:
+        if is_constrained:
             bits_W[:] = 0
             answer = sequence.token_ids[sequence.num_prompt_tokens :]
             try:
@@ -94,7 +94,7 @@ class AnswerMasks:
         banned = [token for token in _bad_tokens(sequence) if token < self._vocab_size]
         if sequence.is_short:
             banned += [*self._eos, *params.stop_token_ids]
-        elif params.ignore_eos and params.constraint is not None:
+        elif params.ignore_eos and is_constrained:
             banned += self._eos
         bits_W[:] = _without(bits_W, banned)
         if sequence.thoughts is not None:
@@ -104,7 +104,7 @@ class AnswerMasks:
     def _matcher(self, sequence: Sequence) -> SequenceMatcher:
         """Return the sequence's matcher, made on first use."""
         if sequence.matcher is None:
-            constraint = sequence.request.params.constraint
+            constraint = sequence.rules.constraint
             assert constraint is not None, f"{sequence.request.request_id} has no constraint"
             if self._grammars is None:
                 raise InvalidGrammarError("This engine has no support for grammars.")
@@ -115,17 +115,17 @@ class AnswerMasks:
 def _is_masked(sequence: Sequence) -> bool:
     """Return whether a row needs a mask. Within its thinking budget and after the reasoning it does
     not."""
-    params = sequence.request.params
+    rules, allowed = sequence.rules, sequence.request.params.allowed_token_ids
     is_thinking_free = _is_thinking_free(sequence)
-    is_bound = params.constraint or params.allowed_token_ids or params.bad_word_ids
+    is_bound = rules.constraint or allowed or rules.bad_word_ids
     return bool(is_bound or not is_thinking_free)
 
 
 def _is_thinking_free(sequence: Sequence) -> bool:
     """Read the answer's new tokens and return whether the thinking budget restricts the next
     one."""
-    params = sequence.request.params
-    markers, budget = params.limited_thinking, params.thinking_token_budget
+    markers = sequence.rules.thinking_markers
+    budget = sequence.request.params.thinking_token_budget
     if markers is None or budget is None:
         return True
     if sequence.thoughts is None:
@@ -149,7 +149,7 @@ def _heeding(bits_W: NDArray[np.uint32], thoughts: ThoughtCounter) -> NDArray[np
 def _bad_tokens(sequence: Sequence) -> Iterable[int]:
     """Yield tokens that would complete a bad word in the answer."""
     num_prompt, tokens = sequence.num_prompt_tokens, sequence.token_ids
-    for word in sequence.request.params.bad_word_ids:
+    for word in sequence.rules.bad_word_ids:
         start = len(tokens) - len(word) + 1
         if start >= num_prompt and tuple(tokens[start:]) == word[:-1]:
             yield word[-1]

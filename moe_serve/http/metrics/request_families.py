@@ -69,7 +69,7 @@ def _values(sequence: FinishedSequence) -> dict[str, float | None]:
         "request_num_preemptions": sequence.num_preemptions,
         "request_generation_tokens": sequence.num_tokens,
         "request_params_n": params.n if is_first else None,
-        "request_params_max_tokens": params.max_tokens,
+        "request_params_max_tokens": sequence.request.rules.max_tokens,
     }
 
 

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.generation import respond
 from moe_serve.http.openai import answers as answer
+from moe_serve.http.openai.bodies import ChatBody, CompletionBody
 from moe_serve.http.schema.body import parse_json_object
-from moe_serve.http.schema.schemas import ChatBody, CompletionBody
 from moe_serve.http.schema.strict_schema import parse_body
 
 MANY = 500_000
