@@ -1,7 +1,7 @@
 """Turns every error into one envelope: {"error": {"message", "type", "param", "code"}}.
 
-`code` is a string. Under /v1/messages the envelope is Anthropic's: {"type": "error", "error": {"type",
-"message", "details"}}.
+`code` is a string. Under /v1/messages the envelope is Anthropic's:
+{"type": "error", "error": {"type", "message", "details"}}.
 """
 
 from __future__ import annotations
