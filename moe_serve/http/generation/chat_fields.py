@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import ContextLengthError, InvalidRequestError
@@ -43,11 +44,6 @@ EXTENSIONS = (
     "stop_token_ids",
     "thinking_token_budget",
     "top_k",
-)
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    *(name for name in EXTENSIONS if name not in ("cache_salt", "chat_template_kwargs")),
 )
 
 
@@ -100,8 +96,8 @@ class ChatFields(StrictSchema):
         format_ = self.response_format
         constraint, field = wished_constraint(() if format_ is None else format_.wishes())
         return AnswerOptions(
-            params=SamplingParams(
-                **self.given(_SAMPLING_FIELDS),
+            params=sampling_params(
+                self,
                 max_tokens=self.max_tokens,
                 logprobs=self.top_logprobs,
                 constraint=constraint,
@@ -111,6 +107,13 @@ class ChatFields(StrictSchema):
             cache_salt=self.cache_salt or "",
             is_streamed=bool(is_streamed),
         )
+
+
+def sampling_params(body: BaseModel, **others: Any) -> SamplingParams:
+    """The sampling parameters that have a value in the field of the same name, and `others`."""
+    names = [own.name for own in dataclasses.fields(SamplingParams) if own.name not in others]
+    given = {name: getattr(body, name) for name in names if name in type(body).model_fields}
+    return SamplingParams(**{k: v for k, v in given.items() if v is not None}, **others)
 
 
 def extensions(extras: Mapping[str, Any] | None) -> dict[str, Any]:

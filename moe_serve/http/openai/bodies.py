@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import Field
 
-from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.generation.chat import AnswerOptions, Chat, Truncation, TruncationSide
+from moe_serve.http.generation.chat_fields import sampling_params
 from moe_serve.http.schema.chat_messages import ChatMessage
 from moe_serve.http.schema.field_types import (
     AllowedTokenIds,
@@ -38,27 +38,6 @@ from moe_serve.http.schema.template_options import ReasoningEffort, TemplateOpti
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "n",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "logprob_token_ids",
-)
 
 
 class StreamOptions(StrictSchema):
@@ -154,9 +133,8 @@ class GenerationBody(StructuredFields):
     def _options(self, **params: Any) -> AnswerOptions:
         """The options that chats and completions share. `params` are further sampling fields."""
         constraint, field = self.constraint()
-        given = self.given(_SAMPLING_FIELDS)
         return AnswerOptions(
-            params=SamplingParams(**given, constraint=constraint, **params),
+            params=sampling_params(self, constraint=constraint, **params),
             constraint_field=field,
             cache_salt=self.cache_salt or "",
             priority=self.priority,

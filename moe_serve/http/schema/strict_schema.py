@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -24,11 +24,6 @@ class StrictSchema(BaseModel):
     @classmethod
     def _check_num_fields(cls, value: Any) -> Any:
         return check_num_fields(value)
-
-    def given(self, names: Iterable[str]) -> dict[str, Any]:
-        """Those of the named fields that have a value."""
-        found = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
 
 
 Body = TypeVar("Body", bound=BaseModel)
