@@ -10,6 +10,7 @@ from moe_serve.errors import InvalidRequestError
 from moe_serve.http.anthropic.body import MessagesBody
 from moe_serve.http.anthropic.to_chat import translate as translate_message
 from moe_serve.http.generation.chat import AnswerOptions, Chat
+from moe_serve.http.generation.chat_fields import EXTENSIONS, ChatFields
 from moe_serve.http.openai.bodies import ChatBody
 from moe_serve.http.openai.responses.body import ResponsesBody
 from moe_serve.http.openai.responses.to_chat import translate as translate_response
@@ -74,6 +75,12 @@ def test_every_api_builds_the_same(build: Any) -> None:
     assert found == expected.template_messages(has_text_arguments=False)
     assert chat.forces_call and not chat.is_parallel and not chat.continues
     assert (options.params, options.cache_salt) == (asked.params, asked.cache_salt)
+
+
+def test_every_extension_is_checked_as_in_a_chat() -> None:
+    for name in EXTENSIONS:
+        checked, own = ChatFields.model_fields[name], ChatBody.model_fields[name]
+        assert (checked.annotation, checked.metadata) == (own.annotation, own.metadata), name
 
 
 def test_the_first_wrong_field_of_a_translated_chat_is_told() -> None:
