@@ -14,7 +14,6 @@ from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
 from moe_serve.engine.tracing import Tracing
 from moe_serve.http.admin.control import placement_router, trace_router
 from moe_serve.http.admin.load_report import LoadReportMiddleware
-from moe_serve.http.admin.render_routes import render_router
 from moe_serve.http.admin.status import (
     hang_router,
     health_router,
@@ -22,7 +21,6 @@ from moe_serve.http.admin.status import (
     model_router,
     startup_router,
 )
-from moe_serve.http.admin.token_routes import token_router
 from moe_serve.http.anthropic.routes import messages_router
 from moe_serve.http.dashboard.board import Board
 from moe_serve.http.dashboard.facts import NO_FACTS, DashboardFacts
@@ -44,8 +42,8 @@ from moe_serve.http.metrics.page import MetricsPage
 from moe_serve.http.metrics.scrape import ScrapeSources
 from moe_serve.http.openai.chat_routes import chat_router
 from moe_serve.http.openai.completion_routes import completion_router
-from moe_serve.http.openai.invocation_routes import invocation_router
 from moe_serve.http.openai.responses.routes import responses_router
+from moe_serve.http.openai.tokens import render_router, token_router
 from moe_serve.http.openapi import honest_openapi
 from moe_serve.http.operations import Operations
 from moe_serve.http.schema.errors import HANDLED_ERRORS, error_handler
@@ -118,7 +116,6 @@ def _add_routes(app: FastAPI, server: ServerContext) -> None:
     for make_router in (
         chat_router,
         completion_router,
-        invocation_router,
         responses_router,
         messages_router,
         model_router,

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenLogprob
+from moe_serve.engine.request.request import (
+    DecodingRules,
+    FinishReason,
+    GenerationRequest,
+    TokenLogprob,
+)
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.bad_words import bad_word_ids
+from moe_serve.engine.sampling.grammar.gate import GrammarGate
+from moe_serve.engine.sampling.thinking_limit import limiting_markers
 from moe_serve.errors import ContextLengthError, InvalidRequestError
 from moe_serve.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from moe_serve.text.assistant.formats import ReasoningFormat
 from moe_serve.text.text_stream import TextStream
 from moe_serve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+_END_TOKENS = 64  # a prompt's last tokens show whether reasoning has begun
 
 
 @dataclass(slots=True)
@@ -74,6 +85,29 @@ def check_text_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> No
             f"the context is {max_model_len} tokens.",
             param="prompts",
         )
+
+
+def resolve_rules(
+    params: SamplingParams,
+    ids: Sequence[int],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    gate: GrammarGate,
+    reasoning: Callable[[], ReasoningFormat | None],
+) -> DecodingRules:
+    """Return the rules for the answers to one prompt. `reasoning` is called if it has a budget."""
+    constraint = None if params.constraint is None else gate.check(params.constraint)
+    thinking = params.limited_thinking
+    if thinking is None and params.thinking_token_budget not in (None, -1):
+        end = tokenizer.decode(ids[-_END_TOKENS:], skip_special_tokens=False)
+        thinking = limiting_markers(params, constraint, reasoning(), end, tokenizer)
+        params.check_vocabulary(vocab_size, thinking)
+    return replace(
+        DecodingRules.of(params),
+        constraint=constraint,
+        thinking_markers=thinking,
+        bad_word_ids=bad_word_ids(params, thinking, tokenizer),
+    )
 
 
 def make_output(job: Job, tokenizer: Tokenizer) -> RequestOutput:

@@ -41,23 +41,31 @@ from moe_serve.engine.opened_model import model_folder
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.stats import EngineStats
-from moe_serve.engine.sampling.bad_words import with_bad_word_ids
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
-from moe_serve.engine.sampling.thinking_limit import with_thinking_markers
 from moe_serve.errors import (
     ContextLengthError,
     EngineDeadError,
     GenerationError,
     InvalidRequestError,
 )
-from moe_serve.offline.job import Answer, Job, Prompt, as_prompts, check_text_length, make_output
+from moe_serve.offline.job import (
+    Answer,
+    Job,
+    Prompt,
+    as_prompts,
+    check_text_length,
+    make_output,
+    resolve_rules,
+)
 from moe_serve.offline.outputs import RequestOutput
-from moe_serve.text.assistant.formats import REASONING_FORMATS, reasoning_format_of
+from moe_serve.text.assistant.formats import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    reasoning_format_of,
+)
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.text_stream import TextStream
 from moe_serve.text.tokenizer import Tokenizer
-
-_END_TOKENS = 64  # a prompt's last tokens show whether reasoning has begun
 
 
 class LLM:
@@ -248,41 +256,33 @@ class LLM:
         is_text = isinstance(prompt, str)
         ids = tuple(self._encoded(prompt) if isinstance(prompt, str) else prompt)
         self._check(ids, params)
-        if params.constraint is not None:
-            params = replace(params, constraint=self._gate.check(params.constraint))
-        params = self._with_thinking_markers(params, ids)
-        params = with_bad_word_ids(params, self.tokenizer)
+        vocab_size, gate = self.layout.vocab_size, self._gate
+        rules = resolve_rules(params, ids, self.tokenizer, vocab_size, gate, self._reasoning)
+        others = replace(rules, prompt_logprobs=None)  # equal for every choice
         stem = f"offline-{next(self._ids)}"
-        others = replace(params, prompt_logprobs=None)  # equal for every choice
         answers = [
             Answer(
                 GenerationRequest(
                     request_id=f"{stem}-{choice}",
                     prompt_token_ids=ids,
-                    params=others if choice else params,
+                    params=params,
+                    resolved=others if choice else rules,
                     choice=choice,
                     arrival_time=time.monotonic(),
                     cache_salt=cache_salt,
                 ),
-                TextStream(self.tokenizer, params, follows=ids[-1] if continues else None),
+                TextStream(
+                    self.tokenizer, params, follows=ids[-1] if continues else None, rules=rules
+                ),
             )
             for choice in range(params.n)
         ]
         return Job(stem, str(prompt) if is_text else None, ids, answers, time.monotonic())
 
-    def _with_thinking_markers(
-        self, params: SamplingParams, ids: tuple[int, ...]
-    ) -> SamplingParams:
-        """Add the markers that the chat template shows, if the params have a budget and no
-        markers."""
-        if params.thinking_token_budget in (None, -1) or params.thinking_markers is not None:
-            return params
+    def _reasoning(self) -> ReasoningFormat | None:
+        """The format of the reasoning that the chat template shows."""
         source = "" if self._template is None else self._template.source
-        reasoning = REASONING_FORMATS.get(reasoning_format_of(source) or "none")
-        end = self.tokenizer.decode(ids[-_END_TOKENS:], skip_special_tokens=False)
-        made = with_thinking_markers(params, reasoning, end, self.tokenizer)
-        made.check_vocabulary(self.layout.vocab_size)
-        return made
+        return REASONING_FORMATS.get(reasoning_format_of(source) or "none")
 
     def _check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         vocab_size, limit = self.layout.vocab_size, self.layout.max_model_len

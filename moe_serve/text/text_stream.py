@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from moe_serve.engine.request.request import FinishReason, TokenDelta, TokenExperts, TokenLogprob
+from moe_serve.engine.request.request import (
+    DecodingRules,
+    FinishReason,
+    TokenDelta,
+    TokenExperts,
+    TokenLogprob,
+)
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.text.detokenizer import make_detokenizer
 from moe_serve.text.stop_strings import StopStringMatcher, StopStrings
@@ -39,7 +45,8 @@ class TextStream:
     `kept_ids` are special tokens that stay in the text whatever the parameters say. `follows`: the
     last token of a text that this sequence continues, whose first space is then kept. It is also
     kept if a grammar applies from the first token on, because the grammar requested it. The same
-    holds for special tokens within structural tags, the only ones that can occur there.
+    holds for special tokens within structural tags, the only ones that can occur there. `rules`
+    None: those of the parameters.
     """
 
     def __init__(
@@ -49,9 +56,10 @@ class TextStream:
         stops: StopStrings | None = None,
         kept_ids: frozenset[int] = frozenset(),
         follows: int | None = None,
+        rules: DecodingRules | None = None,
     ) -> None:
         self._params = params
-        constraint = params.constraint
+        constraint = (rules or DecodingRules.of(params)).constraint
         has_tags = constraint is not None and constraint.kind == "structural_tag"
         self._detokenizer = make_detokenizer(
             tokenizer,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from moe_serve.engine.request.constraint import Constraint
-from moe_serve.engine.request.request import FinishReason, GenerationRequest
+from moe_serve.engine.request.request import DecodingRules, FinishReason, GenerationRequest
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
@@ -49,7 +49,10 @@ def wanted(count: int, num_tokens: int) -> list[GenerationRequest]:
             letters = tuple(range(67, 93))
             pattern = Constraint("regex", "[a-z][0-9]")
             params = replace(params, constraint=pattern, allowed_token_ids=letters)
-        made.append(replace(request, params=params))
+        rules = DecodingRules.of(params)
+        if i % 2:  # as a front end resolves it
+            params = replace(params, constraint=None, thinking_markers=None)
+        made.append(replace(request, params=params, resolved=rules))
     return made
 
 

@@ -147,9 +147,9 @@ class FakeEngine:
             yield run[-1] if len(run) == 1 else _joined(run)
 
     def _deltas(self, request: GenerationRequest) -> Iterator[TokenDelta]:
-        params = request.params
+        params, rules = request.params, request.rules
         text_ids = self.tokenizer.encode(self.script(request))
-        limit = params.max_tokens or self.max_model_len - len(request.prompt_token_ids)
+        limit = rules.max_tokens or self.max_model_len - len(request.prompt_token_ids)
         ids = [*text_ids, EOS_ID][:limit]
         for i, token in enumerate(ids):
             if self.error_after is not None and i >= self.error_after:
@@ -172,8 +172,8 @@ class FakeEngine:
                 routed_experts=(_experts(i),) if request.wants_routed_experts else None,
                 started_at=request.arrival_time + 1e-6,
             )
-            if i == 0 and params.prompt_logprobs is not None:
-                rest = [_logprob(t, params.prompt_logprobs) for t in request.prompt_token_ids[1:]]
+            if i == 0 and rules.prompt_logprobs is not None:
+                rest = [_logprob(t, rules.prompt_logprobs) for t in request.prompt_token_ids[1:]]
                 delta = msgspec.structs.replace(delta, prompt_logprobs=(None, *rest))
             yield delta
             if is_last:

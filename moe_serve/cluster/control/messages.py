@@ -14,7 +14,7 @@ from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.step_outcome import RowFailure
 from moe_serve.engine.opened_model import LoadReport
-from moe_serve.engine.request.request import TokenLogprob
+from moe_serve.engine.request.request import DecodingRules, TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.answer_masks import MaskCost
 from moe_serve.engine.sampling.sampler import Sampled
@@ -77,17 +77,18 @@ class OpenSequence(msgspec.Struct, frozen=True, array_like=True):
     sequence_id: int
     prompt: bytes
     output: bytes
-    params: msgspec.Raw  # SamplingParams, see `pack_params`
+    params: msgspec.Raw  # SamplingParams and DecodingRules, see `pack_params`
     choice: int
     seed: int
 
 
-def pack_params(params: SamplingParams) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.msgpack.encode(params, enc_hook=dict))  # for frozen mappings
+def pack_params(params: SamplingParams, rules: DecodingRules) -> msgspec.Raw:
+    packed = msgspec.msgpack.encode((params, rules), enc_hook=dict)  # for frozen mappings
+    return msgspec.Raw(packed)
 
 
-def unpack_params(packed: msgspec.Raw) -> SamplingParams:
-    return msgspec.msgpack.decode(packed, type=SamplingParams)
+def unpack_params(packed: msgspec.Raw) -> tuple[SamplingParams, DecodingRules]:
+    return msgspec.msgpack.decode(packed, type=tuple[SamplingParams, DecodingRules])
 
 
 class PageWork(msgspec.Struct, frozen=True, array_like=True):

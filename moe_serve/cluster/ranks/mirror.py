@@ -72,10 +72,12 @@ def tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:
 
 
 def _sequence(opened: OpenSequence) -> Sequence:
+    params, rules = unpack_params(opened.params)
     request = GenerationRequest(
         request_id=str(opened.sequence_id),
         prompt_token_ids=tuple(_tokens(opened.prompt)),
-        params=unpack_params(opened.params),
+        params=params,
+        resolved=rules,
         choice=opened.choice,
     )
     sequence = Sequence(opened.sequence_id, request)

@@ -133,7 +133,7 @@ def _opened(sequence: Sequence) -> OpenSequence:
         sequence.id,
         pack_tokens(prompt),
         pack_tokens(sequence.token_ids[sequence.num_prompt_tokens :]),
-        pack_params(sequence.request.params),
+        pack_params(sequence.request.params, sequence.rules),
         sequence.request.choice,
         sequence.seed,
     )

@@ -186,5 +186,5 @@ class LocalExecutor:
         """Return the log probabilities of the prompt tokens that follow those of a slice."""
         first, count = piece.start + 1, len(piece.token_ids)
         following = sequence.token_ids[first : first + count]
-        num_top = sequence.request.params.prompt_logprobs or 0
+        num_top = sequence.rules.prompt_logprobs or 0
         return tuple(self._sampler.describe(logits[: len(following)], following, num_top))

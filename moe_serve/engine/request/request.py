@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
@@ -25,21 +27,53 @@ class FinishReason(str, enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodingRules:
+    """The rules that the engine follows for one sequence.
+
+    `SamplingParams` say what the user asked for. The front end resolves a part of them for the
+    model and the prompt: it has the tokenizer, the chat template and the grammar check.
+    """
+
+    max_tokens: int | None = None  # fits the context; None: up to the context's end
+    prompt_logprobs: int | None = None  # of choice 0 only
+    constraint: Constraint | None = None  # checked, and with the text that may come first
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    thinking_markers: ThinkingMarkers | None = None  # None: the reasoning has no limit
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> DecodingRules:
+        """The rules of parameters in which nothing needs the model."""
+        return cls(
+            max_tokens=params.max_tokens,
+            prompt_logprobs=params.prompt_logprobs,
+            constraint=params.constraint,
+            bad_word_ids=params.bad_word_ids,
+            thinking_markers=params.limited_thinking,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sequence to generate. A client's n > 1 becomes n requests with `choice` 0 .. n-1.
 
-    `request_id` is made by the server, never by a client, and is unique. `max_tokens` in `params`
-    is None or already fits the context (the front end checks it).
+    `request_id` is made by the server, never by a client, and is unique. `resolved` are the rules
+    that the front end found for `params`; None if nothing in them needs the model.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    resolved: DecodingRules | None = None
     choice: int = 0
     arrival_time: float = 0.0  # seconds on the engine's clock
     priority: int = 0  # lower is more urgent
     cache_salt: str = ""
     wants_routed_experts: bool = False  # each token then comes with a `TokenExperts`
+
+    @property
+    def rules(self) -> DecodingRules:
+        """The rules for this sequence."""
+        return self.resolved or DecodingRules.of(self.params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,10 @@ class SamplingParams:
     `top_k` 0 or -1 means all tokens. `max_tokens` None means up to the context's end. `logprobs`
     None returns no log probabilities; k returns those of the chosen token and the k likeliest
     tokens. `logprob_token_ids` returns these tokens in place of the likeliest ones.
-    `allowed_token_ids` empty allows all. `bad_words` become `bad_word_ids` where a tokenizer is
-    available. `thinking_token_budget` None or -1 sets no limit on the reasoning; `thinking_markers`
-    are made for it where a tokenizer is available. `seed` None uses a fresh seed; else the draw at
-    position p depends on (seed, choice, p) only.
+    `allowed_token_ids` empty allows all. `thinking_token_budget` None or -1 sets no limit on the
+    reasoning. `bad_word_ids` and `thinking_markers` are for callers without a tokenizer; else they
+    are found for `bad_words` and the budget (`DecodingRules`). `seed` None uses a fresh seed; else
+    the draw at position p depends on (seed, choice, p) only.
     """
 
     max_tokens: int | None = 16
@@ -148,7 +148,14 @@ class SamplingParams:
                 f"{self.thinking_markers!r:.100}.",
                 param="thinking_markers",
             )
-        end = self.limited_thinking.end if self.limited_thinking else ()
+        if self.limited_thinking:
+            self.check_thinking_end(self.limited_thinking.end, self.bad_word_ids)
+
+    def check_thinking_end(
+        self, end: tuple[int, ...], bad_word_ids: Sequence[tuple[int, ...]] = ()
+    ) -> None:
+        """Raise InvalidRequestError if a token of the end of reasoning may not be chosen."""
+        name = "thinking_token_budget"
         missing = set(end).difference(self.allowed_token_ids or end)
         if missing:
             raise InvalidRequestError(
@@ -156,7 +163,7 @@ class SamplingParams:
                 f"lacks {sorted(missing)}: allow them, or leave one of the two out.",
                 param=name,
             )
-        for word in self.bad_word_ids:
+        for word in bad_word_ids:
             if any(end[i : i + len(word)] == word for i in range(len(end))):
                 raise InvalidRequestError(
                     f"{name} ends the reasoning with the tokens {list(end)}, and bad_words bans "
@@ -181,10 +188,14 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
         )
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InvalidRequestError if a token id lies outside the model's vocabulary."""
+    def check_vocabulary(self, vocab_size: int, thinking: ThinkingMarkers | None = None) -> None:
+        """Raise InvalidRequestError if a token id lies outside the model's vocabulary.
+
+        `thinking` are the markers found for the budget, if these parameters have none.
+        """
         self._check_ids(vocab_size)
-        for token in self.limited_thinking.end if self.limited_thinking else ():
+        markers = thinking or self.limited_thinking
+        for token in markers.end if markers else ():
             name = "a token id of the end of reasoning"
             _check_range(name, token, 0, vocab_size - 1, "thinking_token_budget")
 

@@ -43,6 +43,7 @@ class Sequence:
         "page_table",
         "prompt_logprobs",
         "request",
+        "rules",
         "seed",
         "seen",
         "started_at",
@@ -54,6 +55,7 @@ class Sequence:
     def __init__(self, sequence_id: int, request: GenerationRequest) -> None:
         self.id = sequence_id
         self.request = request
+        self.rules = request.rules
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -92,7 +94,7 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt log probabilities are still to be returned. They go with the first token,
         so a later recomputation needs none."""
-        return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
+        return self.rules.prompt_logprobs is not None and self.num_output_tokens == 0
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
         """Return the prompt's log probabilities once, None for its first token; None if not
@@ -194,7 +196,7 @@ class StopRule:
         answer; None if it continues."""
         params = sequence.request.params
         is_eos = token_id in self._eos
-        if is_eos and params.constraint is not None:
+        if is_eos and sequence.rules.constraint is not None:
             return FinishReason.STOP  # its mask has applied min_tokens and ignore_eos
         is_stop = (is_eos and not params.ignore_eos) or token_id in params.stop_token_ids
         if is_stop and num_output_tokens >= params.min_tokens:
@@ -204,6 +206,6 @@ class StopRule:
 
     def is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:
         """Return whether an answer of `num_output_tokens` has its maximum length."""
-        max_tokens = sequence.request.params.max_tokens
+        max_tokens = sequence.rules.max_tokens
         is_full = sequence.num_prompt_tokens + num_output_tokens >= self._max_model_len
         return is_full or (max_tokens is not None and num_output_tokens >= max_tokens)

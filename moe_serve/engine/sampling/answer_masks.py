@@ -70,15 +70,16 @@ class AnswerMasks:
             cpu, clock = time.thread_time(), time.perf_counter()
             if (why := self._fill(points[row], bits_W)) is not None:
                 failures[row] = why
-            if points[row].params.constraint is not None:
+            if points[row].rules.constraint is not None:
                 costs[row] = MaskCost(time.thread_time() - cpu, time.perf_counter() - clock)
         return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures, costs)
 
     def _fill(self, point: SamplingPoint, bits_W: NDArray[np.uint32]) -> str | None:
         """Fill the mask of one row. Returns the reason if no token is allowed."""
         params, thoughts = point.params, point.sequence.thoughts
+        is_constrained = point.rules.constraint is not None
         bits_W[:] = self._any_W
-        if params.constraint is not None:
+        if is_constrained:
             bits_W[:] = 0
             try:
                 why = self._matcher(point.sequence).fill(point.answer, bits_W)
@@ -94,7 +95,7 @@ class AnswerMasks:
         banned = [token for token in _bad_tokens(point) if token < self._vocab_size]
         if point.is_short:
             banned += [*self._eos, *params.stop_token_ids]
-        elif params.ignore_eos and params.constraint is not None:
+        elif params.ignore_eos and is_constrained:
             banned += self._eos
         bits_W[:] = _without(bits_W, banned)
         if thoughts is not None:
@@ -105,7 +106,7 @@ class AnswerMasks:
     def _matcher(self, sequence: Sequence) -> SequenceMatcher:
         """Return the sequence's matcher, made on first use."""
         if sequence.matcher is None:
-            constraint = sequence.request.params.constraint
+            constraint = sequence.rules.constraint
             assert constraint is not None, f"{sequence.request.request_id} has no constraint"
             if self._grammars is None:
                 raise InvalidGrammarError("This engine has no support for grammars.")
@@ -116,17 +117,16 @@ class AnswerMasks:
 def _is_masked(point: SamplingPoint) -> bool:
     """Return whether a row needs a mask. Within its thinking budget and after the reasoning it does
     not."""
-    params = point.sequence.request.params
+    rules, allowed = point.rules, point.params.allowed_token_ids
     is_thinking_free = _is_thinking_free(point)
-    is_bound = params.constraint or params.allowed_token_ids or params.bad_word_ids
+    is_bound = rules.constraint or allowed or rules.bad_word_ids
     return bool(is_bound or not is_thinking_free)
 
 
 def _is_thinking_free(point: SamplingPoint) -> bool:
     """Read the history and return whether the thinking budget leaves the next token free."""
     sequence = point.sequence
-    params = sequence.request.params
-    markers, budget = params.limited_thinking, params.thinking_token_budget
+    markers, budget = point.rules.thinking_markers, point.params.thinking_token_budget
     if markers is None or budget is None:
         return True
     if sequence.thoughts is None:
@@ -150,7 +150,7 @@ def _heeding(bits_W: NDArray[np.uint32], thoughts: ThoughtCounter) -> NDArray[np
 def _bad_tokens(point: SamplingPoint) -> Iterable[int]:
     """Yield tokens that would complete a bad word in the answer."""
     num_prompt, tokens = point.sequence.num_prompt_tokens, point.sequence.token_ids
-    for word in point.params.bad_word_ids:
+    for word in point.rules.bad_word_ids:
         start = point.position - len(word) + 1
         if start >= num_prompt and tuple(tokens[start : point.position]) == word[:-1]:
             yield word[-1]

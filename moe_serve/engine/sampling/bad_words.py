@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.text.tokenizer import Tokenizer
 
 
-def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """Add the token ids of bad words to the parameters.
+def bad_word_ids(
+    params: SamplingParams, thinking: ThinkingMarkers | None, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of the bad words. They must not be in the way of a thinking limit.
 
     Each word is encoded as at the beginning of a text, and also after a space if that takes as many
     tokens. Other spellings (`b` + `ad`) are not banned.
     """
     if not params.bad_words:
-        return params
+        return params.bad_word_ids
     banned: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
@@ -23,4 +24,7 @@ def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingP
         banned[tuple(tokenizer.encode(word, add_special_tokens=False))] = None
         if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
             banned[spaced] = None
-    return replace(params, bad_word_ids=tuple(word for word in banned if word))
+    found = tuple(word for word in banned if word)
+    if thinking is not None:
+        params.check_thinking_end(thinking.end, found)
+    return found

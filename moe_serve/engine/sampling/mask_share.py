@@ -46,7 +46,7 @@ class MaskShare:
         self._earn(masks_s)
         self._balance_s -= masks_s
         for sequence in sequences:
-            constraint, cost = sequence.request.params.constraint, costs.get(sequence.id)
+            constraint, cost = sequence.rules.constraint, costs.get(sequence.id)
             if constraint is None or cost is None or not sequence.num_output_tokens:
                 continue  # the first mask may include compiling the grammar
             self._expected[sequence.id] = max(cost.cpu_s, self._expected.get(sequence.id, 0.0) / 2)
@@ -57,7 +57,7 @@ class MaskShare:
 
     def can_afford(self, decoding: list[Sequence]) -> bool:
         """Return whether none of the sequences would be left out."""
-        costs = [self._cost(s) for s in decoding if s.request.params.constraint is not None]
+        costs = [self._cost(s) for s in decoding if s.rules.constraint is not None]
         return sum(cost for cost in costs if cost > _CHEAP_S) <= max(0.0, self._balance_s)
 
     def affordable(self, decoding: list[Sequence], *, is_alone: bool) -> list[Sequence]:
@@ -65,7 +65,7 @@ class MaskShare:
         the step computes nothing else, so at least one of them runs."""
         self._earn()
         passed_s, self._asked_at = self._earned_at - self._asked_at, self._earned_at
-        costs = {s.id: self._cost(s) for s in decoding if s.request.params.constraint is not None}
+        costs = {s.id: self._cost(s) for s in decoding if s.rules.constraint is not None}
         costly = [s for s in decoding if costs.get(s.id, 0.0) > _CHEAP_S]
         must_run = is_alone and len(costly) == len(decoding)
         costly.sort(key=lambda s: -self._held.get(s.id, 0.0))  # longest held first
@@ -107,6 +107,6 @@ class MaskShare:
         expected_s = self._expected.get(sequence.id)
         if expected_s is not None and sequence.num_output_tokens > 2:
             return expected_s
-        constraint = sequence.request.params.constraint
+        constraint = sequence.rules.constraint
         assert constraint is not None, f"sequence {sequence.id} follows no grammar"
         return max(expected_s or 0.0, self._by_grammar.get(constraint, _UNKNOWN_S))

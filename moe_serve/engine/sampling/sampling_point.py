@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
+from moe_serve.engine.request.request import DecodingRules
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
 
@@ -26,6 +27,10 @@ class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
     @property
     def params(self) -> SamplingParams:
         return self.sequence.request.params
+
+    @property
+    def rules(self) -> DecodingRules:
+        return self.sequence.rules
 
     @property
     def is_at_end(self) -> bool:
@@ -64,4 +69,4 @@ class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
     def bans_end(self) -> bool:
         """Whether samplers must ban end tokens. With a constraint its mask does it
         (`answer_masks`)."""
-        return self.is_short and self.params.constraint is None
+        return self.is_short and self.rules.constraint is None

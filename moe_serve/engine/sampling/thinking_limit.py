@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.errors import InvalidRequestError
@@ -14,21 +13,22 @@ from moe_serve.text.tokenizer import Tokenizer
 _NAME = "thinking_token_budget"
 
 
-def with_thinking_markers(
+def limiting_markers(
     params: SamplingParams,
+    constraint: Constraint | None,
     reasoning: ReasoningFormat | None,
     prompt: str,
     tokenizer: Tokenizer,
     *,
     can_call: bool = False,
-) -> SamplingParams:
-    """Add thinking markers to parameters with a thinking budget.
+) -> ThinkingMarkers | None:
+    """Return the markers for enforcing a thinking budget; None if there is nothing to limit.
 
-    `prompt` (or just its end) tells whether the reasoning has begun. Raises InvalidRequestError if
-    the model's reasoning markers are unknown. An answer without reasoning needs no limit.
+    `constraint` is the grammar of the answer. `prompt` (or just its end) tells whether the
+    reasoning has begun. Raises InvalidRequestError if the model's reasoning markers are unknown.
     """
     if params.thinking_token_budget in (None, -1):
-        return params
+        return None
     if reasoning is None:
         raise InvalidRequestError(
             f"{_NAME} needs a model that marks its reasoning, and this model's chat template has "
@@ -36,20 +36,22 @@ def with_thinking_markers(
             param=_NAME,
             code="unsupported_parameter",
         )
-    if _holds_at_once(params, reasoning):
-        return params
+    if _holds_at_once(constraint, reasoning):
+        return None
     markers = _markers(reasoning, prompt, tokenizer, can_call=can_call)
-    return replace(params, thinking_markers=markers)
+    params.check_thinking_end(markers.end, params.bad_word_ids)
+    return markers
 
 
-def thinking_markers(
-    params: SamplingParams, reasoning: ReasoningFormat | None, prompt: str, tokenizer: Tokenizer
+def counting_markers(
+    constraint: Constraint | None,
+    reasoning: ReasoningFormat | None,
+    prompt: str,
+    tokenizer: Tokenizer,
 ) -> ThinkingMarkers | None:
     """Return the markers for counting reasoning tokens; None if the answer has no reasoning, or if
     the vocabulary cannot write the marker that ends it."""
-    if params.thinking_markers is not None:
-        return params.thinking_markers
-    if reasoning is None or _holds_at_once(params, reasoning):
+    if reasoning is None or _holds_at_once(constraint, reasoning):
         return None
     try:
         return _markers(reasoning, prompt, tokenizer, can_call=True)
@@ -83,9 +85,8 @@ def _written(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     return found[0] if text else ()
 
 
-def _holds_at_once(params: SamplingParams, reasoning: ReasoningFormat) -> bool:
+def _holds_at_once(constraint: Constraint | None, reasoning: ReasoningFormat) -> bool:
     """Return whether a grammar holds from the first token on and contains no reasoning."""
-    constraint = params.constraint
     if constraint is None or constraint.lead:
         return False
     is_json = constraint.kind in ("json_object", "json_schema")

@@ -1,1 +1,1 @@
-"""The routes for operators: health, model, tokens, traces and placement."""
+"""The routes for operators: health, model, traces and placement."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from moe_serve.http.schema.chat_fields import CHAT_FIELDS
+from moe_serve.http.generation.chat_fields import EXTENSIONS
 from moe_serve.http.schema.field_types import Int, at_most
 from moe_serve.http.schema.parameters import check_fields
 from moe_serve.http.schema.strict_schema import StrictSchema
@@ -66,7 +66,7 @@ class CountTokensBody(StrictSchema):
         """Returns the names of the fields without effect; some need a model that
         `has_reasoning`."""
         extras = dict(self.model_extra or {})
-        for name in CHAT_FIELDS:
+        for name in EXTENSIONS:
             extras.pop(name, None)
         ignored = check_fields(extras, _IGNORED, _UNSERVED, "", is_strict)
         for prefix, part in (("thinking.", self.thinking), ("output_config.", self.output_config)):
@@ -93,11 +93,6 @@ class CountTokensBody(StrictSchema):
         """The limit of reasoning tokens. Only thinking of type "enabled" has one."""
         is_enabled = self.thinking is not None and self.thinking.type == "enabled"
         return self.thinking.budget_tokens if self.thinking and is_enabled else None
-
-    def chat_fields(self) -> dict[str, Any]:
-        """The fields that the schema of the chat checks, as the client sent them."""
-        extras = self.model_extra or {}
-        return {name: extras[name] for name in CHAT_FIELDS if extras.get(name) is not None}
 
 
 class MessagesBody(CountTokensBody):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,15 +15,15 @@ from moe_serve.errors import ContextLengthError
 from moe_serve.http.anthropic.body import CountTokensBody, MessagesBody
 from moe_serve.http.anthropic.run import PATH, STYLE, MessageRun
 from moe_serve.http.anthropic.to_chat import OWN_IGNORED, OWN_NAMES, TranslatedMessages, translate
+from moe_serve.http.generation.chat import AnswerOptions, Chat
+from moe_serve.http.generation.chat_fields import own_ignored, renamed_fields
 from moe_serve.http.generation.chat_generation import ChatGeneration, start_chat
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.generation.prompts import chat_prompt
+from moe_serve.http.generation.prompts import render_prompt
 from moe_serve.http.generation.respond import request_body_schema, whole_response
 from moe_serve.http.generation.sse import SseResponse
 from moe_serve.http.schema.body import read_json_object
-from moe_serve.http.schema.chat_fields import own_ignored, renamed_fields
 from moe_serve.http.schema.parameters import ignored_header
-from moe_serve.http.schema.schemas import ChatBody
 from moe_serve.http.schema.strict_schema import parse_body
 
 
@@ -37,14 +38,18 @@ def messages_router(server: ServerContext) -> APIRouter:
     @router.post("", openapi_extra=request_body_schema(MessagesBody))
     async def create_message(request: Request) -> Response:
         content = await read_json_object(request, server.config.max_body_bytes)
-        translated = translated_body(parse_body(MessagesBody, content))
-        server.model.check_name(translated.chat.model)
+        body = parse_body(MessagesBody, content)
+        translated = translated_body(body)
+        server.model.check_name(body.model)
         message_id = f"msg_{uuid.uuid4().hex}"
         with _own_words():
-            chat, is_cut = await _start(server, translated.chat, message_id)
+            unheeded = server.assistant.check(translated.chat, server.model)
+            options = translated.options(is_streamed=body.stream)
+            chat, is_cut = await _start(server, translated.chat, options, message_id)
         run = MessageRun(message_id, server.model.name, chat, is_cut_by_context=is_cut)
-        headers = ignored_header([*translated.ignored, *own_ignored(chat.ignored, OWN_IGNORED)])
-        if translated.chat.stream:
+        of_chat = own_ignored([*unheeded, *chat.ignored], OWN_IGNORED)
+        headers = ignored_header([*translated.ignored, *of_chat])
+        if body.stream:
             ping_s = server.config.sse_ping_s
             return SseResponse(
                 run.events(), ping_s=ping_s, on_close=chat.close, headers=headers, style=STYLE
@@ -54,13 +59,14 @@ def messages_router(server: ServerContext) -> APIRouter:
     @router.post("/count_tokens", openapi_extra=request_body_schema(CountTokensBody))
     async def count_tokens(request: Request, response: Response) -> dict[str, Any]:
         content = await read_json_object(request, server.config.max_body_bytes)
-        translated = translated_body(parse_body(CountTokensBody, content))
-        server.model.check_name(translated.chat.model)
+        body = parse_body(CountTokensBody, content)
+        translated = translated_body(body)
+        server.model.check_name(body.model)
         with _own_words():
             unheeded = server.assistant.check(translated.chat, server.model)
             ignored = [*translated.ignored, *own_ignored(unheeded, OWN_IGNORED)]
             response.headers.update(ignored_header(ignored))
-            prompt = await chat_prompt(translated.chat, server.model)
+            prompt = await render_prompt(translated.chat, server.model)
         return {"input_tokens": len(prompt.token_ids)}
 
     return router
@@ -81,7 +87,7 @@ def _own_words() -> Iterator[None]:
 
 
 async def _start(
-    server: ServerContext, body: ChatBody, message_id: str
+    server: ServerContext, chat: Chat, options: AnswerOptions, message_id: str
 ) -> tuple[ChatGeneration, bool]:
     """Starts the chat; returns it, and True if the context has less room than max_tokens.
 
@@ -89,12 +95,12 @@ async def _start(
     If the value does not fit, the answer may use the rest of the context.
     """
     try:
-        return await start_chat(server, body, message_id), False
+        return await start_chat(server, chat, options, message_id), False
     except ContextLengthError as error:
-        if error.param != body.max_tokens_field:
+        if error.param != options.max_tokens_field:
             raise
-    shorter = body.model_copy(update={"max_tokens": None})
-    return await start_chat(server, shorter, message_id), True
+    to_the_end = replace(options, params=replace(options.params, max_tokens=None))
+    return await start_chat(server, chat, to_the_end, message_id), True
 
 
 async def _whole(run: MessageRun) -> bytes:

@@ -9,8 +9,8 @@ import msgspec
 
 from moe_serve.http.anthropic.content_blocks import ContentBlocks, Event
 from moe_serve.http.generation.chat_generation import TOOL_CALLS, ChatGeneration, ChatPiece
-from moe_serve.http.generation.generation import Usage
 from moe_serve.http.generation.sse import SseStyle
+from moe_serve.http.generation.usage import Usage
 from moe_serve.http.schema.errors import ApiError
 
 PATH = "/v1/messages"

@@ -1,8 +1,8 @@
-"""Converts a request for a message to the body of a chat."""
+"""Converts a request for a message to a chat."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ from moe_serve.errors import InvalidRequestError
 from moe_serve.http.anthropic.body import CountTokensBody, MessagesBody
 from moe_serve.http.anthropic.content import ContentReader
 from moe_serve.http.anthropic.tools import chat_tool_choice, chat_tools
-from moe_serve.http.schema.chat_fields import renamed_fields
-from moe_serve.http.schema.schemas import ChatBody
+from moe_serve.http.generation.chat import AnswerOptions, Chat
+from moe_serve.http.generation.chat_fields import ChatFields, extensions, renamed_fields
 from moe_serve.http.schema.strict_schema import parse_body
 
 # The names of a chat's fields, and the client's names for them.
@@ -34,8 +34,12 @@ OWN_IGNORED: Mapping[str, str] = {
 class TranslatedMessages:
     """A translated request. `ignored` names the fields without effect."""
 
-    chat: ChatBody
+    fields: ChatFields
+    chat: Chat
     ignored: tuple[str, ...]
+
+    def options(self, *, is_streamed: bool | None) -> AnswerOptions:
+        return self.fields.options(max_tokens_field="max_tokens", is_streamed=is_streamed)
 
 
 def translate(body: CountTokensBody, *, is_strict: bool, has_reasoning: bool) -> TranslatedMessages:
@@ -50,40 +54,45 @@ def translate(body: CountTokensBody, *, is_strict: bool, has_reasoning: bool) ->
     if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
         messages.pop()  # the start of an answer that is still empty
     tools, of_tools = chat_tools(body.tools or [], is_strict=is_strict)
-    content = {**body.chat_fields(), **_sampling(body), "messages": messages, "model": body.model}
-    content |= _tool_fields(body, tools) | _output_fields(body)
-    content |= _prefill(messages, f"messages.{len(body.messages) - 1}")
+    choice, is_parallel = _tool_choice(body, tools)
+    content = {**extensions(body.model_extra), **_sampling(body), "messages": messages}
+    content |= {"tools": tools or None, "tool_choice": choice} | _output_fields(body)
+    continues = _has_prefill(messages, f"messages.{len(body.messages) - 1}")
     content |= _thinking_fields(body, content.get("chat_template_kwargs"))
     if has_reasoning and body.thinking_token_budget is not None:
         content |= _budget_field(body.thinking_token_budget, content)
     with renamed_fields(OWN_NAMES):
-        chat = parse_body(ChatBody, {k: v for k, v in content.items() if v is not None})
-        chat.check(is_strict=True)
-    return TranslatedMessages(chat=chat, ignored=(*ignored, *reader.ignored, *of_tools))
+        fields = parse_body(ChatFields, {k: v for k, v in content.items() if v is not None})
+        chat = fields.chat(is_parallel=is_parallel, continues=continues)
+    ignored += [*reader.ignored, *of_tools]
+    return TranslatedMessages(fields=fields, chat=chat, ignored=tuple(ignored))
 
 
 def _sampling(body: CountTokensBody) -> dict[str, Any]:
     if not isinstance(body, MessagesBody):
         return {}
-    fields: dict[str, Any] = {"max_tokens": body.max_tokens, "stream": body.stream}
+    fields: dict[str, Any] = {"max_tokens": body.max_tokens}
     fields |= {"temperature": body.temperature, "top_p": body.top_p}
     if body.stop_sequences:
-        if "stop" in body.chat_fields():
+        if "stop" in extensions(body.model_extra):
             message = "stop and stop_sequences have the same meaning: send only one."
             raise InvalidRequestError(message, param="stop_sequences")
         fields["stop"] = body.stop_sequences
     return fields
 
 
-def _tool_fields(body: CountTokensBody, tools: list[dict[str, Any]]) -> dict[str, Any]:
+def _tool_choice(
+    body: CountTokensBody, tools: Sequence[Mapping[str, Any]]
+) -> tuple[Any, bool | None]:
+    """Returns `tool_choice` in the form of a chat, and whether an answer may have several calls."""
     choice, is_parallel = chat_tool_choice(body.tool_choice)
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise InvalidRequestError(
-                "tool_choice requires at least one function in tools.", param="tool_choice"
-            )
-        return {}
-    return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": is_parallel}
+    if tools:
+        return choice, is_parallel
+    if choice not in (None, "none", "auto"):
+        raise InvalidRequestError(
+            "tool_choice requires at least one function in tools.", param="tool_choice"
+        )
+    return None, None
 
 
 def _output_fields(body: CountTokensBody) -> dict[str, Any]:
@@ -118,15 +127,15 @@ def _budget_field(budget: int, content: Mapping[str, Any]) -> dict[str, Any]:
     return {name: budget}
 
 
-def _prefill(messages: list[dict[str, Any]], param: str) -> dict[str, Any]:
-    """Continues the assistant's text if the conversation ends with it."""
+def _has_prefill(messages: Sequence[Mapping[str, Any]], param: str) -> bool:
+    """True if the conversation ends with text of the assistant, which the answer continues."""
     last = messages[-1]
     if last["role"] != "assistant":
-        return {}
+        return False
     if "tool_calls" in last:
         message = f"{param} ends with tool_use: send its tool_result in a user message."
         raise InvalidRequestError(message, param=param)
     if not last["content"]:
         message = f"{param} has no text to continue."
         raise InvalidRequestError(message, param=param)
-    return {"continue_final_message": True, "add_generation_prompt": False}
+    return True

@@ -1,1 +1,1 @@
-"""Turns a validated request into engine requests, and the answers into text."""
+"""Turns a chat or a completion of any API into engine requests, and the answers into text."""

@@ -8,13 +8,10 @@ from dataclasses import dataclass, replace
 
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.request.constraint import Constraint
-from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.engine.sampling.grammar.schema_rules import SchemaRuleError, prepared_source
-from moe_serve.engine.sampling.thinking_limit import thinking_markers, with_thinking_markers
 from moe_serve.errors import InvalidGrammarError, InvalidRequestError
+from moe_serve.http.generation.chat import Chat
 from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.http.schema.schemas import ChatBody
 from moe_serve.http.schema.tool_fields import tools_by_name
 from moe_serve.text.assistant.formats import (
     REASONING_FORMATS,
@@ -27,7 +24,6 @@ from moe_serve.text.assistant.formats import (
     tool_format_of,
 )
 from moe_serve.text.assistant.tool import Tool
-from moe_serve.text.tokenizer import Tokenizer
 
 _SENDER = ("message.name", "message['name']", 'message["name"]')
 
@@ -43,11 +39,11 @@ class AssistantFormats:
     # a grammar applies from the first token, to the reasoning too
     grammar_in_reasoning: bool = False
 
-    def check(self, body: ChatBody, model: ServedModel) -> list[str]:
+    def check(self, chat: Chat, model: ServedModel) -> list[str]:
         """Refuses tools that this model does not support; returns the fields that have no
         effect."""
         template = model.require_chat_template()
-        if body.called_tools:
+        if chat.called_tools:
             if self.tools is None:
                 raise _unsupported(
                     f"The tool call format of {model.name!r} was not recognised in its chat "
@@ -55,75 +51,58 @@ class AssistantFormats:
                 )
             if not template.mentions("tools"):
                 raise _unsupported(f"The chat template of {model.name!r} does not support tools.")
-        names = [*(body.chat_template_kwargs or {})]
-        ignored = [f"chat_template_kwargs.{n}" for n in names if not template.mentions(n)]
+        names = [name for name in chat.template_kwargs if not template.mentions(name)]
+        ignored = [f"chat_template_kwargs.{name}" for name in names]
         switches = ("reasoning_effort", "enable_thinking", "thinking")
-        heeded = switches if body.reasoning_effort == "none" else switches[:1]
-        if body.reasoning_effort is not None and not any(map(template.mentions, heeded)):
+        heeded = switches if chat.reasoning_effort == "none" else switches[:1]
+        if chat.reasoning_effort is not None and not any(map(template.mentions, heeded)):
             ignored.append("reasoning_effort")
         has_thoughts = any(map(template.mentions, ("reasoning_content", "reasoning", "thinking")))
-        for i, message in enumerate(body.messages):
+        for i, message in enumerate(chat.messages):
             unheeded = [] if any(name in template.source for name in _SENDER) else ["name"]
             unheeded += [] if has_thoughts else ["reasoning", "reasoning_content"]
             ignored += [f"messages.{i}.{n}" for n in unheeded if getattr(message, n) is not None]
         return ignored
 
-    def plan(self, body: ChatBody, prompt: str) -> ParserPlan:
-        tools = body.called_tools
-        reasoning = None if body.separate_reasoning is False else self._reasoning(body)
+    def plan(self, chat: Chat, constraint: Constraint | None, prompt: str) -> ParserPlan:
+        """Plans the parsing of an answer to this prompt. `constraint` is its own grammar."""
+        reasoning = self.reasoning_of(chat) if chat.separates_reasoning else None
         return ParserPlan(
             tool_format=self.tools,
             reasoning_format=reasoning,
-            tools=tools_by_name(tools) if tools else None,
-            max_calls=1 if body.parallel_tool_calls is False or body.named_tool else None,
+            tools=tools_by_name(chat.called_tools) if chat.called_tools else None,
+            max_calls=None if chat.is_parallel and not chat.named_tool else 1,
             prompt=prompt,
-            scope=None if reasoning is None else self._scope(body, reasoning, prompt),
-            is_forced=body.forces_call,
+            scope=self._scope(chat, constraint, reasoning, prompt),
+            is_forced=chat.forces_call,
         )
 
-    def limited(
-        self, params: SamplingParams, body: ChatBody, prompt: str, tokenizer: Tokenizer
-    ) -> SamplingParams:
-        """Adds the markers of the reasoning, if the request has a budget for it.
-
-        The budget applies whether the answer shows the reasoning separately or keeps it in its
-        content.
-        """
-        can_call = bool(body.called_tools)
-        return with_thinking_markers(
-            params, self._reasoning(body), prompt, tokenizer, can_call=can_call
-        )
-
-    def thinking_markers(
-        self, params: SamplingParams, body: ChatBody, prompt: str, tokenizer: Tokenizer
-    ) -> ThinkingMarkers | None:
-        """The markers between which the answer's tokens are reasoning; None if it has no
-        reasoning."""
-        return thinking_markers(params, self._reasoning(body), prompt, tokenizer)
-
-    def _reasoning(self, body: ChatBody) -> ReasoningFormat | None:
-        """The reasoning format of this answer, as far as the request determines it."""
+    def reasoning_of(self, chat: Chat) -> ReasoningFormat | None:
+        """The reasoning format of the answer, as far as the request determines it."""
         reasoning = self.reasoning
-        if reasoning is not None and body.is_thinking_off:
+        if reasoning is not None and chat.is_thinking_off:
             reasoning = replace(reasoning, is_off=True)
-        if reasoning is not None and body.continue_final_message:
-            reasoning = reasoning.within(str(body.messages[-1].content))
+        if reasoning is not None and chat.continues:
+            reasoning = reasoning.within(str(chat.messages[-1].content))
         return reasoning
 
     def _scope(
-        self, body: ChatBody, reasoning: ReasoningFormat, prompt: str
+        self,
+        chat: Chat,
+        constraint: Constraint | None,
+        reasoning: ReasoningFormat | None,
+        prompt: str,
     ) -> GrammarScope | None:
-        """The part of the answer that the request's grammar describes.
+        """The part of the answer that its grammar describes.
 
         None if there is no grammar, or if the grammar itself describes the reasoning.
         """
-        constraint, _ = body.constraint()
-        if constraint is None:
+        if constraint is None or reasoning is None:
             return None
         is_json = constraint.kind in ("json_object", "json_schema")
         if not is_json and reasoning.is_part_of(constraint.source):
             return None
-        has_begun = body.continue_final_message and not reasoning.is_open
+        has_begun = chat.continues and not reasoning.is_open
         if self.grammar_in_reasoning or has_begun or reasoning.is_over_after(prompt):
             return GrammarScope.ALL
         return GrammarScope.JSON if is_json else GrammarScope.ANSWER
@@ -142,27 +121,32 @@ def assistant_formats(model: ServedModel, config: ServerConfig) -> AssistantForm
     )
 
 
-def forced(
-    params: SamplingParams, body: ChatBody, plan: ParserPlan, special_ids: Mapping[str, int]
-) -> SamplingParams:
-    """Adds the grammar of the call that the request forces.
+def answer_constraint(
+    chat: Chat, own: Constraint | None, plan: ParserPlan, special_ids: Mapping[str, int]
+) -> Constraint | None:
+    """The grammar of the answer: that of a forced call, or the request's `own` one with the
+    reasoning that may or must come first."""
+    if chat.forces_call:
+        return _forced_call(chat, own, plan, special_ids)
+    return None if own is None else replace(own, lead=plan.answer_lead(special_ids))
 
-    It cannot be combined with a grammar from the request. The caller has already removed its
-    `response_format`.
-    """
+
+def _forced_call(
+    chat: Chat, own: Constraint | None, plan: ParserPlan, special_ids: Mapping[str, int]
+) -> Constraint:
     assert plan.tools is not None, "a forced call needs tools"
-    if params.constraint is not None:
+    if own is not None:
         raise InvalidRequestError(
             "tool_choice forces a call, so the answer cannot follow another grammar as well. "
             "Remove the other grammar or tool_choice.",
             param="tool_choice",
         )
-    name = body.named_tool
+    name = chat.named_tool
     called = [plan.tools[name]] if name else list(plan.tools.values())
     for tool in called:
         _check_schema(tool)
     grammar, lead = plan.forced_grammar(called, special_ids), plan.call_lead(special_ids)
-    return replace(params, constraint=Constraint(kind="lark", source=grammar, lead=lead))
+    return Constraint(kind="lark", source=grammar, lead=lead)
 
 
 def _check_schema(tool: Tool) -> None:
@@ -175,14 +159,6 @@ def _check_schema(tool: Tool) -> None:
             f"A call of {tool.name!r:.100} cannot be forced: {error}, or use tool_choice 'auto'.",
             param="tools",
         ) from None
-
-
-def led(params: SamplingParams, plan: ParserPlan, special_ids: Mapping[str, int]) -> SamplingParams:
-    """Allows or requires reasoning before the part that the request's grammar describes."""
-    if params.constraint is None:
-        return params
-    lead = plan.answer_lead(special_ids)
-    return replace(params, constraint=replace(params.constraint, lead=lead))
 
 
 def _unsupported(message: str) -> InvalidRequestError:

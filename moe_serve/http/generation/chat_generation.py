@@ -1,36 +1,35 @@
-"""Runs a chat for every chat-like route: a ChatBody in, pieces of assistant messages out.
-
-/v1/chat/completions uses it directly. Other routes translate their request into a ChatBody and
-write the pieces in their own shape.
-"""
+"""Runs a chat for every route that has one: a `Chat` in, pieces of assistant messages out."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_serve.engine.request.request import FinishReason, TokenLogprob
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenLogprob
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
-from moe_serve.http.generation.assistant_formats import forced, led
+from moe_serve.engine.request.thought_counter import ThoughtCounter
+from moe_serve.engine.sampling.thinking_limit import counting_markers, limiting_markers
+from moe_serve.http.generation.assistant_formats import answer_constraint
+from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.generation.generation import Generation, Usage
-from moe_serve.http.generation.prompts import Prompt, chat_prompt, truncated
-from moe_serve.http.generation.reasoning_tokens import ReasoningTokens
+from moe_serve.http.generation.generation import Generation
+from moe_serve.http.generation.prompts import Prompt, render_prompt, truncated
 from moe_serve.http.generation.requests import (
-    TokenLimits,
-    admit_params,
     admit_priority,
     build_engine_requests,
-    check_given_logprobs,
-    with_routed_experts,
+    resolve_rules,
 )
 from moe_serve.http.generation.sequence import Piece
+from moe_serve.http.generation.usage import Usage
 from moe_serve.http.metrics.metrics import CallOutcome
-from moe_serve.http.schema.schemas import ChatBody
+from moe_serve.http.schema.structured import is_response_format
 from moe_serve.text.assistant.delta import NOTHING, AssistantDelta, joined
+from moe_serve.text.assistant.formats import ParserPlan
 from moe_serve.text.assistant.parser import AssistantParser
+from moe_serve.text.tokenizer import Tokenizer
 
 TOOL_CALLS = "tool_calls"
+_NO_BUDGET = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,38 +67,69 @@ class ChatPiece:
         return self.raw.num_logprobs
 
 
-class ChatGeneration:
-    """Yields the new pieces of all choices as they arrive; `close` aborts what still runs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedChat:
+    """The engine's requests for a chat, and the parsing of their answers.
 
-    `hides_reasoning`: the reasoning is generated and counted, but not shown. `echoed` is put in
-    front of each choice's content. `ignored` names the request's fields that have no effect with
-    this model.
+    `markers` enclose the reasoning; None if the answer has none. `ignored` names the fields that
+    have no effect.
     """
+
+    requests: list[GenerationRequest]
+    prompt: Prompt
+    plan: ParserPlan
+    markers: ThinkingMarkers | None
+    ignored: tuple[str, ...]
+
+
+class ReasoningTokens:
+    """Counts the tokens between the markers, as a thinking budget does.
+
+    The count depends on the tokens alone, not on how they are grouped into pieces. It is the same
+    whether the answer shows the reasoning, hides it, or keeps it in the content.
+    """
+
+    def __init__(self, markers: ThinkingMarkers | None, num_choices: int) -> None:
+        """`markers` None: the answers have no reasoning."""
+        self._counters: list[ThoughtCounter] = []
+        self._tokens: list[list[int]] = []
+        if markers is not None:
+            self._counters = [ThoughtCounter(markers, _NO_BUDGET, 0) for _ in range(num_choices)]
+            self._tokens = [[] for _ in range(num_choices)]
+
+    @property
+    def total(self) -> int:
+        """The reasoning tokens of all choices so far."""
+        return sum(counter.num_spent for counter in self._counters)
+
+    def read(self, index: int, token_ids: Sequence[int]) -> None:
+        """Adds the new tokens of one choice."""
+        if not self._counters or self._counters[index].is_over:
+            return
+        self._tokens[index] += token_ids
+        self._counters[index].read(self._tokens[index])
+
+
+class ChatGeneration:
+    """Yields the new pieces of all choices as they arrive; `close` aborts what still runs."""
 
     def __init__(
         self,
         generation: Generation,
-        prompt: Prompt,
-        parsers: Sequence[AssistantParser],
-        *,
-        hides_reasoning: bool = False,
-        echoed: str = "",
-        ignored: Sequence[str] = (),
-        count_outcome: Callable[[CallOutcome], None] | None = None,
-        markers: ThinkingMarkers | None = None,
+        chat: Chat,
+        resolved: ResolvedChat,
+        count_outcome: Callable[[CallOutcome], None],
     ) -> None:
-        """`count_outcome` is called once for each message; None: calls are not parsed. `markers`
-        enclose the reasoning; None: the answer has no reasoning."""
-        self._thoughts = ReasoningTokens(markers, len(parsers))
-        self.prompt = prompt
-        self.ignored = ignored
-        self._echoed = dict.fromkeys(range(len(parsers)), echoed) if echoed else {}
-        self.num_choices = len(parsers)
-        self._hides_reasoning = hides_reasoning
+        """`count_outcome` is called once for each message that is parsed for calls."""
+        self.prompt, self.ignored = resolved.prompt, resolved.ignored
+        self.num_choices = len(resolved.requests)
+        self._thoughts = ReasoningTokens(resolved.markers, self.num_choices)
+        self._echoed = dict.fromkeys(range(self.num_choices), chat.echoed) if chat.echoed else {}
+        self._hides_reasoning = not chat.shows_reasoning  # it is generated and counted all the same
         self._generation = generation
-        self._parsers = parsers
-        self._count_outcome = count_outcome
-        self._has_calls = [False] * len(parsers)
+        self._parsers = [resolved.plan.make() for _ in resolved.requests]
+        self._count_outcome = count_outcome if resolved.plan.looks_for_calls else None
+        self._has_calls = [False] * self.num_choices
 
     async def __aiter__(self) -> AsyncIterator[list[ChatPiece]]:
         async for pieces in self._generation:
@@ -160,43 +190,55 @@ def _outcome(parser: AssistantParser, *, has_calls: bool) -> CallOutcome:
     return "calls" if has_calls else "none"
 
 
-async def start_chat(server: ServerContext, body: ChatBody, response_id: str) -> ChatGeneration:
-    """Renders, tokenizes and submits a checked body. The caller must `close` the result."""
-    model, tokenizer = server.model, server.model.tokenizer
-    ignored = server.assistant.check(body, model)
-    if body.has_displaced_format:
-        body = body.without_format()
-        ignored.append("response_format")
-    params = body.sampling_params()
-    prompt = await chat_prompt(body, model)
-    plan = server.assistant.plan(body, prompt.text or "")
-    is_forced, special = body.forces_call, tokenizer.special_ids
-    shaped = forced(params, body, plan, special) if is_forced else led(params, plan, special)
-    shaped = server.assistant.limited(shaped, body, prompt.text or "", tokenizer)
-    markers = server.assistant.thinking_markers(shaped, body, prompt.text or "", tokenizer)
-    params = await admit_params(server, shaped, "tools" if is_forced else body.constraint()[1])
-    limit, max_len = body.truncate_prompt_tokens, model.max_model_len
-    prompt = truncated(prompt, limit, max_len, params.max_tokens or 1, body.truncation_side)
-    limits = TokenLimits(
-        max_model_len=max_len,
-        vocab_size=server.generations.engine.vocab_size,
-        default_max_tokens=None,
-        max_tokens_field=body.max_tokens_field,
+async def start_chat(
+    server: ServerContext, chat: Chat, options: AnswerOptions, response_id: str
+) -> ChatGeneration:
+    """Starts the answers to a chat. The caller must `close` the result."""
+    prompt = await render_prompt(chat, server.model)
+    resolved = await resolve_chat(server, chat, options, prompt, response_id)
+    generation = server.generations.start(
+        resolved.requests,
+        kept_ids=_kept_ids(resolved.plan, server.model.tokenizer),
+        continues=chat.continues,
     )
-    salt, priority = body.cache_salt or "", admit_priority(server, body.priority)
-    requests = build_engine_requests(response_id, [prompt], params, limits, salt, priority)
-    check_given_logprobs(requests, max_len, is_streamed=bool(body.stream))
-    requests = with_routed_experts(requests, body, server)
-    kept_ids = frozenset(special[marker] for marker in plan.markers if marker in special)
-    return ChatGeneration(
-        server.generations.start(
-            requests, kept_ids=kept_ids, continues=bool(body.continue_final_message)
-        ),
-        prompt,
-        [plan.make() for _ in requests],
-        hides_reasoning=body.include_reasoning is False,
-        echoed=body.echoed,
-        ignored=ignored,
-        count_outcome=server.metrics.count_parsed_message if plan.looks_for_calls else None,
+    count_outcome = server.metrics.count_parsed_message
+    return ChatGeneration(generation, chat, resolved, count_outcome)
+
+
+async def resolve_chat(
+    server: ServerContext, chat: Chat, options: AnswerOptions, prompt: Prompt, response_id: str
+) -> ResolvedChat:
+    """Turns a chat and the user's options into requests for this model."""
+    model, params, text = server.model, options.params, prompt.text or ""
+    own, field = params.constraint, options.constraint_field
+    is_displaced = chat.forces_call and is_response_format(field)
+    if is_displaced:  # the call takes the place of an answer in a response_format
+        own = None
+    if chat.forces_call:
+        field = "tools"
+    plan, reasoning = server.assistant.plan(chat, own, text), server.assistant.reasoning_of(chat)
+    constraint = answer_constraint(chat, own, plan, model.tokenizer.special_ids)
+    can_call = bool(chat.called_tools)
+    thinking = limiting_markers(
+        params, constraint, reasoning, text, model.tokenizer, can_call=can_call
+    )
+    markers = thinking or counting_markers(constraint, reasoning, text, model.tokenizer)
+    rules = await resolve_rules(
+        server, params, constraint=constraint, constraint_field=field, thinking=thinking
+    )
+    prompt = truncated(prompt, chat.truncation, model.max_model_len, params.max_tokens)
+    priority = admit_priority(server, options.priority)
+    requests = build_engine_requests(response_id, [prompt], options, rules, server.limits, priority)
+    return ResolvedChat(
+        requests=requests,
+        prompt=prompt,
+        plan=plan,
         markers=markers,
+        ignored=("response_format",) if is_displaced else (),
     )
+
+
+def _kept_ids(plan: ParserPlan, tokenizer: Tokenizer) -> frozenset[int]:
+    """The special tokens that stay in the text for the parsers."""
+    special = tokenizer.special_ids
+    return frozenset(special[marker] for marker in plan.markers if marker in special)

@@ -15,6 +15,15 @@ from moe_serve.http.metrics.page import MetricsPage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """The limits of the engine that a request is checked against."""
+
+    max_model_len: int
+    vocab_size: int
+    ids_per_token: int = 0  # see `ServedModel`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerContext:
     model: ServedModel
     config: ServerConfig
@@ -23,3 +32,11 @@ class ServerContext:
     generations: GenerationService
     gate: GrammarGate  # for every constrained answer
     assistant: AssistantFormats
+
+    @property
+    def limits(self) -> EngineLimits:
+        return EngineLimits(
+            max_model_len=self.model.max_model_len,
+            vocab_size=self.generations.engine.vocab_size,
+            ids_per_token=self.model.ids_per_token,
+        )

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+import msgspec
 
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.request.delta_queue import DeltaQueue
-from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.request import (
+    FinishReason,
+    GenerationRequest,
+    TokenDelta,
+    TokenLogprob,
+)
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.gate.key_limits import KeyAccount, current_account
-from moe_serve.http.generation.prompt_logprobs import SharedPromptLogprobs
-from moe_serve.http.generation.request_timing import Timing, llama_timings, timing_of
 from moe_serve.http.generation.sequence import Piece, SequenceProgress
+from moe_serve.http.generation.usage import Usage, llama_timings, timing_of
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.schema.errors import ApiError, draining_error, engine_dead_error
@@ -22,23 +27,6 @@ from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Token counts of one HTTP request. A prompt with n choices counts once.
-
-    `reasoning_tokens` are the completion tokens that are reasoning; None if it is not a chat.
-    `timing` and `llama_timings` are set for a request with a single finished sequence, if the
-    configuration enables them.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    reasoning_tokens: int | None = None
-    timing: Timing | None = None
-    llama_timings: Mapping[str, float] | None = None
 
 
 class Generation:
@@ -167,6 +155,48 @@ class Generation:
         return ApiError(500, message, code="generation_failed")
 
 
+class SharedPromptLogprobs:
+    """Adds the prompt logprobs, which the engine reports for choice 0 only, to every choice of a
+    prompt.
+
+        2 prompts, n = 3:  index 0 1 2 | 3 4 5,  computed for 0 and 3, shared with 1 2 and 4 5
+
+    A choice that is ahead of its choice 0 is held back, because its first piece must have them.
+    """
+
+    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        firsts = [index - request.choice for index, request in enumerate(requests)]
+        self._first_of = dict(enumerate(firsts))
+        self._is_needed = any(request.rules.prompt_logprobs is not None for request in requests)
+        self._known: dict[int, tuple[TokenLogprob | None, ...] | None] = {}
+        self._held: dict[int, list[Piece]] = {first: [] for first in firsts}
+        self._has_begun: set[int] = set()
+
+    def share(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces that can be shown now. The pieces of one choice keep their order."""
+        if not self._is_needed:
+            return pieces
+        ready: list[Piece] = []
+        for piece in pieces:
+            first = self._first_of[piece.index]
+            if piece.index == first and first not in self._known:
+                self._known[first] = piece.prompt_logprobs
+                ready.append(piece)
+                ready += [self._completed(held) for held in self._held.pop(first)]
+            elif first in self._known:
+                ready.append(self._completed(piece))
+            else:
+                self._held[first].append(piece)
+        return ready
+
+    def _completed(self, piece: Piece) -> Piece:
+        first = self._first_of[piece.index]
+        if piece.index == first or piece.index in self._has_begun:
+            return piece
+        self._has_begun.add(piece.index)
+        return msgspec.structs.replace(piece, prompt_logprobs=self._known[first])
+
+
 class GenerationService:
     """Starts generations and keeps track of the open ones, so that a shutdown can wait for them or
     end them."""
@@ -205,7 +235,13 @@ class GenerationService:
         answers continue the text of the prompts.
         """
         account = current_account()
-        queue = self._claim_and_submit(account, requests)
+        self._claim(account, len(requests))
+        try:
+            self._check_open()
+            queue = self.engine.submit(requests)
+        except Exception as error:
+            self._release(account, len(requests), error)
+            raise
         stops = StopStrings(requests[0].params.stop)
         sequences = [
             SequenceProgress(
@@ -243,34 +279,27 @@ class GenerationService:
         for generation in tuple(self._open):
             generation.cut(error)
 
-    def _claim_and_submit(
-        self, account: KeyAccount | None, requests: Sequence[GenerationRequest]
-    ) -> DeltaQueue:
-        """Counts all sequences for the API key of the request, and submits them."""
-        if account is None:
-            return self._submit(requests)
-        refused = account.claim(len(requests))
+    def _claim(self, account: KeyAccount | None, count: int) -> None:
+        """Counts the sequences for the API key of the request."""
+        refused = None if account is None else account.claim(count)
         if refused is not None:
             self._metrics.count_rejection(refused.reason)
             raise refused.error()
-        try:
-            return self._submit(requests)
-        except Exception:
-            account.release(len(requests))
-            raise
 
-    def _submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
+    def _check_open(self) -> None:
         if not self.engine.is_alive:
             self._metrics.count_rejection("engine_dead")
             raise engine_dead_error()
         if self.is_draining:
             self._metrics.count_rejection("draining")
             raise draining_error("The server is shutting down and accepts no new requests.")
-        try:
-            return self.engine.submit(requests)
-        except ServerOverloadedError as error:
+
+    def _release(self, account: KeyAccount | None, count: int, error: Exception) -> None:
+        """Takes back the claim of a request that was not accepted."""
+        if account is not None:
+            account.release(count)
+        if isinstance(error, ServerOverloadedError):
             self._metrics.count_rejection("draining" if error.is_draining else "queue_full")
-            raise
 
 
 def _by_request(deltas: list[TokenDelta]) -> Iterable[tuple[str, list[TokenDelta]]]:

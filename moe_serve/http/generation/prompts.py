@@ -13,10 +13,10 @@ import msgspec
 
 from moe_serve.engine.request.sampling_params import MAX_CHOICES
 from moe_serve.errors import ContextLengthError, InvalidRequestError
+from moe_serve.http.generation.chat import Chat, Truncation
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.generation.text_threads import MAX_INLINE_CHARS
 from moe_serve.http.schema.chat_messages import ChatMessage
-from moe_serve.http.schema.schemas import ChatBody, TruncationSide
 
 _MAX_CUT_BYTES = 262_144  # of a text that is truncated after tokenization, if the context is small
 
@@ -31,27 +31,27 @@ class Prompt:
     param: str
 
 
-async def chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
+async def render_prompt(chat: Chat, model: ServedModel) -> Prompt:
     """Renders the chat template and tokenizes. The template writes the special tokens itself."""
     template = model.require_chat_template()
-    tools, options = body.template_tools(), body.template_options()
+    tools, options = chat.template_tools(), chat.template_options()
     has_text_arguments = bool(
-        body.has_calls and await asyncio.to_thread(lambda: template.has_text_arguments)
+        chat.has_calls and await asyncio.to_thread(lambda: template.has_text_arguments)
     )
 
     def order() -> bytes:
         return template.order(
-            body.template_messages(has_text_arguments=has_text_arguments),
-            continues=bool(body.continue_final_message),
-            add_generation_prompt=body.add_generation_prompt is not False,
+            chat.template_messages(has_text_arguments=has_text_arguments),
+            continues=chat.continues,
+            add_generation_prompt=chat.adds_generation_prompt,
             tools=tools,
             options=options,
         )
 
-    num_chars = sum(_num_chars(message) for message in body.messages)
+    num_chars = sum(_num_chars(message) for message in chat.messages)
     size = num_chars + len(msgspec.json.encode(tools))
     text = await template.render_order(await model.texts.run(order, size))
-    has_limit = body.truncate_prompt_tokens is None
+    has_limit = chat.truncation is None
     return await _encoded(text, "messages", model, has_limit=has_limit, has_special=False)
 
 
@@ -96,29 +96,24 @@ async def completion_prompts(
 
 
 def truncated(
-    prompt: Prompt,
-    limit: int | None,
-    max_model_len: int,
-    max_tokens: int,
-    side: TruncationSide | None = None,
+    prompt: Prompt, truncation: Truncation | None, max_model_len: int, max_tokens: int | None
 ) -> Prompt:
-    """Truncates to at most `limit` tokens; -1 leaves room for `max_tokens` in the context.
-
-    `side` is the side where tokens are dropped, as in vLLM: "right" keeps the first tokens, "left"
-    and None keep the last.
-    """
-    if limit is None:
+    """Truncates a prompt that is too long. The room for the answer is `max_tokens`; None: one
+    token."""
+    if truncation is None:
         return prompt
+    limit = truncation.limit
     if limit >= max_model_len:
         raise InvalidRequestError(
             f"truncate_prompt_tokens must be at most {max_model_len - 1}, one less than the "
             f"context, got {limit}.",
             param="truncate_prompt_tokens",
         )
-    count = max(1, max_model_len - max_tokens) if limit == -1 else limit
+    count = max(1, max_model_len - (max_tokens or 1)) if limit == -1 else limit
     if len(prompt.token_ids) <= count:
         return prompt
-    kept = prompt.token_ids[:count] if side == "right" else prompt.token_ids[-count:]
+    keeps_first = truncation.side == "right"
+    kept = prompt.token_ids[:count] if keeps_first else prompt.token_ids[-count:]
     return replace(prompt, token_ids=kept, text=None)
 
 

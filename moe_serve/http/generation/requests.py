@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from moe_serve.engine.request.request import MAX_PRIORITY, GenerationRequest
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.request import MAX_PRIORITY, DecodingRules, GenerationRequest
 from moe_serve.engine.request.sampling_params import MAX_CHOICES, SamplingParams
-from moe_serve.engine.sampling.bad_words import with_bad_word_ids
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
+from moe_serve.engine.sampling.bad_words import bad_word_ids
 from moe_serve.errors import ContextLengthError, InvalidGrammarError, InvalidRequestError
 from moe_serve.http.gate.auth import current_client
-from moe_serve.http.generation.context import ServerContext
+from moe_serve.http.generation.chat import AnswerOptions
+from moe_serve.http.generation.context import EngineLimits, ServerContext
 from moe_serve.http.generation.prompts import Prompt, check_prompt_length, tokens_requested
-from moe_serve.http.schema.schemas import GenerationBody
 
 
-async def admit_params(
-    server: ServerContext, params: SamplingParams, param: str | None = None
-) -> SamplingParams:
-    """Compiles the constraint, which came from the field `param`, and converts bad words to token
+async def resolve_rules(
+    server: ServerContext,
+    params: SamplingParams,
+    *,
+    constraint: Constraint | None,
+    constraint_field: str | None,
+    thinking: ThinkingMarkers | None = None,
+) -> DecodingRules:
+    """Compiles the constraint, which came from the given field, and converts bad words to token
     ids."""
-    if params.constraint is not None:
+    if constraint is not None:
         try:
-            constraint = await server.gate.admit(params.constraint, current_client().name)
+            constraint = await server.gate.admit(constraint, current_client().name)
         except InvalidGrammarError as error:
-            if param is None:
+            if constraint_field is None:
                 raise InvalidGrammarError(str(error), param=None) from None
-            raise error.of_field(param) from None
-        params = replace(params, constraint=constraint)
-    return with_bad_word_ids(params, server.model.tokenizer)
+            raise error.of_field(constraint_field) from None
+    return replace(
+        DecodingRules.of(params),
+        constraint=constraint,
+        thinking_markers=thinking,
+        bad_word_ids=bad_word_ids(params, thinking, server.model.tokenizer),
+    )
 
 
 def admit_priority(server: ServerContext, priority: int | None) -> int:
@@ -54,25 +65,15 @@ def admit_priority(server: ServerContext, priority: int | None) -> int:
 
 MAX_PROMPT_LOGPROBS = 2_000_000  # of one request, over all its choices
 MAX_GIVEN_LOGPROBS = 2_000_000  # of one complete answer, over all its choices; a stream holds none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLimits:
-    """The limits of the engine. `default_max_tokens` None: up to the end of the context."""
-
-    max_model_len: int
-    vocab_size: int
-    default_max_tokens: int | None
-    max_tokens_field: str = "max_tokens"
-    prompt_logprobs_field: str = "prompt_logprobs"
+MAX_ROUTED_IDS = 16_000_000  # in one complete answer; a stream holds none
 
 
 def build_engine_requests(
     response_id: str,
     prompts: Sequence[Prompt],
-    params: SamplingParams,
-    limits: TokenLimits,
-    cache_salt: str = "",
+    options: AnswerOptions,
+    rules: DecodingRules,
+    limits: EngineLimits,
     priority: int = 0,
 ) -> list[GenerationRequest]:
     """Builds one request per prompt and choice, in the order of the answer's `choices`.
@@ -81,6 +82,7 @@ def build_engine_requests(
 
     Only choice 0 of a prompt requests the log probabilities of the prompt.
     """
+    params = options.params
     num_sequences = len(prompts) * params.n
     if num_sequences > MAX_CHOICES:
         raise InvalidRequestError(
@@ -88,52 +90,56 @@ def build_engine_requests(
             f"{MAX_CHOICES} are allowed.",
             param="n",
         )
-    params.check_vocabulary(limits.vocab_size)
-    _check_prompt_logprobs(prompts, params, limits)
+    params.check_vocabulary(limits.vocab_size, rules.thinking_markers)
+    _check_prompt_logprobs(prompts, options)
     now = time.monotonic()
     requests: list[GenerationRequest] = []
     for prompt in prompts:
         _check_prompt(prompt, limits, params.max_tokens)
-        fitting = _with_max_tokens(params, prompt, limits)
-        others = fitting
-        if fitting.prompt_logprobs is not None:
-            others = replace(fitting, prompt_logprobs=None)
+        first = replace(rules, max_tokens=_max_tokens(prompt, options, limits))
+        others = replace(first, prompt_logprobs=None)
         for choice in range(params.n):
             requests.append(
                 GenerationRequest(
                     request_id=f"{response_id}-{len(requests)}",
                     prompt_token_ids=prompt.token_ids,
-                    params=fitting if choice == 0 else others,
+                    params=params,
+                    resolved=others if choice else first,
                     choice=choice,
                     arrival_time=now,
                     priority=priority,
-                    cache_salt=cache_salt,
+                    cache_salt=options.cache_salt,
+                    wants_routed_experts=options.wants_routed_experts,
                 )
             )
+    if not options.is_streamed:
+        _check_size(requests, limits)
     return requests
 
 
-def check_given_logprobs(
-    requests: Sequence[GenerationRequest], max_model_len: int, *, is_streamed: bool
-) -> None:
-    """Limits the memory that `logprob_token_ids` takes in a complete answer."""
-    given = len(requests[0].params.logprob_token_ids)
-    if not given or is_streamed:
-        return
-    num_tokens = sum(
-        r.params.max_tokens or max_model_len - len(r.prompt_token_ids) for r in requests
-    )
-    count = num_tokens * (given + 1)
-    if count > MAX_GIVEN_LOGPROBS:
+def _check_size(requests: Sequence[GenerationRequest], limits: EngineLimits) -> None:
+    """Limits the memory of a complete answer: that of `logprob_token_ids` and of expert ids."""
+    room = limits.max_model_len
+    num_tokens = sum(r.rules.max_tokens or room - len(r.prompt_token_ids) for r in requests)
+    given, each = len(requests[0].params.logprob_token_ids), limits.ids_per_token
+    if given and num_tokens * (given + 1) > MAX_GIVEN_LOGPROBS:
         raise InvalidRequestError(
-            f"logprob_token_ids requests up to {count} log probabilities ({num_tokens} tokens in "
-            f"{len(requests)} choices, {given + 1} each); an answer without stream is limited to "
-            f"{MAX_GIVEN_LOGPROBS}. Set a smaller max_tokens, or use stream: true.",
+            f"logprob_token_ids requests up to {num_tokens * (given + 1)} log probabilities "
+            f"({num_tokens} tokens in {len(requests)} choices, {given + 1} each); an answer "
+            f"without stream is limited to {MAX_GIVEN_LOGPROBS}. Set a smaller max_tokens, or use "
+            "stream: true.",
             param="logprob_token_ids",
+        )
+    if requests[0].wants_routed_experts and num_tokens * each > MAX_ROUTED_IDS:
+        raise InvalidRequestError(
+            f"return_routed_experts for up to {num_tokens} tokens with {each} expert ids each "
+            f"gives {num_tokens * each} ids; an answer without stream is limited to "
+            f"{MAX_ROUTED_IDS}. Set a smaller max_tokens, or use stream: true.",
+            param="return_routed_experts",
         )
 
 
-def _check_prompt(prompt: Prompt, limits: TokenLimits, max_tokens: int | None) -> None:
+def _check_prompt(prompt: Prompt, limits: EngineLimits, max_tokens: int | None) -> None:
     """Checks the length, then the ids: the length bounds the cost of reading every id."""
     param = prompt.param
     if not prompt.token_ids:
@@ -149,16 +155,15 @@ def _check_prompt(prompt: Prompt, limits: TokenLimits, max_tokens: int | None) -
         )
 
 
-def _check_prompt_logprobs(
-    prompts: Sequence[Prompt], params: SamplingParams, limits: TokenLimits
-) -> None:
+def _check_prompt_logprobs(prompts: Sequence[Prompt], options: AnswerOptions) -> None:
     """Limits the log probabilities of prompts: they stay in memory until the answer is written."""
+    params = options.params
     if params.prompt_logprobs is None:
         return
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * params.n
     count = num_tokens * (params.prompt_logprobs + 1)
     if count > MAX_PROMPT_LOGPROBS:
-        field = limits.prompt_logprobs_field
+        field = options.prompt_logprobs_field
         raise InvalidRequestError(
             f"{field} = {params.prompt_logprobs} requests {count} log probabilities of the "
             f"prompt ({num_tokens} tokens in {len(prompts)} prompts and n = {params.n} choices, "
@@ -167,46 +172,23 @@ def _check_prompt_logprobs(
         )
 
 
-def _with_max_tokens(params: SamplingParams, prompt: Prompt, limits: TokenLimits) -> SamplingParams:
-    count = len(prompt.token_ids)
+def _max_tokens(prompt: Prompt, options: AnswerOptions, limits: EngineLimits) -> int | None:
+    """The limit of an answer, which fits the context; None: up to the end of the context."""
+    asked, min_tokens = options.params.max_tokens, options.params.min_tokens
+    count, field = len(prompt.token_ids), options.max_tokens_field
     room = limits.max_model_len - count
-    if params.max_tokens is None:
-        if limits.default_max_tokens is None:
-            return params
-        max_tokens = min(limits.default_max_tokens, room)
-        if params.min_tokens > max_tokens:
+    if asked is None:
+        if options.default_max_tokens is None:
+            return None
+        max_tokens = min(options.default_max_tokens, room)
+        if min_tokens > max_tokens:
             raise InvalidRequestError(
-                f"min_tokens ({params.min_tokens}) must not exceed {limits.max_tokens_field}, "
-                f"which is {max_tokens} by default for this prompt.",
+                f"min_tokens ({min_tokens}) must not exceed {field}, which is {max_tokens} by "
+                "default for this prompt.",
                 param="min_tokens",
             )
-        return replace(params, max_tokens=max_tokens)
-    if params.max_tokens > room:
-        used = tokens_requested(limits.max_model_len, count, prompt.param, params.max_tokens)
-        field = limits.max_tokens_field
+        return max_tokens
+    if asked > room:
+        used = tokens_requested(limits.max_model_len, count, prompt.param, asked)
         raise ContextLengthError(f"{used} {field} must be at most {room} here.", param=field)
-    return params
-
-
-MAX_ROUTED_IDS = 16_000_000  # in one complete answer; a stream holds none
-
-
-def with_routed_experts(
-    requests: list[GenerationRequest], body: GenerationBody, server: ServerContext
-) -> list[GenerationRequest]:
-    """Marks the requests if the body has `return_routed_experts`.
-
-    Raises InvalidRequestError if an answer without stream could hold too many ids.
-    """
-    if not body.return_routed_experts:
-        return requests
-    room, each = server.model.max_model_len, server.model.ids_per_token
-    num_tokens = sum(r.params.max_tokens or room - len(r.prompt_token_ids) for r in requests)
-    if not body.stream and num_tokens * each > MAX_ROUTED_IDS:
-        raise InvalidRequestError(
-            f"return_routed_experts for up to {num_tokens} tokens with {each} expert ids each "
-            f"gives {num_tokens * each} ids; an answer without stream is limited to "
-            f"{MAX_ROUTED_IDS}. Set a smaller max_tokens, or use stream: true.",
-            param="return_routed_experts",
-        )
-    return [replace(request, wants_routed_experts=True) for request in requests]
+    return asked

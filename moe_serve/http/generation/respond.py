@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from pydantic import TypeAdapter
 
-from moe_serve.http.generation.generation import Usage
 from moe_serve.http.generation.logprob_format import MAX_INLINE_LOGPROBS
 from moe_serve.http.generation.sse import SseResponse
+from moe_serve.http.generation.usage import Usage
 from moe_serve.http.wire.disconnect import run_until_disconnect
 
 _CLIENT_CLOSED_REQUEST = 499

@@ -60,7 +60,7 @@ class SequenceProgress:
         self._num_preemptions = 0
         self.finished: FinishedSequence | None = None  # set when it has ended by itself
         follows = request.prompt_token_ids[-1] if continues else None
-        self._text = TextStream(tokenizer, request.params, stops, kept_ids, follows)
+        self._text = TextStream(tokenizer, request.params, stops, kept_ids, follows, request.rules)
         self._metrics = metrics
         self._is_prompt_only = is_prompt_only
         self._trace = current_trace()

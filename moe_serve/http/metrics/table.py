@@ -193,7 +193,7 @@ _REQUEST_ROWS = (
         "params_max_tokens",
         "Maximum answer length that was requested, in tokens.",
         _TOKENS,
-        lambda s: s.request.params.max_tokens,
+        lambda s: s.request.rules.max_tokens,
     ),
     _observed("request_success", "Sequences that ended.", "finished_reason", is_vllm=True),
     _observed("admission_rejections", "Requests that were not accepted.", "reason", is_vllm=True),

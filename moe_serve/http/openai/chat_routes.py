@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.chat_generation import ChatGeneration, start_chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
 from moe_serve.http.openai.answers import collect_chat, written_answer
+from moe_serve.http.openai.bodies import ChatBody
 from moe_serve.http.openai.chat_format import ChatChunks, chat_response
 from moe_serve.http.openai.chunk_format import ResponseHead
 from moe_serve.http.schema.body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
-from moe_serve.http.schema.schemas import ChatBody
 from moe_serve.http.schema.strict_schema import parse_body
 from moe_serve.text.tokenizer import Tokenizer
 
@@ -28,19 +30,32 @@ def chat_router(server: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=request_body_schema(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
         content = await read_json_object(request, server.config.max_body_bytes)
-        return await answer_chat(server, content, request)
+        call = read_chat(server, content)
+        generation = await start_chat(server, call.chat, call.options, call.internal_id)
+        return await answer_chat(server, call, generation, request)
 
     return router
 
 
-async def answer_chat(
-    server: ServerContext, content: Mapping[str, Any], request: Request
-) -> Response:
-    """Answers a chat, streamed or complete. `content` is the parsed body of the request."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall:
+    """A checked request. `ignored` names the fields without effect."""
+
+    body: ChatBody
+    chat: Chat
+    options: AnswerOptions
+    head: ResponseHead
+    internal_id: str  # the client sees `head.id`, which it may choose
+    ignored: tuple[str, ...]
+
+
+def read_chat(server: ServerContext, content: Mapping[str, Any]) -> ChatCall:
+    """Checks a request. `content` is its parsed body."""
     body = parse_body(ChatBody, content)
     ignored = body.check(is_strict=server.config.is_strict)
     server.model.check_name(body.model)
-    internal_id = f"chatcmpl-{uuid.uuid4().hex}"
+    chat, internal_id = body.chat(), f"chatcmpl-{uuid.uuid4().hex}"
+    unheeded = server.assistant.check(chat, server.model)
     head = ResponseHead(
         id=f"chatcmpl-{body.request_id}" if body.request_id else internal_id,
         object="chat.completion.chunk" if body.stream else "chat.completion",
@@ -48,9 +63,22 @@ async def answer_chat(
         model=server.model.name,
         system_fingerprint=server.model.fingerprint,
     )
-    tokenizer = server.model.tokenizer
-    generation = await start_chat(server, body, internal_id)
-    headers = ignored_header([*ignored, *generation.ignored])
+    return ChatCall(
+        body=body,
+        chat=chat,
+        options=body.options(),
+        head=head,
+        internal_id=internal_id,
+        ignored=(*ignored, *unheeded),
+    )
+
+
+async def answer_chat(
+    server: ServerContext, call: ChatCall, generation: ChatGeneration, request: Request
+) -> Response:
+    """Sends the answer, streamed or complete."""
+    body, tokenizer = call.body, server.model.tokenizer
+    headers = ignored_header([*call.ignored, *generation.ignored])
     is_forced = server.config.force_include_usage
     has_usage, has_usage_in_chunks = body.stream_usage(is_forced=is_forced)
     token_ids = generation.prompt.token_ids if body.return_token_ids else None
@@ -58,7 +86,7 @@ async def answer_chat(
         return stream_response(
             generation,
             ChatChunks(
-                head,
+                call.head,
                 tokenizer,
                 has_usage=has_usage,
                 usage_now=generation.usage if has_usage_in_chunks else None,
@@ -68,7 +96,7 @@ async def answer_chat(
             ping_s=server.config.sse_ping_s,
             headers=headers,
         )
-    answer = _answer(generation, head, tokenizer, token_ids)
+    answer = _answer(generation, call.head, tokenizer, token_ids)
     return await whole_response(answer, generation, request, headers)
 
 

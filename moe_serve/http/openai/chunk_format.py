@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.http.generation.generation import Usage
 from moe_serve.http.generation.sse import sse_event
+from moe_serve.http.generation.usage import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

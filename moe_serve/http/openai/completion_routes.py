@@ -1,4 +1,7 @@
-"""POST /v1/completions."""
+"""POST /v1/completions, and POST /invocations for chats and completions.
+
+/invocations is the one path that Amazon SageMaker calls.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,29 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from moe_serve.engine.request.request import GenerationRequest
-from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.http.generation.chat_generation import start_chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.generation import Generation
 from moe_serve.http.generation.prompts import Prompt, completion_prompts, truncated
 from moe_serve.http.generation.requests import (
-    TokenLimits,
-    admit_params,
     admit_priority,
     build_engine_requests,
-    check_given_logprobs,
-    with_routed_experts,
+    resolve_rules,
 )
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.openai.answers import collect, written_answer
+from moe_serve.http.openai.bodies import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    is_chat,
+)
+from moe_serve.http.openai.chat_routes import answer_chat, read_chat
 from moe_serve.http.openai.chunk_format import ResponseHead
 from moe_serve.http.openai.completion_format import CompletionFormat, EchoedPrompt, echoed_prompt
 from moe_serve.http.schema.body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
-from moe_serve.http.schema.schemas import DEFAULT_COMPLETION_TOKENS, CompletionBody
 from moe_serve.http.schema.strict_schema import parse_body
 from moe_serve.text.tokenizer import Tokenizer
 
@@ -45,6 +51,16 @@ def completion_router(server: ServerContext) -> APIRouter:
         content = await read_json_object(request, server.config.max_body_bytes)
         return await answer_completion(server, content, request)
 
+    @router.post("/invocations", openapi_extra=request_body_schema(ChatBody | CompletionBody))
+    async def invoke(request: Request) -> Response:
+        """Answers a chat if the body has `messages`, and a completion if it has `prompt`."""
+        content = await read_json_object(request, server.config.max_body_bytes)
+        if not is_chat(content):
+            return await answer_completion(server, content, request)
+        call = read_chat(server, content)
+        generation = await start_chat(server, call.chat, call.options, call.internal_id)
+        return await answer_chat(server, call, generation, request)
+
     return router
 
 
@@ -56,10 +72,17 @@ async def answer_completion(
     headers = ignored_header(body.check(is_strict=server.config.is_strict))
     server.model.check_name(body.model)
     tokenizer = server.model.tokenizer
-    params = await admit_params(server, body.sampling_params(), body.constraint()[1])
+    options = body.options()
+    rules = await resolve_rules(
+        server,
+        options.params,
+        constraint=options.params.constraint,
+        constraint_field=options.constraint_field,
+    )
     prompts = await _prompts(body, server.model)
     internal_id = f"cmpl-{uuid.uuid4().hex}"
-    requests = _engine_requests(server, body, params, prompts, internal_id)
+    priority = admit_priority(server, options.priority)
+    requests = build_engine_requests(internal_id, prompts, options, rules, server.limits, priority)
     echoes: list[EchoedPrompt | None] = [None] * len(requests)
     if body.echo:
         echoes = await _echoes(prompts, len(requests) // len(prompts), tokenizer)
@@ -97,34 +120,14 @@ async def answer_completion(
 
 
 async def _prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
-    limit, max_len = body.truncate_prompt_tokens, model.max_model_len
-    prompts = await completion_prompts(body.prompt, model, has_limit=limit is None)
+    truncation, max_len = body.truncation, model.max_model_len
+    prompts = await completion_prompts(body.prompt, model, has_limit=truncation is None)
     max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-    side = body.truncation_side
-    return [truncated(prompt, limit, max_len, max_tokens, side) for prompt in prompts]
+    return [truncated(prompt, truncation, max_len, max_tokens) for prompt in prompts]
 
 
 def _prompt_ids(requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
     return [request.prompt_token_ids for request in requests]
-
-
-def _engine_requests(
-    server: ServerContext,
-    body: CompletionBody,
-    params: SamplingParams,
-    prompts: Sequence[Prompt],
-    response_id: str,
-) -> list[GenerationRequest]:
-    limits = TokenLimits(
-        max_model_len=server.model.max_model_len,
-        vocab_size=server.generations.engine.vocab_size,
-        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
-        prompt_logprobs_field=body.prompt_logprobs_field,
-    )
-    salt, priority = body.cache_salt or "", admit_priority(server, body.priority)
-    requests = build_engine_requests(response_id, prompts, params, limits, salt, priority)
-    check_given_logprobs(requests, limits.max_model_len, is_streamed=bool(body.stream))
-    return with_routed_experts(requests, body, server)
 
 
 async def _echoes(

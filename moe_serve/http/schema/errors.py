@@ -1,6 +1,7 @@
 """Turns every error into one envelope: {"error": {"message", "type", "param", "code"}}.
 
-`code` is a string. Under /v1/messages the envelope is Anthropic's (`anthropic_errors.py`).
+`code` is a string. Under /v1/messages the envelope is Anthropic's:
+{"type": "error", "error": {"type", "message", "details"}}.
 """
 
 from __future__ import annotations
@@ -23,11 +24,20 @@ from moe_serve.errors import (
     TracingError,
     printable,
 )
-from moe_serve.http.schema.anthropic_errors import anthropic_error, is_anthropic
 
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_RETRY = {"x-should-retry": "false"}  # the official clients obey it
 _ENGINE_RETRY_S = 5.0
+_ANTHROPIC_PREFIX = "/v1/messages"
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -59,7 +69,7 @@ class ApiError(Exception):
         """The JSON body in the shape of the API that `path` belongs to; OpenAI's if path is
         unknown."""
         if is_anthropic(path):
-            return anthropic_error(self.status, self.message, self.code, self.param)
+            return _anthropic_body(self)
         error = {
             "message": self.message,
             "type": self.type,
@@ -72,6 +82,22 @@ class ApiError(Exception):
         return Response(
             self.body(path), self.status, headers=self.headers, media_type="application/json"
         )
+
+
+def is_anthropic(path: str) -> bool:
+    """True if the path belongs to Anthropic's API."""
+    return path == _ANTHROPIC_PREFIX or path.startswith(_ANTHROPIC_PREFIX + "/")
+
+
+def _anthropic_body(error: ApiError) -> bytes:
+    """The JSON body in Anthropic's shape. `details` holds our own error code and the field."""
+    other = "api_error" if error.status >= 500 else "invalid_request_error"
+    fields = {
+        "type": _ANTHROPIC_TYPES.get(error.status, other),
+        "message": error.message,
+        "details": {"error_code": error.code, "param": error.param},
+    }
+    return msgspec.json.encode({"type": "error", "error": fields})
 
 
 def internal_error() -> ApiError:

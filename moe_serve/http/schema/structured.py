@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -102,20 +102,7 @@ class StructuredFields(StrictSchema):
     def constraint(self) -> tuple[Constraint | None, str | None]:
         """The constraint and the field it came from. Raises InvalidRequestError if there are
         two."""
-        found = [wish for wish in self._wishes() if wish[2] is not None]
-        if not found:
-            return None, None
-        if len(found) > 1:
-            raise InvalidRequestError(
-                f"{found[0][0]} and {found[1][0]} both describe the form of the answer: send "
-                "only one.",
-                param=found[1][0],
-            )
-        param, kind, value = found[0]
-        try:
-            return _constraint(param, kind, value), param
-        except InvalidGrammarError as error:
-            raise error.of_field(param) from None
+        return wished_constraint(self._wishes())
 
     def unknown_parts(self) -> dict[str, Any]:
         """Undeclared fields of the nested objects, by their full names."""
@@ -146,6 +133,28 @@ class StructuredFields(StrictSchema):
         yield "grammar", "gbnf", self.grammar
         # "" means that there is no tag
         yield "structural_tag", "structural_tag", self.structural_tag or None
+
+
+def wished_constraint(wishes: Iterable[_Wish]) -> tuple[Constraint | None, str | None]:
+    """The one wish that has a value, and its field. Raises InvalidRequestError if there are two."""
+    found = [wish for wish in wishes if wish[2] is not None]
+    if not found:
+        return None, None
+    if len(found) > 1:
+        raise InvalidRequestError(
+            f"{found[0][0]} and {found[1][0]} both describe the form of the answer: send only one.",
+            param=found[1][0],
+        )
+    param, kind, value = found[0]
+    try:
+        return _constraint(param, kind, value), param
+    except InvalidGrammarError as error:
+        raise error.of_field(param) from None
+
+
+def is_response_format(field: str | None) -> bool:
+    """True if a constraint that came from this field is a `response_format`."""
+    return field is not None and field.partition(".")[0] == "response_format"
 
 
 def _constraint(param: str, kind: ConstraintKind, value: Any) -> Constraint:

@@ -102,8 +102,8 @@ def sequence_attributes(
         "gen_ai.usage.cache_read.input_tokens": sum(s.num_cached_tokens for s in prompts),
         "gen_ai.usage.output_tokens": sum(sequence.num_tokens for sequence in sequences),
     }
-    if params.max_tokens is not None:
-        attributes["gen_ai.request.max_tokens"] = params.max_tokens
+    if (max_tokens := sequences[0].request.rules.max_tokens) is not None:
+        attributes["gen_ai.request.max_tokens"] = max_tokens
     return {**attributes, **_latencies(sequences)}
 
 

@@ -23,7 +23,7 @@ from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
 from moe_serve.engine.sampling.sampler import Sampler
-from moe_serve.engine.sampling.thinking_limit import with_thinking_markers
+from moe_serve.engine.sampling.thinking_limit import limiting_markers
 from moe_serve.errors import InvalidRequestError
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.assistant.delta import joined
@@ -49,7 +49,8 @@ def llm() -> Iterator[LLM]:
 def limited(llm: LLM, budget: int, prompt: str = "<think>\n", **params: Any) -> SamplingParams:
     fields = {"max_tokens": 24, "seed": 5, "ignore_eos": True} | params
     wanted = SamplingParams(thinking_token_budget=budget, **fields)
-    return with_thinking_markers(wanted, THINK, prompt, llm.tokenizer)
+    markers = limiting_markers(wanted, wanted.constraint, THINK, prompt, llm.tokenizer)
+    return replace(wanted, thinking_markers=markers)
 
 
 def answers(llm: LLM, params: list[SamplingParams]) -> list[CompletionOutput]:
@@ -150,9 +151,8 @@ def harmony_tokenizer() -> Tokenizer:
 )
 def test_the_end_of_harmonys_analysis(can_call: bool, following: str) -> None:
     tokenizer, params = harmony_tokenizer(), SamplingParams(thinking_token_budget=2)
-    of = with_thinking_markers(
-        params, REASONING_FORMATS["gpt-oss"], "<|start|>assistant", tokenizer, can_call=can_call
-    ).thinking_markers
+    harmony = REASONING_FORMATS["gpt-oss"]
+    of = limiting_markers(params, None, harmony, "<|start|>assistant", tokenizer, can_call=can_call)
     assert of is not None and of.can_reopen and not of.is_open
     decoded = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (of.end, *of.openings)]
     assert decoded == ["<|end|>" + following, "<|channel|>analysis<|message|>"]
@@ -172,7 +172,8 @@ def test_harmony_goes_on_to_the_final_channel(has_grammar: bool) -> None:
     wanted = SamplingParams(
         thinking_token_budget=6, constraint=constraint, temperature=1, seed=3, max_tokens=None
     )
-    params = with_thinking_markers(wanted, REASONING_FORMATS["gpt-oss"], "", tokenizer)
+    markers = limiting_markers(wanted, constraint, REASONING_FORMATS["gpt-oss"], "", tokenizer)
+    params = replace(wanted, thinking_markers=markers)
     request = GenerationRequest(request_id="r", prompt_token_ids=(1,), params=params)
     sequence, sampler = Sequence(0, request), Sampler(eos)
     answer = tokenizer.encode("<|channel|>analysis<|message|>", add_special_tokens=False)
@@ -202,5 +203,5 @@ def test_a_grammar_without_reasoning_has_no_budget() -> None:
         (Constraint("json_schema", '{"const": "</think>"}'), False),
     ):
         params = SamplingParams(thinking_token_budget=2, constraint=constraint)
-        found = with_thinking_markers(params, THINK, "<think>", tokenizer)
-        assert (found.thinking_markers is not None) is is_limited, constraint
+        found = limiting_markers(params, constraint, THINK, "<think>", tokenizer)
+        assert (found is not None) is is_limited, constraint

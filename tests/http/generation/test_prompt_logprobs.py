@@ -8,22 +8,26 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from moe_serve.engine.request.request import GenerationRequest, TokenLogprob
+from moe_serve.engine.request.request import DecodingRules, GenerationRequest, TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.generation.prompt_logprobs import SharedPromptLogprobs
+from moe_serve.http.generation.chat import AnswerOptions
+from moe_serve.http.generation.context import EngineLimits
+from moe_serve.http.generation.generation import SharedPromptLogprobs
 from moe_serve.http.generation.prompts import Prompt
-from moe_serve.http.generation.requests import TokenLimits, build_engine_requests
+from moe_serve.http.generation.requests import build_engine_requests
 from moe_serve.http.generation.sequence import Piece
-from moe_serve.http.schema.schemas import CompletionBody
+from moe_serve.http.openai.bodies import CompletionBody
 from moe_serve.text.text_stream import TextDelta
 
-LIMITS = TokenLimits(max_model_len=4096, vocab_size=10, default_max_tokens=16)
+LIMITS = EngineLimits(max_model_len=4096, vocab_size=10)
 
 
 def requests_for(num_prompts: int, length: int, **params: Any) -> list[GenerationRequest]:
     prompt = Prompt(token_ids=(1,) * length, text=None, param="prompt")
-    return build_engine_requests("id", [prompt] * num_prompts, SamplingParams(**params), LIMITS)
+    options = AnswerOptions(params=SamplingParams(**params), default_max_tokens=16)
+    rules = DecodingRules.of(options.params)
+    return build_engine_requests("id", [prompt] * num_prompts, options, rules, LIMITS)
 
 
 def piece(index: int, text: str, logprob: float | None = None) -> Piece:
@@ -41,7 +45,7 @@ def shown(pieces: list[Piece]) -> list[tuple[int, str, float | None]]:
 
 def test_only_choice_0_asks_the_engine() -> None:
     requests = requests_for(2, 3, n=2, logprobs=1, prompt_logprobs=1)
-    assert [request.params.prompt_logprobs for request in requests] == [1, None, 1, None]
+    assert [request.rules.prompt_logprobs for request in requests] == [1, None, 1, None]
 
 
 def test_a_choice_that_is_ahead_waits_for_its_choice_0() -> None:
@@ -97,5 +101,5 @@ def test_all_choices_show_them(client: TestClient, engine: Any, is_stream: bool)
         if choice["logprobs"]:
             tokens[choice["index"]] += choice["logprobs"]["tokens"]
     assert tokens == {i: ["a", "b", "H", "e"] for i in range(3)}
-    asked = [request.params.prompt_logprobs for request in engine.submitted]
+    asked = [request.rules.prompt_logprobs for request in engine.submitted]
     assert asked == [1, None, None]

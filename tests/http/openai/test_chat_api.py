@@ -49,7 +49,7 @@ def test_answer(client: TestClient, engine: Any) -> None:
     }
     request = engine.submitted[0]
     assert engine.tokenizer.decode(request.prompt_token_ids) == PROMPT
-    assert request.params.max_tokens is None
+    assert request.rules.max_tokens is None
     assert request.params.temperature == 1.0
 
 

@@ -212,11 +212,11 @@ def test_a_forced_call_has_a_grammar(served: Any) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     for choice in ("required", named):
         ask(served, CALL, tools=[TOOL], tool_choice=choice)
-        constraint = served[1].submitted[-1].params.constraint
+        constraint = served[1].submitted[-1].rules.constraint
         assert constraint.kind == "lark"
         assert "get_weather" in constraint.source
     ask(served, CALL, tools=[TOOL], tool_choice="auto")
-    assert served[1].submitted[-1].params.constraint is None
+    assert served[1].submitted[-1].rules.constraint is None
 
 
 def test_reasoning_has_both_names(served: Any) -> None:
@@ -276,7 +276,7 @@ def test_what_is_reasoning_under_a_grammar(
 
 def lead_of(served: Any, **fields: Any) -> str:
     ask(served, "{}", **fields)
-    lead: str = served[1].submitted[-1].params.constraint.lead
+    lead: str = served[1].submitted[-1].rules.constraint.lead
     return lead
 
 

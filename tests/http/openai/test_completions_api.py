@@ -35,7 +35,7 @@ def test_answer(client: TestClient, engine: Any) -> None:
     assert body["object"] == "text_completion"
     assert body["choices"][0]["text"] == "Hello"
     assert body["usage"]["prompt_tokens"] == 2
-    assert engine.submitted[0].params.max_tokens == 16
+    assert engine.submitted[0].rules.max_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_several_prompts_and_choices_keep_their_order(client: TestClient, engine
 
 def test_the_default_length_fits_what_is_left(client: TestClient, engine: Any) -> None:
     assert post(client, prompt=[1] * 505).status_code == 200
-    assert engine.submitted[0].params.max_tokens == 7
+    assert engine.submitted[0].rules.max_tokens == 7
 
 
 def test_echo(client: TestClient) -> None:
@@ -115,7 +115,7 @@ def test_prompt_only(client: TestClient, engine: Any, is_stream: bool) -> None:
     assert len(choice["text"]) == 3
     assert len(choice["logprobs"]["tokens"]) == 3
     assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
-    assert engine.submitted[0].params.max_tokens == 1
+    assert engine.submitted[0].rules.max_tokens == 1
 
 
 def test_logprobs_without_echo(client: TestClient) -> None:

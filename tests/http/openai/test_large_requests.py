@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.generation import respond
 from moe_serve.http.openai import answers as answer
+from moe_serve.http.openai.bodies import ChatBody, CompletionBody
 from moe_serve.http.schema.body import parse_json_object
-from moe_serve.http.schema.schemas import ChatBody, CompletionBody
 from moe_serve.http.schema.strict_schema import parse_body
 
 MANY = 500_000
@@ -101,7 +101,7 @@ def test_the_largest_lists_that_are_allowed() -> None:
         "stop_token_ids": [1] * 128,
         "logit_bias": {str(i): 1 for i in range(1024)},
     }
-    params = parse_body(CompletionBody, body).sampling_params()
+    params = parse_body(CompletionBody, body).options().params
     assert len(params.stop_token_ids) == 128
     assert len(params.logit_bias) == 1024
 

@@ -192,7 +192,7 @@ def test_a_forced_call_displaces_the_format(served: Any, path: str) -> None:
     engine.script = lambda request: '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     response = client.post(path, json=FORCED[path])
     assert response.status_code == 200, response.text
-    constraint = engine.submitted[-1].params.constraint
+    constraint = engine.submitted[-1].rules.constraint
     assert constraint.kind == "lark" and "call_0" in constraint.source
     assert '"arguments"' in response.text or '"tool_use"' in response.text
     assert NAMES[path] in response.headers["x-ignored-parameters"]

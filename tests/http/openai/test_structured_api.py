@@ -92,13 +92,13 @@ def test_every_spelling(client: TestClient, engine: Any, route: str) -> None:
         response = send(client, route, **fields)
         assert response.status_code == 200, (fields, response.text)
         assert "x-ignored-parameters" not in response.headers
-        assert engine.submitted[-1].params.constraint == expected, fields
+        assert engine.submitted[-1].rules.constraint == expected, fields
 
 
 @pytest.mark.parametrize("field", ["ebnf", "grammar", "guided_grammar"])
 def test_gbnf_reaches_the_engine_as_lark(client: TestClient, engine: Any, field: str) -> None:
     assert send(client, **{field: GBNF}).status_code == 200
-    constraint = engine.submitted[-1].params.constraint
+    constraint = engine.submitted[-1].rules.constraint
     assert constraint.kind == "lark" and "start" in constraint.source
 
 
@@ -192,9 +192,9 @@ def test_a_schema_deeper_than_the_stack(client: TestClient) -> None:
 
 def test_bad_words_and_allowed_tokens(client: TestClient, engine: Any) -> None:
     assert send(client, bad_words=["ab"], allowed_token_ids=[3, 4]).status_code == 200
-    params = engine.submitted[-1].params
-    assert params.allowed_token_ids == (3, 4)
-    assert tuple(engine.tokenizer.encode("ab")) in params.bad_word_ids
+    request = engine.submitted[-1]
+    assert request.params.allowed_token_ids == (3, 4)
+    assert tuple(engine.tokenizer.encode("ab")) in request.rules.bad_word_ids
 
 
 def test_what_the_answer_ran_into_is_told(client: TestClient, engine: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.schema.chat_fields import CHAT_FIELDS
+from moe_serve.http.generation.chat_fields import EXTENSIONS
 from moe_serve.http.schema.field_types import Int, NumLogprobs, at_most
 from moe_serve.http.schema.parameters import check_fields
 from moe_serve.http.schema.strict_schema import StrictSchema
@@ -112,7 +112,7 @@ class ResponsesBody(StrictSchema):
         _check_metadata(self.metadata or {})
         extras = dict(self.model_extra or {})
         ignored: list[str] = []
-        for name in CHAT_FIELDS:
+        for name in EXTENSIONS:
             extras.pop(name, None)
         ignored += check_fields(extras, _IGNORED, _UNSERVED, "", is_strict)
         for prefix, part in (
@@ -127,11 +127,6 @@ class ResponsesBody(StrictSchema):
                 unserved = _UNSERVED_REASONING if of_reasoning else {}
                 ignored += check_fields(fields, known, unserved, prefix, is_strict)
         return ignored + self._unread_parts(is_strict) + self._without_effect()
-
-    def chat_fields(self) -> dict[str, Any]:
-        """The fields that the schema of the chat checks, as the client sent them."""
-        extras = self.model_extra or {}
-        return {name: extras[name] for name in CHAT_FIELDS if extras.get(name) is not None}
 
     def _check_combinations(self) -> None:
         if self.background and self.stream:

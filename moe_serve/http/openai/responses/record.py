@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moe_serve.http.generation.generation import Usage
+from moe_serve.http.generation.usage import Usage
 from moe_serve.http.openai.responses.body import ResponsesBody
 from moe_serve.http.openai.responses.input_items import Item
 from moe_serve.http.schema.errors import ApiError

@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from moe_serve.config.sections import ServerConfig
 from moe_serve.http.gate.auth import owner_of
+from moe_serve.http.generation.chat_fields import own_ignored, renamed_fields
 from moe_serve.http.generation.chat_generation import start_chat
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.generation.prompts import chat_prompt
+from moe_serve.http.generation.prompts import render_prompt
 from moe_serve.http.generation.respond import request_body_schema, whole_response
 from moe_serve.http.generation.sse import SseResponse, SseStyle
 from moe_serve.http.openai.responses.background import BackgroundRuns, ResponseKeeper
@@ -24,7 +26,6 @@ from moe_serve.http.openai.responses.store import ResponseStore
 from moe_serve.http.openai.responses.stored_routes import stored_router
 from moe_serve.http.openai.responses.to_chat import OWN_IGNORED, OWN_NAMES, translate
 from moe_serve.http.schema.body import read_json_object
-from moe_serve.http.schema.chat_fields import own_ignored, renamed_fields
 from moe_serve.http.schema.errors import ApiError
 from moe_serve.http.schema.parameters import ignored_header
 from moe_serve.http.schema.strict_schema import parse_body
@@ -33,12 +34,7 @@ from moe_serve.http.schema.strict_schema import parse_body
 def responses_router(server: ServerContext) -> APIRouter:
     router = APIRouter(prefix="/v1/responses")
     runs = BackgroundRuns()
-    store = ResponseStore(
-        max_entries=server.config.max_stored_responses,
-        max_bytes=server.config.stored_responses_bytes,
-        ttl_s=server.config.stored_response_ttl_s,
-        on_loss=runs.end,
-    )
+    store = _store(server.config, runs)
 
     @router.post("", openapi_extra=request_body_schema(ResponsesBody))
     async def create_response(request: Request) -> Response:
@@ -54,8 +50,10 @@ def responses_router(server: ServerContext) -> APIRouter:
             id=new_id("resp"), created_at=int(time.time()), model=server.model.name, body=body
         )
         with renamed_fields(OWN_NAMES):
-            chat = await start_chat(server, translated.chat, record.id)
-        headers = ignored_header([*translated.ignored, *own_ignored(chat.ignored, OWN_IGNORED)])
+            unheeded = server.assistant.check(translated.chat, server.model)
+            chat = await start_chat(server, translated.chat, translated.options(), record.id)
+        of_chat = own_ignored([*unheeded, *chat.ignored], OWN_IGNORED)
+        headers = ignored_header([*translated.ignored, *of_chat])
         run = ResponseRun(record, chat, server.model.tokenizer)
         keeper = ResponseKeeper(store, owner, history[1:-1], translated.items)
         if body.background:
@@ -73,7 +71,7 @@ def responses_router(server: ServerContext) -> APIRouter:
         server.model.check_name(body.model)
         with renamed_fields(OWN_NAMES):
             unheeded = server.assistant.check(translated.chat, server.model)
-            prompt = await chat_prompt(translated.chat, server.model)
+            prompt = await render_prompt(translated.chat, server.model)
         headers = ignored_header([*translated.ignored, *own_ignored(unheeded, OWN_IGNORED)])
         counted = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
         return _json(counted, headers)
@@ -89,6 +87,15 @@ def responses_router(server: ServerContext) -> APIRouter:
 
     router.include_router(stored_router(store, runs))
     return router
+
+
+def _store(config: ServerConfig, runs: BackgroundRuns) -> ResponseStore:
+    return ResponseStore(
+        max_entries=config.max_stored_responses,
+        max_bytes=config.stored_responses_bytes,
+        ttl_s=config.stored_response_ttl_s,
+        on_loss=runs.end,
+    )
 
 
 def _conversation(store: ResponseStore, body: ResponsesBody, owner: str) -> bytes:

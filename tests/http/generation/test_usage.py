@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.http.generation.request_timing import llama_timings, timing_of
+from moe_serve.http.generation.usage import llama_timings, timing_of
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 
 NAMES = {

@@ -1,12 +1,33 @@
-"""Reports the times of a request in its own answer, under the names of vLLM and llama.cpp."""
+"""Token counts and times that an answer reports about itself.
+
+The times have the names of vLLM and llama.cpp.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 
 Timing = Mapping[str, float | None]  # null: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of one HTTP request. A prompt with n choices counts once.
+
+    `reasoning_tokens` are the completion tokens that are reasoning; None if it is not a chat.
+    `timing` and `llama_timings` are set for a request with a single finished sequence, if the
+    configuration enables them.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int | None = None
+    timing: Timing | None = None
+    llama_timings: Mapping[str, float] | None = None
 
 
 def timing_of(sequence: FinishedSequence) -> Timing:

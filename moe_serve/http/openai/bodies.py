@@ -1,18 +1,21 @@
-"""The request bodies of the generation routes. Types are checked here, ranges in SamplingParams.
+"""The request bodies of chats and completions. Types are checked here, ranges in SamplingParams.
 
-Null means the same as leaving a field out. `parameters.py` checks fields that are not declared
-here.
+Null means the same as leaving a field out. `schema/parameters.py` checks fields that are not
+declared here.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from pydantic import Field
 
-from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.schema.chat_messages import ChatMessage, template_messages
+from moe_serve.http.generation.chat import AnswerOptions, Chat, Truncation, TruncationSide
+from moe_serve.http.generation.chat_fields import sampling_params
+from moe_serve.http.schema.chat_messages import ChatMessage
 from moe_serve.http.schema.field_types import (
     AllowedTokenIds,
     CacheSalt,
@@ -31,43 +34,10 @@ from moe_serve.http.schema.field_types import (
 from moe_serve.http.schema.parameters import check_extra_fields
 from moe_serve.http.schema.strict_schema import StrictSchema
 from moe_serve.http.schema.structured import StructuredFields
-from moe_serve.http.schema.template_options import (
-    ReasoningEffort,
-    TemplateOptions,
-    template_options,
-)
-from moe_serve.http.schema.tool_fields import (
-    ToolChoice,
-    ToolDefinition,
-    ToolList,
-    check_tools,
-    tool_dicts,
-)
-from moe_serve.text.chat_template import join_text_parts
+from moe_serve.http.schema.template_options import ReasoningEffort, TemplateOptions
+from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16
-TruncationSide = Literal["left", "right"]
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "n",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "logprob_token_ids",
-)
 
 
 class StreamOptions(StrictSchema):
@@ -112,6 +82,12 @@ class GenerationBody(StructuredFields):
     priority: Priority | None = None
 
     @property
+    def truncation(self) -> Truncation | None:
+        if self.truncate_prompt_tokens is None:
+            return None
+        return Truncation(limit=self.truncate_prompt_tokens, side=self.truncation_side)
+
+    @property
     def has_usage_chunk(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -154,11 +130,17 @@ class GenerationBody(StructuredFields):
             ignored += check_extra_fields(named, is_strict=is_strict)
         return ignored + check_extra_fields(self.unknown_parts(), is_strict=is_strict)
 
-    def _sampling_params(self, **others: Any) -> SamplingParams:
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        given = {name: value for name, value in given.items() if value is not None}
-        constraint, _ = self.constraint()
-        return SamplingParams(**given, constraint=constraint, **others)
+    def _options(self, **params: Any) -> AnswerOptions:
+        """The options that chats and completions share. `params` are further sampling fields."""
+        constraint, field = self.constraint()
+        return AnswerOptions(
+            params=sampling_params(self, constraint=constraint, **params),
+            constraint_field=field,
+            cache_salt=self.cache_salt or "",
+            priority=self.priority,
+            is_streamed=bool(self.stream),
+            wants_routed_experts=bool(self.return_routed_experts),
+        )
 
 
 class ChatBody(GenerationBody):
@@ -180,57 +162,6 @@ class ChatBody(GenerationBody):
     separate_reasoning: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     thinking_token_budget: Int | None = None
-
-    @property
-    def called_tools(self) -> list[ToolDefinition]:
-        """The tools that the answer may call. With tool_choice "none" the model sees no tools."""
-        return [] if self.tool_choice == "none" else self.tools or []
-
-    @property
-    def has_calls(self) -> bool:
-        """True if an earlier answer called functions."""
-        return any(message.tool_calls for message in self.messages)
-
-    @property
-    def echoed(self) -> str:
-        """The content of a last assistant message, which `echo` puts before the answer."""
-        last = self.messages[-1]
-        if not self.echo or last.role != "assistant":
-            return ""
-        content = last.content or ""
-        return content if isinstance(content, str) else join_text_parts(content, "messages")
-
-    @property
-    def forces_call(self) -> bool:
-        """True if the answer must be a tool call."""
-        return self.tool_choice == "required" or self.named_tool is not None
-
-    @property
-    def has_displaced_format(self) -> bool:
-        """True if a forced tool call replaces the answer that `response_format` describes."""
-        has_format = self.response_format is not None and self.response_format.type != "text"
-        return has_format and self.forces_call
-
-    def without_format(self) -> ChatBody:
-        """A copy without `response_format`, after checking that it is valid."""
-        self.constraint()
-        return self.model_copy(update={"response_format": None})
-
-    @property
-    def named_tool(self) -> str | None:
-        """The function that the answer must call."""
-        return self.tool_choice["name"] if isinstance(self.tool_choice, dict) else None
-
-    @property
-    def is_thinking_off(self) -> bool:
-        """True if the chat template is told to switch reasoning off."""
-        options = self.template_options()
-        return any(options.get(name) is False for name in ("enable_thinking", "thinking"))
-
-    @property
-    def max_tokens_field(self) -> str:
-        """The field that limits the answer. The newer name wins if a client sends both."""
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def check(self, *, is_strict: bool) -> list[str]:
         if self.top_logprobs is not None and not self.logprobs:
@@ -268,22 +199,34 @@ class ChatBody(GenerationBody):
                 param="continue_final_message",
             )
 
-    def sampling_params(self) -> SamplingParams:
-        return self._sampling_params(
-            max_tokens=getattr(self, self.max_tokens_field),
+    def chat(self) -> Chat:
+        return Chat(
+            messages=tuple(self.messages),
+            tools=tuple(self.tools or ()),
+            tool_choice=self.tool_choice,
+            is_parallel=self.parallel_tool_calls is not False,
+            template_kwargs=self.chat_template_kwargs or {},
+            reasoning_effort=self.reasoning_effort,
+            separates_reasoning=self.separate_reasoning is not False,
+            shows_reasoning=self.include_reasoning is not False,
+            continues=bool(self.continue_final_message),
+            adds_generation_prompt=self.add_generation_prompt is not False,
+            echoes=bool(self.echo),
+            truncation=self.truncation,
+        )
+
+    def options(self) -> AnswerOptions:
+        """Raises InvalidRequestError for a value out of range. Of the two names of max_tokens the
+        newer one wins."""
+        newer = self.max_completion_tokens
+        options = self._options(
+            max_tokens=self.max_tokens if newer is None else newer,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
             thinking_token_budget=self.thinking_token_budget,
         )
-
-    def template_messages(self, *, has_text_arguments: bool) -> list[dict[str, Any]]:
-        return template_messages(self.messages, has_text_arguments=has_text_arguments)
-
-    def template_tools(self) -> list[dict[str, Any]] | None:
-        return tool_dicts(self.called_tools) or None
-
-    def template_options(self) -> dict[str, Any]:
-        return template_options(self.chat_template_kwargs, self.reasoning_effort)
+        field = "max_tokens" if newer is None else "max_completion_tokens"
+        return replace(options, max_tokens_field=field)
 
 
 class CompletionBody(GenerationBody):
@@ -334,13 +277,31 @@ class CompletionBody(GenerationBody):
         """The field that requested the prompt logprobs."""
         return "prompt_logprobs" if self.prompt_logprobs is not None else "echo with logprobs"
 
-    def sampling_params(self) -> SamplingParams:
-        """The engine's parameters; a prompt-only request generates one token, dropped later."""
-        return self._sampling_params(
+    def options(self) -> AnswerOptions:
+        """Raises InvalidRequestError for a value out of range. A prompt-only request generates one
+        token, dropped later."""
+        options = self._options(
             max_tokens=1 if self.is_prompt_only else self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
         )
+        return replace(
+            options,
+            prompt_logprobs_field=self.prompt_logprobs_field,
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        )
+
+
+def is_chat(content: Mapping[str, Any]) -> bool:
+    """True if the body has `messages`. A body with both `messages` and `prompt` is an error."""
+    has_messages = content.get("messages") is not None
+    if has_messages and content.get("prompt") is not None:
+        raise InvalidRequestError("Send either prompt or messages, not both.", param="prompt")
+    if not has_messages and content.get("prompt") is None:
+        raise InvalidRequestError(
+            "prompt or messages is missing.", param="prompt", code="missing_required_parameter"
+        )
+    return has_messages
 
 
 def _needs(name: str, what: str) -> InvalidRequestError:
