@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from safetensors.numpy import save_file
 
+from experts.placement import sources as place_order
 from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import placement_of as placement_of_copies
 from experts.placement.plan_file import read_placement, write_placement
@@ -28,7 +29,7 @@ from experts.placement.solution import Progress, Solution, Solver
 from experts.placement.solvers.references.plain import Linear
 from experts.placement.solvers.search.solver import Search
 from moe_serve.cli.main import app, main
-from moe_serve.cli.place import place_compare, place_order, place_plan, place_solve
+from moe_serve.cli.place import place_compare, place_plan, place_solve
 from moe_serve.cli.place.place import spread
 from moe_serve.cluster.members.cluster_model import placement_of, read_spec
 from moe_serve.config.sections import ClusterConfig

@@ -15,12 +15,13 @@ import pytest
 from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import PlanFacts
 from experts.placement.plan_file import read_placement
+from experts.placement.problem import workloads as place_inputs
+from experts.placement.problem.cluster_devices import DeviceOrder
 from moe_serve import LLM
 from moe_serve.bench.report import report
 from moe_serve.bench.workload import prompt_file, trace_rows
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.cli.place import place_inputs, plan_files
-from moe_serve.cli.place.place_cluster import DeviceOrder
+from moe_serve.cli.place import plan_files
 from moe_serve.cli.trace import trace_record
 from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.launch.cluster_file import read_cluster_file

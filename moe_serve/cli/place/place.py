@@ -38,7 +38,7 @@ from moe_serve.cli.place.place_options import (
 )
 
 if TYPE_CHECKING:
-    from moe_serve.cli.place.place_order import Posed
+    from experts.placement.sources import Posed
     from moe_serve.cli.place.place_plan import PlanOrder
 
 

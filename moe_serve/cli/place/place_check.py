@@ -10,10 +10,10 @@ import typer
 
 from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
+from experts.placement.problem.cluster_devices import ClusterDevices
+from experts.placement.problem.model_facts import ModelFacts
 from experts.placement.problem.placement import Placement
-from moe_serve.cli.place.place_cluster import ClusterDevices
-from moe_serve.cli.place.place_model import ModelFacts
-from moe_serve.cli.place.place_order import device_order, model_order
+from experts.placement.sources import device_order, model_order
 from moe_serve.cli.place.plan_files import read_plan
 from moe_serve.cli.place.report.place_tables import gib
 

@@ -12,11 +12,11 @@ from typing import Any
 import typer
 
 from experts.placement.errors import PlacementError
+from experts.placement.judge.plan_judge import Judge, Judged, solution_copies
 from experts.placement.problem.limits import Grouping
 from experts.placement.problem.problem import PlacementProblem
+from experts.placement.sources import Posed, ProblemOrder
 from moe_serve.cli.console import check_output, wide_console
-from moe_serve.cli.place.place_judge import Judge, Judged, solution_copies
-from moe_serve.cli.place.place_order import Posed, ProblemOrder
 from moe_serve.cli.place.place_solve import (
     Interrupts,
     engine_default,

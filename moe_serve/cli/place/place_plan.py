@@ -13,11 +13,12 @@ import typer
 
 from experts.placement.formats.plan_text import render_plan
 from experts.placement.plan_file import write_placement
+from experts.placement.plan_report import make_report
 from experts.placement.problem.devices import Devices
 from experts.placement.problem.placement import Placement
 from experts.placement.solution import Solution
+from experts.placement.sources import Posed, ProblemOrder
 from moe_serve.cli.console import check_output
-from moe_serve.cli.place.place_order import Posed, ProblemOrder
 from moe_serve.cli.place.place_solve import (
     Interrupts,
     check_limits,
@@ -26,7 +27,6 @@ from moe_serve.cli.place.place_solve import (
     solve,
 )
 from moe_serve.cli.place.plan_files import write_text
-from moe_serve.cli.place.report.place_report import make_report
 from moe_serve.cli.place.report.place_tables import print_report
 from moe_serve.errors import ConfigError
 

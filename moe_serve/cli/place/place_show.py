@@ -15,12 +15,12 @@ from rich.table import Table
 from experts.placement.formats.engine_plan import EnginePlan
 from experts.placement.judge.balance import device_loads
 from experts.placement.judge.copies import copies_of
+from experts.placement.judge.plan_judge import Judge
 from experts.placement.problem.placement import contiguous
 from experts.placement.problem.problem import PlacementProblem
+from experts.placement.problem.workloads import read_workloads
+from experts.placement.sources import Posed, device_order, model_order
 from moe_serve.cli.console import check_output, wide_console
-from moe_serve.cli.place.place_inputs import read_workloads
-from moe_serve.cli.place.place_judge import Judge
-from moe_serve.cli.place.place_order import Posed, device_order, model_order
 from moe_serve.cli.place.plan_files import only_layers, read_plan, write_text
 from moe_serve.cli.place.report.place_heat_map import LoadPicture, check_suffix, draw
 from moe_serve.cli.place.report.place_tables import gib, judged_tables, scenario_table

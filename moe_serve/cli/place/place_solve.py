@@ -26,7 +26,7 @@ from experts.placement.solvers.search.solver import Search
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_serve.cli.place.place_order import Posed
+    from experts.placement.sources import Posed
 
 
 REFERENCES = ("linear", "round-robin", "eplb", "eplb-hierarchical")  # look at slots alone

@@ -15,7 +15,7 @@ from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.formats import trtllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.formats.plan_text import parse_content, parse_text
-from moe_serve.cli.place.place_inputs import holds_loads
+from experts.placement.problem.workloads import holds_loads
 from moe_serve.config.yaml_nodes import plain_value, read_yaml
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file

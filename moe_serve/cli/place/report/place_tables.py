@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from experts.placement.judge.balance import Balancedness
+from experts.placement.judge.held_out import HeldOut
+from experts.placement.judge.plan_judge import Judged
 from experts.placement.judge.redundancy import Redundancy
+from experts.placement.plan_report import PlanReport
 from moe_serve.cli.console import counted, wide_console
-from moe_serve.cli.place.place_held_out import HeldOut
-from moe_serve.cli.place.place_judge import Judged
-from moe_serve.cli.place.report.place_report import PlanReport
 
 _TARGET = 0.95  # balancedness: how many replicas it takes at least
 

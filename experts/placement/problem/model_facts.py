@@ -11,7 +11,7 @@ from experts.placement.formats.engine_plan import PlanFacts
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_serve.cli.place.place_inputs import Workloads
+    from experts.placement.problem.workloads import Workloads
 
 _MAX_LAYERS = 100_000
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import copies_of
+from experts.placement.judge.held_out import HeldOut, hold_out
 from experts.placement.judge.moves import Moves, count_moves
+from experts.placement.judge.plan_judge import Ints, Judge, Judged, solution_copies
 from experts.placement.judge.redundancy import Redundancy
+from experts.placement.judge.replicas_worth import ReplicaVerdict, judge_replicas
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Solution
-from moe_serve.cli.place.place_held_out import HeldOut, hold_out
-from moe_serve.cli.place.place_judge import Ints, Judge, Judged, solution_copies
-from moe_serve.cli.place.place_order import Posed
-from moe_serve.cli.place.place_replicas import ReplicaVerdict, judge_replicas
+from experts.placement.sources import Posed
 from moe_serve.cli.place.place_solve import Interrupts, engine_default, make_solver, solve
 
 

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import Balancedness, balancedness
+from experts.placement.judge.plan_judge import solution_copies
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.solution import Solution
-from moe_serve.cli.place.place_judge import solution_copies
-from moe_serve.cli.place.place_order import Posed
+from experts.placement.sources import Posed
 from moe_serve.cli.place.place_solve import (
     REFERENCES,
     Interrupts,

@@ -23,7 +23,7 @@ from experts.placement.judge.steps import StepBalance, draw_steps, step_balance
 if TYPE_CHECKING:
     from experts.placement.problem.problem import PlacementProblem
     from experts.placement.solution import Solution
-    from moe_serve.cli.place.place_order import Posed
+    from experts.placement.sources import Posed
 
 Ints = NDArray[np.int64]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
+from experts.placement.problem.cluster_devices import DeviceOrder
 from experts.placement.problem.limits import Grouping, Move, Pin
+from experts.placement.problem.model_facts import ModelFacts, ModelOrder
 from experts.placement.problem.problem import Balance, PlacementProblem
-from moe_serve.cli.place.place_cluster import DeviceOrder
-from moe_serve.cli.place.place_inputs import Workloads, read_workloads
-from moe_serve.cli.place.place_model import ModelFacts, ModelOrder
+from experts.placement.problem.workloads import Workloads, read_workloads
 from moe_serve.cli.place.plan_files import only_layers, read_plan
 from moe_serve.errors import ConfigError
 
