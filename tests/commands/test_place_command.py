@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from experts.placement import sources as place_order
+from experts.placement import sources
 from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import placement_of as placement_of_copies
 from experts.placement.plan_file import read_placement, write_placement
@@ -275,8 +275,8 @@ def test_ctrl_c_in_a_comparison_is_told(
             signal.raise_signal(signal.SIGINT)
             return super().solve(problem, **rest)
 
-    def make(name: str, posed: place_order.Posed) -> Solver:
-        return Interrupted() if name == "search" else usual(name, posed)
+    def make(name: str, num_groups: int) -> Solver:
+        return Interrupted() if name == "search" else usual(name, num_groups)
 
     monkeypatch.setattr(place_compare, "make_solver", make)
     assert run("compare", "--load", *loads, "--devices", 4) == 130
@@ -291,7 +291,7 @@ def test_ctrl_c_before_a_plan_says_so(
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(place_order, "read_workloads", interrupted)
+    monkeypatch.setattr(sources, "read_workloads", interrupted)
     out = tmp_path / "plan.json"
     assert run("--load", *loads, "--devices", 4, "--out", out) == 130
     printed = capsys.readouterr()

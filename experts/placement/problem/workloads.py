@@ -1,5 +1,4 @@
-"""Reads the inputs of `moe-serve place`: traces and tables of loads, as scenarios of one
-problem."""
+"""Reads traces and tables of loads as the scenarios of one problem."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from experts.placement.errors import PlacementInputError
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.token_choices import TokenChoices
-from moe_serve.errors import ConfigError
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import Imported, ImportOptions, read_json
 from routing_predictor.importers.trtllm import META
@@ -36,12 +35,17 @@ class Workloads:
     model: str  # its name, where a file says it
     has_model_numbers: bool  # layers are numbered as in the model, as far as the file tells
 
+    @property
+    def top_k(self) -> int | None:
+        """Experts that a token chooses in a layer, if the files have tokens."""
+        return None if self.tokens is None else int(self.tokens.expert_ids_NLK.shape[2])
+
 
 def read_workloads(paths: Sequence[Path], num_windows: int, num_experts: int | None) -> Workloads:
-    """Reads each file as a scenario, or as `num_windows` scenarios. Raises ConfigError,
+    """Reads each file as a scenario, or as `num_windows` scenarios. Raises PlacementInputError,
     TraceError."""
     if not paths:
-        raise ConfigError("give --trace or --load: a plan needs loads.")
+        raise PlacementInputError("give --trace or --load: a plan needs loads.")
     options = ImportOptions(num_experts=num_experts)
     found = [_read(path, options) for path in paths]
     for one, path in zip(found, paths, strict=True):
@@ -77,7 +81,9 @@ def _read(path: Path, options: ImportOptions) -> Imported:
         return import_files([path], "auto", options)
     except TraceError as error:
         if _is_plan(path):
-            raise ConfigError(f"{path} is a plan, not loads: give what was recorded.") from None
+            raise PlacementInputError(
+                f"{path} is a plan, not loads: give what was recorded."
+            ) from None
         named = str(error)
         raise TraceError(named if str(path) in named else f"{path}: {named}") from None
 
@@ -87,7 +93,7 @@ def holds_loads(path: Path) -> bool:
     plan."""
     try:
         _read(path, ImportOptions())
-    except (ConfigError, TraceError):
+    except (PlacementInputError, TraceError):
         return False
     return True
 
@@ -111,19 +117,19 @@ def _check_distinct(one: Imported, path: Path) -> None:
         try:
             check_distinct(one.expert_ids_NLK, one.layers)
         except TraceError as error:
-            raise ConfigError(f"{path}: {error}.") from None
+            raise PlacementInputError(f"{path}: {error}.") from None
 
 
 def _check_alike(found: Sequence[Imported], paths: Sequence[Path]) -> None:
     first = found[0]
     for other, path in zip(found, paths, strict=True):
         if other.num_experts != first.num_experts:
-            raise ConfigError(
+            raise PlacementInputError(
                 f"{paths[0]} has {first.num_experts} experts and {path} {other.num_experts}: if "
                 "the last were never chosen, give their number with --num-experts."
             )
         if other.layers != first.layers:
-            raise ConfigError(
+            raise PlacementInputError(
                 f"{paths[0]} has {_told(first.layers)} and {path} {_told(other.layers)}: scenarios "
                 "of one plan are of the same layers."
             )
@@ -147,7 +153,7 @@ def _windows(one: Imported, count: int, name: str) -> NDArray[np.float64]:
     available = one.num_tokens if isinstance(one, RoutingTrace) else len(one.counts_SLE)
     if available < count:
         what = "tokens" if isinstance(one, RoutingTrace) else "steps"
-        raise ConfigError(f"{name} has {available} {what}, too few for --windows {count}.")
+        raise PlacementInputError(f"{name} has {available} {what}, too few for --windows {count}.")
     if isinstance(one, RoutingTrace):
         return windows(one, count).astype(np.float64)
     return np.stack([part.sum(axis=0) for part in np.array_split(one.counts_SLE, count)])

@@ -65,18 +65,6 @@ def _no_plan(path: Path, reason: str) -> NotAPlanError:
     )
 
 
-def only_layers(plan: EnginePlan, layers: tuple[int, ...], path: Path) -> EnginePlan:
-    """Returns the plan of these layers. Raises ConfigError if some of them are missing."""
-    ranks_of = plan.placement.ranks_of
-    missing = [layer for layer in layers if layer not in ranks_of]
-    if missing:
-        raise ConfigError(
-            f"{path} has {len(ranks_of)} layers, and not layer {missing[0]} of the loads: say which"
-            " layers are dense with --model or --dense-layers."
-        )
-    return plan.only(layers)
-
-
 def write_text(path: Path, text: str) -> None:
     """Writes a file completely or not at all. Raises ConfigError."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
