@@ -51,7 +51,7 @@ def with_options(kind: type[T]) -> Callable[[Callable[..., None]], Callable[...,
         @functools.wraps(command)
         def run(**given: Any) -> None:
             context = {name: given[name] for name in others}
-            command(**context, options=_build(kind, given))
+            command(**context, options=build_options(kind, given))
 
         hints = get_type_hints(command)
         others = [name for name in inspect.signature(command).parameters if name != "options"]
@@ -71,6 +71,11 @@ def with_options(kind: type[T]) -> Callable[[Callable[..., None]], Callable[...,
 def settings(options: object) -> dict[str, object]:
     """Returns the options that set a key of the configuration and were given: {key: value}."""
     return {flag.key: value for flag, value in _given(options)}
+
+
+def setting_keys(kind: type) -> dict[str, str]:
+    """Returns the configuration keys that options of this kind set: {option: key}."""
+    return {flag.field.name: flag.key for flag in _flags(kind) if flag.key}
 
 
 def setting_flags(options: object) -> tuple[str, ...]:
@@ -113,14 +118,15 @@ def _flags(kind: type) -> Iterator[_Flag]:
             yield _Flag(each, hint)
 
 
-def _build(kind: type[T], given: Mapping[str, Any]) -> T:
+def build_options(kind: type[T], given: Mapping[str, Any]) -> T:
+    """Builds options, with those of its groups, from values by name; others get their default."""
     hints = get_type_hints(kind)
-    values = {
-        each.name: _build(hints[each.name], given)
-        if is_dataclass(hints[each.name])
-        else given[each.name]
-        for each in fields(cast(Any, kind))
-    }
+    values = {}
+    for each in fields(cast(Any, kind)):
+        if is_dataclass(hints[each.name]):
+            values[each.name] = build_options(hints[each.name], given)
+        elif each.name in given:
+            values[each.name] = given[each.name]
     return kind(**values)
 
 
