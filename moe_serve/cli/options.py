@@ -87,6 +87,11 @@ def setting_flags(options: object) -> tuple[str, ...]:
     return tuple(words)
 
 
+def option_values(options: object) -> dict[str, object]:
+    """Returns the options, with those of its groups, by name."""
+    return {flag.field.name: value for flag, value in _values(options)}
+
+
 @dataclass(frozen=True, slots=True)
 class _Flag:
     """A field of a dataclass of options, with its resolved type."""
@@ -130,10 +135,16 @@ def build_options(kind: type[T], given: Mapping[str, Any]) -> T:
     return kind(**values)
 
 
-def _given(options: object) -> Iterator[tuple[_Flag, Any]]:
+def _values(options: object) -> Iterator[tuple[_Flag, Any]]:
     for each in fields(cast(Any, options)):
         value = getattr(options, each.name)
         if is_dataclass(value):
-            yield from _given(value)
-        elif each.metadata[_KEY] and value not in (None, [], ()):
+            yield from _values(value)
+        else:
             yield _Flag(each, None), value
+
+
+def _given(options: object) -> Iterator[tuple[_Flag, Any]]:
+    for flag, value in _values(options):
+        if flag.key and value not in (None, [], ()):
+            yield flag, value

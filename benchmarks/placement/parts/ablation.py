@@ -257,6 +257,11 @@ def _fan_out(
         kind=kind,
         problem=problem,
         usual=lambda: FanOutSolver(choices, options=options),
-        endless=lambda: FanOutSolver(choices, options=replace(options, max_sweeps=_ENDLESS)),
+        # programs come after the sweeps
+        endless=lambda: FanOutSolver(
+            choices,
+            options=options if options.exact_slice_s else replace(options, max_sweeps=_ENDLESS),
+        ),
         choices=choices,
+        budget_s=_ILP_S if options.exact_slice_s else None,
     )
