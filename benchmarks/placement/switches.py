@@ -98,11 +98,6 @@ SWITCHES: Mapping[str, Switch] = {
     "sweeps": Switch(
         lines="search/sweep.py, _Sweeps", kind="large", patches=((descent, "MANY", 10**9),)
     ),
-    "count of near devices": Switch(
-        lines="_compared",
-        kind="large",
-        patches=((improve, "_compared", lambda state: state.costs()),),
-    ),
     "spending": Switch(
         lines="search/spend.py, _spend", kind="moves", patches=((improve, "_spend", _nothing),)
     ),
@@ -138,11 +133,6 @@ SWITCHES: Mapping[str, Switch] = {
         lines="best_swaps past local optima",
         kind="fan-out",
         patches=((layer_search, "best_swaps", _one_step),),
-    ),
-    "large steps": Switch(
-        lines="_large_steps, _apart",
-        kind="fan-out",
-        patches=((swaps, "_large_steps", lambda _cost, device_C, *_: device_C.copy()),),
     ),
     "nodes first": Switch(
         lines="two of three searches in LayerSearch.improved",

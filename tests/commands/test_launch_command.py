@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_serve.cli.launch import launch_hosts, launch_node
+from moe_serve.cli.launch import launch, launch_node
 from moe_serve.cli.launch.launch_node import config_of_node_0, find_secret
 from moe_serve.cli.launch.launch_options import LaunchOptions
 from moe_serve.cli.launch.launch_request import LaunchRequest, launch_request
@@ -220,7 +220,7 @@ def test_a_hostfile_starts_every_host(
         started.extend(commands)
         return 5
 
-    monkeypatch.setattr(launch_hosts, "run_on_hosts", start)
+    monkeypatch.setattr(launch, "run_on_hosts", start)
     assert run("m", *RANKS, "--hostfile", str(hostfile)) == 5
     assert [command.name for command in started] == ["me@a", "b"]
     assert all("--coordinator a:29600" in command.argv[-1] for command in started)

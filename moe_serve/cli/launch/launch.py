@@ -4,15 +4,24 @@ each."""
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
 
 import typer
 
 from moe_serve.cli.launch.launch_emit import emit
-from moe_serve.cli.launch.launch_hosts import run_from_here
 from moe_serve.cli.launch.launch_options import LaunchOptions
-from moe_serve.cli.launch.launch_request import launch_request
+from moe_serve.cli.launch.launch_request import LaunchRequest, launch_request
 from moe_serve.cli.options import with_options
 from moe_serve.cli.serve.first_log import begin_log
+from moe_serve.cluster.control.secret import new_secret, read_secret
+from moe_serve.cluster.launch.deepspeed_launcher import deepspeed_command, run_deepspeed
+from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.environment import DEFAULT_PORT
+from moe_serve.cluster.launch.host_commands import run_on_hosts
+from moe_serve.cluster.launch.hostfile import check_slots, read_hostfile
+from moe_serve.cluster.launch.ssh_launcher import ssh_commands
+from moe_serve.errors import ConfigError
 
 
 @with_options(LaunchOptions)
@@ -34,3 +43,33 @@ def launch(options: LaunchOptions) -> None:
         from moe_serve.cli.launch.launch_node import run_node
 
         run_node(request, os.environ, has_to_print=run.print_config)
+
+
+def run_from_here(request: LaunchRequest, environ: Mapping[str, str]) -> int:
+    """Starts the same command on every host of the hostfile, and returns the exit code of the first
+    that fails. Raises ConfigError before anything starts."""
+    assert request.hostfile is not None, "run_from_here needs a hostfile"
+    hosts = read_hostfile(request.hostfile)
+    if request.node.node_rank is not None or request.node.num_nodes not in (None, len(hosts)):
+        raise ConfigError(
+            f"--hostfile names {len(hosts)} hosts and numbers them itself: leave --node-rank and "
+            "--num-nodes out."
+        )
+    loaded = request.load(environ)
+    layout = request.layout(loaded, len(hosts))
+    if layout.num_nodes != len(hosts):
+        raise ConfigError(f"the cluster file has {layout.num_nodes} nodes, not {len(hosts)}.")
+    check_slots(hosts, [len(ranks) for ranks in layout.nodes])
+    at = request.node.coordinator or Endpoint(hosts[0].address, DEFAULT_PORT)
+    if request.launcher == "deepspeed":
+        return run_deepspeed(deepspeed_command(request.hostfile, request.command, at))
+    commands = ssh_commands(
+        hosts,
+        request.command,
+        at,
+        read_secret(environ) or new_secret(),
+        environ=environ,
+        python=sys.executable,
+        folder=os.getcwd(),
+    )
+    return run_on_hosts(commands)

@@ -119,7 +119,7 @@ def check(options: CheckOptions) -> None:
 
     The exit code is 1 if it does not fit, with the reasons, and 2 if the file is not a plan.
     """
-    from moe_serve.cli.place.place_check import run_check
+    from moe_serve.cli.place.place_show import run_check
 
     if not run_check(options):
         raise typer.Exit(_EXIT_MISFIT)

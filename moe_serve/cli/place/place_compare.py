@@ -16,8 +16,8 @@ from moe_serve.cli.console import check_output, wide_console
 from moe_serve.cli.place.place_inputs import compare_request
 from moe_serve.cli.place.place_options import CompareOptions
 from moe_serve.cli.place.place_solve import Interrupts, solve
+from moe_serve.cli.place.place_tables import judged_tables, legend, scenario_table
 from moe_serve.cli.place.plan_files import read_plan, write_text
-from moe_serve.cli.place.report.place_tables import judged_tables, legend, scenario_table
 
 
 def run_compare(options: CompareOptions) -> bool:

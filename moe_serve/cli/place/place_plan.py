@@ -20,8 +20,8 @@ from moe_serve.cli.console import check_output
 from moe_serve.cli.place.place_inputs import check_devices, check_limits_given, plan_request
 from moe_serve.cli.place.place_options import PlanOptions
 from moe_serve.cli.place.place_solve import Interrupts, solve
+from moe_serve.cli.place.place_tables import print_report
 from moe_serve.cli.place.plan_files import write_text
-from moe_serve.cli.place.report.place_tables import print_report
 from moe_serve.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""`moe-serve place show`: shows a plan under loads, beside the plan before it."""
+"""`moe-serve place show` and `check`: shows a plan under loads, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 from rich.table import Table
 
-from experts.placement.formats.engine_plan import EnginePlan
+from experts.placement.errors import NotAPlanError, PlacementError
+from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.judge.balance import device_loads
 from experts.placement.judge.copies import copies_of
 from experts.placement.judge.plan_judge import Judge
-from experts.placement.plan_check import gib
+from experts.placement.plan_check import check_numbers, gib, misfits, plan_notes, plan_words
 from experts.placement.problem.placement import contiguous
 from experts.placement.sources import ProblemWithSources
 from moe_serve.cli.console import check_output, wide_console
-from moe_serve.cli.place.place_inputs import show_request
-from moe_serve.cli.place.place_options import ShowOptions
+from moe_serve.cli.place.place_heat_map import LoadPicture, check_suffix, draw
+from moe_serve.cli.place.place_inputs import check_devices, model_facts, read_devices, show_request
+from moe_serve.cli.place.place_options import CheckOptions, ShowOptions
+from moe_serve.cli.place.place_tables import judged_tables, scenario_table
 from moe_serve.cli.place.plan_files import read_plan, write_text
-from moe_serve.cli.place.report.place_heat_map import LoadPicture, check_suffix, draw
-from moe_serve.cli.place.report.place_tables import judged_tables, scenario_table
 from moe_serve.errors import ConfigError
 
 _NUM_SHOWN = 64  # devices, and layers
+_NUM_FAULTS = 8
 
 
 def run_show(options: ShowOptions) -> None:
@@ -127,3 +130,31 @@ def _table(*names: str) -> Table:
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def run_check(options: CheckOptions) -> bool:
+    """Prints a summary of the plan and every misfit; returns whether it fits. Raises ConfigError if
+    a file cannot be read, NotAPlanError if it is not a plan."""
+    path = options.file
+    check_devices(options.devices, is_needed=False)
+    cluster, model = read_devices(options.devices), model_facts(options.model)
+    num_devices = None if cluster is None else len(cluster.entries)
+    known = PlanFacts.of_model(model, num_devices, options.num_experts)
+    try:
+        plan = read_plan(path, known)
+        check_numbers(plan.placement, known)
+    except NotAPlanError:
+        raise
+    except PlacementError as error:
+        typer.echo(f"does not fit: {error}")
+        return False
+    faults = misfits(plan, cluster, model)
+    for fault in faults[:_NUM_FAULTS]:
+        typer.echo(f"does not fit: {path}: {fault}")
+    if len(faults) > _NUM_FAULTS:
+        typer.echo(f"and {len(faults) - _NUM_FAULTS} more like these")
+    if not faults:
+        typer.echo(f"fits: {path}: {plan_words(plan, model)}")
+        for note in plan_notes(plan, cluster, model, known.num_experts):
+            typer.echo(f"note: {note}")
+    return not faults

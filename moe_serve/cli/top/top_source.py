@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 
 from moe_serve.bench.client.server_metrics import Metrics
-from moe_serve.cli.client.server_answer import Answer
 from moe_serve.cli.client.server_client import NotReachedError, ServerClient
+from moe_serve.cli.top.server_answer import Answer
 from moe_serve.errors import ConfigError
 
 MAX_EVENTS = 200
