@@ -132,7 +132,7 @@ class ProblemRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
+class JudgedPlanRequest:
     """A plan to judge on loads. `devices` None: as many as the plan says, on `num_nodes` nodes."""
 
     files: tuple[Path, ...]

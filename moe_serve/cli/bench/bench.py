@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from moe_serve.cli.bench.bench_options import BenchOptions, CompareOptions, ResultOptions
+from moe_serve.cli.bench.bench_options import BenchOptions, CompareReportsOptions, ResultOptions
 from moe_serve.cli.options import with_options
 from moe_serve.errors import BenchError, BenchServerError
 
@@ -46,8 +46,8 @@ def run(context: typer.Context, options: BenchOptions) -> None:
 
 
 @bench.command("compare")
-@with_options(CompareOptions)
-def compare_reports(options: CompareOptions) -> None:
+@with_options(CompareReportsOptions)
+def compare_reports(options: CompareReportsOptions) -> None:
     """Compare two reports in one table.
 
     The table has confidence intervals if both reports were written with --save-requests.

@@ -95,7 +95,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
+class ArrivalOptions:
     """Options about when requests are sent."""
 
     concurrency: int | None = option(
@@ -292,14 +292,14 @@ class BenchOptions:
     """Options of `bench`."""
 
     server: ServerOptions
-    load: LoadOptions
+    load: ArrivalOptions
     prompts: PromptOptions
     trace: TraceOptions
     results: ResultOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions:
+class CompareReportsOptions:
     """Options of `bench compare`."""
 
     a: Path = argument(REQUIRED, help="Report written by `moe-serve bench --json`.")

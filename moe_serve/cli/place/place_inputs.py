@@ -10,13 +10,13 @@ from dataclasses import replace
 from experts.placement.problem.cluster_devices import ClusterDevices
 from experts.placement.problem.limits import Grouping, Pin
 from experts.placement.problem.model_facts import ModelFacts
-from experts.placement.sources import PlanRequest, ProblemRequest
+from experts.placement.sources import JudgedPlanRequest, ProblemRequest
 from moe_serve.cli.place.cluster_reader import read_cluster
 from moe_serve.cli.place.place_options import (
     CompareOptions,
     DeviceOptions,
     LimitOptions,
-    ModelOptions,
+    ModelFactsOptions,
     PlanOptions,
     ShowOptions,
 )
@@ -47,11 +47,11 @@ def compare_request(options: CompareOptions) -> ProblemRequest:
     return replace(_request(options), grouping=_grouping(options.groups))
 
 
-def show_request(options: ShowOptions) -> PlanRequest:
+def show_request(options: ShowOptions) -> JudgedPlanRequest:
     """Returns the plan to show and its loads. Raises ConfigError, CheckpointError."""
     check_devices(options.devices, is_needed=False)
     devices = read_devices(options.devices)
-    return PlanRequest(
+    return JudgedPlanRequest(
         files=options.loads.files,
         plan=options.file,
         devices=devices,
@@ -113,7 +113,7 @@ def read_devices(options: DeviceOptions) -> ClusterDevices | None:
     return ClusterDevices.even(options.num_devices, options.num_nodes or 1)
 
 
-def model_facts(options: ModelOptions) -> ModelFacts:
+def model_facts(options: ModelFactsOptions) -> ModelFacts:
     """Returns the facts that the options give. Raises ConfigError, CheckpointError,
     PlacementError."""
     if options.folder is None:

@@ -120,7 +120,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
+class ModelFactsOptions:
     """Options about the model."""
 
     folder: Path | None = option(
@@ -223,7 +223,7 @@ class PlanOptions:
     """Options of `place`."""
 
     loads: LoadOptions
-    model: ModelOptions
+    model: ModelFactsOptions
     devices: DeviceOptions
     replicas: int | None = _replicas()
     limits: LimitOptions
@@ -270,7 +270,7 @@ class CompareOptions:
     """Options of `place compare`."""
 
     loads: LoadOptions
-    model: ModelOptions
+    model: ModelFactsOptions
     devices: DeviceOptions
     replicas: int | None = _replicas()
     groups: int | None = _groups()
@@ -292,7 +292,7 @@ class ShowOptions:
 
     file: Path = argument(REQUIRED, help="Plan in any known format.")
     loads: LoadOptions
-    model: ModelOptions
+    model: ModelFactsOptions
     devices: DeviceOptions
     before: Path | None = option(
         None, help="Plan that it replaces.", show_default="equal runs of experts"
@@ -309,6 +309,6 @@ class CheckOptions:
     """Options of `place check`."""
 
     file: Path = argument(REQUIRED, help="Plan in any known format.")
-    model: ModelOptions
+    model: ModelFactsOptions
     num_experts: int | None = _num_experts()
     devices: DeviceOptions
