@@ -40,7 +40,7 @@ class Effort:
         if num_scenarios == 1 and num_devices <= MANY:
             return cls(stages=(_FINE,), rounds=12, tries=6, patience=4)
         if num_scenarios == 1:
-            return cls(stages=(_FINE,), rounds=16, tries=4, patience=6)
+            return cls(stages=(_FINE,), rounds=12, tries=4, patience=12)
         # Kick only if a round is fast.
         rounds = min(_MANY_COPIES // (num_scenarios * num_copies), 12)
         return cls(stages=(_BROAD, _NARROW), rounds=rounds, tries=4, patience=4)
