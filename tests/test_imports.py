@@ -57,6 +57,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     ),
     "moe_serve.cli": (
         "console",
+        "options",
         "client",
         "serve",
         "run_batch",

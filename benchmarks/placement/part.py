@@ -12,11 +12,13 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """`trace`: an npz of a recorded routing, if there is one; `published`: the published
-    `eplb.py`, whose time says how fast the machine is; `quick`: few layers, to try it."""
+    `eplb.py`, whose time says how fast the machine is; `quick`: few layers, to try it; `without`:
+    the parts of the solvers that the ablation leaves out one at a time, all if empty."""
 
     trace: Path | None = None
     published: Path | None = None
     quick: bool = False
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from placement.part import PartResult, Run, Setting
+from placement.switches import SWITCHES
 
 _FOLDER = Path(__file__).parent / "parts"
 _FIRST = ("balance", "scenarios", "replan", "speed")
@@ -26,7 +27,12 @@ _FIRST = ("balance", "scenarios", "replan", "speed")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    setting = Setting(trace=options.trace, published=options.published, quick=options.quick)
+    setting = Setting(
+        trace=options.trace,
+        published=options.published,
+        quick=options.quick,
+        without=tuple(options.without),
+    )
     found: list[PartResult] = []
     for name in options.parts:
         run: Run = importlib.import_module(f"placement.parts.{name}").run
@@ -76,5 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--published", type=Path, help="eplb.py as published: timed beside")
     parser.add_argument("--parts", nargs="+", choices=part_names(), default=part_names())
     parser.add_argument("--quick", action="store_true", help="few layers, to try it out")
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=(),
+        choices=tuple(SWITCHES),
+        help="parts of the solvers that the ablation leaves out, one at a time; default: each",
+    )
     parser.add_argument("--json", type=Path)
     return parser

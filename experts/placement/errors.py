@@ -10,3 +10,7 @@ class PlacementError(ValueError):
 
 class NotAPlanError(PlacementError):
     """The content that was read is not a placement at all, so its numbers cannot be checked."""
+
+
+class PlacementInputError(PlacementError):
+    """A file or an option that a problem is made from is wrong."""

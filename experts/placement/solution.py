@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from experts.placement.judge.balance import objective_of
 from experts.placement.judge.bound import Bound, lower_bound
-from experts.placement.judge.copies import num_layers_with_repeats, placement_of
+from experts.placement.judge.copies import copies_of, num_layers_with_repeats, placement_of
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 
@@ -42,6 +42,13 @@ class Solution:
     def gap(self) -> float:
         """(objective - bound) / bound; 0 if the plan is proved optimal."""
         return self.objective / self.bound - 1.0
+
+    def copies(self) -> NDArray[np.int64]:
+        """Return the copies [L, E, D], including those that a reference puts beside another on the
+        same device."""
+        if self.copies_LED is not None:
+            return self.copies_LED
+        return copies_of(self.placement, sorted(self.placement.ranks_of))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moe_serve.cli.console import check_output, counted, wide_console
+from moe_serve.cli.options import argument, option, with_options
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,46 +22,37 @@ if TYPE_CHECKING:
 _DEVICES = ("auto", "cpu", "cuda")
 
 
-_ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
-    ),
-]
-_DeviceOption = Annotated[
-    str,
-    typer.Option(
-        help="Device to measure: auto (cuda if there is a CUDA GPU, else cpu), cpu or cuda."
-    ),
-]
-_NumThreadsOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of CPU threads of one rank. Default: torch chooses."),
-]
-_QuickOption = Annotated[
-    bool,
-    typer.Option(
-        "--quick", help="Measure fewer points: takes seconds, and the fits are less exact."
-    ),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateOptions:
+    """Options of `calibrate`."""
+
+    model: str | None = argument(
+        None,
+        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model.",
+    )
+    out: Path = option(Path("calibration.json"), help="JSON file for the measured costs.")
+    device: str = option(
+        "auto", help="Device to measure: auto (cuda if there is a CUDA GPU, else cpu), cpu or cuda."
+    )
+    num_threads: int | None = option(
+        None, min=1, help="Number of CPU threads of one rank. Default: torch chooses."
+    )
+    quick: bool = option(
+        False, "--quick", help="Measure fewer points: takes seconds, and the fits are less exact."
+    )
 
 
-def calibrate(
-    model: _ModelArgument = None,
-    out: Annotated[Path, typer.Option(help="JSON file for the measured costs.")] = Path(
-        "calibration.json"
-    ),
-    device: _DeviceOption = "auto",
-    num_threads: _NumThreadsOption = None,
-    quick: _QuickOption = False,
-) -> None:
+@with_options(CalibrateOptions)
+def calibrate(options: CalibrateOptions) -> None:
     """Measure what attention, experts and transfers cost on this machine.
 
     `moe-serve plan --calibration FILE` then compares layouts by these costs.
     """
-    if device not in _DEVICES:
-        raise ConfigError(f"device cannot be {device!r}: it is one of {', '.join(_DEVICES)}.")
-    out = out.expanduser()
+    if options.device not in _DEVICES:
+        raise ConfigError(
+            f"device cannot be {options.device!r}: it is one of {', '.join(_DEVICES)}."
+        )
+    out = options.out.expanduser()
     check_output(out)
 
     from moe_serve.config.sections import ModelConfig
@@ -70,10 +62,10 @@ def calibrate(
     from moe_serve.planning.calibration_file import write_calibration
 
     request = CalibrationRequest(
-        folder=model_folder(ModelConfig(path=model)),
-        device=device,
-        num_threads=num_threads,
-        is_quick=quick,
+        folder=model_folder(ModelConfig(path=options.model)),
+        device=options.device,
+        num_threads=options.num_threads,
+        is_quick=options.quick,
     )
     console = Console(highlight=False, stderr=True)
     columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,7 +17,9 @@ from moe_serve.cli.client.chat_client import (
     ChatOptions,
     Message,
 )
-from moe_serve.config.sources import API_KEY_VARIABLE, read_first_key
+from moe_serve.cli.client.server_client import sent_key
+from moe_serve.cli.options import option, with_options
+from moe_serve.config.sources import API_KEY_VARIABLE
 from moe_serve.errors import ConfigError
 
 with contextlib.suppress(ImportError):
@@ -80,53 +81,49 @@ class Conversation:
         sys.stdout.flush()
 
 
-def chat(
-    message: Annotated[
-        str | None,
-        typer.Option(
-            "--message",
-            "-m",
-            help="Send this message, print the answer and exit. Default: an interactive "
-            "conversation.",
-        ),
-    ] = None,
-    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar=API_KEY_VARIABLE, help="API key of the server, or @FILE with the key."),
-    ] = None,
-    system: Annotated[
-        str | None,
-        typer.Option(help="System message at the start of the conversation. Default: none."),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=2.0,
-            help="Sampling temperature; 0 always takes the most likely token. Default: the "
-            "server's.",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Largest number of tokens in an answer. Default: the server's."),
-    ] = None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCommandOptions:
+    """Options of `chat`."""
+
+    message: str | None = option(
+        None,
+        "--message",
+        "-m",
+        help="Send this message, print the answer and exit. Default: an interactive conversation.",
+    )
+    url: str = option("http://127.0.0.1:8000", help="URL of the server.")
+    api_key: str | None = option(
+        None, envvar=API_KEY_VARIABLE, help="API key of the server, or @FILE with the key."
+    )
+    system: str | None = option(
+        None, help="System message at the start of the conversation. Default: none."
+    )
+    temperature: float | None = option(
+        None,
+        min=0.0,
+        max=2.0,
+        help="Sampling temperature; 0 always takes the most likely token. Default: the server's.",
+    )
+    max_tokens: int | None = option(
+        None, min=1, help="Largest number of tokens in an answer. Default: the server's."
+    )
+
+
+@with_options(ChatCommandOptions)
+def chat(options: ChatCommandOptions) -> None:
     """Chat with a running server in the terminal; answers are shown as they are generated.
 
     Text on standard input that is not a terminal is sent as one message.
     """
-    if api_key is not None and api_key.startswith("@"):
-        api_key = read_first_key(api_key[1:])
+    api_key, message = sent_key(options.api_key), options.message
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
     if message == "":
         raise ConfigError("there is no message: give --message TEXT, or text on standard input.")
-    options = ChatOptions(temperature=temperature, max_tokens=max_tokens)
+    sampling = ChatOptions(temperature=options.temperature, max_tokens=options.max_tokens)
     try:
-        with ChatClient(url, api_key) as client:
-            conversation = Conversation(client, client.model(), options, system)
+        with ChatClient(options.url, api_key) as client:
+            conversation = Conversation(client, client.model(), sampling, options.system)
             conversation.reset()
             if message is not None:
                 conversation.ask(message)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
 
 from moe_serve.cli.console import wide_console
+from moe_serve.cli.options import REQUIRED, option, with_options
 from moe_serve.config.keys import parse_size
 from moe_serve.errors import ConfigError
 
@@ -22,66 +24,45 @@ if TYPE_CHECKING:
 _NUM_SHOWN = 12
 
 
-_CalibrationOption = Annotated[
-    Path, typer.Option(help="Calibration file written by `moe-serve calibrate`.")
-]
-_DevicesOption = Annotated[
-    int, typer.Option(help="Number of devices to plan for, each like the calibrated one.")
-]
-_MaxTpotMsOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Upper bound on the time per output token (TPOT), in milliseconds. Default: no bound."
-    ),
-]
-_BatchOption = Annotated[
-    int | None,
-    typer.Option(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLayoutOptions:
+    """Options of `plan`."""
+
+    calibration: Path = option(REQUIRED, help="Calibration file written by `moe-serve calibrate`.")
+    devices: int = option(
+        REQUIRED, help="Number of devices to plan for, each like the calibrated one."
+    )
+    max_tpot_ms: float | None = option(
+        None,
+        help="Upper bound on the time per output token (TPOT), in milliseconds. Default: no bound.",
+    )
+    batch: int | None = option(
+        None,
         help="Number of sequences that decode at once. Default: the largest batch within "
-        "the other bounds."
-    ),
-]
-_RateOption = Annotated[
-    float | None,
-    typer.Option(
+        "the other bounds.",
+    )
+    rate: float | None = option(
+        None,
         help="Wanted throughput of all devices together, in output tokens per second "
-        "(instead of --batch)."
-    ),
-]
-_ContextOption = Annotated[
-    int, typer.Option(help="Tokens of one sequence, prompt and answer together.")
-]
-_MemoryBytesOption = Annotated[
-    str | None,
-    typer.Option(
+        "(instead of --batch).",
+    )
+    context: int = option(1024, help="Tokens of one sequence, prompt and answer together.")
+    memory_bytes: str | None = option(
+        None,
         metavar="BYTES",
         help="Memory of one device for weights and KV cache, in bytes or as a size such as"
         " 80GiB. Default: no bound.",
-    ),
-]
-_NetworkOption = Annotated[
-    bool,
-    typer.Option(
+    )
+    network: bool = option(
+        False,
         "--network",
         help="Use the link costs measured between hosts instead of those within one host.",
-    ),
-]
-_AsJsonOption = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON, for scripts.")
-]
+    )
+    as_json: bool = option(False, "--json", help="Print the result as JSON, for scripts.")
 
 
-def plan(
-    calibration: _CalibrationOption,
-    devices: _DevicesOption,
-    max_tpot_ms: _MaxTpotMsOption = None,
-    batch: _BatchOption = None,
-    rate: _RateOption = None,
-    context: _ContextOption = 1024,
-    memory_bytes: _MemoryBytesOption = None,
-    network: _NetworkOption = False,
-    as_json: _AsJsonOption = False,
-) -> None:
+@with_options(PlanLayoutOptions)
+def plan(options: PlanLayoutOptions) -> None:
     """Compare disaggregated layouts with one device and with replicas, and recommend one.
 
     Give at least one of --batch, --rate, --max-tpot-ms and --memory-bytes. Without --batch and
@@ -91,21 +72,21 @@ def plan(
     from moe_serve.planning.layout_planner import PlanRequest, plan_layouts
     from moe_serve.planning.plan_verdict import verdict
 
-    measured = read_calibration(calibration)
-    if network:
+    measured = read_calibration(options.calibration)
+    if options.network:
         costs = dataclasses.replace(measured.costs, link=measured.network)
         measured = dataclasses.replace(measured, costs=costs)
     request = PlanRequest(
-        num_devices=devices,
-        context=context,
-        batch=batch,
-        rate=rate,
-        max_tpot_s=None if max_tpot_ms is None else max_tpot_ms / 1e3,
-        memory_bytes=None if memory_bytes is None else _bytes(memory_bytes),
+        num_devices=options.devices,
+        context=options.context,
+        batch=options.batch,
+        rate=options.rate,
+        max_tpot_s=None if options.max_tpot_ms is None else options.max_tpot_ms / 1e3,
+        memory_bytes=None if options.memory_bytes is None else _bytes(options.memory_bytes),
     )
     layouts = plan_layouts(measured, request)
     answer = verdict(layouts, request)
-    if as_json:
+    if options.as_json:
         document: dict[str, Any] = {
             "request": dataclasses.asdict(request),
             "model": measured.model.name,
@@ -114,7 +95,7 @@ def plan(
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    simulated = _simulated(measured, layouts, context)
+    simulated = _simulated(measured, layouts, options.context)
     wide_console().print(_table(layouts), answer.sentence, *simulated, sep="\n")
 
 

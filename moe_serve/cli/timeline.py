@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_serve.cli.console import check_output, wide_console
+from moe_serve.cli.options import REQUIRED, argument, option, with_options
 from moe_serve.errors import TimelineError
 
 if TYPE_CHECKING:
@@ -18,42 +20,35 @@ if TYPE_CHECKING:
     from moe_serve.pipeline.timeline.timeline_reader import Timeline
 
 
-_FileArgument = Annotated[
-    Path, typer.Argument(help="Timeline file written by `moe-serve serve --timeline FILE`.")
-]
-_OutOption = Annotated[
-    Path | None,
-    typer.Option(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineOptions:
+    """Options of `timeline`."""
+
+    file: Path = argument(
+        REQUIRED, help="Timeline file written by `moe-serve serve --timeline FILE`."
+    )
+    out: Path | None = option(
+        None,
         help="Picture to write; the suffix, such as .png or .svg, sets the format.",
         show_default="FILE with the suffix .png",
-    ),
-]
-_StepOption = Annotated[
-    int | None,
-    typer.Option(
+    )
+    step: int | None = option(
+        None,
         help="Number of the step to summarise and draw. Not together with --steps.",
         show_default="draw the middle one",
-    ),
-]
-_StepsOption = Annotated[
-    str | None,
-    typer.Option(metavar="A:B", help="Range of steps to summarise and draw, both ends included."),
-]
-_LayersOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A:B", help="Range of layers to draw, both ends included. Default: all layers."
-    ),
-]
+    )
+    steps: str | None = option(
+        None, metavar="A:B", help="Range of steps to summarise and draw, both ends included."
+    )
+    layers: str | None = option(
+        None,
+        metavar="A:B",
+        help="Range of layers to draw, both ends included. Default: all layers.",
+    )
 
 
-def timeline(
-    file: _FileArgument,
-    out: _OutOption = None,
-    step: _StepOption = None,
-    steps: _StepsOption = None,
-    layers: _LayersOption = None,
-) -> None:
+@with_options(TimelineOptions)
+def timeline(options: TimelineOptions) -> None:
     """Summarise a recorded timeline and draw it.
 
     Prints how busy attention ranks and expert ranks were, and writes a picture of the steps.
@@ -62,17 +57,19 @@ def timeline(
     from moe_serve.pipeline.timeline.timeline_plot import draw_timeline
     from moe_serve.pipeline.timeline.timeline_reader import read_timeline
 
-    if step is not None and steps is not None:
+    if options.step is not None and options.steps is not None:
         raise TimelineError("--step and --steps cannot be combined: give one of them")
-    bounds = _bounds("--steps", steps) if step is None else (step, step)
-    shown_layers = _bounds("--layers", layers)
-    path = out or file.with_suffix(".png")
+    bounds = (
+        _bounds("--steps", options.steps) if options.step is None else (options.step, options.step)
+    )
+    shown_layers = _bounds("--layers", options.layers)
+    path = options.out or options.file.with_suffix(".png")
     check_output(path)
     if not path.suffix:
         raise TimelineError(
             f"{path} has no suffix that names a picture format: call it {path}.png, or .svg."
         )
-    whole = read_timeline(file)
+    whole = read_timeline(options.file)
     _check_steps(whole, bounds)
     chosen = whole if bounds is None else whole.between(*bounds)
     metrics = measure(chosen.tracks)

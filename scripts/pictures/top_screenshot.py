@@ -26,7 +26,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moe_serve.cli.top.top_source import NotReachedError, TopSource
+from moe_serve.cli.client.server_client import NotReachedError
+from moe_serve.cli.top.top_source import TopSource
 from moe_serve.cli.top.top_view import frame
 
 ROOT = Path(__file__).resolve().parents[2]

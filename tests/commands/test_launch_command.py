@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_serve.cli.launch import launch_hosts, launch_node
+from moe_serve.cli.launch import launch, launch_node
 from moe_serve.cli.launch.launch_node import config_of_node_0, find_secret
+from moe_serve.cli.launch.launch_options import LaunchOptions
 from moe_serve.cli.launch.launch_request import LaunchRequest, launch_request
 from moe_serve.cli.main import main
-from moe_serve.cli.serve.setting_flags import KEYS
+from moe_serve.cli.options import build_options, setting_keys
+from moe_serve.cli.serve.serve import ServeOptions
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.environment import NodeEnvironment
 from moe_serve.cluster.launch.host_commands import HostCommand
@@ -45,17 +47,13 @@ def run(*arguments: str) -> int:
 
 
 def request(**given: object) -> LaunchRequest:
-    names = ("model", "attention_ranks", "expert_ranks", "cluster", "node_rank", "num_nodes")
-    more = ("coordinator", "secret_file", "hostfile", "config_file", "emit_kind", "out", "name")
-    other = {"launcher": "ssh", "kubernetes_kind": "leader-worker-set", "image": "i"}
-    return launch_request(
-        {**dict.fromkeys((*names, *more, *KEYS, "model_claim", "print_config")), **other, **given}
-    )
+    return launch_request(build_options(LaunchOptions, {"image": "i", **given}))
 
 
-def test_every_setting_has_its_key() -> None:
+@pytest.mark.parametrize("kind", [ServeOptions, LaunchOptions])
+def test_every_setting_has_its_key(kind: type) -> None:
     known = {key.path for key in config_keys()}
-    assert set(KEYS.values()) <= known
+    assert set(setting_keys(kind).values()) <= known
 
 
 def test_the_same_command_reads_back() -> None:
@@ -222,7 +220,7 @@ def test_a_hostfile_starts_every_host(
         started.extend(commands)
         return 5
 
-    monkeypatch.setattr(launch_hosts, "run_on_hosts", start)
+    monkeypatch.setattr(launch, "run_on_hosts", start)
     assert run("m", *RANKS, "--hostfile", str(hostfile)) == 5
     assert [command.name for command in started] == ["me@a", "b"]
     assert all("--coordinator a:29600" in command.argv[-1] for command in started)

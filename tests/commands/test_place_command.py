@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from safetensors.numpy import save_file
 
+from experts.placement import sources
 from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import placement_of as placement_of_copies
 from experts.placement.plan_file import read_placement, write_placement
@@ -28,7 +29,7 @@ from experts.placement.solution import Progress, Solution, Solver
 from experts.placement.solvers.references.plain import Linear
 from experts.placement.solvers.search.solver import Search
 from moe_serve.cli.main import app, main
-from moe_serve.cli.place import place_compare, place_order, place_plan, place_solve
+from moe_serve.cli.place import place_compare, place_plan, place_solve
 from moe_serve.cli.place.place import spread
 from moe_serve.cluster.members.cluster_model import placement_of, read_spec
 from moe_serve.config.sections import ClusterConfig
@@ -274,8 +275,8 @@ def test_ctrl_c_in_a_comparison_is_told(
             signal.raise_signal(signal.SIGINT)
             return super().solve(problem, **rest)
 
-    def make(name: str, posed: place_order.Posed) -> Solver:
-        return Interrupted() if name == "search" else usual(name, posed)
+    def make(name: str, num_groups: int) -> Solver:
+        return Interrupted() if name == "search" else usual(name, num_groups)
 
     monkeypatch.setattr(place_compare, "make_solver", make)
     assert run("compare", "--load", *loads, "--devices", 4) == 130
@@ -290,7 +291,7 @@ def test_ctrl_c_before_a_plan_says_so(
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(place_order, "read_workloads", interrupted)
+    monkeypatch.setattr(sources, "read_workloads", interrupted)
     out = tmp_path / "plan.json"
     assert run("--load", *loads, "--devices", 4, "--out", out) == 130
     printed = capsys.readouterr()

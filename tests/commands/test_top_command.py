@@ -25,12 +25,13 @@ import httpx
 import pytest
 from rich.console import Console
 
-from moe_serve.cli.client.server_answer import Answer
+from moe_serve.cli.client.server_client import NotReachedError
 from moe_serve.cli.main import main
 from moe_serve.cli.top.heat_strip import bar, folded, heat_strip, sparkline
+from moe_serve.cli.top.server_answer import Answer
 from moe_serve.cli.top.top import top
-from moe_serve.cli.top.top_experts import hottest_line, layer_loads
-from moe_serve.cli.top.top_source import NotReachedError, TopSource
+from moe_serve.cli.top.top_source import TopSource
+from moe_serve.cli.top.top_tables import hottest_line, layer_loads
 from moe_serve.cli.top.top_view import frame
 from moe_serve.errors import ConfigError
 

@@ -15,12 +15,13 @@ import pytest
 from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import PlanFacts
 from experts.placement.plan_file import read_placement
+from experts.placement.problem.workloads import read_workloads
 from moe_serve import LLM
 from moe_serve.bench.report import report
 from moe_serve.bench.workload import prompt_file, trace_rows
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.cli.place import place_inputs, plan_files
-from moe_serve.cli.place.place_cluster import DeviceOrder
+from moe_serve.cli.place import plan_files
+from moe_serve.cli.place.cluster_reader import read_cluster
 from moe_serve.cli.trace import trace_record
 from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.launch.cluster_file import read_cluster_file
@@ -55,13 +56,11 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "certificate.pem": lambda path: Tls(str(path), None, None),
     "cluster.yaml": read_cluster_file,
     "config.yaml": lambda path: load_config(flags={}, environ={}, file=path),
-    "devices.yaml": lambda path: DeviceOrder(
-        cluster=path, num_devices=None, num_nodes=None, num_replicas=None
-    ).read(),
+    "devices.yaml": read_cluster,
     "hostfile": read_hostfile,
     "keys": lambda path: read_secret_file(str(path)),
-    "load.csv": lambda path: place_inputs.read_workloads([path], 1, None),
-    "load.safetensors": lambda path: place_inputs.read_workloads([path], 1, None),
+    "load.csv": lambda path: read_workloads([path], 1, None),
+    "load.safetensors": lambda path: read_workloads([path], 1, None),
     "placement.json": read_placement,
     "plan.json": lambda path: plan_files.read_plan(path, PlanFacts(num_devices=2, num_experts=4)),
     "prompts.jsonl": prompt_file.read_prompts,

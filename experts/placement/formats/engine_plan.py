@@ -13,8 +13,9 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
+from experts.placement.errors import PlacementError, PlacementInputError
 from experts.placement.judge.copies import copies_in_slots, copies_of, placement_of
+from experts.placement.problem.model_facts import ModelFacts
 from experts.placement.problem.placement import Placement
 
 
@@ -27,6 +28,18 @@ class PlanFacts:
     num_layers: int | None = None  # of the model, with dense layers
     num_experts: int | None = None
     num_devices: int | None = None
+
+    @classmethod
+    def of_model(
+        cls, model: ModelFacts, num_devices: int | None, num_experts: int | None = None
+    ) -> PlanFacts:
+        """Take the facts of a model; `num_experts` takes precedence over the model's."""
+        return cls(
+            layers=model.sparse,
+            num_layers=model.num_layers,
+            num_experts=num_experts or model.num_experts,
+            num_devices=num_devices,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +74,19 @@ class EnginePlan:
             ),
             slots_LED=None if self.slots_LED is None else self.slots_LED[rows],
         )
+
+
+def only_layers(plan: EnginePlan, layers: tuple[int, ...], name: str) -> EnginePlan:
+    """Return the plan of these layers. Raises PlacementInputError if some of them are missing;
+    `name` says where the plan is from."""
+    ranks_of = plan.placement.ranks_of
+    missing = [layer for layer in layers if layer not in ranks_of]
+    if missing:
+        raise PlacementInputError(
+            f"{name} has {len(ranks_of)} layers, and not layer {missing[0]} of the loads: say which"
+            " layers are dense with --model or --dense-layers."
+        )
+    return plan.only(layers)
 
 
 _MAX_SIZE = 2**28  # layers x experts x devices

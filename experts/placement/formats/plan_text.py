@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experts.placement.errors import NotAPlanError, PlacementError
+from experts.placement.errors import NotAPlanError, PlacementError, PlacementInputError
 from experts.placement.formats import ascend, csv_table, sglang, trtllm, vllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, check_size
 from experts.placement.plan_file import FORMAT, parse_json, parse_placement
+from experts.placement.problem.devices import Devices
 from experts.placement.problem.placement import Placement
+from experts.placement.problem.problem import PlacementProblem
 
 OURS = "moe-serve"
 WRITERS: Mapping[str, Callable[[Placement, PlanFacts], str]] = {
@@ -68,3 +70,26 @@ def render_plan(name: str, placement: Placement, facts: PlanFacts) -> str:
     if name not in WRITERS:
         raise PlacementError(f"The format must be one of {', '.join(WRITERS)}, got {name!r}.")
     return WRITERS[name](placement, facts)
+
+
+def check_export(name: str, problem: PlacementProblem, facts: PlanFacts) -> None:
+    """Checks before planning that the format takes plans of this problem. Raises
+    PlacementInputError, PlacementError."""
+    stand_in = _filled(problem.devices, problem.loads.num_experts, problem.loads.layers)
+    render_plan(name, stand_in, facts)
+    if not problem.fill and name != csv_table.NAME:
+        raise PlacementInputError(
+            f"--no-fill may leave slots empty, and {name} wants all of them used."
+        )
+
+
+def _filled(devices: Devices, num_experts: int, layers: tuple[int, ...]) -> Placement:
+    """Fills every slot with experts in turn."""
+    ranks: list[list[int]] = [[] for _ in range(num_experts)]
+    slot = 0
+    for rank, device in enumerate(devices.devices):
+        for _ in range(min(device.num_slots, num_experts)):
+            ranks[slot % num_experts].append(rank)
+            slot += 1
+    ranks_of = dict.fromkeys(layers, tuple(map(tuple, ranks)))
+    return Placement(num_ranks=len(devices), num_experts=num_experts, ranks_of=ranks_of)

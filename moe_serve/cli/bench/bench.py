@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from moe_serve.cli.bench import bench_flags as flags
+from moe_serve.cli.bench.bench_options import BenchOptions, CompareReportsOptions, ResultOptions
+from moe_serve.cli.options import with_options
 from moe_serve.errors import BenchError, BenchServerError
 
 if TYPE_CHECKING:
@@ -26,98 +27,54 @@ T = TypeVar("T")
 
 
 @bench.callback()
-def run(
-    context: typer.Context,
-    url: flags.Url = None,
-    peer_url: flags.PeerUrl = None,
-    model: flags.Model = None,
-    api_key: flags.ApiKey = None,
-    endpoint: flags.EndpointFlag = flags.EndpointChoice.COMPLETIONS,
-    stream: flags.Stream = True,
-    ignore_eos: flags.IgnoreEos = True,
-    event_usage: flags.EventUsage = False,
-    body: flags.Body = None,
-    timeout: flags.Timeout = 600.0,
-    concurrency: flags.Concurrency = None,
-    rate: flags.Rate = None,
-    burstiness: flags.Burstiness = 1.0,
-    requests: flags.Requests = None,
-    duration: flags.Duration = None,
-    max_in_flight: flags.MaxInFlight = None,
-    warmup: flags.Warmup = None,
-    seed: flags.Seed = None,
-    prompt_tokens: flags.PromptTokens = "512",
-    output_tokens: flags.OutputTokens = "64",
-    data: flags.Data = flags.DataChoice.WORDS,
-    vocab_size: flags.VocabSize = 1000,
-    prompts: flags.Prompts = None,
-    prefix_tokens: flags.PrefixTokens = 0,
-    num_prefixes: flags.NumPrefixes = 1,
-    trace: flags.TraceFile = None,
-    trace_start: flags.TraceStart = 0.0,
-    scale_time: flags.ScaleTime = 1.0,
-    scale_prompt: flags.ScalePrompt = 1.0,
-    scale_output: flags.ScaleOutput = 1.0,
-    max_prompt: flags.MaxPrompt = None,
-    max_output: flags.MaxOutput = None,
-    slo: flags.SloText = None,
-    json: flags.JsonFile = None,
-    save_requests: flags.SaveRequests = False,
-    html: flags.HtmlFile = None,
-    compare: flags.Compare = None,
-    max_error_rate: flags.MaxErrorRate = 0.0,
-) -> None:
+@with_options(BenchOptions)
+def run(context: typer.Context, options: BenchOptions) -> None:
     """Send load to a server of OpenAI's API and measure latency, throughput and errors.
 
     Choose the load by --concurrency (closed loop), --rate (open loop) or --trace (replay). The exit
     code is 1 if the server cannot be reached or too many requests fail (--max-error-rate).
     """
-    given = dict(locals())
     if context.invoked_subcommand is not None:
         return
-    if compare is not None:
-        compare_reports(*compare, html=html)
+    results = options.results
+    if results.compare is not None:
+        _compare(*results.compare, html=results.html)
         return
     from moe_serve.cli.bench.bench_plan import plan_of
 
-    _run(plan_of(given), peer_url, json, save_requests, html, max_error_rate)
+    _run(plan_of(options), options.server.peer_url, results)
 
 
 @bench.command("compare")
-def compare_reports(
-    a: Annotated[Path, typer.Argument(help="Report written by `moe-serve bench --json`.")],
-    b: Annotated[Path, typer.Argument(help="Second report to compare with the first.")],
-    html: flags.HtmlFile = None,
-) -> None:
+@with_options(CompareReportsOptions)
+def compare_reports(options: CompareReportsOptions) -> None:
     """Compare two reports in one table.
 
     The table has confidence intervals if both reports were written with --save-requests.
     """
+    _compare(options.a, options.b, html=options.html)
+
+
+def _compare(a: Path, b: Path, *, html: Path | None) -> None:
     from moe_serve.bench.report.report import read_report
 
     _show_pair(read_report(a), read_report(b), html)
 
 
-def _run(
-    plan: RunPlan,
-    peer_url: str | None,
-    json: Path | None,
-    save_requests: bool,
-    html: Path | None,
-    max_error_rate: float,
-) -> None:
+def _run(plan: RunPlan, peer_url: str | None, results: ResultOptions) -> None:
     from moe_serve.bench.client.connection import Target
     from moe_serve.bench.report.html_page import write_page
 
-    _check_writable(json, html)
-    runs = [(plan.url, json)]
+    path, html = results.json, results.html
+    _check_writable(path, html)
+    runs = [(plan.url, path)]
     if peer_url is not None:
         Target.of(peer_url)  # before the first run, whose figures take their time
-        runs.append((peer_url, json and json.with_stem(f"{json.stem}-peer")))
+        runs.append((peer_url, path and path.with_stem(f"{path.stem}-peer")))
     reports: list[Report] = []
     for url, path in runs:
         reports.append(_measure(replace(plan, url=url)))
-        _keep(reports[-1], path, save_requests)  # the next run may end in an error
+        _keep(reports[-1], path, results.save_requests)  # the next run may end in an error
         if reports[-1].is_interrupted:
             break
     if len(reports) == 2:
@@ -127,7 +84,7 @@ def _run(
         typer.echo(f"page: {html}")
     if any(report.is_interrupted for report in reports):
         raise typer.Exit(EXIT_INTERRUPTED)
-    if any(_is_bad(report, max_error_rate) for report in reports):
+    if any(_is_bad(report, results.max_error_rate) for report in reports):
         raise typer.Exit(EXIT_ERRORS)
 
 
@@ -165,7 +122,7 @@ def _told(error: BenchServerError, url: str) -> str:
     commands."""
     import httpx
 
-    from moe_serve.cli.client.server_address import no_connection
+    from moe_serve.cli.client.server_client import no_connection
 
     if isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout):
         return no_connection(url, error.__cause__)

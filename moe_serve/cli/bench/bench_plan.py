@@ -1,11 +1,10 @@
-"""Turns the flags of `moe-serve bench` into a plan and reports contradictions at once."""
+"""Turns the options of `moe-serve bench` into a plan and reports contradictions at once."""
 
 from __future__ import annotations
 
 import json
 import math
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from moe_serve.bench.workload.prompt_file import read_prompts
 from moe_serve.bench.workload.trace_cut import TraceCut
 from moe_serve.bench.workload.trace_rows import Trace, read_trace
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
+from moe_serve.cli.bench.bench_options import BenchOptions, TraceOptions
+from moe_serve.cli.options import option_values
 from moe_serve.config.sources import read_secret_file
 from moe_serve.errors import BenchError
 from moe_serve.json_text import parse_json
@@ -26,66 +27,68 @@ _DEFAULT_REQUESTS = 100
 _MAX_SEED = 2**31
 
 
-def plan_of(given: Mapping[str, Any]) -> RunPlan:
-    """Returns the plan; `given` maps the command's parameters to their values."""
-    if given["url"] is None:
+def plan_of(options: BenchOptions) -> RunPlan:
+    """Returns the plan. Raises BenchError, ConfigError."""
+    server, load = options.server, options.load
+    if server.url is None:
         raise BenchError("give the URL of the server: --url http://127.0.0.1:8000.")
-    _check(given)
-    key = given["api_key"]
+    _check(options)
+    key = server.api_key
     if key is not None and key.startswith("@"):
         key = read_secret_file(key[1:])[0]
     _check_key(key)
     return RunPlan(
-        url=given["url"],
-        workload=_workload(given),
+        url=server.url,
+        workload=_workload(options),
         endpoint=Endpoint(
-            name=given["endpoint"].value,
-            model=given["model"] or "",
-            is_stream=given["stream"],
-            ignore_eos=given["ignore_eos"],
-            counts_each_event=given["event_usage"],
-            extra=_extra(given["body"]),
+            name=server.endpoint.value,
+            model=server.model or "",
+            is_stream=server.stream,
+            ignore_eos=server.ignore_eos,
+            counts_each_event=server.event_usage,
+            extra=_extra(server.body),
         ),
         api_key=key,
-        data=given["data"].value,
-        vocab_size=given["vocab_size"],
-        timeout_s=given["timeout"],
-        num_warm_up=given["warmup"],
-        max_in_flight=given["max_in_flight"],
-        slo=_slo(given["slo"], is_stream=given["stream"]),
+        data=options.prompts.data.value,
+        vocab_size=options.prompts.vocab_size,
+        timeout_s=server.timeout,
+        num_warm_up=load.warmup,
+        max_in_flight=load.max_in_flight,
+        slo=_slo(options.results.slo, is_stream=server.stream),
     )
 
 
-def _check(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
+def _check(options: BenchOptions) -> None:
+    server, load, prompts = options.server, options.load, options.prompts
+    trace, results = options.trace, options.results
+    for name, value in option_values(options).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise BenchError(f"--{name.replace('_', '-')} takes a finite number, not {value}.")
-    is_timed = given["trace"] is not None
-    if given["concurrency"] is not None and given["rate"] is not None:
+    if load.concurrency is not None and load.rate is not None:
         raise BenchError("--concurrency and --rate cannot be combined: give one of them.")
-    if given["concurrency"] is None and given["rate"] is None and not is_timed:
+    if load.concurrency is None and load.rate is None and trace.trace is None:
         raise BenchError(
             "choose how requests arrive: --concurrency N, --rate R, or --trace FILE with its times."
         )
-    if given["trace"] is not None and given["prompts"] is not None:
+    if trace.trace is not None and prompts.prompts is not None:
         raise BenchError("--trace and --prompts cannot be combined: give one of them.")
-    if given["burstiness"] != 1.0 and given["rate"] is None:
+    if load.burstiness != 1.0 and load.rate is None:
         raise BenchError("--burstiness belongs to --rate.")
-    if given["data"].value == "tokens" and given["endpoint"].value == "chat":
+    if prompts.data.value == "tokens" and server.endpoint.value == "chat":
         raise BenchError("--data tokens takes --endpoint completions: a chat has text.")
-    if given["event_usage"] and not given["stream"]:
+    if server.event_usage and not server.stream:
         raise BenchError("--event-usage and --no-stream cannot be combined.")
-    if given["save_requests"] and given["json"] is None:
+    if results.save_requests and results.json is None:
         raise BenchError("--save-requests takes --json FILE, into which they go.")
-    if given["prefix_tokens"] and (given["trace"] is not None or given["prompts"] is not None):
+    if prompts.prefix_tokens and (trace.trace is not None or prompts.prompts is not None):
         raise BenchError("--prefix-tokens is for random prompts, not for --trace or --prompts.")
-    if not is_timed:
-        names = ("trace_start", "scale_time", "scale_prompt", "scale_output")
-        changed = [name for name, default in zip(names, (0, 1, 1, 1), strict=True)
-                   if given[name] != default]  # fmt: skip
-        changed += [n for n in ("max_prompt", "max_output") if given[n] is not None]
-        if changed:
-            raise BenchError(f"--{changed[0].replace('_', '-')} belongs to --trace.")
+    changed = [
+        name
+        for name, value in option_values(trace).items()
+        if name != "trace" and value != getattr(TraceOptions(), name)
+    ]
+    if changed and trace.trace is None:
+        raise BenchError(f"--{changed[0].replace('_', '-')} belongs to --trace.")
 
 
 def _slo(text: str | None, *, is_stream: bool) -> Slo | None:
@@ -105,44 +108,45 @@ def _check_key(key: str | None) -> None:
         raise BenchError("the API key has characters that a header cannot carry.")
 
 
-def _workload(given: Mapping[str, Any]) -> Workload:
-    seed = given["seed"]
-    rate = given["rate"]
-    num_requests = given["requests"]
-    if num_requests is None and given["duration"] is None and given["trace"] is None:
+def _workload(options: BenchOptions) -> Workload:
+    load, prompts = options.load, options.prompts
+    seed, rate, path = load.seed, load.rate, options.trace.trace
+    num_requests = load.requests
+    if num_requests is None and load.duration is None and path is None:
         num_requests = _DEFAULT_REQUESTS
-    cut = None if given["trace"] is None else _cut(given)
-    trace = None if cut is None else _trace(given["trace"], cut)
-    source = given["trace"] or given["prompts"]
-    if trace is not None and num_requests is None and given["duration"] is None:
+    cut = None if path is None else _cut(options)
+    trace = None if path is None or cut is None else _trace(path, cut)
+    source = path or prompts.prompts
+    if trace is not None and num_requests is None and load.duration is None:
         num_requests = len(trace.rows)
     return Workload(
         seed=secrets.randbelow(_MAX_SEED) if seed is None else seed,
-        concurrency=given["concurrency"],
-        arrivals=None if rate is None else GammaArrivals(rate=rate, burstiness=given["burstiness"]),
+        concurrency=load.concurrency,
+        arrivals=None if rate is None else GammaArrivals(rate=rate, burstiness=load.burstiness),
         trace=trace,
         cut=cut,
         source=None if source is None else source.name,
-        files=() if given["prompts"] is None else read_prompts(given["prompts"]),
-        prompt_tokens=Lengths.parse("--prompt-tokens", given["prompt_tokens"]),
-        output_tokens=Lengths.parse("--output-tokens", given["output_tokens"]),
+        files=() if prompts.prompts is None else read_prompts(prompts.prompts),
+        prompt_tokens=Lengths.parse("--prompt-tokens", prompts.prompt_tokens),
+        output_tokens=Lengths.parse("--output-tokens", prompts.output_tokens),
         prefixes=SharedPrefixes(
-            num_tokens=given["prefix_tokens"], num_prefixes=given["num_prefixes"]
+            num_tokens=prompts.prefix_tokens, num_prefixes=prompts.num_prefixes
         ),
         num_requests=num_requests,
-        duration_s=given["duration"],
+        duration_s=load.duration,
     )
 
 
-def _cut(given: Mapping[str, Any]) -> TraceCut:
+def _cut(options: BenchOptions) -> TraceCut:
+    trace = options.trace
     return TraceCut(
-        start_s=given["trace_start"],
-        max_requests=given["requests"],
-        scale_time=given["scale_time"],
-        scale_prompt=given["scale_prompt"],
-        scale_output=given["scale_output"],
-        max_prompt=given["max_prompt"],
-        max_output=given["max_output"],
+        start_s=trace.trace_start,
+        max_requests=options.load.requests,
+        scale_time=trace.scale_time,
+        scale_prompt=trace.scale_prompt,
+        scale_output=trace.scale_output,
+        max_prompt=trace.max_prompt,
+        max_output=trace.max_output,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from moe_serve.bench.client.plain_text import plain
-from moe_serve.cli.client.server_address import ServerAddress, no_connection, trusted
+from moe_serve.cli.client.server_client import NotReachedError, ServerClient, refusal
 
 MIN_TIMED_TOKENS = 8  # fewer may come in one piece, and their rate would say nothing
 _LONGEST = 2000  # characters of a message from the server
@@ -73,32 +73,25 @@ class ChatClient:
     def __init__(
         self, url: str, api_key: str | None, transport: httpx.BaseTransport | None = None
     ) -> None:
-        address = ServerAddress.parse(url, api_key)
-        self.url = address.url
-        self._client = httpx.Client(
-            base_url=self.url,
-            headers=address.headers,
-            timeout=httpx.Timeout(600.0, connect=5.0),
-            transport=transport,
-            verify=trusted(),
-            trust_env=address.uses_proxies,
-        )
+        timeout = httpx.Timeout(600.0, connect=5.0)
+        self._server = ServerClient(url, api_key, timeout, transport)
+        self.url = self._server.url
 
     def __enter__(self) -> ChatClient:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._client.close()
+        self._server.close()
 
     def model(self) -> str:
         """Returns the name of the model that the server serves."""
         try:
-            response = self._client.get("/v1/models")
+            response = self._server.request("GET", "/v1/models")
             self._raise_for_status(response)
             models = response.json()["data"]
             return str(models[0]["id"])
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+        except NotReachedError as error:
+            raise ChatError(str(error)) from error
         except (ValueError, LookupError, TypeError) as error:
             raise ChatError(f"{self.url} answers, but not like an OpenAI-compatible server.") from (
                 error
@@ -127,7 +120,7 @@ class ChatClient:
             raise ChatError("the message has bytes that are not UTF-8; nothing was sent.")
         start = time.perf_counter()
         try:
-            with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+            with self._server.stream("/v1/chat/completions", body) as response:
                 if response.is_error:
                     response.read()
                 self._raise_for_status(response)
@@ -139,22 +132,11 @@ class ChatClient:
                     if text := str(delta.get("content") or ""):
                         yield text
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-
-    def _unreachable(self, error: httpx.HTTPError) -> ChatError:
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return ChatError(no_connection(str(self.url), error))
-        reason = str(error) or type(error).__name__
-        return ChatError(f"the connection to {self.url} broke: {reason}.")
+            raise ChatError(str(self._server.unreachable(error))) from error
 
     def _raise_for_status(self, response: httpx.Response) -> None:
-        if not response.is_error:
-            return
-        try:
-            message = plain(str(response.json()["error"]["message"]), _LONGEST)
-        except (ValueError, LookupError, TypeError):
-            message = response.reason_phrase
-        raise ChatError(f"the server refused ({response.status_code}): {message}")
+        if response.is_error:
+            raise ChatError(refusal(response, response.reason_phrase))
 
 
 def _is_text(content: str) -> bool:

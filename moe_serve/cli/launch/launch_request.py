@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
 
-from moe_serve.cli.serve.setting_flags import KEYS, given_flags
+from moe_serve.cli.launch.launch_options import EmitKind, Launcher, LaunchOptions
+from moe_serve.cli.options import setting_flags, settings
+from moe_serve.cli.serve.server_options import RankCounts, number_settings
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.cluster_file import ClusterFile, read_cluster_file
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind
@@ -16,9 +17,6 @@ from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.cluster.launch.node_layout import NodeLayout, fill_nodes
 from moe_serve.config.sources import LoadedConfig, load_config
 from moe_serve.errors import ConfigError
-
-EmitKind = Literal["slurm", "kubernetes", "systemd", "shell"]
-Launcher = Literal["ssh", "deepspeed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,56 +85,46 @@ class LaunchRequest:
         }
 
 
-def launch_request(parameters: Mapping[str, Any]) -> LaunchRequest:
-    """Builds the request from the parameters of `launch` by name. Raises ConfigError."""
-    path: Path | None = parameters["cluster"]
+def launch_request(options: LaunchOptions) -> LaunchRequest:
+    """Builds the request from the options of `launch`. Raises ConfigError."""
+    nodes, files, run = options.nodes, options.files, options.run
+    path = nodes.cluster
     cluster = None if path is None else read_cluster_file(path)
-    keys = list(parameters["api_key"] or ())
-    if any(not key.startswith("@") for key in keys):
+    if any(not key.startswith("@") for key in options.api_key or ()):
         raise ConfigError(
             "launch takes keys from files only, as its command line is seen on every node: "
             "--api-key @FILE."
         )
-    given = given_flags(parameters, KEYS)
-    secret_file: Path | None = parameters["secret_file"]
-    config_file: Path | None = parameters["config_file"]
+    rest = replace(options, counts=RankCounts())  # the nodes' part sets these
+    flags = setting_flags(rest)
+    if run.config_file is not None:
+        flags += ("--config", str(run.config_file.absolute()))
+    if run.print_config:  # with --hostfile every host says what it would do
+        flags += ("--print-config",)
     command = LaunchCommand(
-        model=parameters["model"],
-        attention_ranks=parameters["attention_ranks"],
-        expert_ranks=parameters["expert_ranks"],
+        model=options.model,
+        attention_ranks=options.counts.attention_ranks,
+        expert_ranks=options.counts.expert_ranks,
         cluster_file=None if path is None else str(path.absolute()),
-        secret_file=None if secret_file is None else str(secret_file.absolute()),
-        # With --hostfile every host says what it would do.
-        serve_flags=_as_flags(given, config_file)
-        + (("--print-config",) if parameters["print_config"] else ()),
+        secret_file=None if nodes.secret_file is None else str(nodes.secret_file.absolute()),
+        serve_flags=flags,
     )
     return LaunchRequest(
         command=command,
         cluster=cluster,
-        node=node_flags(
-            parameters["node_rank"], parameters["num_nodes"], parameters["coordinator"]
-        ),
-        settings={KEYS[name]: value for name, value in given.items()},
-        config_file=config_file,
-        secret_file=secret_file,
-        hostfile=parameters["hostfile"],
-        launcher=cast(Launcher, parameters["launcher"]),
-        emit_kind=cast("EmitKind | None", parameters["emit_kind"]),
-        out=parameters["out"],
-        name=parameters["name"] or ("moe-serve" if cluster is None else cluster.name),
-        kubernetes_kind=cast(KubernetesKind, parameters["kubernetes_kind"]),
-        image=parameters["image"],
-        model_claim=parameters["model_claim"],
+        node=node_flags(nodes.node_rank, nodes.num_nodes, nodes.coordinator),
+        settings=number_settings(settings(rest)),
+        config_file=run.config_file,
+        secret_file=nodes.secret_file,
+        hostfile=options.start.hostfile,
+        launcher=options.start.launcher,
+        emit_kind=files.emit_kind,
+        out=files.out,
+        name=files.name or ("moe-serve" if cluster is None else cluster.name),
+        kubernetes_kind=files.kubernetes_kind,
+        image=files.image,
+        model_claim=files.model_claim,
     )
-
-
-def _as_flags(given: Mapping[str, Any], config_file: Path | None) -> tuple[str, ...]:
-    """Turns settings into flags: {"num_pages": 9} becomes ("--num-pages", "9")."""
-    words: list[str] = []
-    for name, value in given.items():
-        for item in value if isinstance(value, list) else [value]:
-            words += [f"--{name.replace('_', '-')}", str(item)]
-    return (*words, *(() if config_file is None else ("--config", str(config_file.absolute()))))
 
 
 def _settings_of(cluster: ClusterFile) -> dict[str, object]:

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from moe_serve.cli.options import with_options
 from moe_serve.cli.place.place_options import (
-    BalanceBy,
-    BatchSize,
-    BytesPerExpert,
-    Cluster,
-    Current,
-    DenseLayers,
-    Fill,
-    Groups,
-    JsonFile,
-    Loads,
-    MaxMoves,
-    Model,
-    NodesPerGroup,
-    NumDevices,
-    NumExperts,
-    NumLayers,
-    NumNodes,
-    Objective,
-    Pins,
-    Replicas,
-    Seconds,
-    Solver,
-    TopK,
-    Traces,
-    Windows,
+    CheckOptions,
+    CompareOptions,
+    PlanOptions,
+    ShowOptions,
 )
 
 if TYPE_CHECKING:
-    from moe_serve.cli.place.place_order import Posed
-    from moe_serve.cli.place.place_plan import PlanOrder
+    from experts.placement.sources import ProblemWithSources
 
-
-# A context is click's, or typer's own copy of it, by typer's version.
 _FLAGS = ("--trace", "--load", "--plan")
 
 
@@ -62,6 +38,7 @@ def spread(arguments: Sequence[str]) -> list[str]:
 class ManyFilesCommand(TyperCommand):
     """A command with options that take several files."""
 
+    # A context is click's, or typer's own copy of it, by typer's version.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, spread(args))
 
@@ -85,85 +62,9 @@ place = typer.Typer(
 )
 
 
-_ObjectiveOption = Annotated[
-    Objective,
-    typer.Option(
-        help="Goal: balance (even loads), or fan-out (a token's experts on few nodes; "
-        "needs --trace)."
-    ),
-]
-_SlackOption = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        help="Increase of the largest load that --objective fan-out may cost, as a share: "
-        "0.03 is 3%.",
-    ),
-]
-_SolverOption = Annotated[
-    Solver,
-    typer.Option(
-        help="Method: search; ilp (tighter bounds, takes longer); or a reference, linear, "
-        "round-robin, eplb or eplb-hierarchical (references balance slots only)."
-    ),
-]
-_OutOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON file for the plan; `moe-serve serve --placement` reads it. Default: the"
-        " plan is not written."
-    ),
-]
-_ExportOption = Annotated[
-    tuple[str, Path] | None,
-    typer.Option(
-        metavar="FORMAT FILE",
-        help="Also write the plan in another format: sglang, vllm, trtllm, ascend or csv.",
-    ),
-]
-_IsQuickOption = Annotated[
-    bool,
-    typer.Option(
-        "--quick",
-        help="Skip the evaluation on held-out scenarios, the plans with other numbers of "
-        "replicas and the plan of EPLB.",
-    ),
-]
-
-
 @place.callback(invoke_without_command=True)
-def plan(
-    context: typer.Context,
-    trace: Traces = None,
-    load: Loads = None,
-    windows: Windows = 1,
-    num_experts: NumExperts = None,
-    top_k: TopK = None,
-    model: Model = None,
-    num_layers: NumLayers = None,
-    dense_layers: DenseLayers = None,
-    bytes_per_expert: BytesPerExpert = None,
-    cluster: Cluster = None,
-    num_devices: NumDevices = None,
-    num_nodes: NumNodes = None,
-    replicas: Replicas = None,
-    current: Current = None,
-    max_moves: MaxMoves = None,
-    pin: Pins = None,
-    groups: Groups = None,
-    max_nodes_per_group: NodesPerGroup = 1,
-    fill: Fill = True,
-    balance: BalanceBy = "tokens",
-    batch_size: BatchSize = 64,
-    objective: _ObjectiveOption = "balance",
-    slack: _SlackOption = 0.03,
-    solver: _SolverOption = "search",
-    seconds: Seconds = None,
-    out: _OutOption = None,
-    export: _ExportOption = None,
-    as_json: JsonFile = None,
-    is_quick: _IsQuickOption = False,
-) -> None:
+@with_options(PlanOptions)
+def plan(context: typer.Context, options: PlanOptions) -> None:
     """Plan which devices hold each expert and its replicas, from recorded loads.
 
     Every plan is reported with a proven bound on the best possible one. Ctrl-C ends the search with
@@ -171,20 +72,20 @@ def plan(
     """
     if context.invoked_subcommand is not None:
         return
-    order, posed = _read(context.params)
+    sources = _read(options)
     from moe_serve.cli.place.place_plan import run_plan
 
-    if not run_plan(order, posed):
+    if not run_plan(options, sources):
         raise typer.Exit(_EXIT_INTERRUPTED)
 
 
-def _read(parameters: Mapping[str, Any]) -> tuple[PlanOrder, Posed]:
+def _read(options: PlanOptions) -> ProblemWithSources:
     """Reads the inputs. Ctrl-C during that ends the command, as there is not a plan to write."""
     try:
-        from moe_serve.cli.place.place_plan import PlanOrder, pose
+        from moe_serve.cli.place.place_plan import check_plan_options, pose
 
-        order = PlanOrder.of(parameters)
-        return order, pose(order)
+        check_plan_options(options)
+        return pose(options)
     except KeyboardInterrupt:
         typer.echo(
             "\ninterrupted while reading: no plan was made and nothing was written", err=True
@@ -193,95 +94,32 @@ def _read(parameters: Mapping[str, Any]) -> tuple[PlanOrder, Posed]:
 
 
 @place.command(cls=ManyFilesCommand)
-def compare(
-    context: typer.Context,
-    trace: Traces = None,
-    load: Loads = None,
-    windows: Windows = 1,
-    num_experts: NumExperts = None,
-    top_k: TopK = None,
-    model: Model = None,
-    num_layers: NumLayers = None,
-    dense_layers: DenseLayers = None,
-    bytes_per_expert: BytesPerExpert = None,
-    cluster: Cluster = None,
-    num_devices: NumDevices = None,
-    num_nodes: NumNodes = None,
-    replicas: Replicas = None,
-    groups: Groups = None,
-    balance: BalanceBy = "tokens",
-    batch_size: BatchSize = 64,
-    plan: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE...",
-            help="Plans in any known format to include in the comparison. Several files may "
-            "follow one flag.",
-        ),
-    ] = None,
-    seconds: Seconds = None,
-    as_json: JsonFile = None,
-) -> None:
+@with_options(CompareOptions)
+def compare(options: CompareOptions) -> None:
     """Compare the planned placement with all reference methods on the same loads."""
     from moe_serve.cli.place.place_compare import run_compare
 
-    if not run_compare(context.params):
+    if not run_compare(options):
         raise typer.Exit(_EXIT_INTERRUPTED)
 
 
 @place.command(cls=ManyFilesCommand)
-def show(
-    context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="Plan in any known format.")],
-    trace: Traces = None,
-    load: Loads = None,
-    windows: Windows = 1,
-    num_experts: NumExperts = None,
-    top_k: TopK = None,
-    model: Model = None,
-    num_layers: NumLayers = None,
-    dense_layers: DenseLayers = None,
-    bytes_per_expert: BytesPerExpert = None,
-    cluster: Cluster = None,
-    num_devices: NumDevices = None,
-    num_nodes: NumNodes = None,
-    before: Annotated[
-        Path | None,
-        typer.Option(help="Plan that it replaces.", show_default="equal runs of experts"),
-    ] = None,
-    batch_size: BatchSize = 64,
-    heatmap: Annotated[
-        Path | None,
-        typer.Option(
-            help="File *.png or *.html for a heat map of devices and layers, before and after."
-        ),
-    ] = None,
-    as_json: JsonFile = None,
-) -> None:
+@with_options(ShowOptions)
+def show(options: ShowOptions) -> None:
     """Show the load of each device and the hottest expert of each layer under a plan."""
     from moe_serve.cli.place.place_show import run_show
 
-    run_show(context.params)
+    run_show(options)
 
 
 @place.command()
-def check(
-    context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="Plan in any known format.")],
-    model: Model = None,
-    num_layers: NumLayers = None,
-    dense_layers: DenseLayers = None,
-    num_experts: NumExperts = None,
-    bytes_per_expert: BytesPerExpert = None,
-    cluster: Cluster = None,
-    num_devices: NumDevices = None,
-    num_nodes: NumNodes = None,
-) -> None:
+@with_options(CheckOptions)
+def check(options: CheckOptions) -> None:
     """Check that a plan fits a model and a cluster.
 
     The exit code is 1 if it does not fit, with the reasons, and 2 if the file is not a plan.
     """
-    from moe_serve.cli.place.place_check import run_check
+    from moe_serve.cli.place.place_show import run_check
 
-    if not run_check(context.params):
+    if not run_check(options):
         raise typer.Exit(_EXIT_MISFIT)

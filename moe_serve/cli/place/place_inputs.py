@@ -1,170 +1,153 @@
-"""Reads the inputs of `moe-serve place`: traces and tables of loads, as scenarios of one
-problem."""
+"""Turns the options of `moe-serve place` into requests for problems, checked before a file of loads
+is read."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.token_choices import TokenChoices
+from experts.placement.problem.cluster_devices import ClusterDevices
+from experts.placement.problem.limits import Grouping, Pin
+from experts.placement.problem.model_facts import ModelFacts
+from experts.placement.sources import JudgedPlanRequest, ProblemRequest
+from moe_serve.cli.place.cluster_reader import read_cluster
+from moe_serve.cli.place.place_options import (
+    CompareOptions,
+    DeviceOptions,
+    LimitOptions,
+    ModelFactsOptions,
+    PlanOptions,
+    ShowOptions,
+)
+from moe_serve.cli.place.plan_files import read_plan
 from moe_serve.errors import ConfigError
-from routing_predictor.importers.importer import import_files
-from routing_predictor.importers.tables import Imported, ImportOptions, read_json
-from routing_predictor.importers.trtllm import META
-from routing_predictor.traces.errors import TraceError
-from routing_predictor.traces.load_file import FORMAT, ExpertLoad, read_load
-from routing_predictor.traces.metadata import read_metadata
-from routing_predictor.traces.trace import RoutingTrace, check_distinct
-from routing_predictor.traces.trace_file import read_traces
-from routing_predictor.traces.trace_stats import windows
 
-_PLAN_KEYS = ("num_ranks", "physical_to_logical_map", "layer_list", "initial_global_assignments")
-_COUNTED = ("vllm", "csv", "npz", "npy")  # they count layers among those with experts, from 0
+_PIN = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})@(\d{1,9})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workloads:
-    """Scenarios, and the tokens behind them if all files have tokens."""
-
-    loads: ExpertLoads
-    tokens: TokenChoices | None
-    model: str  # its name, where a file says it
-    has_model_numbers: bool  # layers are numbered as in the model, as far as the file tells
-
-
-def read_workloads(paths: Sequence[Path], num_windows: int, num_experts: int | None) -> Workloads:
-    """Reads each file as a scenario, or as `num_windows` scenarios. Raises ConfigError,
-    TraceError."""
-    if not paths:
-        raise ConfigError("give --trace or --load: a plan needs loads.")
-    options = ImportOptions(num_experts=num_experts)
-    found = [_read(path, options) for path in paths]
-    for one, path in zip(found, paths, strict=True):
-        _check_distinct(one, path)
-    _check_alike(found, paths)
-    names, tables = list[str](), list[NDArray[np.float64]]()
-    for one, name in zip(found, _names(paths), strict=True):
-        counts_WLE = _windows(one, num_windows, name)
-        tables += list(counts_WLE)
-        of_many = len(counts_WLE) > 1
-        names += [
-            f"{name} {number}/{len(counts_WLE)}" if of_many else name
-            for number in range(1, len(counts_WLE) + 1)
-        ]
-    return Workloads(
-        loads=ExpertLoads(
-            counts_SLE=np.stack(tables), layers=found[0].layers, scenarios=tuple(names)
-        ),
-        tokens=_tokens(found),
-        model=next((one.model for one in found if one.model), ""),
-        has_model_numbers=all(_has_model_numbers(*pair) for pair in zip(found, paths, strict=True)),
+def plan_request(options: PlanOptions) -> ProblemRequest:
+    """Returns the problem of `place`; `check_plan_options` was called. Raises ConfigError,
+    CheckpointError, PlacementError."""
+    limits = options.limits
+    return replace(
+        _request(options),
+        current=limits.current,
+        max_moves=limits.max_moves,
+        pins=_pins(limits.pin or ()),
+        grouping=_grouping(limits.groups, limits.max_nodes_per_group),
+        fill=limits.fill,
     )
 
 
-def _read(path: Path, options: ImportOptions) -> Imported:
-    """Reads a file of moe-serve, or of a program that `trace import` knows."""
-    if path.is_dir() and not (path / META).exists():
-        return read_traces([path])
-    if path.suffix == ".safetensors":
-        is_load = path.is_file() and read_metadata(path).get("format") == FORMAT
-        return read_load(path) if is_load else read_traces([path])
-    try:
-        return import_files([path], "auto", options)
-    except TraceError as error:
-        if _is_plan(path):
-            raise ConfigError(f"{path} is a plan, not loads: give what was recorded.") from None
-        named = str(error)
-        raise TraceError(named if str(path) in named else f"{path}: {named}") from None
+def compare_request(options: CompareOptions) -> ProblemRequest:
+    """Returns the problem of `place compare`. Raises ConfigError, CheckpointError,
+    PlacementError."""
+    check_devices(options.devices, is_needed=True)
+    return replace(_request(options), grouping=_grouping(options.groups))
 
 
-def holds_loads(path: Path) -> bool:
-    """Whether a file holds loads that `read_workloads` takes; used to explain a file that is not a
-    plan."""
-    try:
-        _read(path, ImportOptions())
-    except (ConfigError, TraceError):
-        return False
-    return True
+def show_request(options: ShowOptions) -> JudgedPlanRequest:
+    """Returns the plan to show and its loads. Raises ConfigError, CheckpointError."""
+    check_devices(options.devices, is_needed=False)
+    devices = read_devices(options.devices)
+    return JudgedPlanRequest(
+        files=options.loads.files,
+        plan=options.file,
+        devices=devices,
+        num_nodes=options.devices.num_nodes or 1,
+        model=model_facts(options.model),
+        num_windows=options.loads.windows,
+        num_experts=options.loads.num_experts,
+        top_k=options.loads.top_k,
+        batch_size=options.batch_size,
+        read_plan=read_plan,
+    )
 
 
-def _is_plan(path: Path) -> bool:
-    """Whether a JSON file is a plan, of moe-serve or of another engine; used to explain a file that
-    is not loads."""
-    if path.suffix not in (".json", ".jsonl"):
-        return False
-    try:
-        content = read_json(path)
-    except TraceError:
-        return False
-    keys = content.keys() if isinstance(content, dict) else ()
-    return any(key in keys for key in _PLAN_KEYS)
+def _request(options: PlanOptions | CompareOptions) -> ProblemRequest:
+    loads, model = options.loads, model_facts(options.model)
+    devices = read_devices(options.devices)
+    assert devices is not None, "checked"
+    return ProblemRequest(
+        files=loads.files,
+        devices=devices,
+        model=model,
+        num_windows=loads.windows,
+        num_experts=loads.num_experts,
+        top_k=loads.top_k,
+        num_replicas=options.replicas,
+        balance=options.balance,
+        batch_size=options.batch_size,
+        read_plan=read_plan,
+    )
 
 
-def _check_distinct(one: Imported, path: Path) -> None:
-    """Checks that a token chooses an expert at most once in a layer, whatever the format."""
-    if isinstance(one, RoutingTrace):
-        try:
-            check_distinct(one.expert_ids_NLK, one.layers)
-        except TraceError as error:
-            raise ConfigError(f"{path}: {error}.") from None
+def check_limits_given(limits: LimitOptions) -> None:
+    """Checks options that need others. Raises ConfigError."""
+    if limits.max_moves is not None and limits.current is None:
+        raise ConfigError("--max-moves counts from the plan in use: name it with --current.")
+    if limits.groups is None and limits.max_nodes_per_group != 1:
+        raise ConfigError(
+            "--max-nodes-per-group applies to groups: give their number with --groups."
+        )
+    _pins(limits.pin or ())
 
 
-def _check_alike(found: Sequence[Imported], paths: Sequence[Path]) -> None:
-    first = found[0]
-    for other, path in zip(found, paths, strict=True):
-        if other.num_experts != first.num_experts:
-            raise ConfigError(
-                f"{paths[0]} has {first.num_experts} experts and {path} {other.num_experts}: if "
-                "the last were never chosen, give their number with --num-experts."
-            )
-        if other.layers != first.layers:
-            raise ConfigError(
-                f"{paths[0]} has {_told(first.layers)} and {path} {_told(other.layers)}: scenarios "
-                "of one plan are of the same layers."
-            )
+def check_devices(options: DeviceOptions, *, is_needed: bool) -> None:
+    """Checks the options before any file is read. Raises ConfigError."""
+    if options.cluster is not None and options.num_devices is not None:
+        raise ConfigError("give either --cluster FILE or --devices N, not both.")
+    if is_needed and options.cluster is None and options.num_devices is None:
+        raise ConfigError("give --cluster FILE or --devices N: a plan needs devices.")
+    if options.num_nodes is not None and options.num_devices is None:
+        raise ConfigError("--nodes belongs to --devices; a cluster file states its own nodes.")
 
 
-def _told(layers: tuple[int, ...]) -> str:
-    return f"{len(layers)} layers ({layers[0]} to {layers[-1]})"
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Names the scenarios by file name, with the folder's name if names repeat, else in full."""
-    for name in (lambda p: p.stem, lambda p: f"{p.parent.name}/{p.stem}"):
-        names = [name(path.absolute()) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
-
-
-def _windows(one: Imported, count: int, name: str) -> NDArray[np.float64]:
-    """Returns [W, L, E]: equal runs of a trace's tokens, or of a table's steps."""
-    available = one.num_tokens if isinstance(one, RoutingTrace) else len(one.counts_SLE)
-    if available < count:
-        what = "tokens" if isinstance(one, RoutingTrace) else "steps"
-        raise ConfigError(f"{name} has {available} {what}, too few for --windows {count}.")
-    if isinstance(one, RoutingTrace):
-        return windows(one, count).astype(np.float64)
-    return np.stack([part.sum(axis=0) for part in np.array_split(one.counts_SLE, count)])
-
-
-def _tokens(found: Sequence[Imported]) -> TokenChoices | None:
-    traces = [one for one in found if isinstance(one, RoutingTrace)]
-    if len(traces) < len(found) or len({trace.top_k for trace in traces}) > 1:
+def read_devices(options: DeviceOptions) -> ClusterDevices | None:
+    """Returns the devices; None if no option names any. Raises ConfigError, PlacementError."""
+    if options.cluster is not None:
+        return read_cluster(options.cluster)
+    if options.num_devices is None:
         return None
-    return TokenChoices(
-        expert_ids_NLK=np.concatenate([trace.expert_ids_NLK for trace in traces]),
-        num_experts=traces[0].num_experts,
-        layers=traces[0].layers,
+    return ClusterDevices.even(options.num_devices, options.num_nodes or 1)
+
+
+def model_facts(options: ModelFactsOptions) -> ModelFacts:
+    """Returns the facts that the options give. Raises ConfigError, CheckpointError,
+    PlacementError."""
+    if options.folder is None:
+        return ModelFacts.stated(options.num_layers, options.dense_layers, options.bytes_per_expert)
+    if options.num_layers is not None or options.dense_layers is not None:
+        raise ConfigError("--model says which layers are dense: leave out the other flags.")
+    from moe_serve.model.checkpoint.expert_shape import read_expert_shape
+
+    shape = read_expert_shape(options.folder.expanduser())
+    return ModelFacts(
+        num_layers=shape.num_layers,
+        sparse=shape.sparse_layers,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        num_groups=shape.num_groups,
+        bytes_per_expert=options.bytes_per_expert or shape.bytes_per_expert,
     )
 
 
-def _has_model_numbers(one: Imported, path: Path) -> bool:
-    if isinstance(one, ExpertLoad):
-        return one.source not in _COUNTED
-    return path.suffix.lstrip(".") not in _COUNTED
+def _grouping(num_groups: int | None, max_nodes: int = 1) -> Grouping | None:
+    if num_groups is None:
+        return None
+    return Grouping(num_groups=num_groups, max_nodes_per_group=max_nodes)
+
+
+def _pins(texts: Sequence[str]) -> tuple[Pin, ...]:
+    """Parses "3:17@0" as expert 17 of layer 3 on device 0, and "17@0" as expert 17 of every
+    layer."""
+    pins = []
+    for text in texts:
+        found = _PIN.fullmatch(text)
+        if found is None:
+            raise ConfigError(f"--pin cannot be {text!r}: it must be [LAYER:]EXPERT@DEVICE.")
+        layer, expert, device = found.groups()
+        number = None if layer is None else int(layer)
+        pins.append(Pin(expert=int(expert), device=int(device), layer=number))
+    return tuple(pins)

@@ -1,11 +1,12 @@
-"""The flags that the commands of `moe-serve place` share."""
+"""The options of `moe-serve place` and its commands."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
+from moe_serve.cli.options import REQUIRED, argument, option
 
 Solver = Literal["search", "ilp", "linear", "round-robin", "eplb", "eplb-hierarchical"]
 Balance = Literal["tokens", "activated"]
@@ -13,197 +14,301 @@ Objective = Literal["balance", "fan-out"]
 
 _LOADS, _MODEL, _DEVICES, _LIMITS = "Loads", "Model", "Devices", "What a plan must keep"
 
-Traces = Annotated[
-    list[Path] | None,
-    typer.Option(
+
+def _num_experts() -> int | None:
+    return option(
+        None,
+        min=1,
+        help="Number of experts in a layer.",
+        show_default="as the file says, or the largest id plus 1",
+        rich_help_panel=_LOADS,
+    )
+
+
+def _replicas() -> int | None:
+    return option(
+        None,
+        min=0,
+        help="Number of replicas in a layer: expert slots of all devices beyond one slot "
+        "per expert.",
+        show_default="0, or what the cluster's slots leave",
+        rich_help_panel=_DEVICES,
+    )
+
+
+def _groups() -> int | None:
+    return option(
+        None,
+        min=1,
+        help="Number of groups of consecutive experts, of which the router chooses some. "
+        "Default: groups do not limit the plan.",
+        rich_help_panel=_LIMITS,
+    )
+
+
+def _balance() -> Balance:
+    return option(
+        "tokens",
+        help="Load to make even: tokens (rows computed, for prefill) or activated "
+        "(distinct experts that a step reads, for decode).",
+    )
+
+
+def _batch_size() -> int:
+    return option(
+        64,
+        min=1,
+        max=2**20,
+        help="Number of tokens in one step, for the steps that are simulated and for "
+        "--balance activated.",
+    )
+
+
+def _seconds() -> float | None:
+    return option(
+        None,
+        min=0.0,
+        help="Time limit of the solver in seconds; the best plan found so far is used.",
+        show_default="120, or 600 for --objective fan-out; most plans take far less",
+    )
+
+
+def _as_json() -> Path | None:
+    return option(None, "--json", help="JSON file for all figures.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Options about recorded loads."""
+
+    trace: list[Path] | None = option(
+        None,
         "--trace",
         metavar="FILE...",
         help="Routing traces, of moe-serve or in a format that `moe-serve trace import` "
         "reads. Each file is one scenario. Several files may follow one flag.",
         rich_help_panel=_LOADS,
-    ),
-]
-Loads = Annotated[
-    list[Path] | None,
-    typer.Option(
+    )
+    load: list[Path] | None = option(
+        None,
         "--load",
         metavar="FILE...",
         help="Tables of expert loads, from moe-serve, SGLang, vLLM, TensorRT-LLM (a "
         "folder) or CSV. Each file is one scenario. Several files may follow one "
         "flag.",
         rich_help_panel=_LOADS,
-    ),
-]
-Windows = Annotated[
-    int,
-    typer.Option(
+    )
+    windows: int = option(
+        1,
         min=1,
         help="Split each file into this many scenarios of equal length.",
         rich_help_panel=_LOADS,
-    ),
-]
-NumExperts = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Number of experts in a layer.",
-        show_default="as the file says, or the largest id plus 1",
-        rich_help_panel=_LOADS,
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
+    )
+    num_experts: int | None = _num_experts()
+    top_k: int | None = option(
+        None,
         min=1,
         help="Number of experts that a token chooses in a layer.",
         show_default="as the trace or the model says",
         rich_help_panel=_LOADS,
-    ),
-]
-Model = Annotated[
-    Path | None,
-    typer.Option(
+    )
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The traces, then the tables."""
+        return (*(self.trace or ()), *(self.load or ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFactsOptions:
+    """Options about the model."""
+
+    folder: Path | None = option(
+        None,
+        "--model",
         help="Folder of a checkpoint, or its config.json: gives layers, experts and bytes "
         "per expert.",
         rich_help_panel=_MODEL,
-    ),
-]
-NumLayers = Annotated[
-    int | None,
-    typer.Option(
+    )
+    num_layers: int | None = option(
+        None,
         min=1,
         help="Number of layers of the model, dense ones included (instead of --model).",
         rich_help_panel=_MODEL,
-    ),
-]
-DenseLayers = Annotated[
-    str | None,
-    typer.Option(
+    )
+    dense_layers: str | None = option(
+        None,
         help="Numbers of the layers without routed experts, such as 0-2,5 (instead of --model).",
         rich_help_panel=_MODEL,
-    ),
-]
-BytesPerExpert = Annotated[
-    int | None,
-    typer.Option(
+    )
+    bytes_per_expert: int | None = option(
+        None,
         min=1,
         help="Bytes of one expert in one layer, for memory and moves.",
         show_default="as the model says",
         rich_help_panel=_MODEL,
-    ),
-]
-Cluster = Annotated[
-    Path | None,
-    typer.Option(
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    """Options about the devices."""
+
+    cluster: Path | None = option(
+        None,
         help="YAML file with the devices, their slots, memory and nodes; examples are in "
         "configs/placement. A cluster file of `moe-serve launch` works too.",
         rich_help_panel=_DEVICES,
-    ),
-]
-NumDevices = Annotated[
-    int | None,
-    typer.Option(
+    )
+    num_devices: int | None = option(
+        None,
         "--devices",
         min=1,
         max=2**14,
         help="Number of identical devices (instead of --cluster).",
         rich_help_panel=_DEVICES,
-    ),
-]
-NumNodes = Annotated[
-    int | None,
-    typer.Option(
+    )
+    num_nodes: int | None = option(
+        None,
         "--nodes",
         min=1,
         help="Number of nodes that --devices are spread over evenly. Default: 1.",
         rich_help_panel=_DEVICES,
-    ),
-]
-Replicas = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Number of replicas in a layer: expert slots of all devices beyond one slot "
-        "per expert.",
-        show_default="0, or what the cluster's slots leave",
-        rich_help_panel=_DEVICES,
-    ),
-]
-Current = Annotated[
-    Path | None,
-    typer.Option(
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """Options about what a plan must keep."""
+
+    current: Path | None = option(
+        None,
         help="Plan that is in use now, in any known format. It is the start that "
         "--max-moves counts from.",
         rich_help_panel=_LIMITS,
-    ),
-]
-MaxMoves = Annotated[
-    int | None,
-    typer.Option(
+    )
+    max_moves: int | None = option(
+        None,
         min=0,
         help="Largest number of expert copies in a layer that may be placed where "
         "--current has none. Default: no limit.",
         rich_help_panel=_LIMITS,
-    ),
-]
-Pins = Annotated[
-    list[str] | None,
-    typer.Option(
+    )
+    pin: list[str] | None = option(
+        None,
         "--pin",
         metavar="[LAYER:]EXPERT@DEVICE",
         help="Copy that the plan must contain: this expert on this device, in one layer or"
         " in all. May be given more than once.",
         rich_help_panel=_LIMITS,
-    ),
-]
-Groups = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Number of groups of consecutive experts, of which the router chooses some. "
-        "Default: groups do not limit the plan.",
-        rich_help_panel=_LIMITS,
-    ),
-]
-NodesPerGroup = Annotated[
-    int,
-    typer.Option(
+    )
+    groups: int | None = _groups()
+    max_nodes_per_group: int = option(
+        1,
         "--max-nodes-per-group",
         min=1,
         help="Largest number of nodes that may hold copies of one group of --groups.",
         rich_help_panel=_LIMITS,
-    ),
-]
-Fill = Annotated[
-    bool,
-    typer.Option(
+    )
+    fill: bool = option(
+        True,
         help="Fill every slot with a copy, as other engines require. With --no-fill slots "
         "may stay empty.",
         rich_help_panel=_LIMITS,
-    ),
-]
-BalanceBy = Annotated[
-    Balance,
-    typer.Option(
-        help="Load to make even: tokens (rows computed, for prefill) or activated "
-        "(distinct experts that a step reads, for decode)."
-    ),
-]
-BatchSize = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        max=2**20,
-        help="Number of tokens in one step, for the steps that are simulated and for "
-        "--balance activated.",
-    ),
-]
-Seconds = Annotated[
-    float | None,
-    typer.Option(
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of `place`."""
+
+    loads: LoadOptions
+    model: ModelFactsOptions
+    devices: DeviceOptions
+    replicas: int | None = _replicas()
+    limits: LimitOptions
+    balance: Balance = _balance()
+    batch_size: int = _batch_size()
+    objective: Objective = option(
+        "balance",
+        help="Goal: balance (even loads), or fan-out (a token's experts on few nodes; "
+        "needs --trace).",
+    )
+    slack: float = option(
+        0.03,
         min=0.0,
-        help="Time limit of the solver in seconds; the best plan found so far is used.",
-        show_default="120, or 600 for --objective fan-out; most plans take far less",
-    ),
-]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="JSON file for all figures.")]
+        help="Increase of the largest load that --objective fan-out may cost, as a share: "
+        "0.03 is 3%.",
+    )
+    solver: Solver = option(
+        "search",
+        help="Method: search; ilp (tighter bounds, takes longer); or a reference, linear, "
+        "round-robin, eplb or eplb-hierarchical (references balance slots only).",
+    )
+    seconds: float | None = _seconds()
+    out: Path | None = option(
+        None,
+        help="JSON file for the plan; `moe-serve serve --placement` reads it. Default: the"
+        " plan is not written.",
+    )
+    export: tuple[str, Path] | None = option(
+        None,
+        metavar="FORMAT FILE",
+        help="Also write the plan in another format: sglang, vllm, trtllm, ascend or csv.",
+    )
+    as_json: Path | None = _as_json()
+    is_quick: bool = option(
+        False,
+        "--quick",
+        help="Skip the evaluation on held-out scenarios, the plans with other numbers of "
+        "replicas and the plan of EPLB.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """Options of `place compare`."""
+
+    loads: LoadOptions
+    model: ModelFactsOptions
+    devices: DeviceOptions
+    replicas: int | None = _replicas()
+    groups: int | None = _groups()
+    balance: Balance = _balance()
+    batch_size: int = _batch_size()
+    plan: list[Path] | None = option(
+        None,
+        metavar="FILE...",
+        help="Plans in any known format to include in the comparison. Several files may "
+        "follow one flag.",
+    )
+    seconds: float | None = _seconds()
+    as_json: Path | None = _as_json()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowOptions:
+    """Options of `place show`."""
+
+    file: Path = argument(REQUIRED, help="Plan in any known format.")
+    loads: LoadOptions
+    model: ModelFactsOptions
+    devices: DeviceOptions
+    before: Path | None = option(
+        None, help="Plan that it replaces.", show_default="equal runs of experts"
+    )
+    batch_size: int = _batch_size()
+    heatmap: Path | None = option(
+        None, help="File *.png or *.html for a heat map of devices and layers, before and after."
+    )
+    as_json: Path | None = _as_json()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """Options of `place check`."""
+
+    file: Path = argument(REQUIRED, help="Plan in any known format.")
+    model: ModelFactsOptions
+    num_experts: int | None = _num_experts()
+    devices: DeviceOptions

@@ -4,99 +4,69 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import typer
 
-from experts.placement.formats.plan_text import render_plan
+from experts.placement.formats.plan_text import check_export, render_plan
 from experts.placement.plan_file import write_placement
-from experts.placement.problem.devices import Devices
+from experts.placement.plan_report import make_report
 from experts.placement.problem.placement import Placement
 from experts.placement.solution import Solution
+from experts.placement.solvers.choice import check_limits, fan_out_solver, make_solver
+from experts.placement.sources import ProblemWithSources
 from moe_serve.cli.console import check_output
-from moe_serve.cli.place.place_order import Posed, ProblemOrder
-from moe_serve.cli.place.place_solve import (
-    Interrupts,
-    check_limits,
-    fan_out_solver,
-    make_solver,
-    solve,
-)
+from moe_serve.cli.place.place_inputs import check_devices, check_limits_given, plan_request
+from moe_serve.cli.place.place_options import PlanOptions
+from moe_serve.cli.place.place_solve import Interrupts, solve
+from moe_serve.cli.place.place_tables import print_report
 from moe_serve.cli.place.plan_files import write_text
-from moe_serve.cli.place.report.place_report import make_report
-from moe_serve.cli.place.report.place_tables import print_report
 from moe_serve.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOrder:
-    """The options of the command, checked as far as possible without reading a file."""
-
-    problem: ProblemOrder
-    solver: str
-    is_fan_out: bool
-    slack: float
-    seconds: float | None
-    out: Path | None
-    export: tuple[str, Path] | None
-    as_json: Path | None
-    is_quick: bool
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, Any]) -> PlanOrder:
-        """Takes the options from the parameters of the command by name. Raises ConfigError."""
-        export = parameters["export"]
-        order = cls(
-            problem=ProblemOrder.of(parameters),
-            solver=parameters["solver"],
-            is_fan_out=parameters["objective"] == "fan-out",
-            slack=parameters["slack"],
-            seconds=parameters["seconds"],
-            out=parameters["out"],
-            export=None if export is None else (export[0], Path(export[1])),
-            as_json=parameters["as_json"],
-            is_quick=parameters["is_quick"],
-        )
-        if order.seconds is not None and not math.isfinite(order.seconds):
-            raise ConfigError(f"--seconds must be 0 or more and finite, got {order.seconds}.")
-        exported = None if order.export is None else order.export[1]
-        check_output(order.out, exported, order.as_json)
-        return order
+def check_plan_options(options: PlanOptions) -> None:
+    """Checks the options as far as possible without reading a file. Raises ConfigError."""
+    check_devices(options.devices, is_needed=True)
+    check_limits_given(options.limits)
+    if options.seconds is not None and not math.isfinite(options.seconds):
+        raise ConfigError(f"--seconds must be 0 or more and finite, got {options.seconds}.")
+    exported = None if options.export is None else options.export[1]
+    check_output(options.out, exported, options.as_json)
 
 
-def pose(order: PlanOrder) -> Posed:
+def pose(options: PlanOptions) -> ProblemWithSources:
     """Reads every file and returns the problem. Raises ConfigError, CheckpointError, TraceError,
     PlacementError."""
-    posed = order.problem.pose()
-    check_limits(order.solver, posed)
-    if order.export is not None:
-        _check_export(order.export[0], posed)
-    return posed
+    sources = plan_request(options).read()
+    check_limits(options.solver, sources.problem, sources.num_groups)
+    if options.export is not None:
+        check_export(options.export[0], sources.problem, sources.plan_facts)
+    return sources
 
 
-def run_plan(order: PlanOrder, posed: Posed) -> bool:
+def run_plan(options: PlanOptions, sources: ProblemWithSources) -> bool:
     """Plans and reports; False if interrupted, with the best plan so far written. Raises
     ConfigError, PlacementError."""
     with Interrupts() as interrupts:
-        solver = make_solver(order.solver, posed, thorough=order.seconds is not None)
-        if order.is_fan_out:
-            solver = fan_out_solver(solver, posed, order.slack)
-        solution = solve(solver, posed.problem, order.seconds, interrupts)
-        written = _write(order, posed, solution)
+        is_thorough = options.seconds is not None
+        solver = make_solver(options.solver, sources.num_groups, thorough=is_thorough)
+        if options.objective == "fan-out":
+            solver = fan_out_solver(solver, sources.workloads.tokens, options.slack)
+        solution = solve(interrupts, solver, sources.problem, options.seconds)
+        written = _write(options, sources, solution)
         is_whole = not interrupts.has_come
         report = make_report(
-            posed,
+            sources,
             solution,
-            order.seconds,
-            interrupts,
-            is_quick=order.is_quick or not is_whole,
+            seconds=options.seconds,
+            is_quick=options.is_quick or not is_whole,
+            run=partial(solve, interrupts),
+            is_ended=lambda: interrupts.has_come,
         )
     print_report(report)
-    if order.as_json is not None:
-        write_text(order.as_json, json.dumps(report.as_json(), indent=1) + "\n")
+    if options.as_json is not None:
+        write_text(options.as_json, json.dumps(report.as_json(), indent=1) + "\n")
     if not is_whole:
         typer.echo("interrupted: this is the best plan so far")
     for line in written:
@@ -104,18 +74,17 @@ def run_plan(order: PlanOrder, posed: Posed) -> bool:
     return is_whole
 
 
-def _write(order: PlanOrder, posed: Posed, solution: Solution) -> list[str]:
+def _write(options: PlanOptions, sources: ProblemWithSources, solution: Solution) -> list[str]:
     """Writes the plan and returns lines that say where it is. Raises ConfigError."""
     lines = []
-    if order.out is not None:
-        _write_ours(solution.placement, order.out)
-        ranks = f"--attention-ranks 1 --expert-ranks {len(posed.problem.devices)}"
-        lines.append(
-            f"the plan is in {order.out}; moe-serve serve --placement {order.out} {ranks} runs it"
-        )
-    if order.export is not None:
-        name, path = order.export
-        write_text(path, render_plan(name, solution.placement, posed.plan_facts))
+    if options.out is not None:
+        _write_ours(solution.placement, options.out)
+        ranks = f"--attention-ranks 1 --expert-ranks {len(sources.problem.devices)}"
+        command = f"moe-serve serve --placement {options.out} {ranks}"
+        lines.append(f"the plan is in {options.out}; {command} runs it")
+    if options.export is not None:
+        name, path = options.export
+        write_text(path, render_plan(name, solution.placement, sources.plan_facts))
         lines.append(f"the plan for {name} is in {path}; {_needed(name, solution.placement)}")
     if lines and solution.copies_LED is not None:
         num_doubled = int((solution.copies_LED - 1).clip(min=0).sum())
@@ -131,27 +100,6 @@ def _write_ours(placement: Placement, path: Path) -> None:
         write_placement(placement, path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
-
-
-def _check_export(name: str, posed: Posed) -> None:
-    """Checks before planning that the export format takes plans of these devices."""
-    problem = posed.problem
-    stand_in = _filled(problem.devices, problem.loads.num_experts, problem.loads.layers)
-    render_plan(name, stand_in, posed.plan_facts)
-    if not problem.fill and name != "csv":
-        raise ConfigError(f"--no-fill may leave slots empty, and {name} wants all of them used.")
-
-
-def _filled(devices: Devices, num_experts: int, layers: tuple[int, ...]) -> Placement:
-    """Fills every slot with experts in turn."""
-    ranks: list[list[int]] = [[] for _ in range(num_experts)]
-    slot = 0
-    for rank, device in enumerate(devices.devices):
-        for _ in range(min(device.num_slots, num_experts)):
-            ranks[slot % num_experts].append(rank)
-            slot += 1
-    ranks_of = dict.fromkeys(layers, tuple(map(tuple, ranks)))
-    return Placement(num_ranks=len(devices), num_experts=num_experts, ranks_of=ranks_of)
 
 
 def _needed(name: str, placement: Placement) -> str:

@@ -15,7 +15,7 @@ from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.formats import trtllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.formats.plan_text import parse_content, parse_text
-from moe_serve.cli.place.place_inputs import holds_loads
+from experts.placement.problem.workloads import holds_loads
 from moe_serve.config.yaml_nodes import plain_value, read_yaml
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
@@ -63,18 +63,6 @@ def _no_plan(path: Path, reason: str) -> NotAPlanError:
     return NotAPlanError(
         f"{path} is not a plan: {reason[0].lower()}{reason[1:].removesuffix('.')}; {_GIVE}"
     )
-
-
-def only_layers(plan: EnginePlan, layers: tuple[int, ...], path: Path) -> EnginePlan:
-    """Returns the plan of these layers. Raises ConfigError if some of them are missing."""
-    ranks_of = plan.placement.ranks_of
-    missing = [layer for layer in layers if layer not in ranks_of]
-    if missing:
-        raise ConfigError(
-            f"{path} has {len(ranks_of)} layers, and not layer {missing[0]} of the loads: say which"
-            " layers are dense with --model or --dense-layers."
-        )
-    return plan.only(layers)
 
 
 def write_text(path: Path, text: str) -> None:

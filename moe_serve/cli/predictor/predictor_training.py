@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from moe_serve.cli.predictor.predictor_options import TrainOptions
 from moe_serve.errors import ConfigError
 from moe_serve.learn.documents import cut_into_pieces, read_documents
 from moe_serve.learn.predictor_data import Captured, PredictorModel
@@ -28,38 +28,22 @@ from routing_predictor.traces.trace import RoutingTrace
 from routing_predictor.traces.trace_file import read_traces
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOrder:
-    """The checked arguments of the command."""
-
-    kinds: tuple[str, ...]
-    out: Path
-    model: str | None
-    texts: tuple[Path, ...]
-    traces: tuple[Path, ...]
-    max_tokens: int
-    epochs: int | None
-    loss: Loss
-    seed: int
-    num_threads: int
-
-
-def train_predictors(order: TrainOrder, progress: Progress) -> list[str]:
+def train_predictors(options: TrainOptions, progress: Progress) -> list[str]:
     """Trains and writes the predictors; returns lines that report them."""
-    torch.set_num_threads(order.num_threads)
-    model = PredictorModel(order.model, order.num_threads)
-    captured, data = _collect(order, model, progress)
+    torch.set_num_threads(options.num_threads)
+    model = PredictorModel(options.model, options.num_threads)
+    captured, data = _collect(options, model, progress)
     return [
-        _written(order, _train(order, PredictorKind(kind), model, captured, data, progress))
-        for kind in order.kinds
+        _written(options, _train(options, PredictorKind(kind), model, captured, data, progress))
+        for kind in options.kinds
     ]
 
 
 def _collect(
-    order: TrainOrder, model: PredictorModel, progress: Progress
+    options: TrainOptions, model: PredictorModel, progress: Progress
 ) -> tuple[Captured, dict[str, Any]]:
-    if order.traces:
-        trace = read_traces(order.traces)
+    if options.trace:
+        trace = read_traces(options.trace)
         if trace.model_identity and trace.model_identity != model.identity:
             raise ConfigError(
                 f"the trace is of the model {trace.model or trace.model_identity[:12]}, "
@@ -68,12 +52,14 @@ def _collect(
         _check_trace(trace, model)
         facts = {"trace tokens": trace.num_tokens, "requests": len(trace.request_ids)}
         return Captured(trace=trace, before_attention_LTD=None, before_router_LTD=None), facts
-    documents = read_documents(order.texts, "train")
+    documents = read_documents(options.texts or (), "train")
     tokenizer = Tokenizer.load(model.folder)
-    pieces = cut_into_pieces(documents, tokenizer, order.max_tokens, model.max_piece, order.seed)
+    pieces = cut_into_pieces(
+        documents, tokenizer, options.max_tokens, model.max_piece, options.seed
+    )
     captured = model.capture(
         pieces,
-        has_hidden=order.kinds != ("request",),
+        has_hidden=options.kinds != ("request",),
         progress=lambda done, total: progress(f"{done} of {total} tokens run", done / total),
     )
     return captured, data_facts(pieces)
@@ -102,7 +88,7 @@ def _check_trace(trace: RoutingTrace, model: PredictorModel) -> None:
 
 
 def _train(
-    order: TrainOrder,
+    options: TrainOptions,
     kind: PredictorKind,
     model: PredictorModel,
     captured: Captured,
@@ -110,19 +96,20 @@ def _train(
     progress: Progress,
 ) -> Trained:
     def adapted(recipe: Recipe) -> Recipe:
-        return replace(recipe, seed=order.seed, epochs=order.epochs or recipe.epochs)
+        return replace(recipe, seed=options.seed, epochs=options.epochs or recipe.epochs)
 
     if kind is PredictorKind.REQUEST:
         return train_request_predictor(
             model, captured.trace, data, adapted(REQUEST_RECIPE), progress
         )
     recipe = adapted(LAYER_RECIPE)
-    return train_layer_predictors(kind, model, captured, data, recipe, progress, order.loss)
+    loss: Loss = "router" if options.loss == "router" else "ranked"
+    return train_layer_predictors(kind, model, captured, data, recipe, progress, loss)
 
 
-def _written(order: TrainOrder, trained: Trained) -> str:
-    write_predictor(order.out, trained.card, trained.module)
-    size = (order.out / f"{trained.card.kind}.safetensors").stat().st_size
+def _written(options: TrainOptions, trained: Trained) -> str:
+    write_predictor(options.out, trained.card, trained.module)
+    size = (options.out / f"{trained.card.kind}.safetensors").stat().st_size
     losses = ", ".join(f"{loss:.4f}" for loss in trained.card.metrics["held-out loss"])
     end = " (interrupted: the best so far)" if trained.is_interrupted else ""
-    return f"{trained.card.kind}: {size / 1e6:.2f} MB in {order.out}, held-out loss {losses}{end}"
+    return f"{trained.card.kind}: {size / 1e6:.2f} MB in {options.out}, held-out loss {losses}{end}"

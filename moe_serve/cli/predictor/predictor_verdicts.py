@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from rich.table import Table
 
 from moe_serve.cli.console import wide_console
+from moe_serve.cli.predictor.predictor_options import EvaluateOptions
 from moe_serve.errors import ConfigError
 from moe_serve.learn.documents import Piece, cut_into_pieces, read_documents
 from moe_serve.learn.predictor_data import Captured, PredictorModel
@@ -30,40 +31,26 @@ Verdicts = dict[str, list[Verdict]]  # by what was judged
 _UNSEEN_SHARE = 0.25  # of the requests of a trace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeOrder:
-    """The checked arguments of the command."""
-
-    folder: Path | None
-    model: str | None
-    texts: tuple[Path, ...]
-    baseline_texts: tuple[Path, ...]
-    traces: tuple[Path, ...]
-    dropped_label: str
-    horizon: int | None
-    max_tokens: int
-    seed: int
-    num_threads: int
-
-
-def judge_predictors(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, dict[str, Any]]:
+def judge_predictors(
+    options: EvaluateOptions, progress: Progress
+) -> tuple[Verdicts, dict[str, Any]]:
     """Returns the verdicts, and facts about the data they were judged on."""
-    torch.set_num_threads(order.num_threads)
-    if order.traces:
-        return _on_trace(order, progress)
-    folder = order.folder
-    assert folder is not None, "a folder of predictors is needed to judge texts"
+    torch.set_num_threads(options.num_threads)
+    if options.trace:
+        return _on_trace(options, progress)
+    assert options.folder is not None, "a folder of predictors is needed to judge texts"
+    folder = options.folder.expanduser()
     kinds = [kind for kind in PredictorKind if (folder / f"{kind.value}.json").is_file()]
     if not kinds:
         raise ConfigError(
             f"there is no predictor in {folder}: moe-serve predictor train makes one."
         )
-    model = PredictorModel(order.model, order.num_threads)
+    model = PredictorModel(options.model, options.num_threads)
     has_layers = kinds != [PredictorKind.REQUEST]
-    pieces, captured = _run(model, order.texts, "valid", order, progress, has_layers)
+    pieces, captured = _run(model, options.texts or (), "valid", options, progress, has_layers)
     seen: RoutedTexts | None = None
-    if order.baseline_texts:
-        _, others = _run(model, order.baseline_texts, "train", order, progress, False)
+    if options.baselines:
+        _, others = _run(model, options.baselines, "train", options, progress, False)
         seen = texts_of(others.trace)
     found: Verdicts = {}
     for kind in kinds:
@@ -75,8 +62,8 @@ def judge_predictors(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, d
                 model,
                 unseen,
                 seen,
-                horizon=order.horizon,
-                seed=order.seed,
+                horizon=options.horizon,
+                seed=options.seed,
                 progress=progress,
             )
         else:
@@ -86,15 +73,15 @@ def judge_predictors(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, d
 
 def _run(
     model: PredictorModel,
-    paths: tuple[Path, ...],
+    paths: Sequence[Path],
     split: str,
-    order: JudgeOrder,
+    options: EvaluateOptions,
     progress: Progress,
     has_hidden: bool,
 ) -> tuple[list[Piece], Captured]:
     tokenizer = Tokenizer.load(model.folder)
     pieces = cut_into_pieces(
-        read_documents(paths, split), tokenizer, order.max_tokens, model.max_piece, order.seed
+        read_documents(paths, split), tokenizer, options.max_tokens, model.max_piece, options.seed
     )
     captured = model.capture(
         pieces,
@@ -104,23 +91,23 @@ def _run(
     return pieces, captured
 
 
-def _on_trace(order: JudgeOrder, progress: Progress) -> tuple[Verdicts, dict[str, Any]]:
+def _on_trace(options: EvaluateOptions, progress: Progress) -> tuple[Verdicts, dict[str, Any]]:
     """Judges predictions from history on a quarter of the requests, with the others as history."""
-    trace = read_traces(order.traces)
+    trace = read_traces(options.trace or ())
     texts = texts_of(trace)
-    end = order.dropped_label
+    end = options.drop_label
     kept = np.array([not end or not label.endswith(end) for label in texts.label])
     if not kept.any():
         raise ConfigError(f"every request's label ends with {end!r}, so no requests remain.")
     texts = texts.choose(np.flatnonzero(kept))
-    seen, unseen = split_documents(texts, _UNSEEN_SHARE, order.seed)
+    seen, unseen = split_documents(texts, _UNSEEN_SHARE, options.seed)
     facts = {
         "requests": int(kept.sum()),
         "dropped": int((~kept).sum()),
         "judged": unseen.num_requests,
         "tokens": len(texts.expert_ids_TLK),
     }
-    return {"history": judge_history(seen, unseen, trace, order.seed, progress)}, facts
+    return {"history": judge_history(seen, unseen, trace, options.seed, progress)}, facts
 
 
 def write_verdicts(verdicts: Verdicts, data: dict[str, Any], path: Path) -> None:

@@ -7,15 +7,16 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import httpx
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moe_serve.cli.client.server_address import sent_key
+from moe_serve.cli.client.server_client import sent_key
+from moe_serve.cli.options import REQUIRED, option, with_options
 from moe_serve.cli.run_batch.batch_output import BatchOutput
 from moe_serve.cli.run_batch.batch_run import BatchCount, run_lines
 from moe_serve.cli.run_batch.batch_target import OWN_URL, BatchTarget
@@ -25,87 +26,80 @@ from moe_serve.errors import ConfigError
 EXIT_SOME_FAILED = 3
 
 
-_InputFileOption = Annotated[
-    Path,
-    typer.Option(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBatchOptions:
+    """Options of `run-batch`."""
+
+    input_file: Path = option(
+        REQUIRED,
         "-i",
         "--input",
         help="File of requests in the format of OpenAI's Batch API, one JSON object per line.",
-    ),
-]
-_OutputFileOption = Annotated[
-    Path,
-    typer.Option(
+    )
+    output_file: Path = option(
+        REQUIRED,
         "-o",
         "--output",
         help="File for the answers, one JSON object per request. Answers that it already "
         "holds are kept.",
-    ),
-]
-_ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Folder of a checkpoint to load in this process. Default: the demonstration model."
-    ),
-]
-_UrlOption = Annotated[
-    str | None,
-    typer.Option(
+    )
+    model: str | None = option(
+        None,
+        help="Folder of a checkpoint to load in this process. Default: the demonstration model.",
+    )
+    url: str | None = option(
+        None,
         help="URL of a running server that answers the requests. Default: a model is "
-        "loaded in this process."
-    ),
-]
-_ApiKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar=API_KEY_VARIABLE, help="API key of the server at --url, or @FILE with the key."
-    ),
-]
-_ConcurrencyOption = Annotated[
-    int, typer.Option(min=1, max=4096, help="Largest number of requests in progress at once.")
-]
-_ConfigFileOption = Annotated[
-    Path | None,
-    typer.Option(
+        "loaded in this process.",
+    )
+    api_key: str | None = option(
+        None, envvar=API_KEY_VARIABLE, help="API key of the server at --url, or @FILE with the key."
+    )
+    concurrency: int = option(
+        64, min=1, max=4096, help="Largest number of requests in progress at once."
+    )
+    config_file: Path | None = option(
+        None,
         "--config",
         help="YAML file with the configuration of the model loaded in this process; "
         "configs/serve.yaml lists every key.",
-    ),
-]
+    )
 
 
-def run_batch(
-    input_file: _InputFileOption,
-    output_file: _OutputFileOption,
-    model: _ModelOption = None,
-    url: _UrlOption = None,
-    api_key: _ApiKeyOption = None,
-    concurrency: _ConcurrencyOption = 64,
-    config_file: _ConfigFileOption = None,
-) -> None:
+@with_options(RunBatchOptions)
+def run_batch(options: RunBatchOptions) -> None:
     """Answer a file of requests: one JSON line in, one JSON row out.
 
     Run the same command again to continue after an interruption: requests that the output file
     already answers are skipped. Exit codes: 0 all requests were answered, 1 the server cannot be
     reached, 2 the command or a file is wrong, 3 some rows are errors, 130 interrupted.
     """
-    if url is not None and (model is not None or config_file is not None):
+    if options.url is not None and (options.model is not None or options.config_file is not None):
         raise ConfigError("--url uses a running server, so leave --model and --config out.")
-    if input_file.resolve() == output_file.resolve():
-        raise ConfigError(f"{input_file} is both input and output: name another output file.")
+    if options.input_file.resolve() == options.output_file.resolve():
+        raise ConfigError(
+            f"{options.input_file} is both input and output: name another output file."
+        )
     count = BatchCount()
     try:
-        num_lines = _count_lines(input_file)
-        with BatchOutput(output_file) as output, _bar(num_lines, count):
-            if url is not None:
-                target = BatchTarget(url, sent_key(api_key))
-                asyncio.run(_run(input_file, output, target, concurrency, count))
+        num_lines = _count_lines(options.input_file)
+        with BatchOutput(options.output_file) as output, _bar(num_lines, count):
+            if options.url is not None:
+                target = BatchTarget(options.url, sent_key(options.api_key))
+                asyncio.run(_run(options.input_file, output, target, options.concurrency, count))
             else:
-                _run_here(input_file, output, model, config_file, concurrency, count)
+                _run_here(
+                    options.input_file,
+                    output,
+                    options.model,
+                    options.config_file,
+                    options.concurrency,
+                    count,
+                )
     except KeyboardInterrupt:
         _say(count, "interrupted; run the same command again to continue")
         raise
-    _say(count, str(output_file))
+    _say(count, str(options.output_file))
     if count.num_failed:
         raise typer.Exit(EXIT_SOME_FAILED)
 

@@ -3,293 +3,67 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass
 
 import typer
 
+from moe_serve.cli.options import argument, option, settings, with_options
 from moe_serve.cli.serve.first_log import begin_log
 from moe_serve.cli.serve.listening import check_can_listen, check_is_guarded
-from moe_serve.cli.serve.setting_flags import SERVE_KEYS, given_flags
+from moe_serve.cli.serve.server_options import (
+    HTTP,
+    BatchOptions,
+    HttpOptions,
+    ListenOptions,
+    ModelOptions,
+    RankCounts,
+    RankOptions,
+    RunOptions,
+    number_settings,
+)
 from moe_serve.config.sources import LoadedConfig, load_config
 
-MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Number format of weights and activations: auto (the checkpoint's own), "
-        "float32, bfloat16 or float16. Default: auto.",
-        rich_help_panel=MODEL,
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="Device to compute on: auto (cuda if there is a CUDA GPU, else cpu), cpu or "
-        "cuda. Default: auto.",
-        rich_help_panel=MODEL,
-    ),
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        help="Largest number of tokens in a prompt and its answer together. Default: the "
-        "checkpoint's context length.",
-        rich_help_panel=MODEL,
-    ),
-]
-NumThreads = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of CPU threads for computing, in each process. Default: torch chooses.",
-        rich_help_panel=MODEL,
-    ),
-]
-ServedModelName = Annotated[
-    str | None,
-    typer.Option(
-        help="Model name that requests give in their `model` field. Default: the name of "
-        "the checkpoint's folder.",
-        rich_help_panel=MODEL,
-    ),
-]
-ExpertMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory for routed experts in each process that holds some, in bytes or as a "
-        "size such as 2GiB; other experts are read from disk when needed. Default: "
-        "all experts stay in memory.",
-        rich_help_panel=LIMITS,
-    ),
-]
-NumPages = Annotated[
-    int | None,
-    typer.Option(
-        help="Size of the KV cache in pages of 16 tokens, for each attention rank. "
-        "Default: enough for --max-num-seqs requests of average length.",
-        rich_help_panel=LIMITS,
-    ),
-]
-MaxNumSeqs = Annotated[
-    int | None,
-    typer.Option(
-        help="Largest number of sequences in one step, for each attention rank. Default: 64.",
-        rich_help_panel=LIMITS,
-    ),
-]
-MaxBatchedTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Largest number of tokens in one step, for each attention rank; longer "
-        "prompts are computed in chunks. Default: 1024.",
-        rich_help_panel=LIMITS,
-    ),
-]
-MaxQueuedRequests = Annotated[
-    int | None,
-    typer.Option(
-        help="Largest number of waiting requests; further requests get HTTP status 429. "
-        "Default: 256.",
-        rich_help_panel=LIMITS,
-    ),
-]
-MicroBatches = Annotated[
-    str | None,
-    typer.Option(
-        help="Number of micro-batches that a step is split into, 1 to 4, or auto (1 in one"
-        " process, else chosen from measured times). Default: auto.",
-        rich_help_panel=LIMITS,
-    ),
-]
-BatchPolicy = Annotated[
-    str | None,
-    typer.Option(
-        help="How sequences are chosen for a step and split into micro-batches: fifo "
-        "(order of arrival), balanced (also by context length) or expert-aware (also "
-        "by predicted experts). Default: fifo.",
-        rich_help_panel=LIMITS,
-    ),
-]
-Predictor = Annotated[
-    str | None,
-    typer.Option(
-        help="Folder of routing predictors written by `moe-serve predictor train`. "
-        "Default: none; experts are predicted from a request's own history.",
-        rich_help_panel=LIMITS,
-    ),
-]
-AttentionRanks = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of attention ranks, each with its own requests and KV cache. 0 "
-        "together with --expert-ranks 0 runs everything in one process. Default: 0.",
-        rich_help_panel=RANKS,
-    ),
-]
-ExpertRanks = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of expert ranks, each a process that holds a share of the experts. "
-        "Default: 0.",
-        rich_help_panel=RANKS,
-    ),
-]
-AttentionTp = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of processes in each attention rank, which split its attention heads "
-        "among them. Default: 1.",
-        rich_help_panel=RANKS,
-    ),
-]
-Placement = Annotated[
-    str | None,
-    typer.Option(
-        help="JSON file with the expert ranks that hold each expert, as `moe-serve place "
-        "--out` writes it. Default: each rank gets an equal run of consecutive "
-        "experts.",
-        rich_help_panel=RANKS,
-    ),
-]
-TimelineFile = Annotated[
-    str | None,
-    typer.Option(
-        "--timeline",
-        help="Write a timeline of every rank's stages into this file, for `moe-serve "
-        "timeline`. Default: no timeline.",
-        rich_help_panel=RANKS,
-    ),
-]
-Host = Annotated[
-    str | None,
-    typer.Option(
-        help="Address to listen on; any address but a loopback one requires --api-key. "
-        "Default: 127.0.0.1.",
-        rich_help_panel=HTTP,
-    ),
-]
-Port = Annotated[
-    int | None,
-    typer.Option(
-        help="Port to listen on; 0 chooses a free port. Default: 8000.", rich_help_panel=HTTP
-    ),
-]
-ApiKey = Annotated[
-    list[str] | None,
-    typer.Option(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Options of `serve`."""
+
+    model: str | None = argument(
+        None,
+        key="model.path",
+        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model.",
+    )
+    compute: ModelOptions
+    batches: BatchOptions
+    counts: RankCounts
+    ranks: RankOptions
+    listen: ListenOptions
+    api_key: list[str] | None = option(
+        None,
+        key="server.api_keys",
         help="API key that clients must send, or @FILE with one key per line. May be given"
         " more than once. Default: no key is required.",
         rich_help_panel=HTTP,
-    ),
-]
-MetricsAlias = Annotated[
-    str | None,
-    typer.Option(
-        help="Additional metric names in /metrics: none, or vllm (also report values under"
-        " vLLM's names). Default: none.",
-        rich_help_panel=HTTP,
-    ),
-]
-OtlpTracesEndpoint = Annotated[
-    str | None,
-    typer.Option(
-        help="URL of an OpenTelemetry collector that receives request traces (OTLP over "
-        "HTTP), such as http://127.0.0.1:4318/v1/traces. Default: no traces are sent.",
-        rich_help_panel=HTTP,
-    ),
-]
-SslCertfile = Annotated[
-    str | None,
-    typer.Option(
-        help="PEM file with the certificate chain; switches on HTTPS. Default: plain HTTP.",
-        rich_help_panel=HTTP,
-    ),
-]
-SslKeyfile = Annotated[
-    str | None,
-    typer.Option(
-        help="PEM file with the certificate's private key. Default: the key is in --ssl-certfile.",
-        rich_help_panel=HTTP,
-    ),
-]
-LogFormat = Annotated[
-    str | None,
-    typer.Option(
-        help="Format of the log on standard error: text or json (one object per line). "
-        "Default: text.",
-        rich_help_panel=RUN,
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help="YAML file with the configuration; configs/serve.yaml lists every key.",
-        rich_help_panel=RUN,
-    ),
-]
-PrintConfig = Annotated[
-    bool,
-    typer.Option(
-        "--print-config",
-        help="Print the effective configuration with the source of each value, and exit.",
-        rich_help_panel=RUN,
-    ),
-]
+    )
+    http: HttpOptions
+    run: RunOptions
 
 
-def serve(
-    context: typer.Context,
-    model: Model = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    max_model_len: MaxModelLen = None,
-    num_threads: NumThreads = None,
-    served_model_name: ServedModelName = None,
-    expert_memory: ExpertMemory = None,
-    num_pages: NumPages = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_batched_tokens: MaxBatchedTokens = None,
-    max_queued_requests: MaxQueuedRequests = None,
-    micro_batches: MicroBatches = None,
-    batch_policy: BatchPolicy = None,
-    predictor: Predictor = None,
-    attention_ranks: AttentionRanks = None,
-    expert_ranks: ExpertRanks = None,
-    attention_tp: AttentionTp = None,
-    placement: Placement = None,
-    timeline: TimelineFile = None,
-    host: Host = None,
-    port: Port = None,
-    api_key: ApiKey = None,
-    metrics_alias: MetricsAlias = None,
-    otlp_traces_endpoint: OtlpTracesEndpoint = None,
-    ssl_certfile: SslCertfile = None,
-    ssl_keyfile: SslKeyfile = None,
-    log_format: LogFormat = None,
-    config_file: ConfigFile = None,
-    print_config: PrintConfig = False,
-) -> None:
+@with_options(ServeOptions)
+def serve(options: ServeOptions) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 
     Settings come from flags, from environment variables such as MOE_SERVE_SERVER_PORT=8001 and from
     the YAML file of --config. A flag takes precedence over the environment, and the environment
     over the file.
     """
-    given = given_flags(context.params, SERVE_KEYS)
-    settings = {SERVE_KEYS[name]: value for name, value in given.items()}
-    begin_log(settings, os.environ, config_file)
-    _run(load_config(flags=settings, environ=os.environ, file=config_file), print_config)
+    run, flags = options.run, number_settings(settings(options))
+    begin_log(flags, os.environ, run.config_file)
+    loaded = load_config(flags=flags, environ=os.environ, file=run.config_file)
+    _run(loaded, has_to_print=run.print_config)
 
 
-def _run(loaded: LoadedConfig, has_to_print: bool) -> None:
+def _run(loaded: LoadedConfig, *, has_to_print: bool) -> None:
     if has_to_print:
         typer.echo(loaded.to_yaml(), nl=False)
         return

@@ -11,15 +11,16 @@ import termios
 import time
 import tty
 from collections.abc import Iterator
-from typing import Annotated
+from dataclasses import dataclass
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from moe_serve.cli.client.server_address import sent_key
-from moe_serve.cli.client.server_answer import Answer
-from moe_serve.cli.top.top_source import NotReachedError, TopSource
+from moe_serve.cli.client.server_client import NotReachedError, sent_key
+from moe_serve.cli.options import option, with_options
+from moe_serve.cli.top.server_answer import Answer
+from moe_serve.cli.top.top_source import TopSource
 from moe_serve.cli.top.top_view import frame
 from moe_serve.config.sources import API_KEY_VARIABLE
 from moe_serve.errors import ConfigError
@@ -28,32 +29,35 @@ _TICK_S = 0.2  # how soon a key or a new size of the terminal is noticed
 _PLAIN_COLUMNS = 140  # of a frame that goes to a file or a pipe
 
 
-def top(
-    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar=API_KEY_VARIABLE, help="API key of the server, or @FILE with the key."),
-    ] = None,
-    interval: Annotated[
-        float, typer.Option(min=0.2, max=60.0, help="Seconds between two updates.")
-    ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopOptions:
+    """Options of `top`."""
+
+    url: str = option("http://127.0.0.1:8000", help="URL of the server.")
+    api_key: str | None = option(
+        None, envvar=API_KEY_VARIABLE, help="API key of the server, or @FILE with the key."
+    )
+    interval: float = option(1.0, min=0.2, max=60.0, help="Seconds between two updates.")
+    once: bool = option(False, "--once", help="Print one frame and exit.")
+
+
+@with_options(TopOptions)
+def top(options: TopOptions) -> None:
     """Watch a running server: requests, tokens, latencies, KV pages, experts, ranks, events.
 
     Press q or Ctrl-C to quit. Without a terminal the command prints one frame. The exit code is 1
     if the server cannot be reached.
     """
-    if math.isnan(interval):  # no comparison with a range refuses it
+    if math.isnan(options.interval):  # no comparison with a range refuses it
         raise ConfigError("--interval is nan: give the seconds between two updates, 0.2 to 60.")
     console = Console(highlight=False)
-    with TopSource(url, sent_key(api_key)) as source:
+    with TopSource(options.url, sent_key(options.api_key)) as source:
         try:
             state = source.fetch()
-            if once or not console.is_terminal:
+            if options.once or not console.is_terminal:
                 _print_once(console, source, state)
             else:
-                _watch(console, source, state, interval)
+                _watch(console, source, state, options.interval)
         except NotReachedError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None

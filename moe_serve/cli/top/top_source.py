@@ -13,16 +13,12 @@ from typing import Any
 import httpx
 
 from moe_serve.bench.client.server_metrics import Metrics
-from moe_serve.cli.client.server_address import ServerAddress, no_connection, trusted
-from moe_serve.cli.client.server_answer import Answer
-from moe_serve.errors import ConfigError, MoeServeError
+from moe_serve.cli.client.server_client import NotReachedError, ServerClient
+from moe_serve.cli.top.server_answer import Answer
+from moe_serve.errors import ConfigError
 
 MAX_EVENTS = 200
 _TIMEOUT_S = 5.0
-
-
-class NotReachedError(MoeServeError):
-    """The server does not answer now. `str(error)` is one sentence."""
 
 
 class TopSource:
@@ -31,16 +27,8 @@ class TopSource:
     def __init__(
         self, url: str, api_key: str | None, transport: httpx.BaseTransport | None = None
     ) -> None:
-        address = ServerAddress.parse(url, api_key)
-        self.url = address.url
-        self._client = httpx.Client(
-            base_url=self.url,
-            headers=address.headers,
-            timeout=_TIMEOUT_S,
-            transport=transport,
-            verify=trusted(),
-            trust_env=address.uses_proxies,
-        )
+        self._server = ServerClient(url, api_key, _TIMEOUT_S, transport)
+        self.url = self._server.url
         self.is_plain = False  # the server has /metrics only
         self._since = 0
         self._started: float | None = None
@@ -51,11 +39,11 @@ class TopSource:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._client.close()
+        self._server.close()
 
     def fetch(self) -> Answer:
         """Returns the state now, with the events so far. Raises NotReachedError, ConfigError."""
-        response = self._get(f"/dashboard/state?since={self._since}")
+        response = self._server.request("GET", f"/dashboard/state?since={self._since}")
         if response.status_code == 404:
             return self._from_metrics()
         self.is_plain = False
@@ -80,7 +68,7 @@ class TopSource:
         return Answer({**state.content, "events": self._events})
 
     def _from_metrics(self) -> Answer:
-        response = self._checked(self._get("/metrics"))
+        response = self._checked(self._server.request("GET", "/metrics"))
         metrics, now = Metrics.parse(response.text), time.monotonic()
         if metrics.total("engine_steps_total") is None:
             raise self._strange()
@@ -89,15 +77,6 @@ class TopSource:
         names = (dict(labels).get("model_name") for _, labels in metrics.values)
         model = next(filter(None, names), "?")
         return Answer(_state_of(model, metrics, now, before))
-
-    def _get(self, path: str) -> httpx.Response:
-        try:
-            return self._client.get(path)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise NotReachedError(no_connection(str(self.url), error)) from None
-        except httpx.HTTPError as error:
-            why = str(error) or type(error).__name__
-            raise NotReachedError(f"the connection to {self.url} broke: {why}.") from error
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 401:

@@ -10,10 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.cli.client.server_answer import Answer
 from moe_serve.cli.top.heat_strip import bar, sparkline
-from moe_serve.cli.top.top_experts import experts_table
-from moe_serve.cli.top.top_ranks import placement_lines, ranks_table
+from moe_serve.cli.top.server_answer import Answer
+from moe_serve.cli.top.top_tables import experts_table, placement_lines, ranks_table
 
 _NARROW = 130  # columns below which the figures are one column, not two
 _MAX_EVENTS = 4

@@ -1,18 +1,92 @@
-"""`moe-serve trace`: records, shows and imports which experts the routers choose."""
+"""`moe-serve trace`: its commands, and those that control recordings of a running server."""
 
 from __future__ import annotations
 
-import typer
+from collections.abc import Mapping
+from typing import Annotated, Any
 
+import typer
+from rich.table import Table
+
+from moe_serve.cli.client.admin_client import URL, AdminClient, AdminKey, Url
+from moe_serve.cli.console import wide_console
 from moe_serve.cli.trace.trace_import import import_
 from moe_serve.cli.trace.trace_record import record
-from moe_serve.cli.trace.trace_server import start, status, stop
 from moe_serve.cli.trace.trace_show import show
+from moe_serve.errors import TracingError
+
+_FIELDS = frozenset({"is_recording", "folder", "sample_rate", "recording", "total"})
 
 trace = typer.Typer(no_args_is_help=True)
 trace.command()(record)
 trace.command()(show)
 trace.command(name="import")(import_)
-trace.command()(start)
-trace.command()(stop)
-trace.command()(status)
+
+
+@trace.command()
+def start(
+    url: Url = URL,
+    admin_key: AdminKey = None,
+    sample_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of requests to record, above 0 and at most 1.",
+            show_default="the server's trace.sample_rate",
+        ),
+    ] = None,
+    weights: Annotated[
+        bool | None,
+        typer.Option(
+            help="Also record the weights that the routers give to the chosen experts.",
+            show_default="the server's trace.weights",
+        ),
+    ] = None,
+) -> None:
+    """Start to record the routing of a running server.
+
+    The recording goes into a new folder in the server's trace.directory.
+    """
+    if sample_rate is not None and not 0 < sample_rate <= 1:
+        raise TracingError(f"--sample-rate must be above 0 and at most 1, got {sample_rate:g}.")
+    given = {"sample_rate": sample_rate, "weights": weights}
+    body = {name: value for name, value in given.items() if value is not None}
+    _print(_ask(url, admin_key, "POST", "start", body))
+
+
+@trace.command()
+def stop(url: Url = URL, admin_key: AdminKey = None) -> None:
+    """Stop the recording and write the tokens that are still in memory."""
+    _print(_ask(url, admin_key, "POST", "stop"))
+
+
+@trace.command()
+def status(url: Url = URL, admin_key: AdminKey = None) -> None:
+    """Show whether a recording is running, what it contains and how large it is."""
+    _print(_ask(url, admin_key, "GET", "status"))
+
+
+def _ask(
+    url: str, key: str | None, method: str, verb: str, body: Mapping[str, object] | None = None
+) -> Mapping[str, Any]:
+    client = AdminClient(url=url, key=key, error=TracingError)
+    return client.ask(method, f"trace/{verb}", _FIELDS, body)
+
+
+def _print(status: Mapping[str, Any]) -> None:
+    recording, total = status["recording"], status["total"]
+    table = Table.grid(padding=(0, 2))
+    table.add_row("recording", "yes" if status["is_recording"] else "no")
+    if status["folder"] is not None:
+        kept = [word for word in ("weights", "tokens") if status[f"has_{word}"]]
+        table.add_row("folder", status["folder"])
+        table.add_row("of", f"{100 * status['sample_rate']:.4g}% of the requests")
+        table.add_row("with", " and ".join(["expert ids", *kept]))
+        table.add_row("tokens", f"{recording['num_tokens']} (in all {total['num_tokens']})")
+        table.add_row("written", f"{recording['num_written_bytes'] / 2**20:.3g} MiB")
+        dropped = recording["num_dropped_parts"]
+        table.add_row("files", f"{recording['num_parts']}, {dropped} older ones were dropped")
+    if recording["num_lost_tokens"]:
+        table.add_row("lost", f"{recording['num_lost_tokens']} tokens that the disk did not take")
+    if recording["failure"]:
+        table.add_row("failed", recording["failure"])
+    wide_console().print(table)

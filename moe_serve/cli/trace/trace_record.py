@@ -7,12 +7,13 @@ import shutil
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from moe_serve.cli.options import REQUIRED, argument, option, with_options
 from moe_serve.cli.serve.ready import loading_bar
 from moe_serve.config.sources import load_config
 from moe_serve.errors import GenerationError, InvalidRequestError
@@ -105,68 +106,55 @@ class _Output:
         return num_tokens
 
 
-_PromptsOption = Annotated[
-    Path,
-    typer.Option(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordOptions:
+    """Options of `trace record`."""
+
+    prompts: Path = option(
+        REQUIRED,
         help='Text file with one prompt per line, or *.jsonl file with one {"prompt": ...,'
-        ' "label": ...} per line.'
-    ),
-]
-_ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model."
-    ),
-]
-_OutOption = Annotated[
-    Path,
-    typer.Option(
-        help=f"File *{_SUFFIX} to write, or a new folder for a recording in several parts."
-    ),
-]
-_MaxTokensOption = Annotated[
-    int, typer.Option(min=1, help="Largest number of tokens in an answer.")
-]
-_TemperatureOption = Annotated[
-    float,
-    typer.Option(
-        min=0.0, max=2.0, help="Sampling temperature; 0 always takes the most likely token."
-    ),
-]
-_WeightsOption = Annotated[
-    bool,
-    typer.Option(help="Also record the weights that the routers give to the chosen experts."),
-]
-_ConfigFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", help="YAML file with the configuration; configs/serve.yaml lists every key."
-    ),
-]
+        ' "label": ...} per line.',
+    )
+    model: str | None = argument(
+        None,
+        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model.",
+    )
+    out: Path = option(
+        Path("trace.safetensors"),
+        help=f"File *{_SUFFIX} to write, or a new folder for a recording in several parts.",
+    )
+    max_tokens: int = option(64, min=1, help="Largest number of tokens in an answer.")
+    temperature: float = option(
+        0.0, min=0.0, max=2.0, help="Sampling temperature; 0 always takes the most likely token."
+    )
+    weights: bool = option(
+        False, help="Also record the weights that the routers give to the chosen experts."
+    )
+    tokens: bool = option(True, help="Also record the token ids.")
+    config_file: Path | None = option(
+        None,
+        "--config",
+        help="YAML file with the configuration; configs/serve.yaml lists every key.",
+    )
 
 
-def record(
-    prompts: _PromptsOption,
-    model: _ModelArgument = None,
-    out: _OutOption = Path("trace.safetensors"),
-    max_tokens: _MaxTokensOption = 64,
-    temperature: _TemperatureOption = 0.0,
-    weights: _WeightsOption = False,
-    tokens: Annotated[bool, typer.Option(help="Also record the token ids.")] = True,
-    config_file: _ConfigFileOption = None,
-) -> None:
+@with_options(RecordOptions)
+def record(options: RecordOptions) -> None:
     """Answer prompts and record which experts every token chose.
 
     Ctrl-C ends the recording and keeps the tokens recorded so far.
     """
-    for path in (out, _parts_of(out)):
+    for path in (options.out, _parts_of(options.out)):
         if path.exists():
             raise InvalidRequestError(f"{path} already exists: choose another --out.", param="out")
-    if not out.absolute().parent.is_dir():
-        raise InvalidRequestError(f"{out.absolute().parent} is not a folder.", param="out")
-    chosen = read_prompts(prompts)
-    flags = {"cache.prefix_cache": False, **({} if model is None else {"model.path": model})}
-    loaded = load_config(flags=flags, environ=os.environ, file=config_file)
+    if not options.out.absolute().parent.is_dir():
+        raise InvalidRequestError(f"{options.out.absolute().parent} is not a folder.", param="out")
+    chosen = read_prompts(options.prompts)
+    flags = {
+        "cache.prefix_cache": False,
+        **({} if options.model is None else {"model.path": options.model}),
+    }
+    loaded = load_config(flags=flags, environ=os.environ, file=options.config_file)
 
     from moe_serve.cluster.any_engine import build_any_engine
     from moe_serve.engine.tracing import trace_header
@@ -175,10 +163,14 @@ def record(
     with loading_bar(Console(stderr=True)) as progress:
         built = build_any_engine(config, progress)
     try:
-        requests = _requests(built, chosen, max_tokens, temperature)
+        requests = _requests(built, chosen, options.max_tokens, options.temperature)
         name = built.layout.folder.resolve().name if config.model.path else "moe-serve-demo"
-        header = replace(trace_header(built, config, name), has_tokens=tokens, has_weights=weights)
-        _record(built, requests, _open(out, header, chosen), out)
+        header = replace(
+            trace_header(built, config, name),
+            has_tokens=options.tokens,
+            has_weights=options.weights,
+        )
+        _record(built, requests, _open(options.out, header, chosen), options.out)
     finally:
         built.engine.close()
 

@@ -5,7 +5,7 @@ C copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,6 @@ from experts.placement.solvers.fan_out.layer_cost import LayerCost
 _EPSILON = 1e-9
 _STILL = 6  # swaps during which copies that just moved stay where they are
 _PRICE = 4.0  # initial price of a load over the cap
-_COPIES_PER_SWAP = 16  # copies for each swap of a large step
 _OSCILLATION = 4  # swaps over or under the cap, after which the price rises or falls
 
 
@@ -28,7 +27,7 @@ def best_swaps(
 ) -> NDArray[np.int64]:
     """Return the cheapest plan under the cap that was found, or the one least above it. Ends after
     `patience` swaps without a better one. `is_legal_CC` says which two copies may swap."""
-    device_C = _large_steps(cost_of, device_C, is_legal_CC, goes_on)
+    device_C = device_C.copy()
     cost, overload = cost_of.cost(device_C), cost_of.overload(device_C)
     best_C, best = device_C.copy(), (_over(overload), cost)
     still_until_C = np.zeros(len(device_C), dtype=np.int64)
@@ -55,7 +54,7 @@ def best_swaps(
             price *= 0.5 if is_under else 2.0
             num_over = num_under = 0
         turn, since_best = turn + 1, since_best + 1
-        if (_over(overload), cost + _EPSILON) < best:
+        if _is_better((_over(overload), cost), best):
             best_C, best, since_best = device_C.copy(), (_over(overload), cost), 0
     return np.asarray(best_C)
 
@@ -65,37 +64,7 @@ def _over(overload: float) -> float:
     return overload if overload > _EPSILON else 0.0
 
 
-def _large_steps(
-    cost_of: LayerCost,
-    device_C: NDArray[np.int64],
-    is_legal_CC: Callable[[NDArray[np.int64]], NDArray[np.bool_]],
-    goes_on: Callable[[], bool],
-) -> NDArray[np.int64]:
-    """With many copies, descend first in large steps: several swaps of different copies, while they
-    help together."""
-    at_once = len(device_C) // _COPIES_PER_SWAP
-    score = cost_of.cost(device_C) + _PRICE * cost_of.overload(device_C)
-    while at_once > 1 and goes_on():
-        score_CC = cost_of.changes(device_C) + _PRICE * cost_of.overload_changes(device_C)
-        score_CC[~is_legal_CC(device_C)] = 0.0
-        after_C = device_C.copy()
-        for first, second in _apart(score_CC, at_once):
-            if is_legal_CC(after_C)[first, second]:
-                after_C[[first, second]] = after_C[[second, first]]
-        after = cost_of.cost(after_C) + _PRICE * cost_of.overload(after_C)
-        if after < score - _EPSILON:
-            device_C, score = after_C, after
-        else:
-            at_once //= 2
-    return np.array(device_C)
-
-
-def _apart(score_CC: NDArray[np.float64], most: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs with the lowest scores below 0, each copy once."""
-    firsts, seconds = np.nonzero(np.triu(score_CC) < -_EPSILON)
-    order = np.argsort(score_CC[firsts, seconds], kind="stable")[: 8 * most]
-    used: set[int] = set()
-    for pair in zip(firsts[order].tolist(), seconds[order].tolist(), strict=True):
-        if used.isdisjoint(pair) and len(used) < 2 * most:
-            used.update(pair)
-            yield pair
+def _is_better(one: tuple[float, float], best: tuple[float, float]) -> bool:
+    """Return whether (overload, cost) is better by more than rounding."""
+    lighter = best[0] - one[0]
+    return lighter > _EPSILON or (abs(lighter) <= _EPSILON and one[1] < best[1] - _EPSILON)

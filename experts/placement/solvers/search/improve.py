@@ -37,9 +37,10 @@ class Effort:
     @classmethod
     def usual(cls, num_scenarios: int, num_copies: int, num_devices: int = 1) -> Effort:
         """The effort until a good plan is found; `num_copies` counts all layers."""
+        if num_scenarios == 1 and num_devices <= MANY:
+            return cls(stages=(_FINE,), rounds=12, tries=6, patience=4)
         if num_scenarios == 1:
-            tries = 6 if num_devices <= MANY else 4
-            return cls(stages=(_FINE,), rounds=12, tries=tries, patience=4)
+            return cls(stages=(_FINE,), rounds=12, tries=4, patience=12)
         # Kick only if a round is fast.
         rounds = min(_MANY_COPIES // (num_scenarios * num_copies), 12)
         return cls(stages=(_BROAD, _NARROW), rounds=rounds, tries=4, patience=4)
@@ -61,7 +62,6 @@ _NARROW = Stage(sharpness=300.0, least=2.5e-2, sizes=(1, 2))
 _MANY_COPIES = 100_000
 _MOST_KICKS, _RECOUNTS = 3, 0.5  # changes of a kick, and the share of them that change counts
 _MOST_KICKS_OF_MANY, _RECOUNTS_OF_MANY = 4, 0.3  # with many devices
-_NEAR = 2000.0
 _LEAVING_SHARPNESS = (10.0, 50.0)
 _SPENDING_SHARPNESS = (8.0, 80.0)
 _NARROWEST = Stage(sharpness=300.0, least=8e-3, sizes=(1, 2, 3), num_pairs=8)
@@ -182,22 +182,12 @@ def _round(
     _kick(part, random)
     same_ND = (np.abs(part.loads_NDS - before_NDS) < 1e-12).all(axis=2)
     settle(part, effort.stages[-1], np.repeat(enough_N[live], tries), stop, same_ND)
-    costs_nt = _compared(part).reshape(-1, tries)
+    costs_nt = part.costs().reshape(-1, tries)
     best_n = costs_nt.argmin(axis=1)
-    better_n = costs_nt.min(axis=1) < _compared(state)[live] - 1e-9
+    better_n = costs_nt.min(axis=1) < state.costs()[live] - 1e-9
     chosen_n = np.arange(len(live)) * tries + best_n
     state.put(live[better_n], part, chosen_n[better_n])
     return np.asarray(better_n)
-
-
-def _compared(state: State) -> Floats:
-    """[N]: the value that tries are compared by: the peak and, with many devices, how many devices
-    come near it, because each change cools two of them."""
-    if state.slot_NDC.shape[1] <= MANY:
-        return state.costs()
-    peak_N1S = state.loads_NDS.max(axis=1, keepdims=True)
-    near_NS = np.exp(_NEAR * (state.loads_NDS - peak_N1S)).sum(axis=1)
-    return np.asarray((peak_N1S[:, 0] + np.log(near_NS) / _NEAR).mean(axis=1))
 
 
 def _kick(state: State, random: np.random.Generator) -> None:

@@ -1,13 +1,12 @@
-"""The flags of `moe-serve bench`."""
+"""The options of `moe-serve bench`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from moe_serve.cli.options import REQUIRED, argument, option
 from moe_serve.config.sources import API_KEY_VARIABLE
 
 SERVER, LOAD, PROMPTS, TRACES, RESULTS = "Server", "Load", "Prompts", "Traces", "Results"
@@ -23,309 +22,286 @@ class DataChoice(str, Enum):
     TOKENS = "tokens"
 
 
-Url = Annotated[
-    str | None,
-    typer.Option(
+def _html() -> Path | None:
+    return option(
+        None,
+        "--html",
+        metavar="FILE",
+        help="HTML file for a page with diagrams.",
+        rich_help_panel=RESULTS,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Options about the server and the requests to it."""
+
+    url: str | None = option(
+        None,
         help="URL of the server, such as http://127.0.0.1:8000. Required for a run.",
         rich_help_panel=SERVER,
-    ),
-]
-PeerUrl = Annotated[
-    str | None,
-    typer.Option(
+    )
+    peer_url: str | None = option(
+        None,
         help="URL of a second server that gets the same requests after the first; both are"
         " compared.",
         rich_help_panel=SERVER,
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        show_default="the first it serves", help="Model name to request.", rich_help_panel=SERVER
-    ),
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
+    )
+    model: str | None = option(
+        None,
+        show_default="the first it serves",
+        help="Model name to request.",
+        rich_help_panel=SERVER,
+    )
+    api_key: str | None = option(
+        None,
         envvar=[API_KEY_VARIABLE, "OPENAI_API_KEY"],
         show_envvar=True,
         help="API key of the server, or @FILE with the key.",
         rich_help_panel=SERVER,
-    ),
-]
-EndpointFlag = Annotated[
-    EndpointChoice,
-    typer.Option(
+    )
+    endpoint: EndpointChoice = option(
+        EndpointChoice.COMPLETIONS,
         help="API route to test: completions (/v1/completions) or chat (/v1/chat/completions).",
         rich_help_panel=SERVER,
-    ),
-]
-Stream = Annotated[
-    bool,
-    typer.Option(
+    )
+    stream: bool = option(
+        True,
         help="Stream the answers. With --no-stream only end-to-end times are measured.",
         rich_help_panel=SERVER,
-    ),
-]
-IgnoreEos = Annotated[
-    bool,
-    typer.Option(
+    )
+    ignore_eos: bool = option(
+        True,
         help="Request answers of exactly --output-tokens by the field ignore_eos, which "
         "not every server knows.",
         rich_help_panel=SERVER,
-    ),
-]
-EventUsage = Annotated[
-    bool,
-    typer.Option(
+    )
+    event_usage: bool = option(
+        False,
         "--event-usage",
         help="Request token counts with each event, so that ITL is measured per token "
         "(vLLM, SGLang).",
         rich_help_panel=SERVER,
-    ),
-]
-Body = Annotated[
-    str | None,
-    typer.Option(
+    )
+    body: str | None = option(
+        None,
         metavar="JSON",
         help="JSON object of fields to add to each request; a null value removes a field.",
         rich_help_panel=SERVER,
-    ),
-]
-Timeout = Annotated[
-    float,
-    typer.Option(min=0.001, help="Time limit of one answer in seconds.", rich_help_panel=SERVER),
-]
-Concurrency = Annotated[
-    int | None,
-    typer.Option(
+    )
+    timeout: float = option(
+        600.0, min=0.001, help="Time limit of one answer in seconds.", rich_help_panel=SERVER
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalOptions:
+    """Options about when requests are sent."""
+
+    concurrency: int | None = option(
+        None,
         min=1,
         max=20000,
         help="Closed loop: keep this many requests in progress.",
         rich_help_panel=LOAD,
-    ),
-]
-Rate = Annotated[
-    float | None,
-    typer.Option(
+    )
+    rate: float | None = option(
+        None,
         min=0.0001,
         help="Open loop: send this many requests per second, whether or not earlier ones "
         "are answered.",
         rich_help_panel=LOAD,
-    ),
-]
-Burstiness = Annotated[
-    float,
-    typer.Option(
+    )
+    burstiness: float = option(
+        1.0,
         min=0.0,
         max=1000.0,
         help="Variation of the gaps of --rate: 0 is even, 1 is Poisson, larger values send bursts.",
         rich_help_panel=LOAD,
-    ),
-]
-Requests = Annotated[
-    int | None,
-    typer.Option(
+    )
+    requests: int | None = option(
+        None,
         "--requests",
         "--max-requests",
         min=1,
         rich_help_panel=LOAD,
         show_default="100, or the whole trace",
         help="Number of requests to send.",
-    ),
-]
-Duration = Annotated[
-    float | None,
-    typer.Option(
+    )
+    duration: float | None = option(
+        None,
         min=0.001,
         help="Stop sending after this many seconds. Default: no limit.",
         rich_help_panel=LOAD,
-    ),
-]
-MaxInFlight = Annotated[
-    int | None,
-    typer.Option(
+    )
+    max_in_flight: int | None = option(
+        None,
         min=1,
         show_default="10000",
         help="Open loop: largest number of requests in progress; further ones wait in the "
         "client and count as late.",
         rich_help_panel=LOAD,
-    ),
-]
-Warmup = Annotated[
-    int | None,
-    typer.Option(
+    )
+    warmup: int | None = option(
+        None,
         min=0,
         show_default="--concurrency or 8, at most 32",
         help="Number of requests with other prompts sent before the measurement.",
         rich_help_panel=LOAD,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
+    )
+    seed: int | None = option(
+        None,
         min=0,
         max=2**31 - 1,
         show_default="a new one for each run",
         rich_help_panel=LOAD,
         help="Seed of the random numbers. The same seed sends the same requests, which the"
         " server may have cached in an earlier run.",
-    ),
-]
-PromptTokens = Annotated[
-    str,
-    typer.Option(
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """Options about prompts and answers."""
+
+    prompt_tokens: str = option(
+        "512",
         metavar="N|LOW:HIGH",
         help="Tokens in each prompt: a number, or a range to draw from.",
         rich_help_panel=PROMPTS,
-    ),
-]
-OutputTokens = Annotated[
-    str,
-    typer.Option(
+    )
+    output_tokens: str = option(
+        "64",
         metavar="N|LOW:HIGH",
         help="Tokens in each answer: a number, or a range to draw from.",
         rich_help_panel=PROMPTS,
-    ),
-]
-Data = Annotated[
-    DataChoice,
-    typer.Option(
+    )
+    data: DataChoice = option(
+        DataChoice.WORDS,
         help="Content of random prompts: words, or tokens (token ids, --endpoint "
         "completions only).",
         rich_help_panel=PROMPTS,
-    ),
-]
-VocabSize = Annotated[
-    int,
-    typer.Option(
+    )
+    vocab_size: int = option(
+        1000,
         min=32,
         help="With --data tokens: random token ids are below this number.",
         rich_help_panel=PROMPTS,
-    ),
-]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
+    )
+    prompts: Path | None = option(
+        None,
         metavar="FILE",
         help="File of prompts to send: text lines, or JSON lines with `prompt` or "
         "`messages` and, optionally, `output_tokens`.",
         rich_help_panel=PROMPTS,
-    ),
-]
-PrefixTokens = Annotated[
-    int,
-    typer.Option(
+    )
+    prefix_tokens: int = option(
+        0,
         min=0,
         help="Tokens of a shared prefix in front of each random prompt.",
         rich_help_panel=PROMPTS,
-    ),
-]
-NumPrefixes = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Number of different prefixes of --prefix-tokens.", rich_help_panel=PROMPTS
-    ),
-]
-TraceFile = Annotated[
-    Path | None,
-    typer.Option(
+    )
+    num_prefixes: int = option(
+        1, min=1, help="Number of different prefixes of --prefix-tokens.", rich_help_panel=PROMPTS
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """Options about a trace to replay."""
+
+    trace: Path | None = option(
+        None,
         "--trace",
         metavar="FILE",
         help="Trace of requests to replay: CSV of Azure or BurstGPT, or JSON lines of "
         "Mooncake or moe-serve; may be compressed (.gz, .xz).",
         rich_help_panel=TRACES,
-    ),
-]
-TraceStart = Annotated[
-    float,
-    typer.Option(min=0.0, help="Skip the first seconds of the trace.", rich_help_panel=TRACES),
-]
-ScaleTime = Annotated[
-    float,
-    typer.Option(
+    )
+    trace_start: float = option(
+        0.0, min=0.0, help="Skip the first seconds of the trace.", rich_help_panel=TRACES
+    )
+    scale_time: float = option(
+        1.0,
         min=1e-6,
         help="Factor on the arrival times of the trace: 0.5 is twice as fast.",
         rich_help_panel=TRACES,
-    ),
-]
-ScalePrompt = Annotated[
-    float,
-    typer.Option(
+    )
+    scale_prompt: float = option(
+        1.0,
         min=1e-6,
         help="Factor on the prompt lengths of the trace, prefixes included.",
         rich_help_panel=TRACES,
-    ),
-]
-ScaleOutput = Annotated[
-    float,
-    typer.Option(
-        min=1e-6, help="Factor on the answer lengths of the trace.", rich_help_panel=TRACES
-    ),
-]
-MaxPrompt = Annotated[
-    int | None,
-    typer.Option(
+    )
+    scale_output: float = option(
+        1.0, min=1e-6, help="Factor on the answer lengths of the trace.", rich_help_panel=TRACES
+    )
+    max_prompt: int | None = option(
+        None,
         min=1,
         help="Cut the prompts of the trace to this many tokens. Default: no limit.",
         rich_help_panel=TRACES,
-    ),
-]
-MaxOutput = Annotated[
-    int | None,
-    typer.Option(
+    )
+    max_output: int | None = option(
+        None,
         min=1,
         help="Cut the answers of the trace to this many tokens. Default: no limit.",
         rich_help_panel=TRACES,
-    ),
-]
-SloText = Annotated[
-    str | None,
-    typer.Option(
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultOptions:
+    """Options about the report."""
+
+    slo: str | None = option(
+        None,
         "--slo",
         metavar="ttft=500ms,tpot=50ms,e2e=5s",
         help="Latency limits of a good answer, any of ttft, tpot and e2e in ms or s; the "
         "report gives goodput, the good answers per second.",
         rich_help_panel=RESULTS,
-    ),
-]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", metavar="FILE", help="JSON file for the report.", rich_help_panel=RESULTS
-    ),
-]
-SaveRequests = Annotated[
-    bool,
-    typer.Option(
+    )
+    json: Path | None = option(
+        None, "--json", metavar="FILE", help="JSON file for the report.", rich_help_panel=RESULTS
+    )
+    save_requests: bool = option(
+        False,
         "--save-requests",
         help="Also write every request into the report, so that comparisons can give intervals.",
         rich_help_panel=RESULTS,
-    ),
-]
-HtmlFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        help="HTML file for a page with diagrams.",
-        rich_help_panel=RESULTS,
-    ),
-]
-Compare = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(
+    )
+    html: Path | None = _html()
+    compare: tuple[Path, Path] | None = option(
+        None,
         metavar="A.json B.json",
         help="Compare two saved reports and send no requests.",
         rich_help_panel=RESULTS,
-    ),
-]
-MaxErrorRate = Annotated[
-    float,
-    typer.Option(
+    )
+    max_error_rate: float = option(
+        0.0,
         min=0.0,
         max=1.0,
         help="Exit with code 1 if a larger share of the requests fails.",
         rich_help_panel=RESULTS,
-    ),
-]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Options of `bench`."""
+
+    server: ServerOptions
+    load: ArrivalOptions
+    prompts: PromptOptions
+    trace: TraceOptions
+    results: ResultOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareReportsOptions:
+    """Options of `bench compare`."""
+
+    a: Path = argument(REQUIRED, help="Report written by `moe-serve bench --json`.")
+    b: Path = argument(REQUIRED, help="Second report to compare with the first.")
+    html: Path | None = _html()

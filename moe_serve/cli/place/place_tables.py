@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from experts.placement.judge.balance import Balancedness
+from experts.placement.judge.held_out import HeldOut
+from experts.placement.judge.plan_judge import Judged
 from experts.placement.judge.redundancy import Redundancy
+from experts.placement.plan_check import gib
+from experts.placement.plan_report import PlanReport
 from moe_serve.cli.console import counted, wide_console
-from moe_serve.cli.place.place_held_out import HeldOut
-from moe_serve.cli.place.place_judge import Judged
-from moe_serve.cli.place.report.place_report import PlanReport
 
 _TARGET = 0.95  # balancedness: how many replicas it takes at least
 
@@ -132,8 +133,6 @@ def _distances(held: HeldOut) -> Table:
 
 Column = tuple[str, list[str]]
 
-_GIB = 2**30
-
 
 def judged_tables(plans: Sequence[Judged]) -> list[Table]:
     """Returns tables with one row per plan: evenness of its loads, its steps and its tokens.
@@ -183,10 +182,6 @@ def grid(rows: Sequence[tuple[str, str]]) -> Table:
         if text:
             table.add_row(name, text)
     return table
-
-
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB / 100 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def _low(plan: Judged, field: str) -> str:

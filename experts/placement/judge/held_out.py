@@ -3,6 +3,7 @@ drift."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,18 +12,18 @@ from numpy.typing import NDArray
 from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import Balancedness, balancedness
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.solution import Solution
-from moe_serve.cli.place.place_judge import solution_copies
-from moe_serve.cli.place.place_order import Posed
-from moe_serve.cli.place.place_solve import (
-    REFERENCES,
-    Interrupts,
-    engine_default,
-    make_solver,
-    solve,
-)
+from experts.placement.problem.problem import PlacementProblem
 
 _MOST = 8  # scenarios that are held out, evenly picked
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPlanner:
+    """A solver by name. `plan` returns the copies [L, E, D] of its plan, and raises PlacementError
+    if it cannot make one."""
+
+    name: str
+    plan: Callable[[PlacementProblem], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,24 +50,23 @@ class HeldOut:
 
 
 def hold_out(
-    posed: Posed, solution: Solution, seconds: float | None, interrupts: Interrupts
+    problem: PlacementProblem,
+    copies_LED: NDArray[np.int64],
+    solver: NamedPlanner,
+    default: NamedPlanner,
+    *,
+    is_like_plan: bool,
+    is_ended: Callable[[], bool],
 ) -> HeldOut:
-    """Holds out each scenario. `solution` is the plan for all, and `seconds` limits each plan
-    without one.
-
-    The solver is the same, except that the search replaces solvers that take minutes for each plan
-    (`ilp`) or need more than loads (`fan-out`). After Ctrl-C the remaining scenarios are left out.
-    """
-    problem, default = posed.problem, engine_default(posed)
-    solver = solution.solver if solution.solver in REFERENCES else "search"
-    copies_LED = solution_copies(solution, problem)
+    """Holds out each scenario. `copies_LED` is the plan for all; once `is_ended` returns True, the
+    remaining scenarios are left out."""
     names, shares_SLE = problem.loads.scenarios, problem.loads.shares_SLE()
     seen = balancedness(problem, copies_LED)
     found = []
     for index in range(0, len(names), -(-len(names) // _MOST)):
         others_LE = np.delete(shares_SLE, index, axis=0).mean(axis=0)
-        unseen = _unseen(posed, index, solver, seconds, interrupts)
-        if interrupts.has_come or unseen is None:
+        unseen = _unseen(problem, index, solver)
+        if is_ended() or unseen is None:
             break
         found.append(
             HeldOutScenario(
@@ -74,34 +74,30 @@ def hold_out(
                 drift=_variation(shares_SLE[index], others_LE),
                 seen=seen[names[index]],
                 unseen=unseen,
-                default=_unseen(posed, index, default, seconds, interrupts),
+                default=_unseen(problem, index, default),
             )
         )
     return HeldOut(
         scenarios=names,
         drift_SS=[[_variation(one, other) for other in shares_SLE] for one in shares_SLE],
         held_out=found,
-        solver=solver,
-        is_like_plan=solver == solution.solver,
-        default=default,
+        solver=solver.name,
+        is_like_plan=is_like_plan,
+        default=default.name,
     )
 
 
-def _unseen(
-    posed: Posed, index: int, name: str, seconds: float | None, interrupts: Interrupts
-) -> Balancedness | None:
+def _unseen(problem: PlacementProblem, index: int, planner: NamedPlanner) -> Balancedness | None:
     """Returns the balancedness of a scenario under the plan for the others; None if the solver
     cannot make a plan."""
-    problem, solver = posed.problem, make_solver(name, posed)
     others = [row for row in range(len(problem.loads.scenarios)) if row != index]
     without = replace(problem, loads=_some(problem.loads, others))
     alone = replace(problem, loads=_some(problem.loads, [index]))
     try:
-        solution = solve(solver, without, seconds, interrupts)
+        copies_LED = planner.plan(without)
     except PlacementError:
         return None
-    scenario = problem.loads.scenarios[index]
-    return balancedness(alone, solution_copies(solution, without))[scenario]
+    return balancedness(alone, copies_LED)[problem.loads.scenarios[index]]
 
 
 def _some(loads: ExpertLoads, rows: list[int]) -> ExpertLoads:

@@ -3,20 +3,21 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import copies_of
+from experts.placement.judge.held_out import HeldOut, NamedPlanner, hold_out
 from experts.placement.judge.moves import Moves, count_moves
+from experts.placement.judge.plan_judge import Ints, Judge, Judged
 from experts.placement.judge.redundancy import Redundancy
+from experts.placement.judge.replicas_worth import ReplicaVerdict, judge_replicas
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solution import Solution
-from moe_serve.cli.place.place_held_out import HeldOut, hold_out
-from moe_serve.cli.place.place_judge import Ints, Judge, Judged, solution_copies
-from moe_serve.cli.place.place_order import Posed
-from moe_serve.cli.place.place_replicas import ReplicaVerdict, judge_replicas
-from moe_serve.cli.place.place_solve import Interrupts, engine_default, make_solver, solve
+from experts.placement.solution import Solution, Solver
+from experts.placement.solvers.choice import REFERENCES, make_solver
+from experts.placement.sources import ProblemWithSources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,32 +72,39 @@ class PlanReport:
         }
 
 
+Run = Callable[[Solver, PlacementProblem, float | None], Solution]
+
+
+def run_solver(solver: Solver, problem: PlacementProblem, seconds: float | None) -> Solution:
+    """Runs a solver without showing its progress."""
+    return solver.solve(problem, seconds=seconds)
+
+
 def make_report(
-    posed: Posed,
+    sources: ProblemWithSources,
     solution: Solution,
-    seconds: float | None,
-    interrupts: Interrupts,
     *,
-    is_quick: bool,
+    seconds: float | None = None,
+    is_quick: bool = False,
+    run: Run = run_solver,
+    is_ended: Callable[[], bool] = lambda: False,
 ) -> PlanReport:
-    """Builds the report. `seconds` limits each further plan; `is_quick` leaves these plans out.
-    After Ctrl-C, parts that are not done yet are left out."""
-    problem, judge = posed.problem, Judge(posed)
-    copies_LED = solution_copies(solution, problem)
-    plans = [judge.judge(*_before(posed)), judge.judge("plan", copies_LED)]
+    """Builds the report. `run` makes each further plan within `seconds`; `is_quick` leaves these
+    plans out. Once `is_ended` returns True, parts that are not done yet are left out."""
+    problem, judge = sources.problem, Judge(sources.problem, sources.workloads.tokens)
+    copies_LED = solution.copies()
+    plans = [judge.judge(*_before(problem)), judge.judge("plan", copies_LED)]
     replicas = held_out = None
     if not is_quick:
-        plans += _by_the_engines(posed, judge, interrupts)
-        solver = make_solver("search", posed)
-        replicas = judge_replicas(
-            problem, copies_LED, lambda p: solve(solver, p, seconds, interrupts), judge.step
-        )
-        if interrupts.has_come:  # the trials were cut short
+        plans += _by_the_engines(sources, judge, run)
+        search = _planner("search", 1, seconds, run)
+        replicas = judge_replicas(problem, copies_LED, search.plan, judge.step)
+        if is_ended():  # the trials were cut short
             replicas = None
         elif len(problem.loads.scenarios) > 1:
-            held_out = hold_out(posed, solution, seconds, interrupts)
+            held_out = _held_out(sources, solution, seconds, run, is_ended)
     return PlanReport(
-        model=posed.workloads.model,
+        model=sources.workloads.model,
         problem=problem,
         solution=solution,
         plans=plans,
@@ -107,19 +115,44 @@ def make_report(
     )
 
 
-def _before(posed: Posed) -> tuple[str, Ints]:
+def _held_out(
+    sources: ProblemWithSources,
+    solution: Solution,
+    seconds: float | None,
+    run: Run,
+    is_ended: Callable[[], bool],
+) -> HeldOut:
+    """Holds out scenarios with the same solver, except that the search replaces solvers that take
+    minutes for each plan (`ilp`) or need more than loads (`fan-out`)."""
+    name = solution.solver if solution.solver in REFERENCES else "search"
+    groups = sources.num_groups
+    return hold_out(
+        sources.problem,
+        solution.copies(),
+        _planner(name, groups, seconds, run),
+        _planner(sources.engine_default, groups, seconds, run),
+        is_like_plan=name == solution.solver,
+        is_ended=is_ended,
+    )
+
+
+def _planner(name: str, num_groups: int, seconds: float | None, run: Run) -> NamedPlanner:
+    solver = make_solver(name, num_groups)
+    return NamedPlanner(name, lambda problem: run(solver, problem, seconds).copies())
+
+
+def _before(problem: PlacementProblem) -> tuple[str, Ints]:
     """Returns the plan in use, or the one that engines start with."""
-    problem = posed.problem
     if problem.move is not None:
         return "current", copies_of(problem.move.current, problem.loads.layers)
-    return "linear", solution_copies(make_solver("linear", posed).solve(problem), problem)
+    return "linear", make_solver("linear").solve(problem).copies()
 
 
-def _by_the_engines(posed: Posed, judge: Judge, interrupts: Interrupts) -> list[Judged]:
+def _by_the_engines(sources: ProblemWithSources, judge: Judge, run: Run) -> list[Judged]:
     """Judges EPLB if it applies: it supports equal devices only."""
-    name = engine_default(posed)
+    planner = _planner(sources.engine_default, sources.num_groups, None, run)
     try:
-        solution = solve(make_solver(name, posed), posed.problem, None, interrupts)
+        copies_LED = planner.plan(sources.problem)
     except PlacementError:
         return []
-    return [judge.judge(name, solution_copies(solution, posed.problem))]
+    return [judge.judge(planner.name, copies_LED)]

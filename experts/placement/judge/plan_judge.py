@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +15,11 @@ from experts.placement.judge.balance import (
     memory_bytes,
     objective_of,
 )
-from experts.placement.judge.copies import copies_of, num_layers_with_repeats, placement_of
+from experts.placement.judge.copies import num_layers_with_repeats, placement_of
 from experts.placement.judge.fan_out import measure_fan_out
 from experts.placement.judge.steps import StepBalance, draw_steps, step_balance
-
-if TYPE_CHECKING:
-    from experts.placement.problem.problem import PlacementProblem
-    from experts.placement.solution import Solution
-    from moe_serve.cli.place.place_order import Posed
+from experts.placement.problem.problem import PlacementProblem
+from experts.placement.problem.token_choices import TokenChoices
 
 Ints = NDArray[np.int64]
 
@@ -67,23 +63,24 @@ class Judged:
 class Judge:
     """Judges plans on the same steps, which are drawn once."""
 
-    def __init__(self, posed: Posed) -> None:
-        self._posed = posed
+    def __init__(self, problem: PlacementProblem, tokens: TokenChoices | None = None) -> None:
+        """`tokens` are the choices behind the loads, if they are known."""
+        self._problem, self._tokens = problem, tokens
 
     @cached_property
     def _rows_WLE(self) -> Ints | None:  # noqa: N802
-        return draw_steps(self._posed.problem, self._posed.workloads.tokens)
+        return draw_steps(self._problem, self._tokens)
 
     def step(self, copies_LED: Ints) -> StepBalance | None:
         """Returns the balancedness of single steps; None if neither tokens nor top-k are known."""
-        rows_WLE, has_tokens = self._rows_WLE, self._posed.workloads.tokens is not None
+        rows_WLE, has_tokens = self._rows_WLE, self._tokens is not None
         if rows_WLE is None:
             return None
-        return step_balance(self._posed.problem, copies_LED, rows_WLE, has_tokens=has_tokens)
+        return step_balance(self._problem, copies_LED, rows_WLE, has_tokens=has_tokens)
 
     def judge(self, name: str, copies_LED: Ints) -> Judged:
         """Judges a plan; `copies_LED` has the layers of the loads."""
-        problem, tokens = self._posed.problem, self._posed.workloads.tokens
+        problem, tokens = self._problem, self._tokens
         weight = problem.bytes_per_expert
         fan_out = None
         if tokens is not None:
@@ -110,11 +107,3 @@ class Judge:
             step=self.step(copies_LED),
             fan_out=fan_out,
         )
-
-
-def solution_copies(solution: Solution, problem: PlacementProblem) -> Ints:
-    """Returns the copies of a solution, including copies that a reference puts beside another on
-    the same device."""
-    if solution.copies_LED is not None:
-        return solution.copies_LED
-    return copies_of(solution.placement, problem.loads.layers)

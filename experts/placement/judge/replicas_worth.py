@@ -11,17 +11,14 @@ from numpy.typing import NDArray
 
 from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import objective_of
-from experts.placement.judge.copies import copies_of
 from experts.placement.judge.steps import StepBalance
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solution import Solution
-from moe_serve.cli.console import counted
 
 _WORTH, _OF_MEMORY = 0.01, 0.1  # the largest load falls by 1%, and by a tenth of the memory
 _AS_GOOD = 1.005  # of the objective: fewer replicas that come this near would do
 
 Ints = NDArray[np.int64]
-Solve = Callable[[PlacementProblem], Solution]
+Plan = Callable[[PlacementProblem], Ints]
 Step = Callable[[Ints], StepBalance | None]
 
 
@@ -46,7 +43,7 @@ class ReplicaVerdict:
 
 
 def judge_replicas(
-    problem: PlacementProblem, copies_LED: Ints, solve: Solve, step: Step
+    problem: PlacementProblem, copies_LED: Ints, plan: Plan, step: Step
 ) -> ReplicaVerdict | None:
     """Judges the replicas; None if the devices differ, as it is not defined which device would get
     fewer slots."""
@@ -61,7 +58,7 @@ def judge_replicas(
         wanted.append(now + 1)
     trials = []
     for per_device in wanted:
-        found = copies_LED if per_device == now else _other(problem, per_device, solve)
+        found = copies_LED if per_device == now else _other(problem, per_device, plan)
         if found is not None:
             copies_L, steps = found.sum(axis=(1, 2)), step(found)
             trials.append(
@@ -77,7 +74,7 @@ def judge_replicas(
     return ReplicaVerdict(trials=trials, sentence=_sentence(trials, now))
 
 
-def _other(problem: PlacementProblem, per_device: int, solve: Solve) -> Ints | None:
+def _other(problem: PlacementProblem, per_device: int, plan: Plan) -> Ints | None:
     """Plans with another number of slots; None if no such plan exists."""
     devices = tuple(
         replace(device, num_slots=per_device, memory_bytes=None)
@@ -89,7 +86,7 @@ def _other(problem: PlacementProblem, per_device: int, solve: Solve) -> Ints | N
             devices=replace(problem.devices, devices=devices),
             move=None,
         )
-        return copies_of(solve(other).placement, problem.loads.layers)
+        return plan(other)
     except PlacementError:
         return None
 
@@ -105,7 +102,9 @@ def _sentence(trials: list[ReplicaTrial], now: int) -> str:
         more = trials[-1]
         gain, added = 1.0 - more.objective / plan.objective, more.more_memory - plan.more_memory
         worth = "worth" if _pays(gain, added) else "not worth"
-        some = counted(num_replicas, "replica") if num_replicas else "No replicas"
+        some = (
+            f"{num_replicas} replica{'s' * (num_replicas != 1)}" if num_replicas else "No replicas"
+        )
         return (
             f"{some}: {_count(more)} a layer ({added:.1%} more memory) would "
             f"lower the largest load by {gain:.1%}, from {plan.objective:.3f} to "

@@ -1,15 +1,90 @@
-"""The address of a server, its API key and TLS trust, for the commands that call it."""
+"""The HTTP client of the commands that talk to a running server: address, key, trust, and errors in
+words."""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import httpx
 
+from moe_serve.bench.client.plain_text import plain
 from moe_serve.config.sources import read_first_key
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, MoeServeError
+
+_LONGEST = 2000  # characters of a message from the server
+
+
+class NotReachedError(MoeServeError):
+    """The server does not answer now. `str(error)` is one sentence."""
+
+
+class ServerClient:
+    """Calls one server. Close it, or use `with`."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        timeout: httpx.Timeout | float,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Raises ConfigError."""
+        address = ServerAddress.parse(url, api_key)
+        self.url = address.url
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers=address.headers,
+            timeout=timeout,
+            transport=transport,
+            verify=trusted(),
+            trust_env=address.uses_proxies,
+        )
+
+    def __enter__(self) -> ServerClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def authorise(self, key: str) -> None:
+        """Sends a key that may hold any character; requests fail if the server could not get it."""
+        self._client.headers = httpx.Headers([(b"Authorization", b"Bearer " + key.encode())])
+
+    def request(
+        self, method: str, path: str, body: Mapping[str, object] | None = None
+    ) -> httpx.Response:
+        """Returns the answer, whatever its status. Raises NotReachedError."""
+        try:
+            return self._client.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise self.unreachable(error) from error
+
+    def stream(self, path: str, body: object) -> AbstractContextManager[httpx.Response]:
+        """Posts a request whose answer is read piece by piece. Reading raises httpx.HTTPError."""
+        return self._client.stream("POST", path, json=body)
+
+    def unreachable(self, error: httpx.HTTPError) -> NotReachedError:
+        """Returns the error in words: there is no connection, or it broke."""
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return NotReachedError(no_connection(str(self.url), error))
+        reason = str(error) or type(error).__name__
+        return NotReachedError(f"the connection to {self.url} broke: {reason}.")
+
+
+def refusal(response: httpx.Response, otherwise: str) -> str:
+    """Returns a sentence with the status of a refused request and the server's reason."""
+    try:
+        reason = plain(str(response.json()["error"]["message"]), _LONGEST)
+    except (ValueError, LookupError, TypeError):
+        reason = otherwise
+    return f"the server refused ({response.status_code}): {reason}"
+
 
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 

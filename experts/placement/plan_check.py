@@ -1,68 +1,32 @@
-"""`moe-serve place check`: checks that a plan of any format fits a model and a cluster."""
+"""Checks that a plan fits a model and the devices of a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-import typer
-
-from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
+from experts.placement.problem.cluster_devices import ClusterDevices
+from experts.placement.problem.model_facts import ModelFacts
 from experts.placement.problem.placement import Placement
-from moe_serve.cli.place.place_cluster import ClusterDevices
-from moe_serve.cli.place.place_model import ModelFacts
-from moe_serve.cli.place.place_order import device_order, model_order
-from moe_serve.cli.place.plan_files import read_plan
-from moe_serve.cli.place.report.place_tables import gib
 
 _GIB = 2**30
-_NUM_SHOWN = 8
 
 
-def run_check(parameters: Mapping[str, Any]) -> bool:
-    """Prints a summary of the plan and every misfit; returns whether it fits. Raises ConfigError if
-    a file cannot be read, NotAPlanError if it is not a plan."""
-    path: Path = parameters["file"]
-    order = device_order(parameters)
-    order.check(is_needed=False)
-    cluster = order.read()
-    model = model_order(parameters).facts()
-    num_devices = None if cluster is None else len(cluster.entries)
-    known = model.plan_facts(num_devices, parameters["num_experts"])
-    try:
-        plan = read_plan(path, known)
-        _check_fits(plan.placement, known)
-    except NotAPlanError:
-        raise
-    except PlacementError as error:
-        typer.echo(f"does not fit: {error}")
-        return False
-    faults = _faults(plan, cluster, model)
-    for fault in faults[:_NUM_SHOWN]:
-        typer.echo(f"does not fit: {path}: {fault}")
-    if len(faults) > _NUM_SHOWN:
-        typer.echo(f"and {len(faults) - _NUM_SHOWN} more like these")
-    if not faults:
-        typer.echo(f"fits: {path}: {_told(plan, model)}")
-        for note in _notes(plan, cluster, model, known.num_experts):
-            typer.echo(f"note: {note}")
-    return not faults
+def gib(num_bytes: float) -> str:
+    """Formats a size as "1.50 GiB", or small ones as "3.21 MB"."""
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB / 100 else f"{num_bytes / 1e6:.2f} MB"
 
 
-def _check_fits(placement: Placement, known: PlanFacts) -> None:
+def check_numbers(placement: Placement, known: PlanFacts) -> None:
     """Checks the plan against the known facts; unknown facts are taken from the plan. Raises
     PlacementError."""
     is_whole = known.layers is not None and known.num_experts is not None
     placement.check_fits(
         tuple(placement.ranks_of) if known.layers is None else known.layers,
         known.num_experts or placement.num_experts,
-        (known.num_devices if is_whole else None) or placement.num_ranks,  # or `_faults` tells it
+        (known.num_devices if is_whole else None) or placement.num_ranks,  # or `misfits` tells it
     )
 
 
-def _faults(plan: EnginePlan, cluster: ClusterDevices | None, model: ModelFacts) -> list[str]:
+def misfits(plan: EnginePlan, cluster: ClusterDevices | None, model: ModelFacts) -> list[str]:
     """Returns the faults in slots and memory; `read_plan` reports the others."""
     placement = plan.placement
     if cluster is None:
@@ -91,7 +55,8 @@ def _faults(plan: EnginePlan, cluster: ClusterDevices | None, model: ModelFacts)
     return faults
 
 
-def _told(plan: EnginePlan, model: ModelFacts) -> str:
+def plan_words(plan: EnginePlan, model: ModelFacts) -> str:
+    """Describes a plan: its format, its numbers, and the memory it takes."""
     placement, copies_LED = plan.placement, plan.copies_LED
     copies = copies_LED.sum(axis=(1, 2))
     replicas = sorted({int(count) - placement.num_experts for count in copies})
@@ -106,9 +71,10 @@ def _told(plan: EnginePlan, model: ModelFacts) -> str:
     return words + "."
 
 
-def _notes(
+def plan_notes(
     plan: EnginePlan, cluster: ClusterDevices | None, model: ModelFacts, num_experts: int | None
 ) -> list[str]:
+    """Returns what was not checked, and what some engines refuse."""
     notes = []
     if plan.num_doubled:
         notes.append(

@@ -4,53 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from experts.placement.formats.engine_plan import PlanFacts
-from moe_serve.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moe_serve.cli.place.place_inputs import Workloads
+from experts.placement.errors import PlacementInputError
+from experts.placement.problem.workloads import Workloads
 
 _MAX_LAYERS = 100_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOrder:
-    """The options of the command line about the model."""
-
-    model: Path | None
-    num_layers: int | None
-    dense_layers: str | None
-    bytes_per_expert: int | None
-
-    def facts(self) -> ModelFacts:
-        """Returns the facts that the options give. Raises ConfigError, CheckpointError."""
-        if self.model is not None:
-            if self.num_layers is not None or self.dense_layers is not None:
-                raise ConfigError("--model says which layers are dense: leave out the other flags.")
-            from moe_serve.model.checkpoint.expert_shape import read_expert_shape
-
-            shape = read_expert_shape(self.model.expanduser())
-            return ModelFacts(
-                num_layers=shape.num_layers,
-                sparse=shape.sparse_layers,
-                num_experts=shape.num_experts,
-                top_k=shape.top_k,
-                num_groups=shape.num_groups,
-                bytes_per_expert=self.bytes_per_expert or shape.bytes_per_expert,
-            )
-        dense = None if self.dense_layers is None else _numbers(self.dense_layers)
-        sparse = None
-        if dense is not None and self.num_layers is not None:
-            sparse = tuple(layer for layer in range(self.num_layers) if layer not in dense)
-        return ModelFacts(
-            num_layers=self.num_layers,
-            sparse=sparse,
-            dense=dense,
-            bytes_per_expert=self.bytes_per_expert,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +23,29 @@ class ModelFacts:
     num_groups: int = 1
     bytes_per_expert: int | None = None
 
+    @classmethod
+    def stated(
+        cls, num_layers: int | None, dense_layers: str | None, bytes_per_expert: int | None
+    ) -> ModelFacts:
+        """Returns facts without a model's files; `dense_layers` is as 0-2,5. Raises
+        PlacementInputError."""
+        dense = None if dense_layers is None else _numbers(dense_layers)
+        sparse = None
+        if dense is not None and num_layers is not None:
+            sparse = tuple(layer for layer in range(num_layers) if layer not in dense)
+        return cls(
+            num_layers=num_layers, sparse=sparse, dense=dense, bytes_per_expert=bytes_per_expert
+        )
+
     def with_loads(self, workloads: Workloads) -> tuple[Workloads, ModelFacts]:
         """Returns loads whose layers have the model's numbers, if these are known, and facts with
         `sparse` set.
 
-        Raises ConfigError if loads and model contradict each other.
+        Raises PlacementInputError if loads and model contradict each other.
         """
         loads = workloads.loads
         if self.num_experts not in (None, loads.num_experts):
-            raise ConfigError(
+            raise PlacementInputError(
                 f"the loads are of {loads.num_experts} experts and the model has "
                 f"{self.num_experts}: if the last were never chosen, say --num-experts "
                 f"{self.num_experts}."
@@ -85,7 +57,7 @@ class ModelFacts:
         if loads.layers == whole.sparse:
             return workloads, whole
         if loads.layers != tuple(range(len(whole.sparse))):
-            raise ConfigError(
+            raise PlacementInputError(
                 f"the loads are of layers {_runs(loads.layers)}, and the model's with routed "
                 f"experts are {_runs(whole.sparse)}."
             )
@@ -95,15 +67,6 @@ class ModelFacts:
             tokens = replace(tokens, layers=whole.sparse)
         return replace(workloads, loads=renumbered, tokens=tokens), whole
 
-    def plan_facts(self, num_devices: int | None, num_experts: int | None = None) -> PlanFacts:
-        """Returns the facts for reading and writing plans of engines."""
-        return PlanFacts(
-            layers=self.sparse,
-            num_layers=self.num_layers,
-            num_experts=num_experts or self.num_experts,
-            num_devices=num_devices,
-        )
-
     def _completed(self, num_sparse: int) -> ModelFacts:
         """Returns facts with `sparse` set, if the layers of model and loads determine it."""
         if self.sparse is not None:
@@ -111,7 +74,7 @@ class ModelFacts:
         if self.dense is not None:
             count = num_sparse + len(self.dense)
             if max(self.dense, default=0) >= count:
-                raise ConfigError(
+                raise PlacementInputError(
                     f"layer {max(self.dense)} cannot be dense: loads of {num_sparse} layers and "
                     f"{len(self.dense)} dense ones make a model of {count}."
                 )
@@ -120,7 +83,7 @@ class ModelFacts:
         if self.num_layers == num_sparse:
             return replace(self, sparse=tuple(range(num_sparse)))
         if self.num_layers is not None and self.num_layers < num_sparse:
-            raise ConfigError(
+            raise PlacementInputError(
                 f"--num-layers {self.num_layers} is less than the {num_sparse} of the loads."
             )
         return self
@@ -133,7 +96,9 @@ def _numbers(text: str) -> frozenset[int]:
         first, dash, last = part.partition("-")
         is_run = first.isdecimal() and (last.isdecimal() if dash else True)
         if not is_run or int(last or first) >= _MAX_LAYERS or int(last or first) < int(first):
-            raise ConfigError(f"--dense-layers cannot be {text!r}: it takes numbers, as 0-2,5.")
+            raise PlacementInputError(
+                f"--dense-layers cannot be {text!r}: it takes numbers, as 0-2,5."
+            )
         found |= set(range(int(first), int(last or first) + 1))
     return frozenset(found)
 

@@ -1,1 +1,0 @@
-"""Builds and prints the report of `moe-serve place`: tables and pictures."""

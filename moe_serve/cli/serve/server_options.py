@@ -1,0 +1,252 @@
+"""The options that `serve` and `launch` share. Those with a key are settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_serve.cli.options import option
+
+MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Options about the model."""
+
+    dtype: str | None = option(
+        None,
+        key="model.dtype",
+        help="Number format of weights and activations: auto (the checkpoint's own), "
+        "float32, bfloat16 or float16. Default: auto.",
+        rich_help_panel=MODEL,
+    )
+    device: str | None = option(
+        None,
+        key="model.device",
+        help="Device to compute on: auto (cuda if there is a CUDA GPU, else cpu), cpu or "
+        "cuda. Default: auto.",
+        rich_help_panel=MODEL,
+    )
+    max_model_len: int | None = option(
+        None,
+        key="model.max_model_len",
+        help="Largest number of tokens in a prompt and its answer together. Default: the "
+        "checkpoint's context length.",
+        rich_help_panel=MODEL,
+    )
+    num_threads: int | None = option(
+        None,
+        key="model.num_threads",
+        help="Number of CPU threads for computing, in each process. Default: torch chooses.",
+        rich_help_panel=MODEL,
+    )
+    served_model_name: str | None = option(
+        None,
+        key="server.served_model_name",
+        help="Model name that requests give in their `model` field. Default: the name of "
+        "the checkpoint's folder.",
+        rich_help_panel=MODEL,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """Options about memory and the size of steps."""
+
+    expert_memory: str | None = option(
+        None,
+        key="model.expert_memory_bytes",
+        help="Memory for routed experts in each process that holds some, in bytes or as a "
+        "size such as 2GiB; other experts are read from disk when needed. Default: "
+        "all experts stay in memory.",
+        rich_help_panel=LIMITS,
+    )
+    num_pages: int | None = option(
+        None,
+        key="cache.num_pages",
+        help="Size of the KV cache in pages of 16 tokens, for each attention rank. "
+        "Default: enough for --max-num-seqs requests of average length.",
+        rich_help_panel=LIMITS,
+    )
+    max_num_seqs: int | None = option(
+        None,
+        key="scheduler.max_num_seqs",
+        help="Largest number of sequences in one step, for each attention rank. Default: 64.",
+        rich_help_panel=LIMITS,
+    )
+    max_batched_tokens: int | None = option(
+        None,
+        key="scheduler.max_batched_tokens",
+        help="Largest number of tokens in one step, for each attention rank; longer "
+        "prompts are computed in chunks. Default: 1024.",
+        rich_help_panel=LIMITS,
+    )
+    max_queued_requests: int | None = option(
+        None,
+        key="scheduler.max_queued_requests",
+        help="Largest number of waiting requests; further requests get HTTP status 429. "
+        "Default: 256.",
+        rich_help_panel=LIMITS,
+    )
+    micro_batches: str | None = option(
+        None,
+        key="pipeline.micro_batches",
+        help="Number of micro-batches that a step is split into, 1 to 4, or auto (1 in one"
+        " process, else chosen from measured times). Default: auto.",
+        rich_help_panel=LIMITS,
+    )
+    batch_policy: str | None = option(
+        None,
+        key="scheduler.batch_policy",
+        help="How sequences are chosen for a step and split into micro-batches: fifo "
+        "(order of arrival), balanced (also by context length) or expert-aware (also "
+        "by predicted experts). Default: fifo.",
+        rich_help_panel=LIMITS,
+    )
+    predictor: str | None = option(
+        None,
+        key="predictor.path",
+        help="Folder of routing predictors written by `moe-serve predictor train`. "
+        "Default: none; experts are predicted from a request's own history.",
+        rich_help_panel=LIMITS,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCounts:
+    """Options about the numbers of ranks."""
+
+    attention_ranks: int | None = option(
+        None,
+        key="cluster.attention_ranks",
+        help="Number of attention ranks, each with its own requests and KV cache. 0 "
+        "together with --expert-ranks 0 runs everything in one process. Default: 0.",
+        rich_help_panel=RANKS,
+    )
+    expert_ranks: int | None = option(
+        None,
+        key="cluster.expert_ranks",
+        help="Number of expert ranks, each a process that holds a share of the experts. "
+        "Default: 0.",
+        rich_help_panel=RANKS,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """Options about the ranks."""
+
+    attention_tp: int | None = option(
+        None,
+        key="cluster.attention_tp",
+        help="Number of processes in each attention rank, which split its attention heads "
+        "among them. Default: 1.",
+        rich_help_panel=RANKS,
+    )
+    placement: str | None = option(
+        None,
+        key="cluster.placement",
+        help="JSON file with the expert ranks that hold each expert, as `moe-serve place "
+        "--out` writes it. Default: each rank gets an equal run of consecutive "
+        "experts.",
+        rich_help_panel=RANKS,
+    )
+    timeline: str | None = option(
+        None,
+        "--timeline",
+        key="pipeline.timeline",
+        help="Write a timeline of every rank's stages into this file, for `moe-serve "
+        "timeline`. Default: no timeline.",
+        rich_help_panel=RANKS,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Options about the address to listen on."""
+
+    host: str | None = option(
+        None,
+        key="server.host",
+        help="Address to listen on; any address but a loopback one requires --api-key. "
+        "Default: 127.0.0.1.",
+        rich_help_panel=HTTP,
+    )
+    port: int | None = option(
+        None,
+        key="server.port",
+        help="Port to listen on; 0 chooses a free port. Default: 8000.",
+        rich_help_panel=HTTP,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """Options about metrics, traces and TLS."""
+
+    metrics_alias: str | None = option(
+        None,
+        key="server.metrics_alias",
+        help="Additional metric names in /metrics: none, or vllm (also report values under"
+        " vLLM's names). Default: none.",
+        rich_help_panel=HTTP,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        key="server.otlp_traces_endpoint",
+        help="URL of an OpenTelemetry collector that receives request traces (OTLP over "
+        "HTTP), such as http://127.0.0.1:4318/v1/traces. Default: no traces are sent.",
+        rich_help_panel=HTTP,
+    )
+    ssl_certfile: str | None = option(
+        None,
+        key="server.ssl_certfile",
+        help="PEM file with the certificate chain; switches on HTTPS. Default: plain HTTP.",
+        rich_help_panel=HTTP,
+    )
+    ssl_keyfile: str | None = option(
+        None,
+        key="server.ssl_keyfile",
+        help="PEM file with the certificate's private key. Default: the key is in --ssl-certfile.",
+        rich_help_panel=HTTP,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options about the run."""
+
+    log_format: str | None = option(
+        None,
+        key="log.format",
+        help="Format of the log on standard error: text or json (one object per line). "
+        "Default: text.",
+        rich_help_panel=RUN,
+    )
+    config_file: Path | None = option(
+        None,
+        "--config",
+        help="YAML file with the configuration; configs/serve.yaml lists every key.",
+        rich_help_panel=RUN,
+    )
+    print_config: bool = option(
+        False,
+        "--print-config",
+        help="Print the effective configuration with the source of each value, and exit.",
+        rich_help_panel=RUN,
+    )
+
+
+_NUMBERS_OR_WORDS = ("model.expert_memory_bytes", "pipeline.micro_batches")
+
+
+def number_settings(settings: Mapping[str, object]) -> dict[str, object]:
+    """Turns numbers of keys that take a number or a word, such as auto, from text into numbers."""
+    return {
+        key: int(value)
+        if key in _NUMBERS_OR_WORDS and isinstance(value, str) and value.isdecimal()
+        else value
+        for key, value in settings.items()
+    }
