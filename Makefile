@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH := torch>=2.11,<2.14
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat doctor test check docs gpu-bench install install-test clean
+.PHONY: help serve chat doctor test test-fast test-all check docs gpu-bench install install-test clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,12 @@ doctor: $(VENV)/.installed ## say what this machine has
 
 test: $(VENV)/.installed-test ## install with the test extra, and run the whole suite
 	@scripts/test $(ARGS)
+
+test-fast: $(VENV)/.installed-test ## the quick half of the suite: at most 90 s on two cores
+	@scripts/test --fast $(ARGS)
+
+test-all: $(VENV)/.installed-test ## the suite with every case of sampled tests: for a night
+	@scripts/test --all $(ARGS)
 
 check: $(VENV)/.installed-test ## lint, types, structure and tests: what CI runs
 	@scripts/check $(ARGS)

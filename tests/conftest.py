@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.sampled_cases import EVERY_CASE, drop_unsampled
+
 # Before torch is first imported: the suite must run the same on two cores and on two hundred.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,6 +29,12 @@ settings.register_profile(
     "same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m: of the cases that they leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not EVERY_CASE:
+        drop_unsampled(items, config)
 
 
 def pytest_collection_finish() -> None:

@@ -76,7 +76,7 @@ def read_card(path: Path) -> PredictorCard:
         entries = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PredictorError(
-            f"{path.parent} holds no such predictor: {path.name} does not exist there"
+            f"{path} does not exist: {path.parent} holds no such predictor."
         ) from None
     except OSError as error:
         raise PredictorError(f"{path} cannot be read: {error.strerror}") from None

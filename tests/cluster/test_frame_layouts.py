@@ -52,6 +52,7 @@ def _check(of: EngineConfig, wanted: list[GenerationRequest] = WANTED) -> None:
     assert on_ranks(of, wanted) == expected
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("is_sharing", [True, False], ids=["shared", "gloo"])
 @pytest.mark.parametrize(
     ("attention", "experts", "micro_batches"), [(1, 1, 1), (1, 1, 2), (2, 3, 1), (2, 3, 3)]
@@ -80,6 +81,7 @@ def test_in_the_order_of_nccl(
     _check(config(attention, experts, micro_batches))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("router", ["attention", "experts"])
 @pytest.mark.parametrize("frames", list(FRAMES))
 def test_replicas_by_gloo(
@@ -91,6 +93,7 @@ def test_replicas_by_gloo(
     _check(config(2, 3, 3, budget=7, placement=str(file), router=router))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("frames", list(FRAMES))
 def test_dtypes_by_gloo(monkeypatch: pytest.MonkeyPatch, frames: str, dtype: str) -> None:

@@ -32,6 +32,7 @@ NUM_LAYERS, NUM_EXPERTS = 6, 32
 LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 3), (3, 2))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
 @pytest.mark.parametrize(("attention", "experts"), LAYOUTS)
 def test_layouts(attention: int, experts: int, micro_batches: int) -> None:

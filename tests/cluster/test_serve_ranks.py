@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.server import server_process
+
 FLAGS = ("--attention-ranks", "1", "--expert-ranks", "2", "--num-threads", "1")
 WAIT_S = 90.0
 HEARTBEAT_S = 1.5
@@ -28,22 +26,13 @@ pytestmark = pytest.mark.timeout(400)
 @contextmanager
 def serving() -> Iterator[subprocess.Popen[str]]:
     """The server, not waited for; its ranks' processes are children of it."""
-    environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
-    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    environ["MOE_SERVE_CLUSTER_HEARTBEAT_S"] = str(HEARTBEAT_S)
-    environ["MOE_SERVE_SERVER_DRAIN_TIMEOUT_S"] = str(WAIT_S)  # for slow machines
-    with subprocess.Popen(
-        [sys.executable, "-m", "moe_serve", "serve", "--port", "0", "--num-pages", "256", *FLAGS],
-        cwd=ROOT,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    settings = {
+        "MOE_SERVE_CLUSTER_HEARTBEAT_S": str(HEARTBEAT_S),
+        "MOE_SERVE_SERVER_DRAIN_TIMEOUT_S": str(WAIT_S),  # for slow machines
+    }
+    flags = ("--port", "0", "--num-pages", "256", *FLAGS)
+    with server_process.serving(*flags, settings=settings) as process:
+        yield process
 
 
 def url_of(process: subprocess.Popen[str]) -> str:

@@ -20,6 +20,7 @@ from moe_serve.learn.documents import cut_into_pieces, read_documents
 from moe_serve.learn.predictor_data import PredictorModel
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
+from routing_predictor.judge import rivals
 from routing_predictor.traces.trace import RoutingTrace
 from routing_predictor.traces.trace_file import write_trace
 
@@ -64,7 +65,11 @@ def test_documents_of_a_folder(texts: Path) -> None:
 
 
 @pytest.mark.timeout(300)  # trains all three kinds
-def test_train_evaluate_and_refuse(texts: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_train_evaluate_and_refuse(
+    texts: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How well the regression fits is asked in test_scores.py; here, that it is judged.
+    monkeypatch.setattr(rivals, "_MAX_ITERATIONS", 3)
     out, report = tmp_path / "out", tmp_path / "report.json"
     quick = ("--max-tokens", "2400", "--epochs", "1")
     assert run("train", "all", "--texts", str(texts), "--out", str(out), *quick) == 0

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -19,33 +16,15 @@ import pytest
 from moe_serve.cli.main import main
 from tests.support.families.quantised_cases import CASES
 from tests.support.families.quantised_folder import write_pair
+from tests.support.server.server_process import serving
 
 pytestmark = pytest.mark.timeout(400)  # processes start
-ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--port", "0", "--num-threads", "1", "--num-pages", "256", "--api-key", "sesame")
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
-    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    with subprocess.Popen(
-        [sys.executable, "-m", "moe_serve", "serve", *arguments, *FLAGS],
-        cwd=ROOT,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 @pytest.fixture
 def server() -> Iterator[subprocess.Popen[str]]:
-    with serving() as process:
+    with serving(*FLAGS) as process:
         yield process
 
 
@@ -100,7 +79,7 @@ def test_from_start_to_ready_to_the_end(
 
 def test_a_quantised_folder_says_its_format_and_answers(tmp_path: Path) -> None:
     stored, _ = write_pair(tmp_path, CASES["Mixtral-8x7B-Instruct-v0.1-AWQ"])
-    with serving(str(stored)) as process:
+    with serving(str(stored), *FLAGS) as process:
         text = "\n".join(ready_message(process))
         assert "weights awq int4 groups of 128, dequantised to float32 while loading" in text
         found = re.search(r"is ready at (\S+)$", text, re.MULTILINE)

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from moe_serve.cli.console import optional_output
+from tests.support.server.server_process import ROOT, server_environment
 
-ROOT = Path(__file__).resolve().parents[2]
 FULL = Path("/dev/full")
 pytestmark = [
     pytest.mark.timeout(400),  # processes start
@@ -26,9 +26,7 @@ pytestmark = [
 
 
 def start(*arguments: str, **streams: Any) -> subprocess.Popen[str]:
-    environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
-    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    environ |= streams.pop("environ", {})
+    environ = server_environment(streams.pop("environ", {}))
     command = [sys.executable, "-m", "moe_serve", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True, **streams

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from selenium import webdriver
@@ -18,28 +14,19 @@ from selenium.webdriver.common.keys import Keys
 from pictures.headless_chromium import console_errors
 from tests.support.dashboard.page_checks import num_updates, run_script, status, text, wait_for
 from tests.support.server.own_port import port_of_ones_own
+from tests.support.server.server_process import ServerProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_LAYERS, TOP_K = 6, 4
 
 
 @contextlib.contextmanager
 def serving(port: int) -> Iterator[str]:
     """The server's address; it is killed at the end, as by a crash."""
-    environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
-    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    command = [sys.executable, "-m", "moe_serve", "serve", "--num-threads", "1"]
-    command += ["--api-key", "secret", "--port", str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    server = ServerProcess("--api-key", "secret", "--port", str(port))
     try:
-        found = re.search(r"ready at (http://\S+)", process.stdout.readline())
-        assert found is not None, f"the server ended with {process.wait()}"
-        yield found[1]
+        yield server.url
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        server.stop()
 
 
 @pytest.mark.timeout(400)

@@ -38,6 +38,7 @@ def content(output: RequestOutput) -> tuple[object, object]:
     return output.outputs[0].token_ids, output.outputs[0].logprobs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_alone_and_among_31_others(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
@@ -49,6 +50,7 @@ def test_alone_and_among_31_others(tiny: str, kernels: KernelsName, dtype: Dtype
             assert content(alone) == content(together[index]), f"{dtype=}, {index=}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_chunks_micro_batches_and_preemptions(

@@ -61,6 +61,7 @@ def test_logits(
     assert error < 1e-4, f"{kernels}, {variant=}, {chunk=}, {error=:.2e}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_tokens(checkpoints: dict[str, Path], kernels: KernelsName, variant: str) -> None:

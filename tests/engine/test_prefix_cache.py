@@ -40,6 +40,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[R
     return llm.generate(prompts, params, use_progress_bar=False)
 
 
+@pytest.mark.sampled
 @both
 @dtypes
 def test_every_length(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
@@ -58,6 +59,7 @@ def test_every_length(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
                 assert content(warm) == content(expected), where
 
 
+@pytest.mark.sampled
 @both
 @dtypes
 def test_prefixes_that_part_inside_a_page(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
@@ -77,6 +79,7 @@ def test_prefixes_that_part_inside_a_page(tiny: str, kernels: KernelsName, dtype
         assert content(again[count]) == content(expected), f"{dtype=}, {count=}, together"
 
 
+@pytest.mark.sampled
 @both
 @dtypes
 def test_choices_and_turns(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
@@ -122,6 +125,7 @@ def cold_families(
         return [content(output) for output in generate(llm, *families_of_prompts())]
 
 
+@pytest.mark.sampled(pairs=True)
 @both
 @dtypes
 @pytest.mark.parametrize(
@@ -209,6 +213,7 @@ def cold_beside_the_bad_one(
         return {n: tokens_of(d) for n, d in serve(llm._engine, GOOD | {"bad": BAD}).items()}
 
 
+@pytest.mark.sampled(pairs=True)
 @both
 @dtypes
 @pytest.mark.parametrize("budget", [1024, 24])

@@ -329,10 +329,11 @@ def client(make_app: Callable[..., FastAPI]) -> Iterator[TestClient]:
         yield test_client
 
 
-@pytest.fixture
-def start_served(
-    tokenizer: Tokenizer,
-) -> Iterator[Callable[..., tuple[TestClient, FakeEngine]]]:
+StartServed = Callable[..., tuple[TestClient, FakeEngine]]
+
+
+@contextlib.contextmanager
+def _serving_templates(tokenizer: Tokenizer) -> Iterator[StartServed]:
     """A client and its engine for a chat template, and perhaps a tokenizer, of the test's own."""
     apps: list[FastAPI] = []
     templates: list[ChatTemplate] = []
@@ -353,6 +354,19 @@ def start_served(
         app.state.gate.close()
     for template in templates:
         template.close()
+
+
+@pytest.fixture
+def start_served(tokenizer: Tokenizer) -> Iterator[StartServed]:
+    with _serving_templates(tokenizer) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_served_once() -> Iterator[StartServed]:
+    """For tests that share a server: each template has processes of its own."""
+    with _serving_templates(byte_tokenizer()) as start:
+        yield start
 
 
 @pytest.fixture

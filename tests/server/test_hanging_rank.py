@@ -7,11 +7,9 @@ line.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,8 +20,8 @@ import psutil
 import pytest
 
 from tests.support.server.own_port import port_of_ones_own
+from tests.support.server.server_process import ROOT, SERVE, server_environment
 
-ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
     "--attention-ranks",
     "1",
@@ -49,14 +47,16 @@ class Server:
     def __init__(self, folder: Path) -> None:
         port = port_of_ones_own()
         self.reports = folder / "reports"
-        environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
-        environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-        environ["MOE_SERVE_SERVER_HANG_REPORT_DIRECTORY"] = str(self.reports)
+        own = {"MOE_SERVE_SERVER_HANG_REPORT_DIRECTORY": str(self.reports)}
         self.log = folder / "log"
-        command = [sys.executable, "-m", "moe_serve", "serve", "--port", str(port), *FLAGS]
+        command = [*SERVE, "--port", str(port), *FLAGS]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environ | SETTINGS, stdout=subprocess.DEVNULL, stderr=log
+                command,
+                cwd=ROOT,
+                env=server_environment(SETTINGS | own),
+                stdout=subprocess.DEVNULL,
+                stderr=log,
             )
         self.client = httpx.Client(
             base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=120

@@ -175,6 +175,7 @@ def test_workers_end_with_a_server_that_is_killed() -> None:
 def test_others_are_rendered_while_a_chat_runs_away() -> None:
     """Neighbours wait for the quick lane's 0.2 s at most, not for the hostile chat's end."""
     template = ChatTemplate(ENDLESS, max_seconds=20.0).check()
+    (slow,) = template._renderer._slow._idle
     ended = threading.Event()
 
     def run_away() -> None:
@@ -187,8 +188,12 @@ def test_others_are_rendered_while_a_chat_runs_away() -> None:
     for _ in range(50):
         assert template.render(chat("x")) == "fine"
     assert not ended.is_set()
-    for number in worker_ids():  # do not wait for it
-        os.killpg(number, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while slow.readiness < 2:  # it has come to the slow lane
+        assert time.monotonic() < deadline, "it does not leave the quick lane"
+        time.sleep(0.01)
+    assert slow._process is not None
+    os.killpg(slow._process.pid, signal.SIGKILL)  # do not wait for it
     thread.join(60)
     assert ended.is_set()
     template.close()

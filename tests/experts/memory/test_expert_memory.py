@@ -91,6 +91,7 @@ def test_frequency_keeps_what_comes_again_and_again() -> None:
     assert store.read.count((0, 0)) == 1, "expert 0 stays"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["lru", "frequency", "prefetch", "predicted", "next-layer"])
 @pytest.mark.parametrize("num_slots", [2, 3, 7, 18])
 def test_passes_change_no_bit(num_slots: int, policy: MemoryPolicyName) -> None:

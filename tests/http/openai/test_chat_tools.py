@@ -30,9 +30,9 @@ ASK = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
-@pytest.fixture
-def served(start_served: Any) -> Any:
-    return start_served(TEMPLATE)
+@pytest.fixture(scope="module")
+def served(start_served_once: Any) -> Any:
+    return start_served_once(TEMPLATE)
 
 
 def ask(served: Any, answer: str, **fields: Any) -> Any:
@@ -90,8 +90,9 @@ def test_a_cut_call_ends_with_length(served: Any) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"ci')
 
 
-def test_messages_that_were_looked_through_are_counted(served: Any) -> None:
+def test_messages_that_were_looked_through_are_counted(start_served: Any) -> None:
     """Once for each choice, whole or streamed; not without tools, and not by what they hold."""
+    served = start_served(TEMPLATE)
 
     def counts() -> dict[str, float]:
         found = {}

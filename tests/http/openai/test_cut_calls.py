@@ -128,9 +128,9 @@ CALLED = {
 }
 
 
-@pytest.fixture
-def served(start_served: Any) -> Any:
-    return start_served(TEMPLATE)
+@pytest.fixture(scope="module")
+def served(start_served_once: Any) -> Any:
+    return start_served_once(TEMPLATE)
 
 
 @pytest.mark.parametrize("path", BODIES)

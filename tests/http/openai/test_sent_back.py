@@ -23,9 +23,9 @@ SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 
 
-@pytest.fixture
-def served(start_served: Any) -> Any:
-    return start_served(TEMPLATE)
+@pytest.fixture(scope="module")
+def served(start_served_once: Any) -> Any:
+    return start_served_once(TEMPLATE)
 
 
 def prompt_of(served: Any) -> str:

@@ -29,11 +29,13 @@ def test_logits(folder: Path, kernels: KernelsName) -> None:
     check_logits(folder, kernels)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 def test_greedy_tokens(folder: Path, kernels: KernelsName) -> None:
     check_greedy_tokens(folder, kernels)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 def test_invariance(folder: Path, kernels: KernelsName) -> None:
     check_invariance(folder, kernels)

@@ -80,6 +80,7 @@ def make_norm(
     return QKNormWeights(*(random(device, w, seed=w).to(dtype) for w in widths))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_heads_are_shaped_and_stored(name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -7,22 +7,52 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
 ROOT = Path(__file__).resolve().parents[3]
+SERVE = (sys.executable, "-m", "moe_serve", "serve")
+
+
+def server_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process of this checkout; of the server's variables only `settings`."""
+    environment = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    return environment | dict(settings or {})
+
+
+@contextmanager
+def serving(
+    *arguments: str, settings: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A server that is not waited for; it is killed at the end."""
+    with subprocess.Popen(
+        [*SERVE, *arguments],
+        cwd=ROOT,
+        env=server_environment(settings),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 class ServerProcess:
     """`moe-serve serve` on a free port."""
 
     def __init__(self, *flags: str) -> None:
-        environ = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
-        environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-        command = [sys.executable, "-m", "moe_serve", "serve", "--port", "0", "--num-threads", "1"]
         self.process = subprocess.Popen(
-            [*command, *flags], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
+            [*SERVE, "--port", "0", "--num-threads", "1", *flags],
+            cwd=ROOT,
+            env=server_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         found = re.search(r"ready at (http://\S+)", self.process.stdout.readline())

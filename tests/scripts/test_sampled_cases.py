@@ -1,0 +1,37 @@
+"""The sample of a test's cases has every value, or every pair of values, and is always the same."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.support.sampled_cases import sample
+
+CASES = [
+    {"family": family, "kernels": kernels, "dtype": dtype}
+    for family, kernels, dtype in itertools.product(range(9), range(2), range(3))
+]
+
+
+@pytest.mark.parametrize("start", [0, 7, 123456789])
+def test_every_value_comes(start: int) -> None:
+    kept = [CASES[index] for index in sample(CASES, start=start)]
+    assert len(kept) == 9, "no more than the longest parameter has values"
+    for name, count in (("family", 9), ("kernels", 2), ("dtype", 3)):
+        assert {case[name] for case in kept} == set(range(count)), name
+    counts = [sum(case["kernels"] == value for case in kept) for value in range(2)]
+    assert max(counts) - min(counts) <= 1, f"one value is preferred: {counts}"
+    assert sample(CASES, start=start) == sample(CASES, start=start)
+
+
+def test_every_pair_comes() -> None:
+    kept = [CASES[index] for index in sample(CASES, pairs=True)]
+    assert len(kept) < len(CASES)
+    for one, other in itertools.combinations(("family", "kernels", "dtype"), 2):
+        pairs = {(case[one], case[other]) for case in CASES}
+        assert {(case[one], case[other]) for case in kept} == pairs, f"{one} and {other}"
+
+
+def test_one_case_is_kept() -> None:
+    assert sample(CASES[:1]) == {0} == sample(CASES[:1], pairs=True)
