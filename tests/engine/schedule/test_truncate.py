@@ -135,13 +135,16 @@ def test_a_page_of_ones_own_keeps_its_first_tokens() -> None:
     shop.finish()
 
 
-def test_others_do_not_wait_for_pages_that_were_taken_back() -> None:
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_others_wait_for_no_page_that_was_taken_back(is_truncated: bool) -> None:
+    """Else they wait for the pages that a running sequence computes."""
     shop = Shop()
     stem = [7 + i % 30 for i in range(100)]
     shop.add(stem, 5)
-    shop.step()
+    shop.step()  # it reads 64 tokens of its prompt
     shop.add(stem, 5)
-    shop.truncate(shop.running[0], 0)
+    if is_truncated:
+        shop.truncate(shop.running[0], 60)
     shop.step()
-    assert len(shop.running) == 2
+    assert len(shop.running) == 1 + is_truncated
     shop.finish()
