@@ -31,8 +31,9 @@ from experts.placement.solvers.search.solver import Search
 from moe_serve.cli.main import app, main
 from moe_serve.cli.place import place_compare, place_plan, place_solve
 from moe_serve.cli.place.place import spread
-from moe_serve.cluster.members.cluster_model import placement_of, read_spec
-from moe_serve.config.sections import ClusterConfig
+from moe_serve.cluster.members.cluster_model import placement_of
+from moe_serve.config.sections import ClusterConfig, ModelConfig
+from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.model.checkpoint.demo import demo_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +105,7 @@ def test_the_quick_start(tmp_path: Path, capsys: Capture) -> None:
     assert plans["plan"]["memory"] == [6 * 5 * report["problem"]["bytes_per_expert"]] * 8
     assert len(report["held_out"]["held_out"]) == 2
     cluster = ClusterConfig(attention_ranks=1, expert_ranks=8, placement=str(out))
-    placement = placement_of(cluster, read_spec(demo_model_folder()))
+    placement = placement_of(cluster, ServedCheckpoint.read(ModelConfig()).spec)
     assert placement == read_placement(out), "as `moe-serve serve --placement` takes it"
     assert [len(held[0]) for held in map(placement.held_by, range(8))] == [5] * 8
 

@@ -37,7 +37,7 @@ def test_sharing_and_preemption_by_pages_of_any_size(page_size: int) -> None:
     for name, prompt in prompts.items():
         assert tokens(result[name]) == continuation(prompt, 50), name
     stats = engine.stats()
-    assert stats.num_preemptions > 0 and stats.num_hit_tokens > 0
+    assert stats.counts.num_preemptions > 0 and stats.counts.num_hit_tokens > 0
     longest = max(len(piece.page_table) for plan in runner.plans for piece in plan.slices)
     most_tokens = max(map(len, prompts.values())) + 50 - 1  # the last one is not computed
     assert longest == -(-most_tokens // page_size), "as many pages as its tokens fill"

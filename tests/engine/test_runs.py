@@ -68,9 +68,12 @@ def run(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Answer]:
             note(answers[delta.request_id], delta)
         engine.check_integrity()
     stats = engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "all pages are free when nothing runs"
-    assert stats.num_generated_tokens == sum(len(a.token_ids) for a in answers.values())
-    assert stats.step_tokens.num_tokens == stats.num_prompt_tokens + stats.num_generated_tokens
+    assert stats.load.num_free_pages == stats.load.num_pages, "all pages are free when nothing runs"
+    assert stats.counts.num_generated_tokens == sum(len(a.token_ids) for a in answers.values())
+    assert (
+        stats.counts.step_tokens.num_tokens
+        == stats.counts.num_prompt_tokens + stats.counts.num_generated_tokens
+    )
     return answers
 
 

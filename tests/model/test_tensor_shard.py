@@ -10,16 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.cluster.members.cluster_model import read_spec
+from moe_serve.config.sections import ModelConfig
+from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.errors import ConfigError
-from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.tensor_shard import TensorShard, check_shards, column_borders
 
 
 @cache
 def spec_with(num_heads: int, num_kv_heads: int) -> ModelSpec:
-    spec = read_spec(demo_model_folder())
+    spec = ServedCheckpoint.read(ModelConfig()).spec
     layers = tuple(
         replace(
             layer,

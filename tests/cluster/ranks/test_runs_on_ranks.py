@@ -123,7 +123,7 @@ def run(
             answer[3] = (delta.finish_reason, delta.stop_token_id, delta.error)
         engine.check_integrity()
     stats = engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "all pages are free when nothing runs"
+    assert stats.load.num_free_pages == stats.load.num_pages, "all pages are free when nothing runs"
     return answers
 
 

@@ -37,7 +37,7 @@ def finish(engine: ClusterEngine, found: dict[str, list[int]]) -> None:
         step(engine, found)
     assert found == EXPECTED
     stats = engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "every page is free again"
+    assert stats.load.num_free_pages == stats.load.num_pages, "every page is free again"
 
 
 def test_the_fake_is_a_coordinator() -> None:

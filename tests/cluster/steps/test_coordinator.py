@@ -116,7 +116,7 @@ def test_requests_wait_while_a_pool_is_empty(faults: Faults, expected: dict[str,
         (aborted,) = drive.engine.step()
         assert (aborted.request_id, aborted.finish_reason) == ("r3", FinishReason.ABORT)
         stats = drive.engine.stats()
-        assert stats.outage_s > 0 and stats.num_waiting == len(WANTED) - 1
+        assert stats.outage_s > 0 and stats.load.num_waiting == len(WANTED) - 1
         starter.start = start  # type: ignore[method-assign]
         starter.start(drive.state("attention-0").name)
         del answers["r3"]

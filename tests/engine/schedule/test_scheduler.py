@@ -23,7 +23,7 @@ def test_fewer_tokens_in_a_step_than_seats_hold_nobody_up(budget: int) -> None:
         number += 1
         for delta in engine.step():
             steps.setdefault(delta.request_id, []).extend([number] * len(delta.token_ids))
-        assert engine.stats().num_running <= budget
+        assert engine.stats().load.num_running <= budget
     assert steps.keys() == prompts.keys()
     for name, prompt in prompts.items():
         first = steps[name][0]
@@ -71,7 +71,7 @@ def test_when_pages_run_out_the_last_to_arrive_is_computed_again() -> None:
     for name, prompt in prompts.items():
         engine.add(request(name, prompt, max_tokens=60))
     result = run(engine)
-    assert engine.stats().num_preemptions > 0
+    assert engine.stats().counts.num_preemptions > 0
     for name, prompt in prompts.items():
         assert tokens(result[name]) == continuation(prompt, 60), name
 

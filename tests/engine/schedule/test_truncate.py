@@ -65,7 +65,7 @@ class Shop:
         while self.engine.has_work:
             self.step()
         stats = self.engine.stats()
-        assert stats.num_free_pages == stats.num_pages, "pages are held without an owner"
+        assert stats.load.num_free_pages == stats.load.num_pages, "pages are held without an owner"
         for name, prompt in self.prompts.items():
             answer = self.answers[name]
             assert answer == continuation(list(prompt), len(answer)), name

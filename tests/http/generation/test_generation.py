@@ -14,17 +14,19 @@ import httpx
 import openai
 import pytest
 
-from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.request import DecodingRules, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.http.generation.chat import AnswerOptions
+from moe_serve.http.generation.context import EngineLimits
 from moe_serve.http.generation.generation import Generation, GenerationService
 from moe_serve.http.generation.prompts import Prompt
-from moe_serve.http.generation.requests import TokenLimits, build_engine_requests
+from moe_serve.http.generation.requests import build_engine_requests
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.schema.errors import ApiError
 from tests.support.http.waiting import wait_until
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-LIMITS = TokenLimits(max_model_len=512, vocab_size=257, default_max_tokens=None)
+LIMITS = EngineLimits(max_model_len=512, vocab_size=257)
 RunInVirtualTime = Callable[[Any], Any]
 
 
@@ -36,13 +38,14 @@ def openai_client(live: Any) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def service(engine: Any, tokenizer: Any) -> GenerationService:
-    return GenerationService(engine, tokenizer, ServerMetrics(engine, "tiny"))
+    return GenerationService(engine, tokenizer, ServerMetrics("tiny"))
 
 
 def requests_for(num_prompts: int = 1, **params: Any) -> list[GenerationRequest]:
     prompts = [Prompt(token_ids=(1 + index,), text=None, param="prompt") for index in range(4)]
-    made = SamplingParams(**params)
-    return build_engine_requests("id", prompts[:num_prompts], made, LIMITS)
+    options = AnswerOptions(params=SamplingParams(**params))
+    rules = DecodingRules.of(options.params)
+    return build_engine_requests("id", prompts[:num_prompts], options, rules, LIMITS)
 
 
 async def texts_of(generation: Generation) -> dict[int, str]:

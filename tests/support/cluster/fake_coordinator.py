@@ -23,7 +23,8 @@ from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.cluster.steps.step_in_flight import RankLostError, RankWork, StepInFlight
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.execute.step_executor import LocalExecutor, RowFailure
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_outcome import RowFailure
 from moe_serve.engine.sampling.sampler import Sampled, Sampler
 from tests.support.engine.fake_runner import FakeRunner
 

@@ -166,4 +166,4 @@ def assert_recovers(
     drive.wait_until_complete()
     assert drive.serve(WANTED) == expected, "a token changed after the recovery"
     stats = drive.engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "every page is free again"
+    assert stats.load.num_free_pages == stats.load.num_pages, "every page is free again"

@@ -58,7 +58,7 @@ def run(engine: Engine) -> dict[str, list[TokenDelta]]:
             result.setdefault(delta.request_id, []).append(delta)
         engine.check_integrity()
     stats = engine.stats()
-    assert stats.num_free_pages == stats.num_pages, "all pages are free when nothing runs"
+    assert stats.load.num_free_pages == stats.load.num_pages, "all pages are free when nothing runs"
     return result
 
 
