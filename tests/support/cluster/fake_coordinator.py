@@ -16,7 +16,7 @@ from moe_serve.cluster.control.messages import (
 from moe_serve.cluster.control.rank_name import all_ranks
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.roster import Phase, Roster
-from moe_serve.cluster.ranks.mirror import Mirrors
+from moe_serve.cluster.ranks.mirror import Mirrors, tokens_of
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.epoch_maker import Epoch
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
@@ -24,8 +24,7 @@ from moe_serve.cluster.steps.step_in_flight import RankLostError, RankWork, Step
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
-from moe_serve.engine.execute.step_outcome import RowFailure
-from moe_serve.engine.sampling.sampler import Sampled, Sampler
+from moe_serve.engine.sampling.sampler import Sampler
 from tests.support.engine.fake_runner import FakeRunner
 
 
@@ -40,14 +39,12 @@ class FakeRank:
         plan = self._mirrors.update(order)
         self.do_page_work(order.page_work)
         outcome = self._executor.run(plan, self._mirrors.sequences)
-        sampled = {key: t for key, t in outcome.sampled.items() if isinstance(t, Sampled)}
-        failures = {key: t for key, t in outcome.sampled.items() if isinstance(t, RowFailure)}
-        self._mirrors.append({key: token.token_id for key, token in sampled.items()})
+        self._mirrors.append(tokens_of(outcome))
         return StepDone(
             epoch=order.epoch,
             step=order.step,
-            sampled=sampled,
-            failures=failures,
+            sampled=outcome.sampled,
+            failures=outcome.failures,
             prompt_logprobs=outcome.prompt_logprobs,
             seconds=StageSeconds(),
         )
