@@ -17,7 +17,7 @@ from experts.placement.formats.engine_plan import PlanFacts
 from experts.placement.plan_file import read_placement
 from moe_serve import LLM
 from moe_serve.bench.report import report
-from moe_serve.bench.workload import prompt_file, trace_rows
+from moe_serve.bench.workload import prompts, trace_rows
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cli.place import place_inputs, plan_files
 from moe_serve.cli.place.place_cluster import DeviceOrder
@@ -64,7 +64,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "load.safetensors": lambda path: place_inputs.read_workloads([path], 1, None),
     "placement.json": read_placement,
     "plan.json": lambda path: plan_files.read_plan(path, PlanFacts(num_devices=2, num_experts=4)),
-    "prompts.jsonl": prompt_file.read_prompts,
+    "prompts.jsonl": prompts.read_prompts,
     "prompts.txt": trace_record.read_prompts,
     "report.json": report.read_report,
     "rows.csv": trace_rows.read_trace,

@@ -149,7 +149,7 @@ def _measure(plan: RunPlan) -> Report:
     """Runs one benchmark; a server that cannot be reached ends the command with exit code 1."""
     from rich.console import Console
 
-    from moe_serve.bench.report.live import LiveLine
+    from moe_serve.bench.report.report_table import LiveLine
     from moe_serve.bench.run import run_bench
 
     try:
