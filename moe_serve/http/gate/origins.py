@@ -1,4 +1,4 @@
-"""Refuses requests over loopback that are meant for another host.
+"""Refuses requests over loopback that are meant for another host, and other origins (CORS).
 
 A web page can let its own name point to 127.0.0.1 (DNS rebinding). Its requests then come from this
 machine's browser over loopback, but with the page's name in the Host header. Refused are such
@@ -9,9 +9,11 @@ that read counts. (A browser sends no Origin when a page reads from its own name
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.http.gate.auth import ADMIN_PREFIX
@@ -21,6 +23,8 @@ from moe_serve.http.schema.errors import ApiError
 _PRIVATE = (".localhost", ".internal")
 # Not health and models: they only show a name, and proxies of clients without keys read them.
 COUNTS = frozenset({"/metrics", "/dashboard/state", "/load", "/startup"})
+_METHODS = ("GET", "POST", "DELETE")
+_EXPOSED = ("X-Request-Id", "X-Ignored-Parameters", "Retry-After", "Retry-After-Ms")
 
 
 class HostMiddleware:
@@ -79,3 +83,28 @@ def _error(host: str) -> ApiError:
         code="misdirected_request",
         headers={"Connection": "close"},
     )
+
+
+class ConfiguredCors(CORSMiddleware):
+    """Handles CORS before the keys: a browser's preflight request has no key. Cookies are not
+    allowed."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=_METHODS,
+            allow_headers=["*"],
+            expose_headers=_EXPOSED,
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """A refused preflight gets the same error envelope as other errors."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        message = (
+            "This origin, method or header is not allowed. server.cors_origins lists the "
+            f"allowed origins; the allowed methods are {', '.join(_METHODS)}."
+        )
+        return ApiError(403, message, code="cors_refused").response()

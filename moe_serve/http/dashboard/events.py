@@ -1,22 +1,64 @@
-"""Finds events by comparing each snapshot with the previous one, at most a second late.
+"""Finds events by comparing snapshots, and keeps the latest 200 as sentences.
 
-Thus the other parts of the server do not need to know the event log.
+The other parts of the server do not need to know the log of events.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from moe_serve.engine.request.client import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlanOutcome
-from moe_serve.http.dashboard.event_log import EventLog
 from moe_serve.http.dashboard.snapshot import Snapshot
 from moe_serve.http.gate.readiness import OUTAGE_S
 
+MAX_EVENTS = 200
 _OVERLOAD_S = 10.0  # rejections closer together than this are one event
 _FAILURES: tuple[PlanOutcome, ...] = ("aborted", "planner")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One event. `kind` comes from a closed set; `text` is one sentence."""
+
+    seq: int  # the first event has 1
+    time: float  # seconds since 1970
+    kind: str
+    text: str
+
+
+class EventLog:
+    """A log of events. Any thread may add and read."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._num_events = 0
+
+    def add(self, kind: str, text: str) -> None:
+        with self._lock:
+            self._num_events += 1
+            event = Event(seq=self._num_events, time=self._clock(), kind=kind, text=text)
+            self._events.append(event)
+
+    def since(self, seq: int) -> list[Event]:
+        """The events after `seq`, oldest first. All events if `seq` comes from an earlier server
+        run."""
+        with self._lock:
+            events, newest = list(self._events), self._num_events
+        return [event for event in events if event.seq > seq or seq > newest]
+
+
 class EventWatch:
-    """Adds events to a log. Not thread-safe: only the sampler calls it."""
+    """Compares each snapshot with the previous one and adds events, at most a second late.
+
+    Not thread-safe: only the sampler calls it.
+    """
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
