@@ -15,6 +15,7 @@ from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config.sections import PAGE_SIZE, EngineConfig
 from moe_serve.engine.build import (
     BuiltEngine,
+    build_engine,
     eos_token_ids_of,
     grammars_of,
     max_model_len_of,
@@ -94,3 +95,9 @@ def _layout(model: ClusterModel, first: Loaded, seconds: float) -> Layout:
         attention_tp=config.cluster.attention_tp,
         expert_memory=memory_line(config.model),
     )
+
+
+def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
+    """Loads the model here, or starts ranks that do."""
+    build = build_cluster if config.cluster.is_disaggregated else build_engine
+    return build(config, progress)

@@ -24,8 +24,8 @@ from moe_serve.cli.place.place_cluster import DeviceOrder
 from moe_serve.cli.trace import trace_record
 from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.launch.cluster_file import read_cluster_file
-from moe_serve.cluster.launch.hostfile import read_hostfile
-from moe_serve.cluster.members.examine import file_marks
+from moe_serve.cluster.launch.hosts import read_hostfile
+from moe_serve.cluster.members.preflight import file_marks
 from moe_serve.config.sources import load_config, read_secret_file
 from moe_serve.errors import CheckpointError, MoeServeError
 from moe_serve.http.wire.tls import Tls

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 
 from moe_serve.cli.launch.launch_request import LaunchRequest
 from moe_serve.cluster.control.secret import new_secret, read_secret
-from moe_serve.cluster.launch.deepspeed_launcher import deepspeed_command, run_deepspeed
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import DEFAULT_PORT
 from moe_serve.cluster.launch.host_commands import run_on_hosts
-from moe_serve.cluster.launch.hostfile import check_slots, read_hostfile
-from moe_serve.cluster.launch.ssh_launcher import ssh_commands
+from moe_serve.cluster.launch.hosts import check_slots, read_hostfile
+from moe_serve.cluster.launch.launchers import deepspeed_command, run_deepspeed, ssh_commands
 from moe_serve.errors import ConfigError
 
 

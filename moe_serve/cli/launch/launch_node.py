@@ -21,13 +21,12 @@ from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.launch.cluster_file import find_node
-from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.endpoint import Endpoint, own_address
 from moe_serve.cluster.launch.environment import NodeEnvironment, detect_node, is_spare_copy
 from moe_serve.cluster.launch.node_agent import AgentMessage, NodeLife, connect_agent
 from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
-from moe_serve.cluster.launch.own_address import own_address
 from moe_serve.cluster.members.rank_starter import RankStarter
 from moe_serve.config.logs import set_up_logs
 from moe_serve.config.sections import Config

@@ -168,7 +168,7 @@ def record(
     flags = {"cache.prefix_cache": False, **({} if model is None else {"model.path": model})}
     loaded = load_config(flags=flags, environ=os.environ, file=config_file)
 
-    from moe_serve.cluster.any_engine import build_any_engine
+    from moe_serve.cluster.build import build_any_engine
     from moe_serve.engine.tracing import trace_header
 
     config = loaded.config.engine

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_serve.cluster.launch.endpoint import Endpoint, parse_endpoint, parse_port
-from moe_serve.cluster.launch.hostlist import expand_hostlist
+from moe_serve.cluster.launch.hosts import expand_hostlist
 from moe_serve.errors import ConfigError
 
 DEFAULT_PORT = 29600  # of the coordinator, if the launcher names none

@@ -28,10 +28,9 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_link import Event, Gone, Inbox, RankLink
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.members.heartbeat import Heartbeats
 from moe_serve.cluster.members.preflight import PreflightRound
 from moe_serve.cluster.members.rank_starter import RankStarter
-from moe_serve.cluster.members.roster import Phase, RankState, Roster
+from moe_serve.cluster.members.roster import Heartbeats, Phase, RankState, Roster
 from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError, MoeServeError
 from moe_serve.model.load.model_tensors import LoadProgress
 

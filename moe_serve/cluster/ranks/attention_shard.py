@@ -20,7 +20,7 @@ import torch
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cluster.control.messages import QueryPages, RunStep
-from moe_serve.cluster.members.parent_watch import end_with_parent
+from moe_serve.cluster.members.processes import end_with_parent
 from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import device_of, max_model_len_of, open_loader

@@ -17,7 +17,7 @@ from moe_serve.pipeline.links.nccl_link import gpu_of
 def rank_device(config: ModelConfig) -> torch.device:
     """Chooses the device before anything is loaded; raises ConfigError.
 
-    A rank sees one GPU, which its starter has chosen (members/devices.py). If it sees more, it
+    A rank sees one GPU, which its starter has chosen (members/rank_starter.py). If it sees more, it
     takes the first.
     """
     device = device_of(config)

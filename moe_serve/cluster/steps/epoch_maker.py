@@ -15,8 +15,12 @@ from moe_serve.cluster.control.messages import (
     TakeExperts,
     TookExperts,
 )
-from moe_serve.cluster.members.current_placement import CurrentPlacement
-from moe_serve.cluster.members.expert_cover import beyond, covered, renumbered
+from moe_serve.cluster.members.current_placement import (
+    CurrentPlacement,
+    beyond,
+    covered,
+    renumbered,
+)
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.roster import Phase, RankState

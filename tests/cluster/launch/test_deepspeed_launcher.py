@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_serve.cluster.launch.deepspeed_launcher import deepspeed_command, run_deepspeed
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.launch_command import LaunchCommand
+from moe_serve.cluster.launch.launchers import deepspeed_command, run_deepspeed
 from moe_serve.errors import ConfigError
 
 COMMAND = LaunchCommand(model="m", attention_ranks=1, expert_ranks=2, secret_file="/etc/s")

@@ -15,9 +15,9 @@ import pytest
 from moe_serve.cluster.control.secret import new_secret
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.host_commands import HostCommand, run_on_hosts
-from moe_serve.cluster.launch.hostfile import Host
+from moe_serve.cluster.launch.hosts import Host
 from moe_serve.cluster.launch.launch_command import LaunchCommand
-from moe_serve.cluster.launch.ssh_launcher import ssh_commands
+from moe_serve.cluster.launch.launchers import ssh_commands
 from moe_serve.errors import ConfigError
 
 # What sshd does: the command line goes to a shell; the host name is what comes before it.

@@ -23,9 +23,8 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.control.secret import new_secret
-from moe_serve.cluster.members.examine import examine, versions
 from moe_serve.cluster.members.membership import Membership
-from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
+from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound, examine, versions
 from moe_serve.cluster.members.rank_starter import RankExit
 from moe_serve.cluster.members.roster import Phase, Roster
 from moe_serve.config.sections import EngineConfig

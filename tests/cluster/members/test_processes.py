@@ -209,7 +209,7 @@ def test_the_worker_command_names_the_module() -> None:
 
 CHILD = """
 import sys, time
-from moe_serve.cluster.members.parent_watch import end_with_parent
+from moe_serve.cluster.members.processes import end_with_parent
 end_with_parent()
 fifo = open(sys.argv[1], "w")  # the test reads its end when we end
 print("ready", flush=True)

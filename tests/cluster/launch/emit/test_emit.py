@@ -16,9 +16,12 @@ import yaml
 
 from moe_serve.cluster.launch.emit.deployment import Deployment
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind, kubernetes_files
-from moe_serve.cluster.launch.emit.shell import shell_files
-from moe_serve.cluster.launch.emit.slurm import slurm_files
-from moe_serve.cluster.launch.emit.systemd import quote, systemd_files
+from moe_serve.cluster.launch.emit.scripts import (
+    shell_files,
+    slurm_files,
+    systemd_files,
+    systemd_quote,
+)
 from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import detect_node
 from moe_serve.cluster.launch.launch_command import LaunchCommand
@@ -170,7 +173,7 @@ def unsystemd(text: str) -> list[str]:
     "word", ["plain", "", "a b", "100%", 'say "x"', "back\\slash", "it's", "a;b"]
 )
 def test_quoting_for_systemd(word: str) -> None:
-    assert unsystemd(quote(word)) == [word]
+    assert unsystemd(systemd_quote(word)) == [word]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
