@@ -17,8 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_serve.model.checkpoint.hf_config import HFConfig
-from moe_serve.model.checkpoint.spec_check import check_spec
+from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.families import FAMILIES, Family, family_of
 from moe_serve.model.formats import FORMATS
 from moe_serve.model.spec import ModelSpec

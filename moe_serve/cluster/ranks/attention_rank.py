@@ -52,8 +52,7 @@ from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.links.data_group import DataGroup
-from moe_serve.pipeline.links.shard_group import ShardLostError
-from moe_serve.pipeline.links.shard_transport import LeaderTransport
+from moe_serve.pipeline.links.shard_group import LeaderTransport, ShardLostError
 from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap

@@ -26,8 +26,12 @@ from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import device_of, max_model_len_of, open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.stage.tensor_shard import TensorShard
-from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError, StepAbandonedError
-from moe_serve.pipeline.links.shard_transport import FollowerTransport
+from moe_serve.pipeline.links.shard_group import (
+    FollowerTransport,
+    ShardGroup,
+    ShardLostError,
+    StepAbandonedError,
+)
 from moe_serve.pipeline.links.shared_link import SharedLink
 from moe_serve.pipeline.pipeline import Pipeline
 

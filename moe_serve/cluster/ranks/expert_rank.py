@@ -40,7 +40,7 @@ from moe_serve.engine.build import open_loader
 from moe_serve.errors import MoeServeError
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.model_tensors import LoadProgress
-from moe_serve.model.stage.expert_choice import Router, choose_experts
+from moe_serve.model.stage.feed_forward import Router, choose_experts
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.frames.frame_header import WireError

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames
-from moe_serve.model.families.common import (
+from moe_serve.model.families.family import Family
+from moe_serve.model.families.parts import (
+    biased_sigmoid_router,
     decoder_basics,
     grouped_attention,
     head_dim_of,
     sparse_layers,
+    windowed_layers,
 )
-from moe_serve.model.families.family import Family
-from moe_serve.model.families.router import biased_sigmoid_router
-from moe_serve.model.families.windows import windowed_layers
 from moe_serve.model.spec import LayerSpec, ModelSpec, SharedExpertSpec
 
 

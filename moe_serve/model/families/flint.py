@@ -6,10 +6,14 @@ from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames, mlp_names
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.qwen3_moe import sparse_layers
-from moe_serve.model.families.windows import windowed_layers
+from moe_serve.model.families.parts import (
+    decoder_basics,
+    grouped_attention,
+    head_dim_of,
+    windowed_layers,
+)
+from moe_serve.model.families.qwen import qwen_sparse_layers
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
 
 _LAYER = "model.layers.{layer}."
@@ -34,7 +38,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
                 is_sparse=is_sparse,
                 has_rotation=shape.sliding_window is not None,
             )
-            for shape, is_sparse in zip(windows, sparse_layers(config), strict=True)
+            for shape, is_sparse in zip(windows, qwen_sparse_layers(config), strict=True)
         ),
         expert_width=config.positive_int("moe_intermediate_size"),
         dense_width=config.positive_int("intermediate_size", default=1),

@@ -8,14 +8,16 @@ from moe_kernels.interface.attention_shape import AttentionShape
 from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
-from moe_serve.model.families.common import (
+from moe_serve.model.families.family import Family
+from moe_serve.model.families.parts import (
+    FULL,
+    SLIDING,
     decoder_basics,
     grouped_attention,
     head_dim_of,
     sparse_layers,
+    windowed_layers,
 )
-from moe_serve.model.families.family import Family
-from moe_serve.model.families.windows import FULL, SLIDING, windowed_layers
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
-from moe_serve.model.families.common import (
+from moe_serve.model.families.family import Family
+from moe_serve.model.families.mixtral import FAMILY as MIXTRAL
+from moe_serve.model.families.parts import (
     decoder_basics,
     grouped_attention,
     head_dim_of,
     require_off,
 )
-from moe_serve.model.families.family import Family
-from moe_serve.model.families.mixtral import FAMILY as MIXTRAL
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 
 

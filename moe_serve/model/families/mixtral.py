@@ -6,8 +6,8 @@ from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import ExpertNames, TensorNames
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.families.family import Family
+from moe_serve.model.families.parts import decoder_basics, grouped_attention, head_dim_of
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 
 _MOE = "model.layers.{layer}.block_sparse_moe."

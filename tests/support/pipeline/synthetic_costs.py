@@ -15,8 +15,8 @@ from moe_serve.pipeline.costs.cost_model import (
     Ranks,
     StageCosts,
 )
-from moe_serve.pipeline.costs.lockstep import simulate_layers
 from moe_serve.pipeline.costs.online_costs import StepTiming
+from moe_serve.pipeline.costs.step_seconds import simulate_layers
 
 NUM_LAYERS = 6
 

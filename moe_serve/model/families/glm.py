@@ -1,8 +1,10 @@
-"""GLM-4.5-MoE: half of each head is rotated; a sigmoid router with groups, and shared experts.
+"""GLM-4.5-MoE and its relatives: a sigmoid router with groups, and shared experts.
 
-GLM-4.5V contains such a model beside a vision tower; only the text model is served. Text has the
-same position in all three rotary dimensions, which is plain rotation. Layers beyond
-`num_hidden_layers` predict further tokens; they are not read.
+Half of each head is rotated. GLM-4.5V contains such a model beside a vision tower; only the text
+model is served. Text has the same position in all three rotary dimensions, which is plain rotation.
+Layers beyond `num_hidden_layers` predict further tokens; they are not read. GLM-4.7-Flash has
+DeepSeek-V3's attention and router, with one dense layer before the others. Solar Open is GLM-4.5
+without dense layers and q/k norms; whole heads are rotated.
 """
 
 from __future__ import annotations
@@ -10,15 +12,17 @@ from __future__ import annotations
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames
-from moe_serve.model.families.common import (
+from moe_serve.model.families.family import Family
+from moe_serve.model.families.latent import latent_decoder
+from moe_serve.model.families.parts import (
+    biased_sigmoid_router,
     decoder_basics,
     grouped_attention,
     head_dim_of,
+    require_off,
     shared_expert,
     sparse_layers,
 )
-from moe_serve.model.families.family import Family
-from moe_serve.model.families.router import biased_sigmoid_router
 from moe_serve.model.spec import LayerSpec, ModelSpec
 
 
@@ -60,19 +64,44 @@ def glm_decoder(
     )
 
 
-def _read_spec(config: HFConfig) -> ModelSpec:
+def _read_glm4_moe(config: HFConfig) -> ModelSpec:
     return glm_decoder(config, family="glm4_moe")
 
 
-def _read_text_spec(config: HFConfig) -> ModelSpec:
+def _read_glm4v_moe(config: HFConfig) -> ModelSpec:
     config.require("use_qk_norm", False, default=False)
     return glm_decoder(config, family="glm4v_moe", has_bias=True)
 
 
-FAMILY = Family(name="glm4_moe", architectures=("Glm4MoeForCausalLM",), read_spec=_read_spec)
-WITH_VISION = Family(
+GLM4_MOE = Family(name="glm4_moe", architectures=("Glm4MoeForCausalLM",), read_spec=_read_glm4_moe)
+GLM4V_MOE = Family(
     name="glm4v_moe",
     architectures=("Glm4vMoeForConditionalGeneration",),
-    read_spec=_read_text_spec,
+    read_spec=_read_glm4v_moe,
     names=TensorNames().under("model.language_model."),
+)
+
+
+def _read_glm4_moe_lite(config: HFConfig) -> ModelSpec:
+    return latent_decoder(
+        config,
+        family="glm4_moe_lite",
+        router=biased_sigmoid_router(config, scaling=1.8),
+        is_sparse=sparse_layers(config, num_dense=1),
+        norm_eps=1e-5,
+    )
+
+
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite", architectures=("Glm4MoeLiteForCausalLM",), read_spec=_read_glm4_moe_lite
+)
+
+
+def _read_solar_open(config: HFConfig) -> ModelSpec:
+    require_off(config, "first_k_dense_replace", "use_qk_norm")
+    return glm_decoder(config, family="solar_open", theta=1_000_000.0, share=1.0, num_dense=0)
+
+
+SOLAR_OPEN = Family(
+    name="solar_open", architectures=("SolarOpenForCausalLM",), read_spec=_read_solar_open
 )
