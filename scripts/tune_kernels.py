@@ -22,7 +22,7 @@ from kernel_tuning.candidates import candidates
 from kernel_tuning.search import DeviceMeasure, Entries, products, tune_layer
 from moe_kernels.gpu.compile_case import TARGETS
 from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayer
-from moe_kernels.gpu.grouped_gemm.chips import chip_of
+from moe_kernels.gpu.grouped_gemm.api import chip_of
 from moe_kernels.gpu.tuned import TunedTable, load_tuned, minor_version
 
 

@@ -22,8 +22,8 @@ from routing_predictor.judge.rivals import (
     load_of,
     truth_of_tokens,
 )
-from routing_predictor.layers.layer_data import layer_data, predicted_pairs
 from routing_predictor.layers.router_residual import RouterResidual, choice_probability
+from routing_predictor.layers.train_layers import layer_data, predicted_pairs
 from routing_predictor.predictor_file import load_layer_predictors, load_request_predictor
 from routing_predictor.requests.pools import PrefixPools
 from routing_predictor.requests.texts import RoutedTexts, texts_of

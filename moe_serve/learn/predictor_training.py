@@ -11,9 +11,15 @@ import torch
 
 from moe_serve.learn.documents import Piece, hash_of
 from moe_serve.learn.predictor_data import Captured, PredictorModel
-from routing_predictor.layers.layer_data import LayerSource, layer_data, predicted_pairs
 from routing_predictor.layers.router_residual import NUM_CONTEXT
-from routing_predictor.layers.train_layers import LayerPredictors, Loss, train_layer
+from routing_predictor.layers.train_layers import (
+    LayerPredictors,
+    LayerSource,
+    Loss,
+    layer_data,
+    predicted_pairs,
+    train_layer,
+)
 from routing_predictor.requests.pools import PrefixPools
 from routing_predictor.requests.prefix_samples import HORIZON
 from routing_predictor.requests.request_mlp import NUM_HIDDEN

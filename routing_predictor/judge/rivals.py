@@ -21,8 +21,7 @@ from routing_predictor.judge.evaluate import Truth, Verdict, judge
 from routing_predictor.judge.scores import is_among, share
 from routing_predictor.requests.pools import PrefixPools
 from routing_predictor.requests.prefix_samples import PrefixCuts, cut_each, cut_texts
-from routing_predictor.requests.request_mlp import as_probability
-from routing_predictor.requests.request_predictor import RequestPredictor
+from routing_predictor.requests.request_mlp import RequestPredictor, as_probability
 from routing_predictor.requests.texts import RoutedTexts
 from routing_predictor.requests.train_request import history_shares, pooled, train_request
 from routing_predictor.traces.fitting import Progress, Recipe

@@ -22,8 +22,7 @@ from moe_kernels.gpu.grouped_gemm.heuristics import (
     TileConfig,
     choose_tile,
 )
-from moe_kernels.gpu.grouped_gemm.tuning import tuning_key
-from moe_kernels.gpu.tuned import TunedTable
+from moe_kernels.gpu.tuned import TunedTable, tuning_key
 
 Say = Callable[[str], None]
 Entries = dict[str, dict[str, int]]

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from moe_kernels.gpu.expert_bank import GroupedExpertBank, stacked_experts
 from moe_kernels.gpu.expert_slots import GroupedSlots
-from moe_kernels.gpu.grouped_gemm import linear, self_check
-from moe_kernels.gpu.grouped_gemm.api import Chip
-from moe_kernels.gpu.grouped_gemm.chips import chip_of
+from moe_kernels.gpu.grouped_gemm import api, linear
+from moe_kernels.gpu.grouped_gemm.api import Chip, chip_of
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.from_matrix import layout_of
 from moe_kernels.gpu.grouped_gemm.linear import (
@@ -30,11 +29,6 @@ from moe_kernels.gpu.grouped_gemm.linear import (
 from moe_kernels.gpu.grouped_gemm.pack import plain
 from moe_kernels.gpu.heads.api import shape_latent, shape_qkv
 from moe_kernels.gpu.paged_attention.api import attention, plan_attention, plan_room
-from moe_kernels.gpu.paged_attention.backends import (
-    BackendChoice,
-    choose_backend,
-    installed_backends,
-)
 from moe_kernels.gpu.paged_attention.plan import PagedPlan
 from moe_kernels.gpu.router.api import route
 from moe_kernels.gpu.rows.api import Addends, add, rms_norm
@@ -77,7 +71,6 @@ class TritonKernels:
         self._tiles = RowTiles(device)
         self._answers: dict[Hashable, bool] = {}
         self._asking = threading.Lock()
-        self._backends: dict[AttentionShape, BackendChoice] = {}
         where = f"in the interpreter on {device}"
         if not self._is_interpreted:
             where = f"on {torch.cuda.get_device_name(device)}"
@@ -153,7 +146,7 @@ class TritonKernels:
         )
         return self._chip_for(
             (gate_up, down, stacked.activation),
-            lambda: self_check.has_equal_tiles(stacked, self._dtype, self._chip),
+            lambda: api.has_equal_tiles(stacked, self._dtype, self._chip),
         )
 
     def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:
@@ -165,26 +158,12 @@ class TritonKernels:
     def plan_attention(
         self, step: StepTokens, shape: AttentionShape, device: torch.device
     ) -> PagedPlan:
-        self._say_backend(shape, step.page_size, device)
         return plan_attention(step, shape, self._dtype, device)
 
     def fixed_attention(
         self, room: DecodeRoom, shape: AttentionShape, device: torch.device
     ) -> PagedPlan | None:
-        self._say_backend(shape, room.page_size, device)
         return plan_room(room, shape, self._dtype, device)
-
-    def _say_backend(self, shape: AttentionShape, page_size: int, device: torch.device) -> None:
-        """Row invariance is never given up here, so this says and logs why it is ours."""
-        if shape not in self._backends:
-            self._backends[shape] = choose_backend(
-                shape, self._dtype, page_size, self._capability(device), installed_backends()
-            )
-
-    def _capability(self, device: torch.device) -> tuple[int, int]:
-        if self._is_interpreted:
-            return divmod(self._chip.capability, 10)
-        return torch.cuda.get_device_capability(device)
 
     def attend(
         self,

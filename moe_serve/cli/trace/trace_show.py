@@ -59,8 +59,7 @@ def show(
     num_windows: _NumWindowsOption = 8,
 ) -> None:
     """Show the load of the experts, the experts that a batch activates, and how loads drift."""
-    from routing_predictor.traces.heat_map import draw_heat_map
-    from routing_predictor.traces.trace_stats import drifts, layer_loads
+    from routing_predictor.traces.trace_stats import draw_heat_map, drifts, layer_loads
 
     check_output(json_file, heatmap)
     if heatmap is not None and heatmap.suffix != ".png":

@@ -1,5 +1,6 @@
-"""Builds grammars that make a model call a function in its own format (llguidance's Lark
-dialect).
+"""Builds grammars in llguidance's Lark dialect: a forced call in each format, and the reasoning.
+
+In a grammar of the reasoning before an answer, @answer stands for the grammar of the answer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from moe_serve.text.assistant.typed_arguments import is_text
 MAX_CALLS = 16  # of one forced answer
 # Without it an undecided model writes white space until the end.
 _LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+
+_LINE_BREAKS = r'"\n"{0,2}'  # around reasoning; the parser drops them
 
 WriteCalls = Callable[[Sequence[Tool], Spelling, bool], list[str]]
 
@@ -154,3 +157,43 @@ def _is_free_text(schema: Any) -> bool:
 
 
 _DEFINITIONS = ("$defs", "definitions")
+
+
+def thinking_lead(
+    opening: str, closing: str, spell: Spelling, *, is_open: bool, has_layout: bool
+) -> str:
+    """Build the grammar of reasoning between two markers.
+
+    `is_open`: it has begun and must be closed; otherwise it may begin. `has_layout`: line breaks
+    that are not part of the answer may follow it.
+    """
+    thought = f"thought {_LINE_BREAKS}" if has_layout else "thought"
+    if not is_open:
+        reason = f"({_LINE_BREAKS} {spell(opening)} {thought})?"
+    elif opening in spell.special_ids:
+        reason = f"{spell(opening)}? {thought}"  # ordinary text cannot spell the marker
+    else:
+        reason = thought
+    return _lines(
+        "start: reason @answer", f"reason: {reason}", *text_up_to("thought", closing, spell)
+    )
+
+
+def harmony_lead(spell: Spelling, *, has_analysis: bool, is_final: bool) -> str:
+    """Build the grammar for harmony.
+
+    `is_final`: the answer is a message of the channel `final`; otherwise it contains its own heads.
+    """
+    analysis = " ".join(map(spell, (harmony.CHANNEL, "analysis", harmony.MESSAGE)))
+    final = " ".join(map(spell, (harmony.CHANNEL, "final", harmony.MESSAGE)))
+    parts = ["analysis?"] if has_analysis else []
+    parts += [final] if is_final else []
+    rules = [f"start: {' '.join([*parts, '@answer'])}"]
+    if has_analysis:
+        rules.append(f'analysis: {analysis} thought {spell(harmony.START)} "assistant"')
+        rules += text_up_to("thought", harmony.END, spell)
+    return _lines(*rules)
+
+
+def _lines(*rules: str) -> str:
+    return "\n".join(rules) + "\n"
