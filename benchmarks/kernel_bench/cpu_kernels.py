@@ -22,7 +22,13 @@ from torch import Tensor
 from harness.machine import MachineLimits, measure_limits
 from moe_kernels.choice import choose_kernels
 from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights, StepTokens
-from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels, KVPages
+from moe_kernels.interface.kernels import (
+    AttentionCall,
+    ExpertWeights,
+    GatedActivation,
+    Kernels,
+    KVPages,
+)
 from moe_kernels.reference.norm import rotary_table
 
 D, F, E, K = 1024, 768, 32, 4
@@ -109,7 +115,8 @@ def _attention(
     rotary = rotary_table(angles.float())
     qkv = torch.randn(len(positions), (HEADS + 2 * KV_HEADS) * HEAD_DIM).to(dtype)
     where = torch.from_numpy(positions)
-    return lambda i: kernels.attend(qkv, norm, None, rotary, where, kv_rows, pages[i], plan, shape)
+    calls = [AttentionCall(rotary, where, kv_rows, each, plan) for each in pages]
+    return lambda i: kernels.attend(qkv, norm, None, calls[i], shape)
 
 
 def best_time(case: Case, seconds: float) -> float:

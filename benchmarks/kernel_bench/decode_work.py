@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernel_bench.shapes import DecodeShape
 from moe_kernels.interface.attention_shape import RotaryTable, StepTokens
-from moe_kernels.interface.kernels import Kernels, KVPages
+from moe_kernels.interface.kernels import AttentionCall, Kernels, KVPages
 from moe_kernels.reference.norm import rotary_table
 
 PAGE_SIZE = 16
@@ -68,17 +68,9 @@ def own_decode(shape: DecodeShape, scene: DecodeScene, kernels: Kernels) -> Deco
         PAGE_SIZE,
     )
     plan = kernels.plan_attention(step, shape.attention, device)
-    return lambda: kernels.attend(
-        scene.qkv.clone(),  # it may be overwritten
-        None,
-        None,
-        scene.rotary,
-        scene.positions,
-        scene.kv_rows,
-        scene.pages,
-        plan,
-        shape.attention,
-    )
+    call = AttentionCall(scene.rotary, scene.positions, scene.kv_rows, scene.pages, plan)
+    # The queries, keys and values may be overwritten.
+    return lambda: kernels.attend(scene.qkv.clone(), None, None, call, shape.attention)
 
 
 def sdpa_decode(shape: DecodeShape, scene: DecodeScene) -> Decode:

@@ -22,16 +22,15 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
-    RotaryTable,
     StepTokens,
 )
 from moe_kernels.interface.fixed_attention import DecodeRoom, ReplannedAttention
 from moe_kernels.interface.kernels import (
+    AttentionCall,
     ExpertBank,
     ExpertWeights,
     GatedActivation,
     HeadLinear,
-    KVPages,
     LayerFrontParts,
     Linear,
     RouterLinear,
@@ -119,16 +118,10 @@ class NativeKernels:
         qkv: Tensor,
         norm: QKNormWeights | None,
         sinks_H: Tensor | None,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: NativePlan,
+        call: AttentionCall[NativePlan],
         shape: AttentionShape,
     ) -> Tensor:
-        return native_attention.attend(
-            self._native, qkv, norm, sinks_H, rotary, positions, kv_rows, pages, plan, shape
-        )
+        return native_attention.attend(self._native, qkv, norm, sinks_H, call, shape)
 
     def attend_latent(
         self,
@@ -136,17 +129,12 @@ class NativeKernels:
         q_rope_THR: Tensor,
         latent_TC: Tensor,
         norm_weight_L: Tensor,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: NativePlan,
+        call: AttentionCall[NativePlan],
         shape: LatentShape,
     ) -> Tensor:
         return native_attention.attend_latent(
-            self._native, q_latent_THL, q_rope_THR, latent_TC, norm_weight_L, rotary, positions,
-            kv_rows, pages, plan, shape,
-        )  # fmt: skip
+            self._native, q_latent_THL, q_rope_THR, latent_TC, norm_weight_L, call, shape
+        )
 
     def route(
         self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None

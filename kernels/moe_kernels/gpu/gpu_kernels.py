@@ -37,14 +37,13 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
-    RotaryTable,
     StepTokens,
 )
 from moe_kernels.interface.fixed_attention import DecodeRoom
 from moe_kernels.interface.kernels import (
+    AttentionCall,
     ExpertWeights,
     GatedActivation,
-    KVPages,
     LayerFrontParts,
     SplitMLP,
 )
@@ -170,15 +169,12 @@ class TritonKernels:
         qkv: Tensor,
         norm: QKNormWeights | None,
         sinks_H: Tensor | None,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: PagedPlan,
+        call: AttentionCall[PagedPlan],
         shape: AttentionShape,
     ) -> Tensor:
-        q_THD = shape_qkv(qkv, norm, rotary, positions, kv_rows, pages, shape)
-        out_THV = attention(q_THD, pages.keys, pages.values, plan, shape, sinks_H)
+        pages = call.pages
+        q_THD = shape_qkv(qkv, norm, call.rotary, call.positions, call.kv_rows, pages, shape)
+        out_THV = attention(q_THD, pages.keys, pages.values, call.plan, shape, sinks_H)
         return out_THV.flatten(1).to(qkv.dtype)
 
     def attend_latent(
@@ -187,11 +183,7 @@ class TritonKernels:
         q_rope_THR: Tensor,
         latent_TC: Tensor,
         norm_weight_L: Tensor,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: PagedPlan,
+        call: AttentionCall[PagedPlan],
         shape: LatentShape,
     ) -> Tensor:
         q_THC = shape_latent(
@@ -199,13 +191,14 @@ class TritonKernels:
             q_rope_THR,
             latent_TC,
             norm_weight_L,
-            rotary,
-            positions,
-            kv_rows,
-            pages.keys,
+            call.rotary,
+            call.positions,
+            call.kv_rows,
+            call.pages.keys,
             shape,
         )
-        out_THL = attention(q_THC, pages.keys, pages.values, plan, plan.shape)
+        plan = call.plan
+        out_THL = attention(q_THC, call.pages.keys, call.pages.values, plan, plan.shape)
         return out_THL.to(latent_TC.dtype)
 
     def route(
