@@ -16,12 +16,7 @@ from moe_kernels.gpu.expert_layers import ExpertLayer
 from moe_kernels.gpu.grouped_gemm import pack
 from moe_kernels.gpu.grouped_gemm.api import Chip, grouped_experts
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
-from moe_kernels.gpu.grouped_gemm.heuristics import (
-    BLOCK_MS,
-    ProductShape,
-    TileConfig,
-    choose_tile,
-)
+from moe_kernels.gpu.grouped_gemm.heuristics import BLOCK_MS, ProductShape, TileConfig, choose_tile
 from moe_kernels.gpu.tuned import TunedTable, tuning_key
 
 Say = Callable[[str], None]

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from routing_predictor.judge.rivals import (
-    judged_previous_token,
-    truth_of_tokens,
-)
+from routing_predictor.judge.rivals import judged_previous_token, truth_of_tokens
 from routing_predictor.layers.router_residual import (
     RouterResidual,
     RouterWeights,

@@ -16,14 +16,15 @@ from moe_serve.model.families.family import Family
 from moe_serve.model.families.latent import latent_decoder
 from moe_serve.model.families.parts import (
     biased_sigmoid_router,
-    decoder_basics,
+    decoder,
     grouped_attention,
     head_dim_of,
+    mixed_layers,
     require_off,
     shared_expert,
     sparse_layers,
 )
-from moe_serve.model.spec import LayerSpec, ModelSpec
+from moe_serve.model.spec import ModelSpec
 
 
 def glm_decoder(
@@ -39,26 +40,22 @@ def glm_decoder(
 
     The keywords are the family's defaults for keys that the config may state.
     """
-    config.require("hidden_act", "silu", default="silu")
-    basics = decoder_basics(config, norm_eps=1e-5)
+    norm_eps = config.number("rms_norm_eps", 1e-5)
     rope = read_rope(config, head_dim=head_dim_of(config), theta=theta, share=share)
     attention = grouped_attention(
         config,
         rope,
         qk_norm="head" if config.get("use_qk_norm", False) else "none",
-        norm_eps=basics["norm_eps"],
+        norm_eps=norm_eps,
     )
-    return ModelSpec(
-        **basics,
+    return decoder(
+        config,
+        norm_eps=norm_eps,
         family=family,
-        layers=tuple(
-            LayerSpec(attention=attention, is_sparse=is_sparse)
-            for is_sparse in sparse_layers(config, num_dense=num_dense)
-        ),
-        expert_width=config.positive_int("moe_intermediate_size"),
-        dense_width=config.positive_int("intermediate_size", default=1),
+        layers=mixed_layers(attention, sparse_layers(config, num_dense=num_dense)),
         shared=shared_expert(config),
         has_attention_bias=bool(config.get("attention_bias", has_bias)),
+        has_bias=False,
         router=biased_sigmoid_router(config, scaling=1.0),
         rope=rope,
     )

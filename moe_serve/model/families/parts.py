@@ -10,7 +10,7 @@ from moe_kernels.interface.attention_shape import AttentionShape
 from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.rope import RopeSpec
-from moe_serve.model.spec import RouterSpec, SharedExpertSpec
+from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -28,6 +28,46 @@ def decoder_basics(config: HFConfig, *, norm_eps: float) -> dict[str, Any]:
         "dtype": config.dtype(),
         "eos_token_ids": config.eos_token_ids(),
     }
+
+
+def decoder(
+    config: HFConfig,
+    *,
+    family: str,
+    layers: Sequence[LayerSpec],
+    router: RouterSpec,
+    rope: RopeSpec,
+    norm_eps: float,
+    has_bias: bool | None = None,
+    **more: Any,
+) -> ModelSpec:
+    """Read a decoder with grouped-query attention; `more` holds the family's additions.
+
+    `has_bias`: of q, k, v and the output; None reads `attention_bias`. A family whose experts are
+    as wide as another key says states `expert_width` itself.
+    """
+    config.require("hidden_act", "silu", default="silu")
+    if has_bias is None:
+        has_bias = bool(config.get("attention_bias", False))
+    fields = decoder_basics(config, norm_eps=norm_eps)
+    fields |= {"has_attention_bias": has_bias, "has_output_bias": has_bias}
+    if "expert_width" not in more:
+        fields["expert_width"] = config.positive_int("moe_intermediate_size")
+        fields["dense_width"] = config.positive_int("intermediate_size", default=1)
+    return ModelSpec(
+        family=family, layers=tuple(layers), router=router, rope=rope, **{**fields, **more}
+    )
+
+
+def mixed_layers(
+    attention: AttentionShape | Sequence[AttentionShape], is_sparse: Sequence[bool]
+) -> tuple[LayerSpec, ...]:
+    """Return sparse and dense layers, whose attention is the same or listed."""
+    shapes = [attention] * len(is_sparse) if isinstance(attention, AttentionShape) else attention
+    return tuple(
+        LayerSpec(attention=shape, is_sparse=each)
+        for shape, each in zip(shapes, is_sparse, strict=True)
+    )
 
 
 def head_dim_of(config: HFConfig) -> int:
@@ -107,6 +147,24 @@ def windowed_layers(
         return (attention,) * len(kinds)
     sliding = replace(attention, sliding_window=config.positive_int("sliding_window"))
     return tuple(sliding if kind == SLIDING else attention for kind in kinds)
+
+
+def plain_router(
+    config: HFConfig,
+    *,
+    is_renormalised: bool,
+    keys: Sequence[str] = ("num_experts", "num_local_experts"),
+    has_selection_bias: bool = False,
+    **more: Any,
+) -> RouterSpec:
+    """Read a router without groups; the first of `keys` in the config is the number of experts."""
+    shape = RouterShape(
+        num_experts=config.positive_int(*keys),
+        top_k=config.positive_int("num_experts_per_tok"),
+        is_renormalised=is_renormalised,
+        **more,
+    )
+    return RouterSpec(shape=shape, has_selection_bias=has_selection_bias)
 
 
 def biased_sigmoid_router(config: HFConfig, *, scaling: float) -> RouterSpec:

@@ -20,12 +20,14 @@ from moe_serve.model.checkpoint.tensor_names import (
 )
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.parts import (
-    decoder_basics,
+    decoder,
     grouped_attention,
     head_dim_of,
+    mixed_layers,
+    plain_router,
     windowed_layers,
 )
-from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_serve.model.spec import ModelSpec, SharedExpertSpec
 
 _EXPERTS = "model.layers.{layer}.mlp.experts."
 
@@ -41,30 +43,16 @@ def qwen_sparse_layers(config: HFConfig) -> tuple[bool, ...]:
 
 
 def _read_qwen3_moe(config: HFConfig) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
     config.require("use_sliding_window", False, default=False)
-    basics = decoder_basics(config, norm_eps=1e-6)
+    norm_eps = config.number("rms_norm_eps", 1e-6)
     rope = read_rope(config, head_dim=head_dim_of(config))
-    attention = grouped_attention(config, rope, qk_norm="head", norm_eps=basics["norm_eps"])
-    has_bias = bool(config.get("attention_bias", False))
-    return ModelSpec(
-        **basics,
+    attention = grouped_attention(config, rope, qk_norm="head", norm_eps=norm_eps)
+    return decoder(
+        config,
+        norm_eps=norm_eps,
         family="qwen3_moe",
-        layers=tuple(
-            LayerSpec(attention=attention, is_sparse=is_sparse)
-            for is_sparse in qwen_sparse_layers(config)
-        ),
-        expert_width=config.positive_int("moe_intermediate_size"),
-        dense_width=config.positive_int("intermediate_size", default=1),
-        has_attention_bias=has_bias,
-        has_output_bias=has_bias,
-        router=RouterSpec(
-            shape=RouterShape(
-                num_experts=config.positive_int("num_experts", "num_local_experts"),
-                top_k=config.positive_int("num_experts_per_tok"),
-                is_renormalised=bool(config.get("norm_topk_prob", False)),
-            )
-        ),
+        layers=mixed_layers(attention, qwen_sparse_layers(config)),
+        router=plain_router(config, is_renormalised=bool(config.get("norm_topk_prob", False))),
         rope=rope,
     )
 
@@ -75,32 +63,22 @@ QWEN3_MOE = Family(
 
 
 def _read_qwen2_moe(config: HFConfig) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
     rope = read_rope(config, head_dim=head_dim_of(config))
     last = config.number("max_window_layers", 28) if config.get("use_sliding_window") else 0
     attention = windowed_layers(  # every other one of the first layers, if windows are used at all
         config, grouped_attention(config, rope), lambda layer: layer % 2 == 0 and layer < last
     )
-    return ModelSpec(
-        **decoder_basics(config, norm_eps=1e-6),
+    return decoder(
+        config,
+        norm_eps=1e-6,
         family="qwen2_moe",
-        layers=tuple(
-            LayerSpec(attention=shape, is_sparse=is_sparse)
-            for shape, is_sparse in zip(attention, qwen_sparse_layers(config), strict=True)
-        ),
-        expert_width=config.positive_int("moe_intermediate_size"),
-        dense_width=config.positive_int("intermediate_size", default=1),
+        layers=mixed_layers(attention, qwen_sparse_layers(config)),
         shared=SharedExpertSpec(
             width=config.positive_int("shared_expert_intermediate_size"), has_gate=True
         ),
         has_attention_bias=bool(config.get("qkv_bias", True)),
-        router=RouterSpec(
-            shape=RouterShape(
-                num_experts=config.positive_int("num_experts", "num_local_experts"),
-                top_k=config.positive_int("num_experts_per_tok"),
-                is_renormalised=bool(config.get("norm_topk_prob", False)),
-            )
-        ),
+        has_bias=False,
+        router=plain_router(config, is_renormalised=bool(config.get("norm_topk_prob", False))),
         rope=rope,
     )
 

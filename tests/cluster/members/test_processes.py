@@ -17,11 +17,7 @@ import pytest
 
 from moe_serve.child_python import module_command
 from moe_serve.cluster.members.output_pump import TAIL_LINES, Output
-from moe_serve.cluster.members.processes import (
-    ExitedProcess,
-    LocalProcesses,
-    worker_command,
-)
+from moe_serve.cluster.members.processes import ExitedProcess, LocalProcesses, worker_command
 from moe_serve.errors import ClusterError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,11 +14,7 @@ from kernel_tuning.candidates import candidates, fits, overrides
 from kernel_tuning.search import products, tune_layer
 from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayer
 from moe_kernels.gpu.grouped_gemm.api import known_capability
-from moe_kernels.gpu.grouped_gemm.heuristics import (
-    BLOCK_MS,
-    ProductShape,
-    choose_tile,
-)
+from moe_kernels.gpu.grouped_gemm.heuristics import BLOCK_MS, ProductShape, choose_tile
 from moe_kernels.gpu.tuned import FOLDER, TunedTable, load_tuned, slug, tuned_tile, tuning_key
 
 LAYER = EXPERT_LAYERS[0]
