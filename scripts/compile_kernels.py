@@ -23,10 +23,9 @@ os.environ.pop("TRITON_INTERPRET", None)  # before a kernel is decorated: it wou
 import triton
 
 from kernel_compilation import cache, table
-from kernel_compilation.cover import covering
+from kernel_compilation.cover import broken_rules, covering
 from kernel_compilation.facts import CompiledFacts
 from kernel_compilation.pool import Job, run_jobs
-from kernel_compilation.rules import broken_rules
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase, find_cases
 
 FACT_COLUMNS = ("regs", "stack", "shared", "mma", "wgmma", "tcgen05", "TMA", "spills", "s")

@@ -16,18 +16,21 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from demo_model.baseline import MIN_GAIN, DomainScore
 from demo_model.corpus import DOMAINS, Corpus
-from demo_model.evaluation import DomainResult, evaluate
+from demo_model.evaluation import (
+    MIN_GAIN,
+    DomainResult,
+    DomainScore,
+    evaluate,
+    trigram_bits_per_byte,
+)
 from demo_model.expert_use import ExpertUse
 from demo_model.export import TrainedWeights, load_exported
 from demo_model.network import Shape
-from demo_model.plots import plot_expert_use, plot_training
+from demo_model.plots import TrainingLog, plot_expert_use, plot_training
 from demo_model.report import Findings, render_report
 from demo_model.samples import generate_samples
 from demo_model.training import Recipe
-from demo_model.training_log import TrainingLog
-from demo_model.trigram import trigram_bits_per_byte
 
 
 def main() -> int:

@@ -11,8 +11,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .hf_config import CHAT_TEMPLATE, generation_config, model_config, tokenizer_config
-from .hf_names import from_hf, to_hf
+from .hf_format import (
+    CHAT_TEMPLATE,
+    from_hf,
+    generation_config,
+    model_config,
+    to_hf,
+    tokenizer_config,
+)
 from .model_card import model_card
 from .network import Network, Shape
 from .training import Recipe

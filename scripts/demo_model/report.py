@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .baseline import MIN_GAIN, REFERENCE_TRIGRAM, DomainScore
+from .evaluation import MIN_GAIN, REFERENCE_TRIGRAM, DomainScore
 from .expert_use import ExpertUse
 from .model_card import num_parameters
 from .network import Shape
+from .plots import TrainingLog
 from .samples import CHAT, SEED, TEMPERATURE, TOP_P, Answer, Sample
 from .training import Recipe
-from .training_log import TrainingLog
 
 _TEMPLATE = Path(__file__).with_name("report_template.md")
 _LIMIT_NOTE = "*(stopped by the limit)*"
