@@ -21,7 +21,7 @@ import triton
 from kernel_tuning.candidates import candidates
 from kernel_tuning.search import DeviceMeasure, Entries, products, tune_layer
 from moe_kernels.gpu.compile_case import TARGETS
-from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayer
+from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayerSizes
 from moe_kernels.gpu.grouped_gemm.api import chip_of
 from moe_kernels.gpu.tuned import TunedTable, load_tuned, minor_version
 
@@ -76,7 +76,7 @@ def merged(device: str, entries: Entries) -> TunedTable:
     )
 
 
-def list_candidates(layers: Sequence[ExpertLayer], capability: int) -> None:
+def list_candidates(layers: Sequence[ExpertLayerSizes], capability: int) -> None:
     total = 0
     for layer in layers:
         for item in products(layer):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from harness.machine import MachineLimits, measure_limits
 from moe_kernels.choice import choose_kernels
-from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights, StepTokens
+from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights, StepRows
 from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertWeights,
@@ -108,7 +108,7 @@ def _attention(
     rows = tables[sequences, positions // PAGE] * KV_HEADS * PAGE + positions % PAGE
     kv_rows = torch.from_numpy((rows[:, None] + np.arange(KV_HEADS) * PAGE).reshape(-1))
     lens, starts = np.full(num_sequences, count), np.full(num_sequences, start)
-    step = StepTokens(lens, starts, tables.tolist(), PAGE)
+    step = StepRows(lens, starts, tables.tolist(), PAGE)
     plan = kernels.plan_attention(step, shape, CPU)
     norm = QKNormWeights(*(torch.ones(HEAD_DIM, dtype=dtype) for _ in range(2)))
     angles = torch.arange(start + count)[:, None] * torch.logspace(0, -3, HEAD_DIM // 2)[None]

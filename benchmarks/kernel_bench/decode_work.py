@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_bench.shapes import DecodeShape
-from moe_kernels.interface.attention_shape import RotaryTable, StepTokens
+from moe_kernels.interface.attention_shape import RotaryTable, StepRows
 from moe_kernels.interface.kernels import AttentionCall, Kernels, KVPages
 from moe_kernels.reference.norm import rotary_table
 
@@ -61,7 +61,7 @@ def make_scene(shape: DecodeShape, dtype: torch.dtype, device: torch.device) -> 
 def own_decode(shape: DecodeShape, scene: DecodeScene, kernels: Kernels) -> Decode:
     """Rotation, writing the new key and value, and attention. The plan is made once per step."""
     num, device = shape.num_sequences, scene.qkv.device
-    step = StepTokens(
+    step = StepRows(
         np.ones(num, dtype=np.int64),
         np.full(num, shape.context, dtype=np.int64),
         scene.page_tables,

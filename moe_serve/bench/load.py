@@ -16,11 +16,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
-from moe_serve.bench.client.client import Client, Progress
 from moe_serve.bench.client.client_health import ClientHealth, HealthMeter
 from moe_serve.bench.client.endpoint import Endpoint
-from moe_serve.bench.figures.record import RequestRecord
-from moe_serve.bench.plan import RunPlan
+from moe_serve.bench.client.load_client import LoadClient, RunProgress
+from moe_serve.bench.figures.request_record import RequestRecord
+from moe_serve.bench.run_plan import RunPlan
 from moe_serve.bench.workload.prompts import PromptMaker, TextScale
 from moe_serve.bench.workload.request import Ready
 from moe_serve.bench.workload.workload import Workload
@@ -30,11 +30,11 @@ _MADE_AHEAD_TOKENS = 20_000_000  # largest number of prompts that are all made b
 _WARM_UP_SEED = 0x5EED  # its prompts differ from those of the run
 _WARM_UP_TOKENS = 8
 
-OnStart = Callable[[Progress, "int | None"], None]
+OnStart = Callable[[RunProgress, "int | None"], None]
 
 
 class Sender(Protocol):
-    """The interface of `Client` that the loops use."""
+    """The interface of `LoadClient` that the loops use."""
 
     async def send(self, request: Ready, scheduled_s: float | None = None) -> RequestRecord: ...
 
@@ -160,7 +160,7 @@ class Load:
         self.collected = Collected()
         self.is_interrupted = False
         self.num_unfinished = 0
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.health: ClientHealth | None = None
         self._plan, self._requests = plan, requests
         self._timer, self._max_in_flight = timer, max_in_flight
@@ -169,8 +169,8 @@ class Load:
     def records(self) -> list[RequestRecord]:
         return self.collected.records
 
-    async def run(self, client: Client, on_start: OnStart | None) -> None:
-        self.progress = client.progress = Progress()
+    async def run(self, client: LoadClient, on_start: OnStart | None) -> None:
+        self.progress = client.progress = RunProgress()
         workload = self._plan.workload
         if on_start is not None:
             on_start(self.progress, workload.planned)
@@ -194,7 +194,7 @@ class Load:
         self.num_unfinished = self.progress.num_sent - len(self.records)
         self.health = meter.result(self.records, is_open=workload.is_open)
 
-    async def _loop(self, client: Client) -> None:
+    async def _loop(self, client: LoadClient) -> None:
         workload = self._plan.workload
         if workload.concurrency is None:
             await open_loop(
@@ -238,7 +238,7 @@ def make_requests(workload: Workload, endpoint: Endpoint, maker: PromptMaker) ->
 
 
 async def warm_up(
-    plan: RunPlan, endpoint: Endpoint, client: Client, timer: WallTimer, scale: TextScale | None
+    plan: RunPlan, endpoint: Endpoint, client: LoadClient, timer: WallTimer, scale: TextScale | None
 ) -> None:
     """Sends the first requests of the workload with other words and short answers, all at once.
 

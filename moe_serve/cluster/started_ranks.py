@@ -13,10 +13,10 @@ import msgspec
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cluster.control.listener import Listener
+from moe_serve.cluster.control.meeting_store import StoreServer
 from moe_serve.cluster.control.messages import Configure, Loaded, Report
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
-from moe_serve.cluster.control.store import StoreServer
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership

@@ -21,7 +21,7 @@ from moe_serve.cache.model_identity import model_identity
 from moe_serve.config.sections import PAGE_SIZE, ModelConfig
 from moe_serve.engine.build import model_folder, open_loader
 from moe_serve.engine.execute.layer_routers import check_routers, layer_routers
-from moe_serve.learn.documents import Piece
+from moe_serve.learn.documents import TextPiece
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from routing_predictor.layers.router_residual import RouterWeights
@@ -144,7 +144,7 @@ class PredictorModel:
         return layer_routers(self._loader)
 
     def capture(
-        self, pieces: Sequence[Piece], *, has_hidden: bool, progress: CaptureProgress
+        self, pieces: Sequence[TextPiece], *, has_hidden: bool, progress: CaptureProgress
     ) -> Captured:
         """Run texts through the model. Raises ConfigError if hidden states are requested but the
         model's routers cannot be predicted from them."""

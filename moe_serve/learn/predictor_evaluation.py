@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from moe_serve.learn.predictor_data import Captured, PredictorModel
-from moe_serve.learn.predictor_training import layer_source
-from routing_predictor.judge.evaluate import Verdict, judge
+from moe_serve.learn.training import layer_source
+from routing_predictor.judge.evaluate import PredictorVerdict, judge
 from routing_predictor.judge.rivals import (
     cuts_to_judge,
     judged_history,
@@ -40,7 +40,7 @@ def judge_request(
     horizon: int | None,
     seed: int,
     progress: Progress,
-) -> list[Verdict]:
+) -> list[PredictorVerdict]:
     """Evaluate a request predictor.
 
     `seen` are texts that the baselines may learn from; None evaluates without baselines. `horizon`
@@ -66,7 +66,7 @@ def judge_layers(
     model: PredictorModel,
     captured: Captured,
     seen: RoutedTexts | None,
-) -> list[Verdict]:
+) -> list[PredictorVerdict]:
     """Evaluate predictors between layers, the frozen router alone, and baselines by token."""
     routers = model.routers()
     predictors = load_layer_predictors(

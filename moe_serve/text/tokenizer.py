@@ -15,7 +15,13 @@ import tokenizers
 from moe_serve.errors import CheckpointError, TokenizerError
 from moe_serve.json_text import parse_json
 from moe_serve.regular_file import is_there, regular_file
-from moe_serve.text.token_bytes import Spelling, byte_alphabet, bytes_of, is_byte_token, spelling_of
+from moe_serve.text.token_bytes import (
+    ByteSpelling,
+    byte_alphabet,
+    bytes_of,
+    is_byte_token,
+    spelling_of,
+)
 
 # One byte of a text's NFC form stands for at most 3.5 bytes of the text: U+1FBE U+0308 U+0301 (7
 # bytes) becomes U+0390 (2 bytes).
@@ -210,7 +216,7 @@ class Tokenizer:
         """Return whether the token is one byte of a character that other tokens complete (byte
         fallback).
         """
-        if self.spelling is not Spelling.BYTE_FALLBACK:
+        if self.spelling is not ByteSpelling.BYTE_FALLBACK:
             return False
         token = self._backend.id_to_token(token_id)
         return token is not None and is_byte_token(token)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routing_predictor.judge.scores import (
-    Calibration,
+    CalibrationCurve,
     calibration,
     captured,
     overlap,
@@ -92,12 +92,12 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class PredictorVerdict:
     """All figures reported for one predictor."""
 
     name: str
     scores: Mapping[str, Score]
-    calibration: Calibration | None  # None if its scores are not probabilities
+    calibration: CalibrationCurve | None  # None if its scores are not probabilities
     calibration_of_layer: Mapping[int, float]
     rank_load_error: Mapping[int, Interval]  # by number of ranks
 
@@ -127,14 +127,16 @@ class Verdict:
         return document
 
 
-def judge(name: str, score_SLE: Floats, truth: Truth, *, is_probability: bool = True) -> Verdict:
+def judge(
+    name: str, score_SLE: Floats, truth: Truth, *, is_probability: bool = True
+) -> PredictorVerdict:
     """Judge scores. `score_SLE` orders experts; with `is_probability` it is the probability that a
     token chooses each."""
     used_SLE, top_k = truth.count_SLE, truth.top_k
     frequency_SLE = used_SLE / truth.num_tokens
     order = np.random.default_rng(0).permutation(len(used_SLE))  # batches of mixed documents
     layers = range(len(truth.layers))
-    return Verdict(
+    return PredictorVerdict(
         name=name,
         scores={
             metric: _score(of_sample(score_SLE, used_SLE, top_k), truth)

@@ -22,7 +22,7 @@ from routing_predictor.layers.router_residual import (
     context_of,
 )
 from routing_predictor.traces.card import PredictorKind
-from routing_predictor.traces.fitting import Fit, Progress, Recipe, Task, fit
+from routing_predictor.traces.fitting import Progress, Recipe, Task, TrainingCourse, fit
 
 Loss = Literal["router", "ranked"]
 _MARGIN, _HINGE = 0.1, 0.3
@@ -48,7 +48,7 @@ def train_layer(
     *,
     num_hidden: int,
     loss: Loss = "router",
-) -> tuple[RouterResidual, Fit]:
+) -> tuple[RouterResidual, TrainingCourse]:
     torch.manual_seed(recipe.seed)
     context = learnt.context_NC
     width = 0 if context is None else context.shape[1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from kernel_tuning.candidates import candidates, overrides
-from moe_kernels.gpu.expert_layers import ExpertLayer
+from moe_kernels.gpu.expert_layers import ExpertLayerSizes
 from moe_kernels.gpu.grouped_gemm import pack
 from moe_kernels.gpu.grouped_gemm.api import Chip, grouped_experts
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
@@ -22,7 +22,7 @@ from moe_kernels.gpu.tuned import TunedTable, tuning_key
 Say = Callable[[str], None]
 Entries = dict[str, dict[str, int]]
 # (layer, block_m, entries) -> seconds, or None where these tiles do not compile or do not launch
-Measure = Callable[[ExpertLayer, int, Mapping[str, Mapping[str, int]]], float | None]
+Measure = Callable[[ExpertLayerSizes, int, Mapping[str, Mapping[str, int]]], float | None]
 Keep = Callable[[str, dict[str, int]], None]  # (key, what beats the heuristics, if anything)
 LEAST_GAIN = 1.02  # a smaller one is noise
 _SHARE = 0.75  # of a tile that an average expert's rows fill
@@ -40,7 +40,7 @@ class Product:
         return tuning_key(self.shape, self.block_m)
 
 
-def products(layer: ExpertLayer) -> list[Product]:
+def products(layer: ExpertLayerSizes) -> list[Product]:
     """Both products in every size of tile."""
     width, expert_width = layer.width, layer.expert_width
     shapes = (
@@ -51,7 +51,7 @@ def products(layer: ExpertLayer) -> list[Product]:
 
 
 def tune_layer(
-    layer: ExpertLayer,
+    layer: ExpertLayerSizes,
     capability: int,
     measure: Measure,
     say: Say,
@@ -94,11 +94,11 @@ class DeviceMeasure:
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
-        self._layer: ExpertLayer | None = None
+        self._layer: ExpertLayerSizes | None = None
         self._experts: GroupedExperts | None = None
 
     def __call__(
-        self, layer: ExpertLayer, block_m: int, entries: Mapping[str, Mapping[str, int]]
+        self, layer: ExpertLayerSizes, block_m: int, entries: Mapping[str, Mapping[str, int]]
     ) -> float | None:
         chip = replace(self._chip, tuned=TunedTable(entries=entries))
         experts, rows = self._experts_of(layer), _rows(layer, block_m)
@@ -110,7 +110,7 @@ class DeviceMeasure:
             return None
         return float(milliseconds) / 1e3
 
-    def _experts_of(self, layer: ExpertLayer) -> GroupedExperts:
+    def _experts_of(self, layer: ExpertLayerSizes) -> GroupedExperts:
         """Made once: a layer is measured hundreds of times."""
         if self._layer != layer or self._experts is None:
             self._experts = None  # frees the last layer's
@@ -126,7 +126,7 @@ class DeviceMeasure:
         return self._experts
 
 
-def _rows(layer: ExpertLayer, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(layer: ExpertLayerSizes, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, ids and weights with which tiles of `block_m` slots are mostly full."""
     num_slots = _SHARE * block_m * layer.num_local_experts
     num_rows = max(1, int(num_slots) // layer.num_choices)

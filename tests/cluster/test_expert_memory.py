@@ -15,7 +15,7 @@ from experts.memory.expectation import Hint
 from experts.memory.expert_memory import ExpertMemory
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.members.cluster_model import read_spec
-from moe_serve.cluster.ranks.packing import pack_needed, unpack_needed
+from moe_serve.cluster.ranks.choice_packing import pack_needed, unpack_needed
 from moe_serve.config.sections import (
     BatchPolicyName,
     EngineConfig,

@@ -16,9 +16,9 @@ from moe_serve.cli.launch.launch_request import LaunchRequest, launch_request
 from moe_serve.cli.main import main
 from moe_serve.cli.serve.setting_flags import KEYS
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.launch.endpoint import own_address
 from moe_serve.cluster.launch.environment import NodeEnvironment
 from moe_serve.cluster.launch.host_commands import HostCommand
+from moe_serve.cluster.launch.host_port import own_address
 from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import Config

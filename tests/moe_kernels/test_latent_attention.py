@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.choice import KernelsName
-from moe_kernels.interface.attention_shape import LatentShape, StepTokens
+from moe_kernels.interface.attention_shape import LatentShape, StepRows
 from moe_kernels.interface.kernels import AttentionCall, KVPages
 from moe_kernels.reference.norm import rotary_table
 from moe_kernels.reference.paged_attention import paged_attention_reference
@@ -56,7 +56,7 @@ class Scene:
 
     def run(self, first: int, last: int, pages: KVPages) -> Tensor:
         """Tokens [first, last), the earlier ones being in the pages."""
-        step = StepTokens(np.array([last - first]), np.array([first]), [self.table], PAGE)
+        step = StepRows(np.array([last - first]), np.array([first]), [self.table], PAGE)
         positions = torch.arange(first, last)
         rows = torch.tensor(self.table)[positions // PAGE] * PAGE + positions % PAGE
         plan = self.kernels.plan_attention(step, self.shape.absorbed(), CPU)

@@ -14,7 +14,7 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     QKNormWeights,
     RotaryTable,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.kernels import AttentionCall, KVPages
 from moe_kernels.reference.norm import rotary_table
@@ -87,7 +87,7 @@ class Scene:
         """Attend on a copy of the pages (or on those given)."""
         pages = pages or self.copy_pages()
         lens = [len(s.qkv) for s in sequences]
-        step = StepTokens(
+        step = StepRows(
             np.array(lens), np.array([s.start for s in sequences]),
             [s.page_table for s in sequences], PAGE,
         )  # fmt: skip

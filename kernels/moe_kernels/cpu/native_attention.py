@@ -16,7 +16,7 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.kernels import AttentionCall
 
@@ -46,7 +46,7 @@ class NativePlan:
 
     __slots__ = ("_sequences", "_struct", "_tables", "pointer")
 
-    def __init__(self, step: StepTokens, shape: AttentionShape, threads: int) -> None:
+    def __init__(self, step: StepRows, shape: AttentionShape, threads: int) -> None:
         assert shape.head_dim <= _MAX_HEAD_DIM, f"heads of {shape.head_dim} values are too wide"
         most = max(len(table) for table in step.page_tables)
         self._tables = np.zeros((len(step.page_tables), most), dtype=np.int64)

@@ -22,7 +22,7 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.fixed_attention import DecodeRoom, ReplannedAttention
 from moe_kernels.interface.kernels import (
@@ -104,7 +104,7 @@ class NativeKernels:
         return out_TD
 
     def plan_attention(
-        self, step: StepTokens, shape: AttentionShape, device: torch.device
+        self, step: StepRows, shape: AttentionShape, device: torch.device
     ) -> NativePlan:
         return NativePlan(step, shape, self._native.threads)
 

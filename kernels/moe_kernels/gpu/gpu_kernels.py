@@ -37,7 +37,7 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.fixed_attention import DecodeRoom
 from moe_kernels.interface.kernels import (
@@ -155,7 +155,7 @@ class TritonKernels:
         return rms_norm(x_TD, weight_D, eps)
 
     def plan_attention(
-        self, step: StepTokens, shape: AttentionShape, device: torch.device
+        self, step: StepRows, shape: AttentionShape, device: torch.device
     ) -> PagedPlan:
         return plan_attention(step, shape, self._dtype, device)
 

@@ -18,7 +18,7 @@ from moe_kernels.interface.attention_shape import (
     LatentShape,
     QKNormWeights,
     RotaryTable,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.fixed_attention import DecodeRoom, FixedAttention
 from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
@@ -285,7 +285,7 @@ class Kernels(Protocol):
         """x / sqrt(mean(x^2) + eps) rounded to x's dtype, times weight."""
         ...
 
-    def plan_attention(self, step: StepTokens, shape: AttentionShape, device: torch.device) -> Any:
+    def plan_attention(self, step: StepRows, shape: AttentionShape, device: torch.device) -> Any:
         """Work out once per step what the attention of every layer of this shape needs."""
         ...
 

@@ -12,7 +12,7 @@ from moe_kernels.interface.attention_shape import (
     LatentShape,
     QKNormWeights,
     RotaryTable,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.fixed_attention import DecodeRoom, ReplannedAttention
 from moe_kernels.interface.kernels import (
@@ -109,7 +109,7 @@ class TorchKernels:
         return rms_norm(x_TD, weight_D, eps)
 
     def plan_attention(
-        self, step: StepTokens, shape: AttentionShape, device: torch.device
+        self, step: StepRows, shape: AttentionShape, device: torch.device
     ) -> AttentionPlan:
         return plan_attention(step, shape, device)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from moe_serve.bench.client.plain_text import plain
-from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.errors import BenchStreamError
 
 MAX_EVENT_BYTES = 16 * 2**20
@@ -114,7 +114,7 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-class Answer:
+class AnswerReader:
     """Reads one answer: call `head`, then `body` for each piece, then `finish` or `fail`, then
     `record`.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.figures.slo import Goodput, Slo
 from moe_serve.bench.figures.spread import Spread
 

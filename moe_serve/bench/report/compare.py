@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.figures.summary import Samples, Summary, itl_of
 from moe_serve.bench.report.report import Report
 

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.bench.client.client import Progress
+from moe_serve.bench.client.load_client import RunProgress
 from moe_serve.bench.client.server_metrics import ServerSide
 from moe_serve.bench.figures.spread import Spread
 from moe_serve.bench.report.report import Report
@@ -111,7 +111,7 @@ class LiveLine:
     times a second."""
 
     def __init__(self, console: Console) -> None:
-        self._progress: Progress | None = None
+        self._progress: RunProgress | None = None
         self._planned: int | None = None
         self._since = 0.0
         self._live = Live(
@@ -129,7 +129,7 @@ class LiveLine:
     def __exit__(self, *exception: object) -> None:
         self._live.stop()
 
-    def start(self, progress: Progress, planned: int | None) -> None:
+    def start(self, progress: RunProgress, planned: int | None) -> None:
         self._progress, self._planned = progress, planned
         self._since = time.perf_counter()
 

@@ -14,8 +14,8 @@ from moe_serve.cli.bench import bench_flags as flags
 from moe_serve.errors import BenchError, BenchServerError
 
 if TYPE_CHECKING:
-    from moe_serve.bench.plan import RunPlan
     from moe_serve.bench.report.report import Report
+    from moe_serve.bench.run_plan import RunPlan
 
 EXIT_ERRORS = 1
 EXIT_INTERRUPTED = 130

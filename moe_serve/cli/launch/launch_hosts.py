@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from moe_serve.cli.launch.launch_request import LaunchRequest
 from moe_serve.cluster.control.secret import new_secret, read_secret
-from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import DEFAULT_PORT
 from moe_serve.cluster.launch.host_commands import run_on_hosts
+from moe_serve.cluster.launch.host_port import HostPort
 from moe_serve.cluster.launch.hosts import check_slots, read_hostfile
 from moe_serve.cluster.launch.launchers import deepspeed_command, run_deepspeed, ssh_commands
 from moe_serve.errors import ConfigError
@@ -31,7 +31,7 @@ def run_from_here(request: LaunchRequest, environ: Mapping[str, str]) -> int:
     if layout.num_nodes != len(hosts):
         raise ConfigError(f"the cluster file has {layout.num_nodes} nodes, not {len(hosts)}.")
     check_slots(hosts, [len(ranks) for ranks in layout.nodes])
-    at = request.node.coordinator or Endpoint(hosts[0].address, DEFAULT_PORT)
+    at = request.node.coordinator or HostPort(hosts[0].address, DEFAULT_PORT)
     if request.launcher == "deepspeed":
         return run_deepspeed(deepspeed_command(request.hostfile, request.command, at))
     commands = ssh_commands(

@@ -31,7 +31,7 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LinkEvent:
     """A message of a rank, or the news that it is gone. `link` tells a restarted rank from its
     predecessor."""
 
@@ -40,7 +40,7 @@ class Event:
     report: Report | Gone
 
 
-Inbox = queue.SimpleQueue[Event]
+Inbox = queue.SimpleQueue[LinkEvent]
 
 
 class RankLink:
@@ -94,7 +94,7 @@ class RankLink:
             if not isinstance(first, Hello):
                 return  # not a rank of this cluster
             self.name, self.hello = first.name, first
-            self._inbox.put(Event(self.name, self, first))
+            self._inbox.put(LinkEvent(self.name, self, first))
             while True:
                 report = self._channel.receive(_RECEIVE_S)
                 self._note_malformed()
@@ -108,9 +108,9 @@ class RankLink:
                     behind_ns = time.perf_counter_ns() - report.clock_ns
                     self._behind_ns = min(self._behind_ns, behind_ns)
                 else:
-                    self._inbox.put(Event(self.name, self, report))
+                    self._inbox.put(LinkEvent(self.name, self, report))
         except ChannelClosedError as error:
             if self.name:
-                self._inbox.put(Event(self.name, self, Gone(str(error))))
+                self._inbox.put(LinkEvent(self.name, self, Gone(str(error))))
         finally:
             self._channel.close()

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moe_serve.cluster.control.secret import ClusterSecret
-from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.host_commands import HostCommand
+from moe_serve.cluster.launch.host_port import HostPort
 from moe_serve.cluster.launch.hosts import Host
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.errors import ConfigError
@@ -48,7 +48,7 @@ exit "$code"
 def ssh_commands(
     hosts: Sequence[Host],
     command: LaunchCommand,
-    coordinator: Endpoint,
+    coordinator: HostPort,
     secret: ClusterSecret,
     *,
     environ: Mapping[str, str],
@@ -83,7 +83,7 @@ def _variables(environ: Mapping[str, str], secret: ClusterSecret) -> str:
 def deepspeed_command(
     hostfile: Path,
     command: LaunchCommand,
-    coordinator: Endpoint,
+    coordinator: HostPort,
     find: Callable[[str], str | None] = shutil.which,
 ) -> tuple[str, ...]:
     """Returns DeepSpeed's command line; raises ConfigError if a program or the secret is

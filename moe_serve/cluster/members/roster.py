@@ -22,7 +22,7 @@ DEFAULT_MISSES = 3
 R = TypeVar("R")  # the type of a rank's name
 
 
-class Phase(enum.Enum):
+class RankPhase(enum.Enum):
     """The phases of a rank, in order. A lost rank goes back to the first."""
 
     STARTING = "starting"  # the process was started, or will be
@@ -36,7 +36,7 @@ class RankState:
     """The state of one rank."""
 
     name: RankName
-    phase: Phase = Phase.STARTING
+    phase: RankPhase = RankPhase.STARTING
     link: RankLink | None = None
     loaded: Loaded | None = None
     num_starts: int = 0  # number of the present process, counted from 1
@@ -49,7 +49,7 @@ class RankState:
     @property
     def is_present(self) -> bool:
         """Returns True if the rank is in the epoch, or can be in the next one."""
-        return self.phase in (Phase.READY, Phase.SERVING)
+        return self.phase in (RankPhase.READY, RankPhase.SERVING)
 
     def send(self, order: Order) -> None:
         """Sends an order to a rank that may be gone; the link's reader reports a loss."""
@@ -61,7 +61,7 @@ class RankState:
         """Returns to the first phase and closes the link."""
         link, self.link = self.link, None
         self.lost_start = self.num_starts
-        self.phase, self.loaded, self.extra = Phase.STARTING, None, {}
+        self.phase, self.loaded, self.extra = RankPhase.STARTING, None, {}
         if link is not None:
             link.close()
 
@@ -90,7 +90,7 @@ class Roster:
         return bool(self.present("attention") and self.present("expert"))
 
     def serving(self, role: str | None = None) -> list[RankState]:
-        return [s for s in self.all(role) if s.phase is Phase.SERVING]
+        return [s for s in self.all(role) if s.phase is RankPhase.SERVING]
 
 
 def statuses(roster: Roster, pools: PoolStats) -> tuple[RankStatus, ...]:

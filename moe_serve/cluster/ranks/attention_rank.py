@@ -29,9 +29,9 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.attention_shards import AttentionShards, ShardStarter, check_can_split
-from moe_serve.cluster.ranks.loading import load_report, rank_device
+from moe_serve.cluster.ranks.choice_packing import pack_choices
 from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work
-from moe_serve.cluster.ranks.packing import pack_choices
+from moe_serve.cluster.ranks.rank_loading import load_report, rank_device
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import (

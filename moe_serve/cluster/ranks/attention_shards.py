@@ -59,7 +59,7 @@ class ShardStarter(Protocol):
 
 class ProcessShardStarter:
     """Implements ShardStarter with children in this process's group, so that killing the rank's
-    group kills them. They also end with their parent by themselves (parent_watch.py)."""
+    group kills them. They also end with their parent by themselves (`end_with_parent`)."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []

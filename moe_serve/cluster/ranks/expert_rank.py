@@ -32,8 +32,8 @@ from moe_serve.cluster.control.messages import (
     TookExperts,
 )
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.ranks.loading import load_report, rank_device
-from moe_serve.cluster.ranks.packing import unpack_needed
+from moe_serve.cluster.ranks.choice_packing import unpack_needed
+from moe_serve.cluster.ranks.rank_loading import load_report, rank_device
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.engine.build import open_loader

@@ -23,7 +23,7 @@ from moe_serve.cluster.members.current_placement import (
 )
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.rank_calls import RankCalls
-from moe_serve.cluster.members.roster import Phase, RankState
+from moe_serve.cluster.members.roster import RankPhase, RankState
 from moe_serve.pipeline.links.data_group import MEETING_TIMEOUT_S
 from moe_serve.pipeline.links.meeting import MeetingPlace
 
@@ -84,7 +84,7 @@ class EpochMaker:
             _starts(members),
         )
         for state in members:
-            state.phase = Phase.SERVING
+            state.phase = RankPhase.SERVING
         return epoch if self._meet(epoch, self._ranks_of(experts)) else None
 
     def _ranks_of(self, experts: Sequence[RankState]) -> dict[int, list[list[int]]]:

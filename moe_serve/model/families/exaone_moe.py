@@ -10,8 +10,7 @@ from collections.abc import Callable
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames
-from moe_serve.model.families.family import Family
-from moe_serve.model.families.parts import (
+from moe_serve.model.families.config_parts import (
     biased_sigmoid_router,
     decoder,
     grouped_attention,
@@ -19,6 +18,7 @@ from moe_serve.model.families.parts import (
     sparse_layers,
     windowed_layers,
 )
+from moe_serve.model.families.family import Family
 from moe_serve.model.spec import LayerSpec, ModelSpec, SharedExpertSpec
 
 

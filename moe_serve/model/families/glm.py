@@ -12,9 +12,7 @@ from __future__ import annotations
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames
-from moe_serve.model.families.family import Family
-from moe_serve.model.families.latent import latent_decoder
-from moe_serve.model.families.parts import (
+from moe_serve.model.families.config_parts import (
     biased_sigmoid_router,
     decoder,
     grouped_attention,
@@ -24,6 +22,8 @@ from moe_serve.model.families.parts import (
     shared_expert,
     sparse_layers,
 )
+from moe_serve.model.families.family import Family
+from moe_serve.model.families.latent import latent_decoder
 from moe_serve.model.spec import ModelSpec
 
 

@@ -6,14 +6,14 @@ from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames, mlp_names
-from moe_serve.model.families.family import Family
-from moe_serve.model.families.parts import (
+from moe_serve.model.families.config_parts import (
     decoder,
     grouped_attention,
     head_dim_of,
     mixed_layers,
     sparse_layers,
 )
+from moe_serve.model.families.family import Family
 from moe_serve.model.spec import ModelSpec, RouterSpec, SharedExpertSpec
 
 _MLP = "model.layers.{layer}.mlp."

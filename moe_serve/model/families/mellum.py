@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from moe_kernels.interface.attention_shape import AttentionShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
-from moe_serve.model.families.family import Family
-from moe_serve.model.families.parts import (
+from moe_serve.model.families.config_parts import (
     FULL,
     SLIDING,
     decoder,
@@ -18,6 +17,7 @@ from moe_serve.model.families.parts import (
     sparse_layers,
     windowed_layers,
 )
+from moe_serve.model.families.family import Family
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import LayerSpec, ModelSpec
 

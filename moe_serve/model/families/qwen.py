@@ -18,8 +18,7 @@ from moe_serve.model.checkpoint.tensor_names import (
     mlp_names,
     separate_experts,
 )
-from moe_serve.model.families.family import Family
-from moe_serve.model.families.parts import (
+from moe_serve.model.families.config_parts import (
     decoder,
     grouped_attention,
     head_dim_of,
@@ -27,6 +26,7 @@ from moe_serve.model.families.parts import (
     plain_router,
     windowed_layers,
 )
+from moe_serve.model.families.family import Family
 from moe_serve.model.spec import ModelSpec, SharedExpertSpec
 
 _EXPERTS = "model.layers.{layer}.mlp.experts."

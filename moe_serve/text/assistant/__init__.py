@@ -9,6 +9,6 @@ arrives.
     hermes.py, qwen_xml.py, glm.py, mistral.py, deepseek.py, harmony.py   one file per call format
     thinking.py         reasoning in front of the answer
     formats.py          formats by name, the markers of reasoning; the parser of one request
-    grammars.py         grammars that force a call in each format, and those of the reasoning before
+    format_grammars.py  grammars that force a call in each format, and those of the reasoning before
     spelling.py         markers in grammars
 """

@@ -25,7 +25,7 @@ from moe_kernels.interface.attention_shape import (
     LatentShape,
     QKNormWeights,
     RotaryTable,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.kernels import AttentionCall, ExpertWeights, GatedActivation, KVPages
 from moe_kernels.interface.routing import RouterShape
@@ -192,7 +192,7 @@ def run_products(kernels: TritonKernels, model: Model, num_rows: int) -> None:
 
 def run_attention(kernels: TritonKernels, model: Model, num_rows: int) -> None:
     shape = model.attention
-    tokens = StepTokens(np.array([num_rows]), np.array([0]), [list(range(200))], 16)
+    tokens = StepRows(np.array([num_rows]), np.array([0]), [list(range(200))], 16)
     plan = kernels.plan_attention(tokens, shape, torch.device("cpu"))
     positions = empty(num_rows, dtype=torch.int64)
     rope = 64 if model.heads else shape.head_dim

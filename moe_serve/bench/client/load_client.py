@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from moe_serve.bench.client.answer import Answer
+from moe_serve.bench.client.answer import AnswerReader
 from moe_serve.bench.client.connection import Clock, ConnectionPool, Target
-from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.workload.request import Ready
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """Counts the requests of a run; the client updates it and the display reads it."""
 
     num_sent: int = 0
@@ -23,7 +23,7 @@ class Progress:
     peak_in_flight: int = 0
 
 
-class Client:
+class LoadClient:
     """Sends requests to one server in one way. Times come from `now`."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Client:
         timeout_s: float,
         now: Clock,
     ) -> None:
-        self.progress = Progress()
+        self.progress = RunProgress()
         self._head = target.head(path, api_key)
         self._pool = ConnectionPool(target, now)
         self._is_stream, self._timeout_s, self._now = is_stream, timeout_s, now
@@ -65,7 +65,7 @@ class Client:
     def close(self) -> None:
         self._pool.close()
 
-    async def _ask(self, request: Ready) -> Answer:
+    async def _ask(self, request: Ready) -> AnswerReader:
         content = b"".join((self._head, str(len(request.body)).encode(), b"\r\n\r\n", request.body))
         try:
             return await asyncio.wait_for(
@@ -76,13 +76,13 @@ class Client:
         except OSError as error:
             return self._failed("not connected", str(error) or type(error).__name__)
 
-    def _new_answer(self) -> Answer:
-        return Answer(is_stream=self._is_stream, on_token=self._count_token)
+    def _new_answer(self) -> AnswerReader:
+        return AnswerReader(is_stream=self._is_stream, on_token=self._count_token)
 
     def _count_token(self) -> None:
         self.progress.num_events += 1
 
-    def _failed(self, kind: str, detail: str) -> Answer:
-        answer = Answer(is_stream=self._is_stream)
+    def _failed(self, kind: str, detail: str) -> AnswerReader:
+        answer = AnswerReader(is_stream=self._is_stream)
         answer.fail(self._now(), kind, detail)
         return answer

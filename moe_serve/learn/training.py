@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_serve.learn.documents import Piece, hash_of
+from moe_serve.learn.documents import TextPiece, hash_of
 from moe_serve.learn.predictor_data import Captured, PredictorModel
 from routing_predictor.layers.router_residual import NUM_CONTEXT
 from routing_predictor.layers.train_layers import (
@@ -26,7 +26,7 @@ from routing_predictor.requests.request_mlp import NUM_HIDDEN
 from routing_predictor.requests.texts import PIECE, check_two_documents, texts_of
 from routing_predictor.requests.train_request import pooled, train_request
 from routing_predictor.traces.card import PredictorCard, PredictorKind
-from routing_predictor.traces.fitting import Fit, Progress, Recipe
+from routing_predictor.traces.fitting import Progress, Recipe, TrainingCourse
 from routing_predictor.traces.trace import RoutingTrace
 
 REQUEST_RECIPE = Recipe(epochs=12, batch_size=256, learning_rate=1.5e-3, weight_decay=0.1)
@@ -44,7 +44,7 @@ class Trained:
     is_interrupted: bool
 
 
-def data_facts(pieces: Sequence[Piece]) -> dict[str, Any]:
+def data_facts(pieces: Sequence[TextPiece]) -> dict[str, Any]:
     """Return the facts about the texts for the predictor's card."""
     by_label: dict[str, int] = {}
     for piece in pieces:
@@ -84,7 +84,7 @@ def train_layer_predictors(
     cannot be learnt from."""
     source, num_hidden = layer_source(model, captured), HIDDEN[kind]
     is_held_out_N = held_out_tokens(captured.trace)
-    routers, modules, fits = model.routers(), [], list[Fit]()
+    routers, modules, fits = model.routers(), [], list[TrainingCourse]()
     pairs = predicted_pairs(kind, len(routers))
     for number, (column, target) in enumerate(pairs):
         learnt, unseen = (
@@ -141,7 +141,7 @@ def _card(
     trace: RoutingTrace,
     sizes: Mapping[str, Any],
     data: Mapping[str, Any],
-    fits: Sequence[Fit],
+    fits: Sequence[TrainingCourse],
     recipe: Recipe,
 ) -> PredictorCard:
     return PredictorCard(

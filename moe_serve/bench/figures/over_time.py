@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.request_record import RequestRecord
 
 _MAX_BINS = 300
 _MIN_BIN_S = 0.1

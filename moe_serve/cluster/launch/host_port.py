@@ -11,7 +11,7 @@ from moe_serve.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class HostPort:
     """The address on which the coordinator listens, as other nodes reach it."""
 
     host: str
@@ -21,7 +21,7 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_endpoint(text: str, source: str) -> Endpoint:
+def parse_endpoint(text: str, source: str) -> HostPort:
     """Parses HOST:PORT; raises ConfigError, whose message names `source`."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -32,7 +32,7 @@ def parse_endpoint(text: str, source: str) -> Endpoint:
         raise ConfigError(
             f"{text!r} ({source}) is not HOST:PORT, such as 10.0.0.1:29600 or [fd00::1]:29600."
         )
-    return Endpoint(host, parse_port(port, source))
+    return HostPort(host, parse_port(port, source))
 
 
 def parse_port(text: str, source: str) -> int:
