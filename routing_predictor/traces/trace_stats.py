@@ -24,7 +24,7 @@ _MOST = 4.0  # multiple of the mean above which the colour stays the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerLoad:
+class LayerDistribution:
     """The distribution of a layer's choices over its experts."""
 
     layer: int
@@ -62,7 +62,7 @@ class Drift:
 
 def layer_loads(
     load_LE: Loads, layers: Sequence[int], num_ranks: int, num_hottest: int = 3
-) -> list[LayerLoad]:
+) -> list[LayerDistribution]:
     """Return one record for each layer."""
     made = []
     for layer, load_E in zip(layers, load_LE, strict=True):
@@ -70,7 +70,7 @@ def layer_loads(
         hottest = np.argsort(-load_E, kind="stable")[:num_hottest]
         mean = total / num_experts
         made.append(
-            LayerLoad(
+            LayerDistribution(
                 layer=layer,
                 num_choices=total,
                 hottest=tuple(hottest.tolist()),

@@ -15,7 +15,7 @@ from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from routing_predictor.traces.trace import RoutingTrace
-    from routing_predictor.traces.trace_stats import Activation, Drift, LayerLoad, Loads
+    from routing_predictor.traces.trace_stats import Activation, Drift, LayerDistribution, Loads
 
 
 _FilesArgument = Annotated[
@@ -163,7 +163,7 @@ def _facts(facts: dict[str, Any]) -> Table:
     return table
 
 
-def _loads(loads: list[LayerLoad], num_ranks: int) -> Table:
+def _loads(loads: list[LayerDistribution], num_ranks: int) -> Table:
     table = _table("layer", "hottest", "share", "max / mean", "unused")
     table.add_column("balancedness", justify="right", no_wrap=True)
     table.title = f"experts of a layer; balancedness on {num_ranks} ranks with equal runs of them"
