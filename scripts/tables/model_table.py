@@ -78,8 +78,8 @@ def _family_row(family: Family, cases: list[str]) -> str:
 
 
 def particulars(family: Family) -> str:
-    """The first line of the family's file, behind the name."""
-    text = sys.modules[family.read_spec.__module__].__doc__ or ""
+    """Return the first line of the family's reader, or else of its file, behind the name."""
+    text = family.read_spec.__doc__ or sys.modules[family.read_spec.__module__].__doc__ or ""
     return text.split("\n")[0].partition(": ")[2].removesuffix(".")
 
 

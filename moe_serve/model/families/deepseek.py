@@ -1,8 +1,7 @@
-"""DeepSeek: latent attention, shared experts, and a softmax router (V2) or a sigmoid one (V3).
+"""DeepSeek's families: V2 with V2-Lite, V2.5 and Coder-V2; V3 with V3.1, R1, Kimi-K2 and Moonlight.
 
-V2 also covers V2-Lite, V2.5 and Coder-V2; V3 covers V3.1, R1, Kimi-K2 and Moonlight. Kimi-K2.5, its
-successors and Kimi-VL contain such a model beside a vision tower; only the text model is served.
-Multi-token-prediction layers, stored after the last layer, are not read.
+Kimi-K2.5, its successors and Kimi-VL contain a V3 beside a vision tower; only the text model is
+served. Multi-token-prediction layers, stored after the last layer, are not read.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ def _v2_router(config: HFConfig) -> RouterSpec:
 
 
 def _read_v2(config: HFConfig) -> ModelSpec:
+    """DeepSeek-V2: latent attention, softmax router, shared experts."""
     return latent_decoder(
         config,
         family="deepseek_v2",
@@ -48,6 +48,7 @@ DEEPSEEK_V2 = Family(
 
 
 def _read_v3(config: HFConfig) -> ModelSpec:
+    """DeepSeek-V3: latent attention, sigmoid router with a bias."""
     config.require("mlp_bias", False, default=False)
     return latent_decoder(
         config,

@@ -1,10 +1,8 @@
-"""GLM-4.5-MoE and its relatives: a sigmoid router with groups, and shared experts.
+"""GLM's families: GLM-4.5-MoE, GLM-4.5V and GLM-4.7-Flash; and Solar Open, which is built alike.
 
-Half of each head is rotated. GLM-4.5V contains such a model beside a vision tower; only the text
-model is served. Text has the same position in all three rotary dimensions, which is plain rotation.
-Layers beyond `num_hidden_layers` predict further tokens; they are not read. GLM-4.7-Flash has
-DeepSeek-V3's attention and router, with one dense layer before the others. Solar Open is GLM-4.5
-without dense layers and q/k norms; whole heads are rotated.
+GLM-4.5V contains such a model beside a vision tower; only the text model is served. Text has the
+same position in all three rotary dimensions, which is plain rotation. Layers beyond
+`num_hidden_layers` predict further tokens; they are not read.
 """
 
 from __future__ import annotations
@@ -62,10 +60,12 @@ def glm_decoder(
 
 
 def _read_glm4_moe(config: HFConfig) -> ModelSpec:
+    """GLM-4.5: half of each head is rotated; a sigmoid router with groups, and shared experts."""
     return glm_decoder(config, family="glm4_moe")
 
 
 def _read_glm4v_moe(config: HFConfig) -> ModelSpec:
+    """GLM-4.5V: half of each head is rotated; a sigmoid router with groups, and shared experts."""
     config.require("use_qk_norm", False, default=False)
     return glm_decoder(config, family="glm4v_moe", has_bias=True)
 
@@ -80,6 +80,7 @@ GLM4V_MOE = Family(
 
 
 def _read_glm4_moe_lite(config: HFConfig) -> ModelSpec:
+    """GLM-4.7: DeepSeek-V3's attention and router, with one dense layer before the others."""
     return latent_decoder(
         config,
         family="glm4_moe_lite",
@@ -95,6 +96,7 @@ GLM4_MOE_LITE = Family(
 
 
 def _read_solar_open(config: HFConfig) -> ModelSpec:
+    """Solar Open: GLM-4.5-MoE without dense layers and q/k norms; whole heads are rotated."""
     require_off(config, "first_k_dense_replace", "use_qk_norm")
     return glm_decoder(config, family="solar_open", theta=1_000_000.0, share=1.0, num_dense=0)
 

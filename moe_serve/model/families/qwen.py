@@ -1,8 +1,6 @@
 """Qwen's families: Qwen2-MoE and Qwen1.5-MoE, Qwen3-MoE, and the text model of Qwen3-VL-MoE.
 
-Qwen2 has biases of q, k and v, and a shared expert behind a sigmoid gate. Qwen3 has a q/k norm over
-each head and no shared expert. Qwen3-VL contains such a model in a larger one; images are not read.
-Text has the same position in all three of its rotary dimensions, which is plain rotation.
+Text has the same position in all three rotary dimensions of Qwen3-VL, which is plain rotation.
 """
 
 from __future__ import annotations
@@ -43,6 +41,7 @@ def qwen_sparse_layers(config: HFConfig) -> tuple[bool, ...]:
 
 
 def _read_qwen3_moe(config: HFConfig) -> ModelSpec:
+    """Qwen3-MoE: grouped-query attention with q/k norm over each head, softmax router."""
     config.require("use_sliding_window", False, default=False)
     norm_eps = config.number("rms_norm_eps", 1e-6)
     rope = read_rope(config, head_dim=head_dim_of(config))
@@ -63,6 +62,7 @@ QWEN3_MOE = Family(
 
 
 def _read_qwen2_moe(config: HFConfig) -> ModelSpec:
+    """Qwen2-MoE: biases of q, k and v, and a shared expert behind a sigmoid gate."""
     rope = read_rope(config, head_dim=head_dim_of(config))
     last = config.number("max_window_layers", 28) if config.get("use_sliding_window") else 0
     attention = windowed_layers(  # every other one of the first layers, if windows are used at all
@@ -92,6 +92,7 @@ QWEN2_MOE = Family(
 
 
 def _read_qwen3_vl_moe(config: HFConfig) -> ModelSpec:
+    """Qwen3-VL: the text model of Qwen3-MoE inside a larger one; images are not read."""
     config.require("norm_topk_prob", True, default=True)
     spec = _read_qwen3_moe(config)
     shape: RouterShape = replace(spec.router.shape, is_renormalised=True)
