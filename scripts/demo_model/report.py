@@ -112,7 +112,7 @@ def _sample(sample: Sample) -> str:
 def _ending(sample: Sample, answer: Answer) -> str:
     if not answer.has_ended:
         return _LIMIT_NOTE
-    return "ended by itself with " + ("`<|im_end|>`" if sample.title == CHAT else "an end token")
+    return "ended with " + ("`<|im_end|>`" if sample.title == CHAT else "an end token")
 
 
 def _block(text: str) -> str:
