@@ -1,4 +1,5 @@
-"""Bits per byte of the model beside a byte trigram's, by domain, and the bar that it must pass."""
+"""Compares the model's bits per byte with those of a byte trigram, by domain, and checks the
+target."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ MIN_GAIN = 0.25
 
 @dataclass(frozen=True, slots=True)
 class DomainScore:
-    """Bits per byte on one domain's whole valid split."""
+    """The bits per byte on the whole valid split of one domain."""
 
     domain: str
     model: float

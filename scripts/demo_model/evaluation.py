@@ -1,4 +1,4 @@
-"""One pass over a domain's valid text: bits per byte, and which experts were chosen.
+"""Measures bits per byte and the chosen experts in one pass over a domain's valid text.
 
 B windows, S tokens in a window, T = B * S, D width, V vocabulary, L layers, E experts.
 """
@@ -32,7 +32,7 @@ class DomainResult:
 def evaluate(
     network: Network, tokenizer: Tokenizer, documents: list[str], windows_at_once: int = 4
 ) -> DomainResult:
-    """Every token of the stream is predicted once, in consecutive windows of the full context.
+    """Predicts every token of the stream once, in consecutive windows of the full context.
 
     The stream starts with <|endoftext|> and keeps the one behind each document (its cost is
     charged to the document's bytes). A window's first token has one token of context, so the
@@ -55,7 +55,7 @@ def evaluate(
 
 
 def window_spans(num_tokens: int, window: int, at_once: int) -> list[tuple[int, int]]:
-    """Spans of whole windows, and a last one that is shorter than a window.
+    """Yields spans of whole windows, and a last span that is shorter than a window.
 
     10 tokens, window 3, 2 at once: [(0, 6), (6, 9), (9, 10)].
     """

@@ -1,4 +1,4 @@
-"""The JSON files and the chat template beside the weights, in Hugging Face layout."""
+"""Makes the JSON files and the chat template that belong to the weights, in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encodi
 
 
 def model_config(shape: Shape, balance_weight: float) -> dict[str, object]:
-    """`config.json`. Rotary settings stand twice: transformers 5 reads `rope_parameters`."""
+    """Returns `config.json`. It has the rotary settings twice, because transformers 5 reads
+    `rope_parameters`."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -54,7 +55,7 @@ def model_config(shape: Shape, balance_weight: float) -> dict[str, object]:
 
 
 def generation_config() -> dict[str, object]:
-    """A chat ends at <|im_end|>, a plain text at <|endoftext|>."""
+    """Returns the generation settings: a chat ends at <|im_end|>, a plain text at <|endoftext|>."""
     return {
         "do_sample": True,
         "temperature": 0.7,
@@ -65,7 +66,8 @@ def generation_config() -> dict[str, object]:
 
 
 def tokenizer_config(shape: Shape) -> dict[str, object]:
-    """Nothing is added around a text; the three special tokens are never split."""
+    """Returns the tokenizer's settings: nothing is added around a text, and special tokens are
+    never split."""
     end_of_text, _, im_end = SPECIAL_TOKENS
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,4 +1,4 @@
-"""Our parameter names <-> those of a Hugging Face `Qwen3MoeForCausalLM` checkpoint.
+"""Converts our parameter names to those of a Hugging Face `Qwen3MoeForCausalLM`, and back.
 
 Stacked experts [E, ...] become one tensor per expert; the tied head is not stored.
 """
@@ -24,7 +24,7 @@ _EXPERT = {"moe.gate": "gate_proj", "moe.up": "up_proj", "moe.down": "down_proj"
 
 
 def hf_names(name: str, num_experts: int) -> list[str]:
-    """The Hugging Face name of `name`; for a stack of experts, one name per expert in order.
+    """Returns the Hugging Face name of `name`; for stacked experts, one name per expert in order.
 
     `layers.2.moe.up` -> `model.layers.2.mlp.experts.0.up_proj.weight`, `...experts.1.up_proj...`.
     """
@@ -38,7 +38,7 @@ def hf_names(name: str, num_experts: int) -> list[str]:
 
 
 def to_hf(weights: dict[str, Tensor], num_experts: int) -> dict[str, Tensor]:
-    """Our fp32 weights -> Hugging Face tensors in bf16."""
+    """Converts our fp32 weights to Hugging Face tensors in bf16."""
     tensors = {}
     for name, weight in weights.items():
         names = hf_names(name, num_experts)
@@ -49,7 +49,7 @@ def to_hf(weights: dict[str, Tensor], num_experts: int) -> dict[str, Tensor]:
 
 
 def from_hf(tensors: dict[str, Tensor], names: list[str], num_experts: int) -> dict[str, Tensor]:
-    """The inverse of `to_hf` for our parameters `names`, in fp32 (bf16 values are kept exactly)."""
+    """Inverts `to_hf` for our parameters `names`, in fp32 (bf16 values are kept exactly)."""
     weights = {}
     for name in names:
         parts = [tensors[hf_name].float() for hf_name in hf_names(name, num_experts)]

@@ -1,4 +1,4 @@
-"""The two pictures of the report: expert use, and the training curve."""
+"""Draws the two pictures of the report: expert use, and the training curve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _CEILING = 6.0  # the colour scale ends at this multiple of the even share
 
 
 def plot_expert_use(use: ExpertUse, path: Path) -> None:
-    """One panel per layer; row = domain, column = expert, colour = multiple of the even share.
+    """Draws one panel per layer; row = domain, column = expert, colour = multiple of the even
+    share.
 
     Columns stand in the order of the domain that uses the expert most, so that experts of one
     domain stand together; the number under a column is the expert's own.
@@ -50,7 +51,7 @@ def plot_expert_use(use: ExpertUse, path: Path) -> None:
 
 
 def plot_training(log: TrainingLog, path: Path) -> None:
-    """Training loss, and valid bits per byte by domain, over steps."""
+    """Draws the training loss and the valid bits per byte by domain, over steps."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps, losses = log.losses()
@@ -70,7 +71,7 @@ def plot_training(log: TrainingLog, path: Path) -> None:
 
 
 def _smooth(values: list[float], keep: float) -> list[float]:
-    """Exponential mean that starts unbiased."""
+    """Returns an exponential mean without bias at the start."""
     smoothed, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)

@@ -1,4 +1,5 @@
-"""Reads `log.jsonl` as `training.py` writes it; of a step that a resumed run repeats, the last."""
+"""Reads `log.jsonl`, which `training.py` writes; if a resumed run repeated a step, the last line
+counts."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ class TrainingLog:
         return list(self.train), [fields["loss"] for fields in self.train.values()]
 
     def valid_curves(self) -> dict[str, Curve]:
-        """By domain."""
+        """Returns the validation lines by domain."""
         domains = next(iter(self.valid.values()), {})
         return {d: (list(self.valid), [bits[d] for bits in self.valid.values()]) for d in domains}
 
     def mean_valid(self, last: int) -> list[tuple[int, float]]:
-        """(step, mean over domains) of the last few validations."""
+        """Returns (step, mean over domains) for the last few validations."""
         means = [(step, sum(bits.values()) / len(bits)) for step, bits in self.valid.items()]
         return means[-last:]

@@ -1,4 +1,4 @@
-"""The baseline: a byte trigram with interpolated Witten-Bell smoothing.
+"""Computes the baseline: a byte trigram with interpolated Witten-Bell smoothing.
 
 With n(ab) = times that context ab was seen and t(ab) = different bytes seen after it,
     P(c | ab) = (n(abc) + t(ab) P(c | b)) / (n(ab) + t(ab)),
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 
 def trigram_bits_per_byte(train: list[str], valid: list[str]) -> float:
-    """Bits per byte on `valid` of a trigram that counted `train`."""
+    """Returns the bits per byte on `valid` of a trigram that counted `train`."""
     seen, asked = _stream(train), _stream(valid)
     probability: Floats = np.full(len(asked) - 2, 1.0 / _BYTES)
     for order in (1, 2, 3):
@@ -33,7 +33,8 @@ def _stream(texts: list[str]) -> Bytes:
 
 
 def _interpolate(seen: Bytes, asked: Bytes, order: int, lower: Floats) -> Floats:
-    """P of each byte of `asked` from position 2 on, given `order` - 1 bytes; `lower` backs it."""
+    """Returns P of each byte of `asked` from position 2 on, given `order` - 1 bytes; `lower` is
+    interpolated."""
     counts = np.bincount(_keys(seen, order), minlength=_BYTES**order).astype(np.int32)
     by_context = counts.reshape(-1, _BYTES)
     num_seen = by_context.sum(axis=1)
@@ -46,7 +47,7 @@ def _interpolate(seen: Bytes, asked: Bytes, order: int, lower: Floats) -> Floats
 
 
 def _keys(stream: Bytes, order: int) -> NDArray[np.int64]:
-    """The n-gram that ends at each position from 2 on, as one number."""
+    """Returns the n-gram that ends at each position from 2 on, as one number."""
     keys = np.zeros(len(stream) - 2, dtype=np.int64)
     for back in range(order - 1, -1, -1):
         keys = keys * _BYTES + stream[2 - back : len(stream) - back]

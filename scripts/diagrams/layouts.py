@@ -1,4 +1,4 @@
-"""The two ways to lay a model out: everything in one process, or two pools of ranks."""
+"""Draws the two layouts of a model: everything in one process, or two pools of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why micro-batches: both pools at work at the same time."""
+"""Draws how micro-batches let both pools work at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a POST to a token and back."""
+"""Draws the path from a POST to a token and back."""
 
 from __future__ import annotations
 
