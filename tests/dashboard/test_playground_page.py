@@ -216,7 +216,11 @@ def test_a_server_without_experts_and_one_that_goes(
     said = ".turn.assistant:last-child .said"
     wait_for(browser, lambda: "The" in text(browser, said), "some text")
     fake.stop()
-    wait_for(browser, lambda: "connection to the server was lost" in text(browser, ".failed"), "the error in words")
+    wait_for(
+        browser,
+        lambda: "connection to the server was lost" in text(browser, ".failed"),
+        "the error in words",
+    )
     wait_for(browser, lambda: "no answer" in status(browser), "the line above says so too")
     fake.make_state, fake.token_pause_s = loading, 0.0
     fake.start()
