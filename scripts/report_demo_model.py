@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=Path("moe_serve/demo_model"))
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="documentation folder")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--hardware", default=None, help="what it was trained on, if not this")
+    parser.add_argument("--hardware", default=None, help="hardware of the training, if not this")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     findings = collect(
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def collect(corpus_root: Path, work: Path, folder: Path, hardware: str) -> Findings:
-    """Measure everything."""
+    """Measures all figures of the report."""
     shape = Shape()
     trained = TrainedWeights.read(work)
     scores, results = _score(corpus_root, folder, shape)
@@ -109,7 +109,7 @@ def _verdict(scores: list[DomainScore], use: ExpertUse) -> int:
 
 
 def _hardware() -> str:
-    """The CPU's name and the number of cores, from Linux if it says."""
+    """Returns the CPU's name, if Linux gives it, and the number of cores."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

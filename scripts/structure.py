@@ -1,4 +1,4 @@
-"""Prints how large files, functions and folders are, and fails above the ceilings.
+"""Prints how large files, functions and folders are, and fails above the limits.
 
     python scripts/structure.py
     python scripts/structure.py --single    also lists the files that a single module imports

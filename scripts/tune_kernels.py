@@ -1,4 +1,5 @@
-"""Search the fastest tiles of the grouped products on this GPU, and keep what beats the heuristics.
+"""Searches the fastest tiles of the grouped products on this GPU, and keeps those that beat the
+heuristics.
 
     python scripts/tune_kernels.py                        search and print
     python scripts/tune_kernels.py --write                and into kernels/moe_kernels/gpu/tuned/
@@ -60,8 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     names = [layer.name for layer in EXPERT_LAYERS]
     parser.add_argument("--layers", nargs="+", choices=names, default=names)
     parser.add_argument("--write", action="store_true", help="keep the table for this device")
-    parser.add_argument("--again", action="store_true", help="also what was tuned before")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be tried")
+    parser.add_argument("--again", action="store_true", help="tune finished products again")
+    parser.add_argument("--dry-run", action="store_true", help="list configurations, run none")
     parser.add_argument("--capability", type=int, choices=TARGETS, default=90, help="for --dry-run")
     return parser.parse_args()
 

@@ -35,28 +35,31 @@ _DeviceOption = Annotated[
 ]
 _NumThreadsOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of CPU threads of one rank. Default: torch chooses."),
+    typer.Option(
+        min=1, help="Number of CPU threads that one rank would use. Default: torch chooses."
+    ),
 ]
 _QuickOption = Annotated[
     bool,
     typer.Option(
-        "--quick", help="Measure fewer points: takes seconds, and the fits are less exact."
+        "--quick",
+        help="Measure fewer points: this takes seconds instead of minutes, and is less accurate.",
     ),
 ]
 
 
 def calibrate(
     model: _ModelArgument = None,
-    out: Annotated[Path, typer.Option(help="JSON file for the measured costs.")] = Path(
+    out: Annotated[Path, typer.Option(help="JSON file for the measured times.")] = Path(
         "calibration.json"
     ),
     device: _DeviceOption = "auto",
     num_threads: _NumThreadsOption = None,
     quick: _QuickOption = False,
 ) -> None:
-    """Measure what attention, experts and transfers cost on this machine.
+    """Measure how long attention, experts and transfers take on this machine.
 
-    `moe-serve plan --calibration FILE` then compares layouts by these costs.
+    `moe-serve plan --calibration FILE` uses the measured times to compare layouts.
     """
     if device not in _DEVICES:
         raise ConfigError(f"device cannot be {device!r}: it is one of {', '.join(_DEVICES)}.")

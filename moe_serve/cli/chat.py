@@ -113,9 +113,9 @@ def chat(
         typer.Option(min=1, help="Largest number of tokens in an answer. Default: the server's."),
     ] = None,
 ) -> None:
-    """Chat with a running server in the terminal; answers are shown as they are generated.
+    """Chat with a running server in the terminal. Answers appear while they are generated.
 
-    Text on standard input that is not a terminal is sent as one message.
+    If standard input is a pipe or a file, its whole text is sent as one message.
     """
     if api_key is not None and api_key.startswith("@"):
         api_key = read_first_key(api_key[1:])

@@ -26,44 +26,47 @@ _CalibrationOption = Annotated[
     Path, typer.Option(help="Calibration file written by `moe-serve calibrate`.")
 ]
 _DevicesOption = Annotated[
-    int, typer.Option(help="Number of devices to plan for, each like the calibrated one.")
+    int,
+    typer.Option(
+        help="Number of devices to plan for. All of them are assumed to be like the calibrated "
+        "device."
+    ),
 ]
 _MaxTpotMsOption = Annotated[
     float | None,
-    typer.Option(
-        help="Upper bound on the time per output token (TPOT), in milliseconds. Default: no bound."
-    ),
+    typer.Option(help="Largest time per output token (TPOT), in milliseconds. Default: no limit."),
 ]
 _BatchOption = Annotated[
     int | None,
     typer.Option(
-        help="Number of sequences that decode at once. Default: the largest batch within "
-        "the other bounds."
+        help="Number of sequences that generate tokens at the same time. Default: the largest "
+        "number that the other options allow."
     ),
 ]
 _RateOption = Annotated[
     float | None,
     typer.Option(
-        help="Wanted throughput of all devices together, in output tokens per second "
+        help="Throughput that all devices together must reach, in output tokens per second "
         "(instead of --batch)."
     ),
 ]
 _ContextOption = Annotated[
-    int, typer.Option(help="Tokens of one sequence, prompt and answer together.")
+    int, typer.Option(help="Number of tokens of one sequence, prompt and answer together.")
 ]
 _MemoryBytesOption = Annotated[
     str | None,
     typer.Option(
         metavar="BYTES",
-        help="Memory of one device for weights and KV cache, in bytes or as a size such as"
-        " 80GiB. Default: no bound.",
+        help="Memory of one device for weights and KV cache, in bytes or as a size such as "
+        "80GiB. Default: no limit.",
     ),
 ]
 _NetworkOption = Annotated[
     bool,
     typer.Option(
         "--network",
-        help="Use the link costs measured between hosts instead of those within one host.",
+        help="Assume that the devices are on different hosts: use the calibrated network costs "
+        "instead of the costs within one host.",
     ),
 ]
 _AsJsonOption = Annotated[
@@ -82,10 +85,12 @@ def plan(
     network: _NetworkOption = False,
     as_json: _AsJsonOption = False,
 ) -> None:
-    """Compare disaggregated layouts with one device and with replicas, and recommend one.
+    """Compare layouts of a model on several devices and recommend one.
 
-    Give at least one of --batch, --rate, --max-tpot-ms and --memory-bytes. Without --batch and
-    --rate the plan uses the largest batch that the other bounds allow.
+    The layouts are: the whole model on one device, replicas of the whole model, and attention and
+    experts on separate devices. Give at least one of --batch, --rate, --max-tpot-ms and
+    --memory-bytes. Without --batch and --rate, the plan uses the largest batch that the other
+    options allow.
     """
     from moe_serve.planning.calibration_file import read_calibration
     from moe_serve.planning.layout_planner import PlanRequest, plan_layouts

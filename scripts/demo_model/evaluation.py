@@ -1,4 +1,4 @@
-"""Judges the demonstration model on valid text: bits per byte beside a byte trigram's, by domain.
+"""Compares the model's bits per byte on valid text with those of a byte trigram, by domain.
 
 The model passes a domain if it needs few enough bits per byte. One pass also counts which experts
 were chosen. B windows, S tokens in a window, T = B * S, D width, V vocabulary, L layers, E experts.
@@ -52,7 +52,7 @@ class DomainResult:
 def evaluate(
     network: Network, tokenizer: Tokenizer, documents: list[str], windows_at_once: int = 4
 ) -> DomainResult:
-    """Every token of the stream is predicted once, in consecutive windows of the full context.
+    """Predicts every token of the stream once, in consecutive windows of the full context.
 
     The stream starts with <|endoftext|> and keeps the one behind each document (its cost is
     charged to the document's bytes). A window's first token has one token of context, so the
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def window_spans(num_tokens: int, window: int, at_once: int) -> list[tuple[int, int]]:
-    """Spans of whole windows, and a last one that is shorter than a window.
+    """Yields spans of whole windows, and a last span that is shorter than a window.
 
     10 tokens, window 3, 2 at once: [(0, 6), (6, 9), (9, 10)].
     """
@@ -95,7 +95,7 @@ def _total_nats(rows_TD: Tensor, head_VD: Tensor, targets_T: Tensor) -> float:
 
 
 def trigram_bits_per_byte(train: list[str], valid: list[str]) -> float:
-    """Bits per byte of a byte trigram with interpolated Witten-Bell smoothing.
+    """Returns the bits per byte of a byte trigram with interpolated Witten-Bell smoothing.
 
     With n(ab) = times that context ab was seen and t(ab) = different bytes seen after it,
         P(c | ab) = (n(abc) + t(ab) P(c | b)) / (n(ab) + t(ab)),
@@ -115,7 +115,8 @@ def _stream(texts: list[str]) -> Bytes:
 
 
 def _interpolate(seen: Bytes, asked: Bytes, order: int, lower: Floats) -> Floats:
-    """P of each byte of `asked` from position 2 on, given `order` - 1 bytes; `lower` backs it."""
+    """Returns P of each byte of `asked` from position 2 on, given `order` - 1 bytes; `lower` is
+    interpolated."""
     counts = np.bincount(_keys(seen, order), minlength=_BYTES**order).astype(np.int32)
     by_context = counts.reshape(-1, _BYTES)
     num_seen = by_context.sum(axis=1)
@@ -128,7 +129,7 @@ def _interpolate(seen: Bytes, asked: Bytes, order: int, lower: Floats) -> Floats
 
 
 def _keys(stream: Bytes, order: int) -> NDArray[np.int64]:
-    """The n-gram that ends at each position from 2 on, as one number."""
+    """Returns the n-gram that ends at each position from 2 on, as one number."""
     keys = np.zeros(len(stream) - 2, dtype=np.int64)
     for back in range(order - 1, -1, -1):
         keys = keys * _BYTES + stream[2 - back : len(stream) - back]
@@ -137,7 +138,7 @@ def _keys(stream: Bytes, order: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class DomainScore:
-    """Bits per byte on one domain's whole valid split."""
+    """The bits per byte on the whole valid split of one domain."""
 
     domain: str
     model: float

@@ -1,4 +1,4 @@
-"""Hugging Face layout: the JSON files, the chat template, and the names of the tensors.
+"""Makes the JSON files and the chat template in Hugging Face layout, and converts tensor names.
 
 Stacked experts [E, ...] become one tensor per expert; the tied head is not stored.
 """
@@ -32,7 +32,8 @@ _EXPERT = {"moe.gate": "gate_proj", "moe.up": "up_proj", "moe.down": "down_proj"
 
 
 def model_config(shape: Shape, balance_weight: float) -> dict[str, object]:
-    """`config.json`. Rotary settings stand twice: transformers 5 reads `rope_parameters`."""
+    """Returns `config.json`. It has the rotary settings twice, because transformers 5 reads
+    `rope_parameters`."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -73,7 +74,7 @@ def model_config(shape: Shape, balance_weight: float) -> dict[str, object]:
 
 
 def generation_config() -> dict[str, object]:
-    """A chat ends at <|im_end|>, a plain text at <|endoftext|>."""
+    """Returns the generation settings: a chat ends at <|im_end|>, a plain text at <|endoftext|>."""
     return {
         "do_sample": True,
         "temperature": 0.7,
@@ -84,7 +85,8 @@ def generation_config() -> dict[str, object]:
 
 
 def tokenizer_config(shape: Shape) -> dict[str, object]:
-    """Nothing is added around a text; the three special tokens are never split."""
+    """Returns the tokenizer's settings: nothing is added around a text, and special tokens are
+    never split."""
     end_of_text, _, im_end = SPECIAL_TOKENS
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -106,7 +108,7 @@ def _special(content: str) -> dict[str, object]:
 
 
 def hf_names(name: str, num_experts: int) -> list[str]:
-    """The Hugging Face name of `name`; for a stack of experts, one name per expert in order.
+    """Returns the Hugging Face name of `name`; for stacked experts, one name per expert in order.
 
     `layers.2.moe.up` -> `model.layers.2.mlp.experts.0.up_proj.weight`, `...experts.1.up_proj...`.
     """
@@ -120,7 +122,7 @@ def hf_names(name: str, num_experts: int) -> list[str]:
 
 
 def to_hf(weights: dict[str, Tensor], num_experts: int) -> dict[str, Tensor]:
-    """Our fp32 weights -> Hugging Face tensors in bf16."""
+    """Converts our fp32 weights to Hugging Face tensors in bf16."""
     tensors = {}
     for name, weight in weights.items():
         names = hf_names(name, num_experts)
@@ -131,7 +133,7 @@ def to_hf(weights: dict[str, Tensor], num_experts: int) -> dict[str, Tensor]:
 
 
 def from_hf(tensors: dict[str, Tensor], names: list[str], num_experts: int) -> dict[str, Tensor]:
-    """The inverse of `to_hf` for our parameters `names`, in fp32 (bf16 values are kept exactly)."""
+    """Inverts `to_hf` for our parameters `names`, in fp32 (bf16 values are kept exactly)."""
     weights = {}
     for name in names:
         parts = [tensors[hf_name].float() for hf_name in hf_names(name, num_experts)]

@@ -1,4 +1,4 @@
-"""The two pictures of the report: expert use, and the training curve from `log.jsonl`."""
+"""Draws the two pictures of the report: expert use, and the training curve from `log.jsonl`."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ class TrainingLog:
         return list(self.train), [fields["loss"] for fields in self.train.values()]
 
     def valid_curves(self) -> dict[str, Curve]:
-        """By domain."""
+        """Returns the validation lines by domain."""
         domains = next(iter(self.valid.values()), {})
         return {d: (list(self.valid), [bits[d] for bits in self.valid.values()]) for d in domains}
 
     def mean_valid(self, last: int) -> list[tuple[int, float]]:
-        """(step, mean over domains) of the last few validations."""
+        """Returns (step, mean over domains) for the last few validations."""
         means = [(step, sum(bits.values()) / len(bits)) for step, bits in self.valid.items()]
         return means[-last:]
 
 
 def plot_expert_use(use: ExpertUse, path: Path) -> None:
-    """One panel per layer; row = domain, column = expert, colour = multiple of the even share.
+    """Draws one panel per layer; row = domain, column = expert, colour = multiple of the even
+    share.
 
     Columns stand in the order of the domain that uses the expert most, so that experts of one
     domain stand together; the number under a column is the expert's own.
@@ -87,7 +88,7 @@ def plot_expert_use(use: ExpertUse, path: Path) -> None:
 
 
 def plot_training(log: TrainingLog, path: Path) -> None:
-    """Training loss, and valid bits per byte by domain, over steps."""
+    """Draws the training loss and the valid bits per byte by domain, over steps."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps, losses = log.losses()
@@ -107,7 +108,7 @@ def plot_training(log: TrainingLog, path: Path) -> None:
 
 
 def _smooth(values: list[float], keep: float) -> list[float]:
-    """Exponential mean that starts unbiased."""
+    """Returns an exponential mean without bias at the start."""
     smoothed, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)

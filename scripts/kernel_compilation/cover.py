@@ -58,7 +58,7 @@ def _features(case: CompileCase, target: int, ends: Mapping[Feature, set[int]]) 
 
 
 def broken_rules(case: CompileCase, target: int, facts: CompiledFacts) -> list[str]:
-    """One sentence per broken rule, none where the code is as it should be."""
+    """Returns one sentence per broken rule; none if the code follows all rules."""
     limit = SHARED_LIMITS[target]
     has_wrong_matrix = case.expects_wgmma and target == 90 and facts.num_wgmma == 0
     checks = {

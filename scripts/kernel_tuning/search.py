@@ -1,4 +1,4 @@
-"""The fastest tile of each product of a layer, found on the device."""
+"""Finds the fastest tile of each product of a layer on the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHARE = 0.75  # of a tile that an average expert's rows fill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """One of a layer's two products in one size of tile."""
+    """One of a layer's two products with one tile size."""
 
     shape: ProductShape
     block_m: int
@@ -41,7 +41,7 @@ class Product:
 
 
 def products(layer: ExpertLayerSizes) -> list[Product]:
-    """Both products in every size of tile."""
+    """Yields both products with every tile size."""
     width, expert_width = layer.width, layer.expert_width
     shapes = (
         ProductShape(num_inputs=width, num_outputs=expert_width, is_gated=True),
@@ -90,7 +90,8 @@ def _told(tile: TileConfig) -> str:
 
 
 class DeviceMeasure:
-    """Both products of a layer on the current CUDA device, in bf16, the median of many runs."""
+    """Measures both products of a layer on the current CUDA device, in bf16, as the median of many
+    runs."""
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
@@ -111,7 +112,7 @@ class DeviceMeasure:
         return float(milliseconds) / 1e3
 
     def _experts_of(self, layer: ExpertLayerSizes) -> GroupedExperts:
-        """Made once: a layer is measured hundreds of times."""
+        """Creates the tensors of a layer once, because it is measured hundreds of times."""
         if self._layer != layer or self._experts is None:
             self._experts = None  # frees the last layer's
             count, d, f = layer.num_local_experts, layer.width, layer.expert_width
@@ -127,7 +128,7 @@ class DeviceMeasure:
 
 
 def _rows(layer: ExpertLayerSizes, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, ids and weights with which tiles of `block_m` slots are mostly full."""
+    """Returns rows, ids and weights with which tiles of `block_m` slots are mostly full."""
     num_slots = _SHARE * block_m * layer.num_local_experts
     num_rows = max(1, int(num_slots) // layer.num_choices)
     scores = torch.rand(num_rows, layer.num_local_experts, device="cuda")

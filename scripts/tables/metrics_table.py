@@ -155,7 +155,7 @@ def _counted_load() -> ExpertLoad:
 
 
 def render() -> str:
-    """One row for each metric, in the order of the page."""
+    """Returns one row for each metric, in the order of the page."""
     rows = [HEADER]
     for family in text_string_to_metric_families(full_metrics()):
         rows.append("| " + " | ".join(_cells(family)) + " |")

@@ -67,10 +67,11 @@ def run(
     compare: flags.Compare = None,
     max_error_rate: flags.MaxErrorRate = 0.0,
 ) -> None:
-    """Send load to a server of OpenAI's API and measure latency, throughput and errors.
+    """Send load to an OpenAI-compatible server and measure latency, throughput and errors.
 
-    Choose the load by --concurrency (closed loop), --rate (open loop) or --trace (replay). The exit
-    code is 1 if the server cannot be reached or too many requests fail (--max-error-rate).
+    Choose the load with --concurrency (a fixed number of requests in progress), --rate (a fixed
+    number of requests per second) or --trace (a replay). The exit code is 1 if the server cannot be
+    reached or too many requests fail (--max-error-rate).
     """
     given = dict(locals())
     if context.invoked_subcommand is not None:

@@ -26,15 +26,15 @@ class DataChoice(str, Enum):
 Url = Annotated[
     str | None,
     typer.Option(
-        help="URL of the server, such as http://127.0.0.1:8000. Required for a run.",
+        help="URL of the server, such as http://127.0.0.1:8000. Required, except with --compare.",
         rich_help_panel=SERVER,
     ),
 ]
 PeerUrl = Annotated[
     str | None,
     typer.Option(
-        help="URL of a second server that gets the same requests after the first; both are"
-        " compared.",
+        help="URL of a second server. It gets the same requests after the first server, and a "
+        "table compares the two.",
         rich_help_panel=SERVER,
     ),
 ]
@@ -63,15 +63,15 @@ EndpointFlag = Annotated[
 Stream = Annotated[
     bool,
     typer.Option(
-        help="Stream the answers. With --no-stream only end-to-end times are measured.",
+        help="Stream the answers. With --no-stream, only the time of the whole answer is measured.",
         rich_help_panel=SERVER,
     ),
 ]
 IgnoreEos = Annotated[
     bool,
     typer.Option(
-        help="Request answers of exactly --output-tokens by the field ignore_eos, which "
-        "not every server knows.",
+        help="Send ignore_eos, so that each answer has exactly --output-tokens tokens. Not "
+        "every server knows this field.",
         rich_help_panel=SERVER,
     ),
 ]
@@ -79,8 +79,8 @@ EventUsage = Annotated[
     bool,
     typer.Option(
         "--event-usage",
-        help="Request token counts with each event, so that ITL is measured per token "
-        "(vLLM, SGLang).",
+        help="Request a token count with each event of a stream, so that the inter-token "
+        "latency (ITL) is measured per token (vLLM, SGLang).",
         rich_help_panel=SERVER,
     ),
 ]
@@ -94,14 +94,15 @@ Body = Annotated[
 ]
 Timeout = Annotated[
     float,
-    typer.Option(min=0.001, help="Time limit of one answer in seconds.", rich_help_panel=SERVER),
+    typer.Option(min=0.001, help="Time limit for one answer, in seconds.", rich_help_panel=SERVER),
 ]
 Concurrency = Annotated[
     int | None,
     typer.Option(
         min=1,
         max=20000,
-        help="Closed loop: keep this many requests in progress.",
+        help="Closed loop: keep this many requests in progress; a new one starts when another "
+        "ends.",
         rich_help_panel=LOAD,
     ),
 ]
@@ -109,8 +110,8 @@ Rate = Annotated[
     float | None,
     typer.Option(
         min=0.0001,
-        help="Open loop: send this many requests per second, whether or not earlier ones "
-        "are answered.",
+        help="Open loop: send this many requests per second, even if earlier ones are not "
+        "answered yet.",
         rich_help_panel=LOAD,
     ),
 ]
@@ -119,7 +120,8 @@ Burstiness = Annotated[
     typer.Option(
         min=0.0,
         max=1000.0,
-        help="Variation of the gaps of --rate: 0 is even, 1 is Poisson, larger values send bursts.",
+        help="Variation of the times between the requests of --rate: 0 is equal times, 1 is "
+        "Poisson arrivals, larger values send bursts.",
         rich_help_panel=LOAD,
     ),
 ]
@@ -147,8 +149,8 @@ MaxInFlight = Annotated[
     typer.Option(
         min=1,
         show_default="10000",
-        help="Open loop: largest number of requests in progress; further ones wait in the "
-        "client and count as late.",
+        help="Open loop: largest number of requests in progress. Further requests wait in the "
+        "client and are reported as late.",
         rich_help_panel=LOAD,
     ),
 ]
@@ -157,7 +159,7 @@ Warmup = Annotated[
     typer.Option(
         min=0,
         show_default="--concurrency or 8, at most 32",
-        help="Number of requests with other prompts sent before the measurement.",
+        help="Number of requests to send before the measurement, with other prompts.",
         rich_help_panel=LOAD,
     ),
 ]
@@ -168,15 +170,15 @@ Seed = Annotated[
         max=2**31 - 1,
         show_default="a new one for each run",
         rich_help_panel=LOAD,
-        help="Seed of the random numbers. The same seed sends the same requests, which the"
-        " server may have cached in an earlier run.",
+        help="Seed of the random numbers. The same seed sends the same requests; a server may "
+        "have cached them in an earlier run.",
     ),
 ]
 PromptTokens = Annotated[
     str,
     typer.Option(
         metavar="N|LOW:HIGH",
-        help="Tokens in each prompt: a number, or a range to draw from.",
+        help="Number of tokens in each prompt, or a range from which each number is drawn.",
         rich_help_panel=PROMPTS,
     ),
 ]
@@ -184,15 +186,15 @@ OutputTokens = Annotated[
     str,
     typer.Option(
         metavar="N|LOW:HIGH",
-        help="Tokens in each answer: a number, or a range to draw from.",
+        help="Number of tokens in each answer, or a range from which each number is drawn.",
         rich_help_panel=PROMPTS,
     ),
 ]
 Data = Annotated[
     DataChoice,
     typer.Option(
-        help="Content of random prompts: words, or tokens (token ids, --endpoint "
-        "completions only).",
+        help="Content of the random prompts: words, or tokens (random token ids; only with "
+        "--endpoint completions).",
         rich_help_panel=PROMPTS,
     ),
 ]
@@ -200,7 +202,7 @@ VocabSize = Annotated[
     int,
     typer.Option(
         min=32,
-        help="With --data tokens: random token ids are below this number.",
+        help="With --data tokens, the random token ids are below this number.",
         rich_help_panel=PROMPTS,
     ),
 ]
@@ -217,14 +219,16 @@ PrefixTokens = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Tokens of a shared prefix in front of each random prompt.",
+        help="Number of tokens of a shared prefix in front of each random prompt.",
         rich_help_panel=PROMPTS,
     ),
 ]
 NumPrefixes = Annotated[
     int,
     typer.Option(
-        min=1, help="Number of different prefixes of --prefix-tokens.", rich_help_panel=PROMPTS
+        min=1,
+        help="Number of different shared prefixes that --prefix-tokens makes.",
+        rich_help_panel=PROMPTS,
     ),
 ]
 TraceFile = Annotated[
@@ -232,20 +236,22 @@ TraceFile = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Trace of requests to replay: CSV of Azure or BurstGPT, or JSON lines of "
-        "Mooncake or moe-serve; may be compressed (.gz, .xz).",
+        help="Trace of requests to replay: a CSV file of Azure or BurstGPT, or JSON lines of "
+        "Mooncake or moe-serve. The file may be compressed (.gz, .xz).",
         rich_help_panel=TRACES,
     ),
 ]
 TraceStart = Annotated[
     float,
-    typer.Option(min=0.0, help="Skip the first seconds of the trace.", rich_help_panel=TRACES),
+    typer.Option(
+        min=0.0, help="Skip this many seconds at the start of the trace.", rich_help_panel=TRACES
+    ),
 ]
 ScaleTime = Annotated[
     float,
     typer.Option(
         min=1e-6,
-        help="Factor on the arrival times of the trace: 0.5 is twice as fast.",
+        help="Factor for the arrival times of the trace; 0.5 replays it twice as fast.",
         rich_help_panel=TRACES,
     ),
 ]
@@ -253,14 +259,14 @@ ScalePrompt = Annotated[
     float,
     typer.Option(
         min=1e-6,
-        help="Factor on the prompt lengths of the trace, prefixes included.",
+        help="Factor for the prompt lengths of the trace, shared prefixes included.",
         rich_help_panel=TRACES,
     ),
 ]
 ScaleOutput = Annotated[
     float,
     typer.Option(
-        min=1e-6, help="Factor on the answer lengths of the trace.", rich_help_panel=TRACES
+        min=1e-6, help="Factor for the answer lengths of the trace.", rich_help_panel=TRACES
     ),
 ]
 MaxPrompt = Annotated[
@@ -284,8 +290,9 @@ SloText = Annotated[
     typer.Option(
         "--slo",
         metavar="ttft=500ms,tpot=50ms,e2e=5s",
-        help="Latency limits of a good answer, any of ttft, tpot and e2e in ms or s; the "
-        "report gives goodput, the good answers per second.",
+        help="Latency limits that an answer must meet, in ms or s: ttft (time to first token), "
+        "tpot (time per output token), e2e (time of the whole answer). The report then has "
+        "the goodput, the answers per second that meet all of them.",
         rich_help_panel=RESULTS,
     ),
 ]
@@ -299,7 +306,8 @@ SaveRequests = Annotated[
     bool,
     typer.Option(
         "--save-requests",
-        help="Also write every request into the report, so that comparisons can give intervals.",
+        help="Also write the figures of every request into the report; comparisons then have "
+        "confidence intervals.",
         rich_help_panel=RESULTS,
     ),
 ]
@@ -308,7 +316,7 @@ HtmlFile = Annotated[
     typer.Option(
         "--html",
         metavar="FILE",
-        help="HTML file for a page with diagrams.",
+        help="HTML file for a report with diagrams.",
         rich_help_panel=RESULTS,
     ),
 ]
@@ -316,7 +324,7 @@ Compare = Annotated[
     tuple[Path, Path] | None,
     typer.Option(
         metavar="A.json B.json",
-        help="Compare two saved reports and send no requests.",
+        help="Compare two saved reports instead of sending requests.",
         rich_help_panel=RESULTS,
     ),
 ]
@@ -325,7 +333,7 @@ MaxErrorRate = Annotated[
     typer.Option(
         min=0.0,
         max=1.0,
-        help="Exit with code 1 if a larger share of the requests fails.",
+        help="Exit with code 1 if more than this share of the requests fails.",
         rich_help_panel=RESULTS,
     ),
 ]

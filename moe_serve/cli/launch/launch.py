@@ -50,8 +50,8 @@ NODES, START, EMIT = "Nodes", "Start from here", "Emit files"
 Cluster = Annotated[
     Path | None,
     typer.Option(
-        help="YAML file that names the nodes and the ranks on each; examples are in "
-        "configs/clusters. Default: ranks are spread evenly over the nodes.",
+        help="YAML file that lists the nodes and the ranks on each node; examples are in "
+        "configs/clusters. Default: the ranks are spread evenly over the nodes.",
         rich_help_panel=NODES,
     ),
 ]
@@ -88,30 +88,30 @@ SecretFile = Annotated[
 Hostfile = Annotated[
     Path | None,
     typer.Option(
-        help="Start the nodes from this machine, on all hosts in this file: one host per "
-        "line, such as `node-a slots=4`, where slots is the largest number of ranks "
-        "on the host.",
+        help="Text file of hosts; this command then starts the nodes on all of them. One host "
+        "per line, such as `node-a slots=4`, where slots is the largest number of ranks on "
+        "the host.",
         rich_help_panel=START,
     ),
 ]
 LauncherName = Annotated[
     Launcher,
     typer.Option(
-        help="Program that starts the nodes of --hostfile on their hosts.", rich_help_panel=START
+        help="Program that starts the nodes on the hosts in --hostfile.", rich_help_panel=START
     ),
 ]
 Emit = Annotated[
     EmitKind | None,
     typer.Option(
         "--emit",
-        help="Print the files that start this launch on the given system, and exit.",
+        help="Print files that start this launch with the given system, and exit.",
         rich_help_panel=EMIT,
     ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="Folder to write the files of --emit into. Default: they are printed.",
+        help="Folder for the files of --emit. Default: the files are printed.",
         rich_help_panel=EMIT,
     ),
 ]
@@ -200,7 +200,7 @@ def launch(
     config_file: ConfigFile = None,
     print_config: PrintConfig = False,
 ) -> None:
-    """Serve a model on many nodes: run the same command on each.
+    """Serve a model on several nodes: run the same command on each node.
 
     Node 0 serves HTTP and coordinates. The other nodes start the ranks that node 0 asks for.
     """

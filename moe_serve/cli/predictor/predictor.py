@@ -34,19 +34,19 @@ Model = Annotated[
 Texts = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Text files (also .txt.xz), or folders of them; a line <|endoftext|> separates two "
-        "documents. May be given more than once."
+        help="Text files (.txt or .txt.xz), or folders of them. A line <|endoftext|> separates "
+        "two documents. May be given more than once."
     ),
 ]
 Traces = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Traces with token ids to train on (instead of --texts); only for the request"
-        " predictor. May be given more than once."
+        help="Traces with token ids to train on (instead of --texts). Only the request "
+        "predictor can use them. May be given more than once."
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option(min=64, help="Largest number of tokens of the texts that the model computes.")
+    int, typer.Option(min=64, help="Largest number of tokens of the texts to use.")
 ]
 Threads = Annotated[int, typer.Option(min=1, help="Number of CPU threads.")]
 Seed = Annotated[
@@ -66,7 +66,7 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="Largest number of epochs; training stops earlier when the held-out loss "
+            help="Largest number of epochs; training ends earlier if the loss on held-out texts "
             "stops falling. Default: 12 for request, 6 for the others.",
         ),
     ] = None,
@@ -82,8 +82,8 @@ def train(
 ) -> None:
     """Train predictors of a model's routing on texts or traces.
 
-    Ctrl-C ends the training and keeps the best predictor so far. Beside each predictor a card is
-    written, a JSON file with its data, settings and figures.
+    Ctrl-C ends the training and keeps the best predictor so far. Each predictor comes with a card:
+    a JSON file with its training data, settings and figures.
     """
     kinds = KINDS if kind == "all" else (kind,)
     if kind not in (*KINDS, "all"):
@@ -123,29 +123,29 @@ _FolderArgument = Annotated[
 _BaselinesOption = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Text files to fit the baselines on. Default: no baselines are evaluated. May"
-        " be given more than once."
+        help="Text files to fit simple predictors on, for comparison. May be given more than "
+        "once. Default: no comparison."
     ),
 ]
 _TraceOption = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Traces on which predictions from a request's history are evaluated (instead "
-        "of a folder and --texts). May be given more than once."
+        help="Traces to evaluate predictions from a request's own history on (instead of a "
+        "folder and --texts). May be given more than once."
     ),
 ]
 _DropLabelOption = Annotated[
     str,
     typer.Option(
-        help="Leave out requests of the trace whose label ends with this text. Default: "
-        "none are left out."
+        help="Leave out the requests of the trace whose label ends with this text. Default: all "
+        "requests are used."
     ),
 ]
 _HorizonOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Number of coming tokens of a request that are predicted.",
+        help="Number of upcoming tokens of a request whose experts are predicted.",
         show_default="as trained: 32",
     ),
 ]
@@ -170,7 +170,7 @@ def evaluate(
 ) -> None:
     """Evaluate predictors on texts that they were not trained on.
 
-    Figures have 95% intervals over documents.
+    The figures have 95% confidence intervals over the documents.
     """
     if trace and (folder or texts or baselines):
         raise ConfigError("give a folder and --texts, or --trace alone.")

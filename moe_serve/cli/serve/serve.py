@@ -63,32 +63,33 @@ ServedModelName = Annotated[
 ExpertMemory = Annotated[
     str | None,
     typer.Option(
-        help="Memory for routed experts in each process that holds some, in bytes or as a "
-        "size such as 2GiB; other experts are read from disk when needed. Default: "
-        "all experts stay in memory.",
+        help="Memory for expert weights in each process that holds experts, in bytes or as a "
+        "size such as 2GiB. Experts that do not fit are read from disk when needed. "
+        "Default: all experts stay in memory.",
         rich_help_panel=LIMITS,
     ),
 ]
 NumPages = Annotated[
     int | None,
     typer.Option(
-        help="Size of the KV cache in pages of 16 tokens, for each attention rank. "
-        "Default: enough for --max-num-seqs requests of average length.",
+        help="Size of the KV cache of each attention rank, in pages of 16 tokens. Default: "
+        "enough for --max-num-seqs requests of average length.",
         rich_help_panel=LIMITS,
     ),
 ]
 MaxNumSeqs = Annotated[
     int | None,
     typer.Option(
-        help="Largest number of sequences in one step, for each attention rank. Default: 64.",
+        help="Largest number of sequences that one step of an attention rank computes. Default: "
+        "64.",
         rich_help_panel=LIMITS,
     ),
 ]
 MaxBatchedTokens = Annotated[
     int | None,
     typer.Option(
-        help="Largest number of tokens in one step, for each attention rank; longer "
-        "prompts are computed in chunks. Default: 1024.",
+        help="Largest number of tokens that one step of an attention rank computes; longer "
+        "prompts are split into chunks. Default: 1024.",
         rich_help_panel=LIMITS,
     ),
 ]
@@ -103,58 +104,59 @@ MaxQueuedRequests = Annotated[
 MicroBatches = Annotated[
     str | None,
     typer.Option(
-        help="Number of micro-batches that a step is split into, 1 to 4, or auto (1 in one"
-        " process, else chosen from measured times). Default: auto.",
+        help="Number of micro-batches to split each step into: 1 to 4, or auto (1 without "
+        "expert ranks; with expert ranks, chosen from measured times). Default: auto.",
         rich_help_panel=LIMITS,
     ),
 ]
 BatchPolicy = Annotated[
     str | None,
     typer.Option(
-        help="How sequences are chosen for a step and split into micro-batches: fifo "
-        "(order of arrival), balanced (also by context length) or expert-aware (also "
-        "by predicted experts). Default: fifo.",
+        help="Rule that chooses the sequences of a step and splits them into micro-batches: "
+        "fifo (order of arrival), balanced (also considers context lengths) or "
+        "expert-aware (also considers the predicted experts). Default: fifo.",
         rich_help_panel=LIMITS,
     ),
 ]
 Predictor = Annotated[
     str | None,
     typer.Option(
-        help="Folder of routing predictors written by `moe-serve predictor train`. "
-        "Default: none; experts are predicted from a request's own history.",
+        help="Folder of routing predictors, written by `moe-serve predictor train`. Default: no "
+        "trained predictors; the experts of a request are predicted from those it has "
+        "used so far.",
         rich_help_panel=LIMITS,
     ),
 ]
 AttentionRanks = Annotated[
     int | None,
     typer.Option(
-        help="Number of attention ranks, each with its own requests and KV cache. 0 "
-        "together with --expert-ranks 0 runs everything in one process. Default: 0.",
+        help="Number of attention ranks. Each one computes attention for its own requests and "
+        "has its own KV cache. With 0 here and in --expert-ranks, one process does "
+        "everything. Default: 0.",
         rich_help_panel=RANKS,
     ),
 ]
 ExpertRanks = Annotated[
     int | None,
     typer.Option(
-        help="Number of expert ranks, each a process that holds a share of the experts. "
-        "Default: 0.",
+        help="Number of expert ranks. Each one is a process that holds and computes some of the "
+        "experts. Default: 0.",
         rich_help_panel=RANKS,
     ),
 ]
 AttentionTp = Annotated[
     int | None,
     typer.Option(
-        help="Number of processes in each attention rank, which split its attention heads "
-        "among them. Default: 1.",
+        help="Number of processes that share the attention heads of each attention rank (tensor "
+        "parallelism). Default: 1.",
         rich_help_panel=RANKS,
     ),
 ]
 Placement = Annotated[
     str | None,
     typer.Option(
-        help="JSON file with the expert ranks that hold each expert, as `moe-serve place "
-        "--out` writes it. Default: each rank gets an equal run of consecutive "
-        "experts.",
+        help="JSON file that assigns experts to expert ranks, written by `moe-serve place "
+        "--out`. Default: each rank holds an equal number of consecutive experts.",
         rich_help_panel=RANKS,
     ),
 ]
@@ -162,15 +164,15 @@ TimelineFile = Annotated[
     str | None,
     typer.Option(
         "--timeline",
-        help="Write a timeline of every rank's stages into this file, for `moe-serve "
-        "timeline`. Default: no timeline.",
+        help="File for a timeline of what every rank does; `moe-serve timeline` reads it. "
+        "Default: no timeline is written.",
         rich_help_panel=RANKS,
     ),
 ]
 Host = Annotated[
     str | None,
     typer.Option(
-        help="Address to listen on; any address but a loopback one requires --api-key. "
+        help="Address to listen on. Addresses that other machines can reach require --api-key. "
         "Default: 127.0.0.1.",
         rich_help_panel=HTTP,
     ),
@@ -192,8 +194,8 @@ ApiKey = Annotated[
 MetricsAlias = Annotated[
     str | None,
     typer.Option(
-        help="Additional metric names in /metrics: none, or vllm (also report values under"
-        " vLLM's names). Default: none.",
+        help="Additional names in /metrics: none, or vllm (also report the values under vLLM's "
+        "metric names). Default: none.",
         rich_help_panel=HTTP,
     ),
 ]
@@ -280,8 +282,8 @@ def serve(
     """Serve a model over an OpenAI-compatible HTTP API.
 
     Settings come from flags, from environment variables such as MOE_SERVE_SERVER_PORT=8001 and from
-    the YAML file of --config. A flag takes precedence over the environment, and the environment
-    over the file.
+    the YAML file given with --config. Flags override environment variables, and environment
+    variables override the file.
     """
     given = given_flags(context.params, SERVE_KEYS)
     settings = {SERVE_KEYS[name]: value for name, value in given.items()}

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 _FilesArgument = Annotated[
     list[Path],
     typer.Argument(
-        help="Trace files, folders of recorded parts, or one file written by `moe-serve "
-        "trace import`."
+        help="Trace files, folders of recordings, or one file written by `moe-serve trace import`."
     ),
 ]
 _JsonFileOption = Annotated[Path | None, typer.Option("--json", help="JSON file for all figures.")]
@@ -35,8 +34,8 @@ _NumRanksOption = Annotated[
     typer.Option(
         "--ranks",
         min=1,
-        help="Number of expert ranks, for the balance when each rank holds an equal run of"
-        " experts.",
+        help="Number of expert ranks to compute the balance for; each rank holds an equal "
+        "number of consecutive experts.",
     ),
 ]
 _NumWindowsOption = Annotated[
@@ -45,8 +44,8 @@ _NumWindowsOption = Annotated[
         "--windows",
         min=1,
         max=1000,
-        help="Number of equal windows that the tokens are split into, to measure how loads"
-        " drift between them.",
+        help="Number of windows of equal length that the recording is split into, to measure "
+        "how loads change from one window to the next.",
     ),
 ]
 
@@ -58,7 +57,8 @@ def show(
     num_ranks: _NumRanksOption = 4,
     num_windows: _NumWindowsOption = 8,
 ) -> None:
-    """Show the load of the experts, the experts that a batch activates, and how loads drift."""
+    """Show the load of each expert, how many experts a batch activates, and how loads
+    change over time."""
     from routing_predictor.traces.trace_stats import draw_heat_map, drifts, layer_loads
 
     check_output(json_file, heatmap)

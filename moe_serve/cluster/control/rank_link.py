@@ -85,7 +85,9 @@ class RankLink:
         if self.num_malformed > self._num_told:
             self._num_told = self.num_malformed
             _log.warning(
-                "%s sent frames that are no messages: %d dropped so far", self.name, self._num_told
+                "%s sent frames that are not valid messages: %d dropped so far",
+                self.name,
+                self._num_told,
             )
 
     def _read(self) -> None:

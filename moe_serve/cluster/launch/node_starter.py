@@ -233,7 +233,7 @@ class NodeStarter:
             node.send(order)
         node.watch()
         hello = node.hello
-        _log.info("node %d came: %s at %s", number, hello.hostname, hello.host)
+        _log.info("node %d joined: %s at %s", number, hello.hostname, hello.host)
         with self._changed:
             self._changed.notify_all()
 

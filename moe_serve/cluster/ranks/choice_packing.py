@@ -51,7 +51,8 @@ def unpack_choices(packed: Choices) -> StepChoices | None:
     )
     if not is_sound:
         _log.warning(
-            "ignored a rank's %d bytes of choices, which do not fit %s tokens, layers and k",
+            "ignored a rank's %d bytes of choices: they do not fit the shape (tokens, "
+            "layers, k) %s",
             len(packed.expert_ids),
             shape,
         )

@@ -118,7 +118,7 @@ class EpochMaker:
         self._place.forget(last.number)
         if refused:
             told = "; ".join(f"{name}: {why}" for name, why in refused.items())
-            _log.warning("epoch %d did not meet: %s", epoch.number, told)
+            _log.warning("epoch %d could not be formed: %s", epoch.number, told)
         return not refused
 
     def _cover(self, experts: Sequence[RankState]) -> bool:

@@ -106,7 +106,9 @@ def _records(schedule: Schedule, choices: StepChoices) -> list[RouteRecord]:
         tokens += told
         if len(told) != count:
             _log.warning(
-                "%d choices came for %d tokens: the step's routes are dropped", count, len(told)
+                "received %d choices of experts for %d tokens; the routes of this step are dropped",
+                count,
+                len(told),
             )
             return []
     token_ids = np.array(tokens, dtype=np.int32)
