@@ -11,43 +11,43 @@ TORCH := torch>=2.11,<2.14
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  PYTHON=python3.12 chooses the interpreter of a new .venv; ARGS=\"--port 9000\" is passed on."
+	@echo "  PYTHON=python3.12 sets the interpreter for a new .venv. ARGS=\"--port 9000\" is passed to the command."
 
 serve: $(VENV)/.installed ## install, and serve the demonstration model on 127.0.0.1:8000
 	@$(BIN)/moe-serve serve $(ARGS)
 
-chat: $(VENV)/.installed ## talk to a running server from the terminal
+chat: $(VENV)/.installed ## chat with a running server in the terminal
 	@$(BIN)/moe-serve chat $(ARGS)
 
-doctor: $(VENV)/.installed ## say what this machine has
+doctor: $(VENV)/.installed ## show this machine's hardware, the usable backends, and problems
 	@$(BIN)/moe-serve doctor $(ARGS)
 
-test: $(VENV)/.installed-test ## install with the test extra, and run the whole suite
+test: $(VENV)/.installed-test ## install the test extra, and run the whole test suite
 	@scripts/test $(ARGS)
 
-test-fast: $(VENV)/.installed-test ## the quick half of the suite: at most 90 s on two cores
+test-fast: $(VENV)/.installed-test ## run the quick half of the suite: at most 90 s on two cores
 	@scripts/test --fast $(ARGS)
 
-test-all: $(VENV)/.installed-test ## the suite with every case of sampled tests: for a night
+test-all: $(VENV)/.installed-test ## run the suite with every case of sampled tests: for a night
 	@scripts/test --all $(ARGS)
 
-check: $(VENV)/.installed-test ## lint, types, structure and tests: what CI runs
+check: $(VENV)/.installed-test ## run lint, types, structure and tests, as CI does
 	@scripts/check $(ARGS)
 
 docs: $(VENV)/.installed-test ## build the documentation as a site into build/site
 	@PYTHONPATH=scripts $(BIN)/python -m docs_site $(ARGS)
 
-# Installs nothing: on a GPU machine without a network, PYTHON is what has torch and triton.
-gpu-bench: ## on a GPU: kernel tests, tuning, benchmarks; goes on where it ended
+# Installs nothing. On a GPU machine without a network, set PYTHON to an interpreter with torch and triton.
+gpu-bench: ## on a GPU: kernel tests, tuning and benchmarks; a second call continues
 	@python="$(BIN)/python"; test -x "$$python" || python="$(PYTHON)"; \
 	  PYTHONPATH=.:kernels "$$python" benchmarks/run.py gpu_all $(ARGS)
 
-install: $(VENV)/.installed ## make .venv and install the server
+install: $(VENV)/.installed ## create .venv and install the server
 
-install-test: $(VENV)/.installed-test ## make .venv and install with the test extra
+install-test: $(VENV)/.installed-test ## create .venv and install the server with the test extra
 
-# torch goes in first and alone, so that the one pip chose for this machine is the one that stays.
-# Each stamp is older than pyproject.toml as soon as that file changes: then pip runs again.
+# torch is installed first and alone, so that later installations keep the build that pip chose for this machine.
+# When pyproject.toml changes, it is newer than each stamp file, and pip runs again.
 $(VENV)/.base: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "moe-serve needs Python 3.10 or newer; choose one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -65,6 +65,6 @@ $(VENV)/.installed-test: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet -e ".[test]"
 	@touch $@ $(VENV)/.installed
 
-clean: ## remove .venv and the tools' caches
+clean: ## remove .venv and the caches of the tools
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

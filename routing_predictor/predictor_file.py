@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor, nn
 
-from routing_predictor.layers.layer_data import predicted_pairs
 from routing_predictor.layers.router_residual import RouterResidual, RouterWeights
-from routing_predictor.layers.train_layers import LayerPredictors
+from routing_predictor.layers.train_layers import LayerPredictors, predicted_pairs
 from routing_predictor.requests.pools import PrefixPools
 from routing_predictor.requests.request_mlp import PrefixPredictor, RequestMLP
 from routing_predictor.traces.card import PredictorCard, PredictorKind, read_card, write_card

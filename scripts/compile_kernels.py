@@ -1,4 +1,4 @@
-"""Compile every Triton kernel in every configuration that it ships in, for GPUs that are not here.
+"""Compiles every Triton kernel in every shipped configuration, without a GPU.
 
     python scripts/compile_kernels.py                 compile, print the facts, apply the rules
     python scripts/compile_kernels.py --check         compare with docs/reference/kernel-coverage.md
@@ -18,15 +18,14 @@ import shutil
 import sys
 import time
 
-os.environ.pop("TRITON_INTERPRET", None)  # before a kernel is decorated: it would not compile
+os.environ.pop("TRITON_INTERPRET", None)  # with it, decorated kernels would not compile
 
 import triton
 
 from kernel_compilation import cache, table
-from kernel_compilation.cover import covering
+from kernel_compilation.cover import broken_rules, covering
 from kernel_compilation.facts import CompiledFacts
 from kernel_compilation.pool import Job, run_jobs
-from kernel_compilation.rules import broken_rules
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase, find_cases
 
 FACT_COLUMNS = ("regs", "stack", "shared", "mma", "wgmma", "tcgen05", "TMA", "spills", "s")
@@ -56,20 +55,23 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels ahead of time.")
-    parser.add_argument("--check", action="store_true", help="fail if the page differs")
+    parser.add_argument("--check", action="store_true", help="fail if the page is outdated")
     parser.add_argument("--write", action="store_true", help="write the table into the page")
-    parser.add_argument("--quick", action="store_true", help="few that have everything once")
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument(
+        "--quick", action="store_true", help="compile few cases that cover every feature"
+    )
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), choices=TARGETS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--no-cache", action="store_true", help="forget what was compiled before")
+    parser.add_argument("--no-cache", action="store_true", help="ignore cached results")
     return parser.parse_args()
 
 
 def compile_all(
     cases: dict[str, CompileCase], jobs: list[Job], num_workers: int
 ) -> tuple[dict[tuple[str, int], CompiledFacts], list[str]]:
-    """The facts by case and target, and a sentence for each that breaks a rule or fails."""
+    """Returns the facts by case and target, and a sentence for each case that breaks a rule or
+    fails."""
     started = time.perf_counter()
     facts: dict[tuple[str, int], CompiledFacts] = {}
     problems: list[str] = []
@@ -105,7 +107,7 @@ def _line(facts: CompiledFacts) -> str:
 
 
 def publish(rendered: str, arguments: argparse.Namespace) -> list[str]:
-    """Write the table, or say which rows of the page are not true any more."""
+    """Writes the table, or prints the rows of the page that are outdated."""
     before, shown, after = table.block(table.PAGE.read_text("utf-8"))
     if arguments.write:
         table.PAGE.write_text(before + rendered + after, "utf-8")

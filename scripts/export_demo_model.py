@@ -1,4 +1,4 @@
-"""Export the demonstration model from its training checkpoint, and check the result.
+"""Exports the demonstration model from its training checkpoint, and checks the result.
 
     python scripts/export_demo_model.py --work build/demo --out moe_serve/demo_model
 
@@ -23,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Export the demonstration model.")
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="training folder")
     parser.add_argument("--out", type=Path, default=Path("moe_serve/demo_model"))
-    parser.add_argument("--corpus", type=Path, help="compare on its valid texts, not on a chat")
+    parser.add_argument("--corpus", type=Path, help="compare on its valid texts instead of a chat")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-check", action="store_true", help="do not compare with transformers")
     arguments = parser.parse_args()

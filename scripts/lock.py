@@ -22,12 +22,12 @@ from packaging.version import Version
 LOCK = Path(__file__).resolve().parents[1] / "deploy" / "requirements.lock"
 PACKAGE, EXTRAS = "moe-serve", ("gpu", "otel")
 _HEAD = """\
-# Versions of everything that moe-serve needs to run, for Python {python} and newer:
+# Versions of all packages that moe-serve needs to run, for Python {python} and newer:
 #
 #     pip install moe-serve -c deploy/requirements.lock
 #
-# The suite passed with these. Written by scripts/lock.py; torch's build (CPU or CUDA) is the one
-# that was installed before, or the one that pip chooses.
+# The test suite passed with these versions. Written by scripts/lock.py. The build of torch (CPU or
+# CUDA) is the one that was installed before, or the one that pip chooses.
 """
 
 
@@ -58,7 +58,7 @@ def lock_text() -> str:
 
 
 def closure(package: str, extras: tuple[str, ...]) -> dict[str, Distribution]:
-    """Installed packages that `package` needs here, by canonical name, without itself."""
+    """Returns the installed packages that `package` needs, by canonical name, without itself."""
     found: dict[str, Distribution] = {}
     waiting, seen = [(package, frozenset(extras))], set[tuple[str, frozenset[str]]]()
     while waiting:
@@ -81,7 +81,7 @@ def closure(package: str, extras: tuple[str, ...]) -> dict[str, Distribution]:
 
 
 def is_needed(requirement: Requirement, extras: frozenset[str]) -> bool:
-    """On this machine, and with these extras of the package that states it."""
+    """Returns whether the requirement applies on this machine, with these extras of its package."""
     marker = requirement.marker
     return marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras))
 

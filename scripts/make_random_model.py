@@ -1,4 +1,4 @@
-"""Write a random MoE checkpoint in Hugging Face layout: sharded safetensors with an index.
+"""Writes a random MoE checkpoint in Hugging Face layout: sharded safetensors with an index.
 
     python scripts/make_random_model.py build/random-1b
     python scripts/make_random_model.py build/tiny --family mixtral --num-layers 2 --width 64
@@ -29,7 +29,7 @@ def main() -> int:
             parser.add_argument(flag, type=int, default=field.default, help="default %(default)s")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shard-mib", type=int, default=512, help="largest file, MiB")
+    parser.add_argument("--shard-mib", type=int, default=512, help="largest size of a file in MiB")
     parser.add_argument("--tokenizer", type=Path, default=Path("moe_serve/demo_model"))
     arguments = parser.parse_args()
     sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})

@@ -16,18 +16,21 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from demo_model.baseline import MIN_GAIN, DomainScore
 from demo_model.corpus import DOMAINS, Corpus
-from demo_model.evaluation import DomainResult, evaluate
+from demo_model.evaluation import (
+    MIN_GAIN,
+    DomainResult,
+    DomainScore,
+    evaluate,
+    trigram_bits_per_byte,
+)
 from demo_model.expert_use import ExpertUse
 from demo_model.export import TrainedWeights, load_exported
 from demo_model.network import Shape
-from demo_model.plots import plot_expert_use, plot_training
+from demo_model.plots import TrainingLog, plot_expert_use, plot_training
 from demo_model.report import Findings, render_report
 from demo_model.samples import generate_samples
 from demo_model.training import Recipe
-from demo_model.training_log import TrainingLog
-from demo_model.trigram import trigram_bits_per_byte
 
 
 def main() -> int:
@@ -37,7 +40,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=Path("moe_serve/demo_model"))
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="documentation folder")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--hardware", default=None, help="what it was trained on, if not this")
+    parser.add_argument("--hardware", default=None, help="hardware of the training, if not this")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     findings = collect(
@@ -52,7 +55,7 @@ def main() -> int:
 
 
 def collect(corpus_root: Path, work: Path, folder: Path, hardware: str) -> Findings:
-    """Measure everything."""
+    """Measures all figures of the report."""
     shape = Shape()
     trained = TrainedWeights.read(work)
     scores, results = _score(corpus_root, folder, shape)
@@ -106,7 +109,7 @@ def _verdict(scores: list[DomainScore], use: ExpertUse) -> int:
 
 
 def _hardware() -> str:
-    """The CPU's name and the number of cores, from Linux if it says."""
+    """Returns the CPU's name, if Linux gives it, and the number of cores."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

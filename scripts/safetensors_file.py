@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint folder as numpy views of the mapped files. Needs numpy only.
+"""Reads the tensors of a checkpoint folder as numpy views of the mapped files. Needs only numpy.
 
 numpy has no bfloat16: such a tensor comes as uint16, its bits.
 """
@@ -31,7 +31,7 @@ class Tensor:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of every `*.safetensors` in the folder, by name."""
+    """Returns every tensor of every `*.safetensors` in the folder, by name."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= _read_file(path)

@@ -1,6 +1,7 @@
-"""Prints how large files, functions and folders are, and fails above the ceilings.
+"""Prints how large files, functions and folders are, and fails above the limits.
 
     python scripts/structure.py
+    python scripts/structure.py --single    also lists the files that a single module imports
 
 Lines include docstrings and comments. Tests are held to the ceiling of folders only. The last lines
 count files that a single module imports, and names that more than one file or class has.
@@ -73,8 +74,8 @@ def above(sizes: list[Size], ceiling: int, unit: str) -> list[str]:
     ]
 
 
-def num_single_importers() -> int:
-    """Count the product's modules that exactly one other module of the product imports."""
+def single_importers() -> dict[Path, str]:
+    """Find the product's files that exactly one other module of the product imports."""
     modules = {dotted(path): path for path in product_files()}
     importers: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
@@ -83,7 +84,7 @@ def num_single_importers() -> int:
                 target = target.rpartition(".")[0]
             if target and target != name:
                 importers[target].add(name)
-    return sum(len(found) == 1 for found in importers.values())
+    return {modules[name]: min(found) for name, found in importers.items() if len(found) == 1}
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -132,10 +133,15 @@ def main() -> int:
             too_large += above(files, MAX_FILE_LINES, "lines")
             too_large += above(functions, MAX_FUNCTION_LINES, "lines")
     num_files, num_classes = num_repeated_names()
+    singles = single_importers()
     print(
-        f"product: {len(product_files())} files, {num_single_importers()} with a single importer; "
+        f"product: {len(product_files())} files, {len(singles)} with a single importer; "
         f"{num_files} file names and {num_classes} class names occur more than once"
     )
+    if "--single" in sys.argv[1:]:
+        sizes = {size.where: size.count for name in PRODUCT for size in file_sizes(Path(name))}
+        for path, importer in sorted(singles.items(), key=lambda item: sizes[str(item[0])]):
+            print(f"{sizes[str(path)]:4} {path}  <- {importer}")
     print("\n".join(too_large), end="\n" if too_large else "")
     return 1 if too_large else 0
 

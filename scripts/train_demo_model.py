@@ -1,8 +1,8 @@
-"""Train the demonstration model.
+"""Trains the demonstration model.
 
     python scripts/train_demo_model.py CORPUS --work build/demo --minutes 95 --chat-minutes 8
 
-Resumes by itself: run the same command again. See docs/measured/demo-model.md.
+To resume, run the same command again. See docs/measured/demo-model.md.
 """
 
 from __future__ import annotations

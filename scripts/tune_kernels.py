@@ -1,4 +1,5 @@
-"""Search the fastest tiles of the grouped products on this GPU, and keep what beats the heuristics.
+"""Searches the fastest tiles of the grouped products on this GPU, and keeps those that beat the
+heuristics.
 
     python scripts/tune_kernels.py                        search and print
     python scripts/tune_kernels.py --write                and into kernels/moe_kernels/gpu/tuned/
@@ -21,8 +22,8 @@ import triton
 from kernel_tuning.candidates import candidates
 from kernel_tuning.search import DeviceMeasure, Entries, products, tune_layer
 from moe_kernels.gpu.compile_case import TARGETS
-from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayer
-from moe_kernels.gpu.grouped_gemm.chips import chip_of
+from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayerSizes
+from moe_kernels.gpu.grouped_gemm.api import chip_of
 from moe_kernels.gpu.tuned import TunedTable, load_tuned, minor_version
 
 
@@ -60,8 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     names = [layer.name for layer in EXPERT_LAYERS]
     parser.add_argument("--layers", nargs="+", choices=names, default=names)
     parser.add_argument("--write", action="store_true", help="keep the table for this device")
-    parser.add_argument("--again", action="store_true", help="also what was tuned before")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be tried")
+    parser.add_argument("--again", action="store_true", help="tune finished products again")
+    parser.add_argument("--dry-run", action="store_true", help="list configurations, run none")
     parser.add_argument("--capability", type=int, choices=TARGETS, default=90, help="for --dry-run")
     return parser.parse_args()
 
@@ -76,7 +77,7 @@ def merged(device: str, entries: Entries) -> TunedTable:
     )
 
 
-def list_candidates(layers: Sequence[ExpertLayer], capability: int) -> None:
+def list_candidates(layers: Sequence[ExpertLayerSizes], capability: int) -> None:
     total = 0
     for layer in layers:
         for item in products(layer):

@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces with addresses of their own, joined by a cable.
+"""Simulates two hosts on one machine: network namespaces with their own addresses, joined by a
+cable.
 
     sudo python scripts/two_hosts.py moe-serve launch MODEL --attention-ranks 1 --expert-ranks 1 \\
         --node-rank {node} --num-nodes 2 --coordinator {coordinator}
@@ -45,7 +46,7 @@ class VirtualHost:
         return ("ip", "netns", "exec", self.name, *argv)
 
     def popen(self, *argv: str, **options: Any) -> subprocess.Popen[bytes]:
-        """A process in there, with subprocess's options."""
+        """Starts a process in the namespace, with subprocess's options."""
         process = subprocess.Popen(self.command(*argv), **options)
         self.processes.append(process)
         return process
@@ -75,7 +76,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[VirtualHost, VirtualHost]]:
-    """Both are up inside the `with`; nothing of them is left after it."""
+    """Creates both hosts for the `with` block, and removes them after it."""
     tag = f"moe{os.getpid() % 100_000}"
     hosts = tuple(
         VirtualHost(name=f"{tag}-{node}", node=node, address=address, device=f"{tag}-e{node}")
@@ -128,7 +129,7 @@ def _must(*arguments: str) -> None:
 
 
 def run_in_both(command: Sequence[str], write: Callable[[str], None] | None = None) -> int:
-    """The exit code of the first that fails, else 0."""
+    """Returns the exit code of the first command that fails, else 0."""
     with two_hosts() as hosts:
         coordinator = f"{hosts[0].address}:{PORT}"
         commands = []
@@ -158,7 +159,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what runs on both hosts")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="command to run on both hosts")
     command = parser.parse_args().command
     if not command:
         parser.error("say what to run")

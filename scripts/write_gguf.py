@@ -1,4 +1,4 @@
-"""Write the weights of a Qwen3-MoE checkpoint as one GGUF file, in their own dtype, for llama.cpp.
+"""Writes the weights of a Qwen3-MoE checkpoint as one GGUF file in their own dtype, for llama.cpp.
 
     envs/llama/bin/python scripts/write_gguf.py build/random-1b build/random-1b.gguf
 
@@ -49,7 +49,7 @@ _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # kinds of a token
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Qwen3-MoE checkpoint -> GGUF.")
+    parser = argparse.ArgumentParser(description="Converts a Qwen3-MoE checkpoint to GGUF.")
     parser.add_argument("folder", type=Path, help="checkpoint in Hugging Face layout")
     parser.add_argument("gguf", type=Path, help="file to write")
     arguments = parser.parse_args()
@@ -92,7 +92,8 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE vocabulary. The benchmark sends ids: it is here so that the file loads."""
+    """Adds a byte-level BPE vocabulary. The benchmark sends ids; the vocabulary is needed only to
+    load the file."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     tokens = [f"[UNUSED{i}]" for i in range(vocab_size)]
     kinds = [_UNUSED] * vocab_size
@@ -110,7 +111,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> No
 
 
 def _named(tensors: dict[str, Tensor], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, tensor), the experts of a layer stacked: [expert, out, in]."""
+    """Yields (name in the file, tensor) with the experts of a layer stacked: [expert, out, in]."""
     yield "token_embd.weight", tensors["model.embed_tokens.weight"]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
@@ -129,7 +130,8 @@ def _named(tensors: dict[str, Tensor], config: dict[str, Any]) -> Iterator[tuple
 
 
 def _write(writer: gguf.GGUFWriter, tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-    """Goes over the tensors twice, for the table and for the bytes: one of them in memory."""
+    """Reads the tensors twice, for the table and for the bytes, so only one is in memory at a
+    time."""
     for name, tensor in tensors():
         tensor = _as_stored(name, tensor)
         writer.add_tensor_info(

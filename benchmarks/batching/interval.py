@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from routing_predictor.judge.bootstrap import interval
+from routing_predictor.judge.evaluate import interval
 
 
 @dataclass(frozen=True, slots=True)

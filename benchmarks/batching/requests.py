@@ -16,7 +16,7 @@ from moe_serve.learn.documents import cut_into_pieces, read_documents
 from moe_serve.learn.predictor_data import PredictorModel
 from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.predictor_file import load_request_predictor
-from routing_predictor.requests.request_predictor import RequestPredictor
+from routing_predictor.requests.request_mlp import RequestPredictor
 
 PREFIX = 128  # tokens that a request has when it starts
 LONGEST = 96  # tokens that it may generate

@@ -21,8 +21,14 @@ from torch import Tensor
 
 from harness.machine import MachineLimits, measure_limits
 from moe_kernels.choice import choose_kernels
-from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights, StepTokens
-from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels, KVPages
+from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights, StepRows
+from moe_kernels.interface.kernels import (
+    AttentionCall,
+    ExpertWeights,
+    GatedActivation,
+    Kernels,
+    KVPages,
+)
 from moe_kernels.reference.norm import rotary_table
 
 D, F, E, K = 1024, 768, 32, 4
@@ -102,14 +108,15 @@ def _attention(
     rows = tables[sequences, positions // PAGE] * KV_HEADS * PAGE + positions % PAGE
     kv_rows = torch.from_numpy((rows[:, None] + np.arange(KV_HEADS) * PAGE).reshape(-1))
     lens, starts = np.full(num_sequences, count), np.full(num_sequences, start)
-    step = StepTokens(lens, starts, tables.tolist(), PAGE)
+    step = StepRows(lens, starts, tables.tolist(), PAGE)
     plan = kernels.plan_attention(step, shape, CPU)
     norm = QKNormWeights(*(torch.ones(HEAD_DIM, dtype=dtype) for _ in range(2)))
     angles = torch.arange(start + count)[:, None] * torch.logspace(0, -3, HEAD_DIM // 2)[None]
     rotary = rotary_table(angles.float())
     qkv = torch.randn(len(positions), (HEADS + 2 * KV_HEADS) * HEAD_DIM).to(dtype)
     where = torch.from_numpy(positions)
-    return lambda i: kernels.attend(qkv, norm, None, rotary, where, kv_rows, pages[i], plan, shape)
+    calls = [AttentionCall(rotary, where, kv_rows, each, plan) for each in pages]
+    return lambda i: kernels.attend(qkv, norm, None, calls[i], shape)
 
 
 def best_time(case: Case, seconds: float) -> float:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_bench.shapes import DecodeShape
-from moe_kernels.interface.attention_shape import RotaryTable, StepTokens
-from moe_kernels.interface.kernels import Kernels, KVPages
+from moe_kernels.interface.attention_shape import RotaryTable, StepRows
+from moe_kernels.interface.kernels import AttentionCall, Kernels, KVPages
 from moe_kernels.reference.norm import rotary_table
 
 PAGE_SIZE = 16
@@ -61,24 +61,16 @@ def make_scene(shape: DecodeShape, dtype: torch.dtype, device: torch.device) -> 
 def own_decode(shape: DecodeShape, scene: DecodeScene, kernels: Kernels) -> Decode:
     """Rotation, writing the new key and value, and attention. The plan is made once per step."""
     num, device = shape.num_sequences, scene.qkv.device
-    step = StepTokens(
+    step = StepRows(
         np.ones(num, dtype=np.int64),
         np.full(num, shape.context, dtype=np.int64),
         scene.page_tables,
         PAGE_SIZE,
     )
     plan = kernels.plan_attention(step, shape.attention, device)
-    return lambda: kernels.attend(
-        scene.qkv.clone(),  # it may be overwritten
-        None,
-        None,
-        scene.rotary,
-        scene.positions,
-        scene.kv_rows,
-        scene.pages,
-        plan,
-        shape.attention,
-    )
+    call = AttentionCall(scene.rotary, scene.positions, scene.kv_rows, scene.pages, plan)
+    # The queries, keys and values may be overwritten.
+    return lambda: kernels.attend(scene.qkv.clone(), None, None, call, shape.attention)
 
 
 def sdpa_decode(shape: DecodeShape, scene: DecodeScene) -> Decode:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.gpu.expert_layers import ExpertLayer
+from moe_kernels.gpu.expert_layers import ExpertLayerSizes
 from moe_kernels.interface.kernels import ExpertWeights
 
 _WEIGHT_SCALE = 0.02
@@ -20,7 +20,7 @@ _WEIGHT_SCALE = 0.02
 class LayerWeights:
     """gate_up [E, 2F, D], gate rows first; down [E, D, F]; biases [E, 2F] and [E, D] or none."""
 
-    shape: ExpertLayer
+    shape: ExpertLayerSizes
     gate_up: Tensor
     down: Tensor
     gate_up_bias: Tensor | None
@@ -53,7 +53,7 @@ class LayerRows:
     num_active: int
 
 
-def make_weights(shape: ExpertLayer, dtype: torch.dtype, device: torch.device) -> LayerWeights:
+def make_weights(shape: ExpertLayerSizes, dtype: torch.dtype, device: torch.device) -> LayerWeights:
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -71,7 +71,7 @@ def make_weights(shape: ExpertLayer, dtype: torch.dtype, device: torch.device) -
 
 
 def make_rows(
-    shape: ExpertLayer, num_tokens: int, dtype: torch.dtype, device: torch.device
+    shape: ExpertLayerSizes, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> LayerRows:
     """Every row chooses its experts at random, all experts alike."""
     generator = torch.Generator(device).manual_seed(num_tokens)
@@ -87,13 +87,13 @@ def make_rows(
     )
 
 
-def least_bytes(shape: ExpertLayer, rows: LayerRows, weight_bytes: float) -> float:
+def least_bytes(shape: ExpertLayerSizes, rows: LayerRows, weight_bytes: float) -> float:
     """Activated experts once, rows in, fp32 rows out. `weight_bytes`: of one weight."""
     num_weights = rows.num_active * 3 * shape.width * shape.expert_width
     num_values = rows.x_TD.numel()
     return num_weights * weight_bytes + num_values * (rows.x_TD.element_size() + 4)
 
 
-def operations(shape: ExpertLayer, rows: LayerRows) -> float:
+def operations(shape: ExpertLayerSizes, rows: LayerRows) -> float:
     """Two per weight and routed row."""
     return 6.0 * rows.expert_ids_TK.numel() * shape.width * shape.expert_width

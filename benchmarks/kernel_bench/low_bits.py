@@ -9,8 +9,7 @@ import torch
 from kernel_bench.expert_contestants import ExpertContestant, Layer
 from kernel_bench.expert_work import LayerWeights
 from moe_kernels.gpu.grouped_gemm import pack
-from moe_kernels.gpu.grouped_gemm.api import grouped_experts
-from moe_kernels.gpu.grouped_gemm.chips import chip_of
+from moe_kernels.gpu.grouped_gemm.api import chip_of, grouped_experts
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.heuristics import WeightFormat
 

@@ -17,13 +17,13 @@ from kernel_bench.limits import DeviceLimits, bound
 from kernel_bench.measurement import Measurement, WorkResult, last_line, relative_error
 from kernel_bench.shapes import DecodeShape
 from moe_kernels.choice import choose_kernels
-from moe_kernels.gpu.expert_layers import ExpertLayer
+from moe_kernels.gpu.expert_layers import ExpertLayerSizes
 
 Say = Callable[[str], None]
 
 
 def run_layer(
-    shape: ExpertLayer,
+    shape: ExpertLayerSizes,
     all_tokens: Sequence[int],
     dtype: torch.dtype,
     clock: Clock,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayer
+from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayerSizes
 from moe_kernels.interface.attention_shape import AttentionShape
 
 ALL_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -13,8 +13,8 @@ FEW_TOKENS = (1, 4, 16)
 
 LAYERS = (
     *EXPERT_LAYERS,
-    ExpertLayer(name="random-1b", num_experts=32, top_k=4, width=1024, expert_width=768),
-    ExpertLayer(name="tiny", num_experts=8, top_k=2, width=64, expert_width=96),
+    ExpertLayerSizes(name="random-1b", num_experts=32, top_k=4, width=1024, expert_width=768),
+    ExpertLayerSizes(name="tiny", num_experts=8, top_k=2, width=64, expert_width=96),
 )
 GPU_LAYERS = tuple(layer.name for layer in EXPERT_LAYERS)
 

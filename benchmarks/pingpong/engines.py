@@ -35,7 +35,11 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
+from moe_serve.pipeline.costs.micro_batch_choice import (
+    MAX_MICRO_BATCHES,
+    MicroBatchChoice,
+    MicroBatchChooser,
+)
 from moe_serve.pipeline.costs.online_costs import OnlineCosts
 from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
 from moe_serve.planning.measure import usual
@@ -254,11 +258,13 @@ class SwitchedChooser:
 
     def __init__(self) -> None:
         self._auto: MicroBatchChooser | None = None
-        self._fixed = [Choice(m, (), "predicted best") for m in range(1, MAX_MICRO_BATCHES + 1)]
+        self._fixed = [
+            MicroBatchChoice(m, (), "predicted best") for m in range(1, MAX_MICRO_BATCHES + 1)
+        ]
         self.cuts: int | None = None
         self.chosen: list[int] = []  # by `auto`
 
-    def choose(self, loads: Sequence[BatchLoad]) -> Choice:
+    def choose(self, loads: Sequence[BatchLoad]) -> MicroBatchChoice:
         if self.cuts is None:
             assert self._auto is not None, "no cluster was built with this chooser"
             choice = self._auto.choose(loads)
@@ -267,7 +273,9 @@ class SwitchedChooser:
         most = max(load.num_sequences for load in loads)
         return self._fixed[min(self.cuts, most) - 1]
 
-    def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None:
+    def observe(
+        self, loads: Sequence[BatchLoad], choice: MicroBatchChoice, timing: StepTiming
+    ) -> None:
         if self._auto is not None and all(choice is not each for each in self._fixed):
             self._auto.observe(loads, choice, timing)
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cluster.control.meeting_store import StoreServer, connect_store
 from moe_serve.cluster.control.secret import ClusterSecret
-from moe_serve.cluster.control.store import StoreServer, connect_store
 from moe_serve.config.sections import CacheConfig
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.step_inputs import StepInputs

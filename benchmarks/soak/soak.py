@@ -26,9 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.environment import describe_environment
-from soak.sample import Sample, take_sample
+from soak.sample import Sample, SettleRule, take_sample, trend_of
 from soak.served import Served
-from soak.trend import SettleRule, trend_of
 from soak.visitors import LIMIT_S, VISITORS, Host
 
 # Allowed growth in an hour, for the upper end of the 95% interval.

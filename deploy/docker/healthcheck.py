@@ -21,7 +21,7 @@ def is_live(environ: Mapping[str, str]) -> bool:
     try:
         connection.connect()
         if is_tls and environ.get("MOE_SERVE_SERVER_SSL_CA_CERTS"):
-            return True  # only who shows a certificate gets more than a handshake
+            return True  # without a client certificate the server allows only a handshake
         connection.request("GET", "/health/live")
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experts.memory.expectation import Expectation, Hint
+from experts.memory.memory_policy import MemoryPolicy
 from experts.memory.memory_stats import MemoryCounts, MemoryStats
-from experts.memory.policy import MemoryPolicy
 from experts.memory.reader_threads import ReaderThreads
 from experts.memory.slot_table import ExpertKey, SlotState, SlotTable
 from experts.memory.transitions import Transitions

@@ -1,4 +1,9 @@
-"""The parts of a run that send requests: the warm-up and the measured load."""
+"""Sends the requests of a run: the warm-up, and the measured load as a closed or an open loop.
+
+An open loop never waits for answers. A request that the client could not send in time keeps the
+time at which it was due, and its latency counts from there: a slow server cannot slow its own load
+down (coordinated omission), and a slow client shows as lateness.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from typing import Protocol
 
-from moe_serve.bench.client.client import Client, Progress
 from moe_serve.bench.client.client_health import ClientHealth, HealthMeter
 from moe_serve.bench.client.endpoint import Endpoint
-from moe_serve.bench.driver import Collected, closed_loop, open_loop
-from moe_serve.bench.figures.record import RequestRecord
-from moe_serve.bench.plan import RunPlan
+from moe_serve.bench.client.load_client import LoadClient, RunProgress
+from moe_serve.bench.figures.request_record import RequestRecord
+from moe_serve.bench.run_plan import RunPlan
 from moe_serve.bench.workload.prompts import PromptMaker, TextScale
 from moe_serve.bench.workload.request import Ready
 from moe_serve.bench.workload.workload import Workload
@@ -25,7 +30,104 @@ _MADE_AHEAD_TOKENS = 20_000_000  # largest number of prompts that are all made b
 _WARM_UP_SEED = 0x5EED  # its prompts differ from those of the run
 _WARM_UP_TOKENS = 8
 
-OnStart = Callable[[Progress, "int | None"], None]
+OnStart = Callable[[RunProgress, "int | None"], None]
+
+
+class Sender(Protocol):
+    """The interface of `LoadClient` that the loops use."""
+
+    async def send(self, request: Ready, scheduled_s: float | None = None) -> RequestRecord: ...
+
+
+class Timer(Protocol):
+    """A clock that counts seconds since the run began."""
+
+    def now(self) -> float: ...
+
+    async def sleep_until(self, at_s: float) -> None: ...
+
+
+class Collected:
+    """The records of a run as they arrive; an interrupted run keeps those that had ended."""
+
+    def __init__(self) -> None:
+        self.records: list[RequestRecord] = []
+
+    async def send(self, sender: Sender, request: Ready, scheduled_s: float | None) -> None:
+        self.records.append(await sender.send(request, scheduled_s))
+
+
+async def closed_loop(
+    sender: Sender,
+    requests: Iterator[Ready],
+    collected: Collected,
+    timer: Timer,
+    *,
+    concurrency: int,
+    duration_s: float | None = None,
+) -> None:
+    """Runs `concurrency` clients, each of which sends its next request when its last one is
+    answered."""
+
+    async def one_client() -> None:
+        for request in requests:  # shared: each takes the next
+            if duration_s is not None and timer.now() >= duration_s:
+                return
+            await collected.send(sender, request, None)
+
+    await _all([asyncio.ensure_future(one_client()) for _ in range(concurrency)])
+
+
+async def open_loop(
+    sender: Sender,
+    requests: Iterator[Ready],
+    collected: Collected,
+    timer: Timer,
+    *,
+    max_in_flight: int,
+) -> None:
+    """Sends each request when it is due. Requests beyond `max_in_flight` wait here and count as
+    late."""
+    places = asyncio.Semaphore(max_in_flight)
+    running: set[asyncio.Future[None]] = set()
+    bugs: list[BaseException] = []  # a request that fails is a record; an exception is a bug
+
+    async def one_request(request: Ready) -> None:
+        try:
+            await collected.send(sender, request, request.at_s)
+        finally:
+            places.release()
+
+    def ended(task: asyncio.Future[None]) -> None:
+        running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            bugs.append(error)
+
+    try:
+        for request in requests:  # the body is made here, before the request is due
+            await timer.sleep_until(request.at_s)
+            await places.acquire()
+            task = asyncio.ensure_future(one_request(request))
+            running.add(task)
+            task.add_done_callback(ended)
+            if bugs:
+                raise bugs[0]
+    except BaseException:
+        for unfinished in running:
+            unfinished.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        raise
+    await _all(list(running))
+
+
+async def _all(tasks: list[asyncio.Future[None]]) -> None:
+    """Waits for all tasks; a task that raises, which only a bug does, ends the others."""
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class WallTimer:
@@ -58,7 +160,7 @@ class Load:
         self.collected = Collected()
         self.is_interrupted = False
         self.num_unfinished = 0
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.health: ClientHealth | None = None
         self._plan, self._requests = plan, requests
         self._timer, self._max_in_flight = timer, max_in_flight
@@ -67,8 +169,8 @@ class Load:
     def records(self) -> list[RequestRecord]:
         return self.collected.records
 
-    async def run(self, client: Client, on_start: OnStart | None) -> None:
-        self.progress = client.progress = Progress()
+    async def run(self, client: LoadClient, on_start: OnStart | None) -> None:
+        self.progress = client.progress = RunProgress()
         workload = self._plan.workload
         if on_start is not None:
             on_start(self.progress, workload.planned)
@@ -92,7 +194,7 @@ class Load:
         self.num_unfinished = self.progress.num_sent - len(self.records)
         self.health = meter.result(self.records, is_open=workload.is_open)
 
-    async def _loop(self, client: Client) -> None:
+    async def _loop(self, client: LoadClient) -> None:
         workload = self._plan.workload
         if workload.concurrency is None:
             await open_loop(
@@ -136,7 +238,7 @@ def make_requests(workload: Workload, endpoint: Endpoint, maker: PromptMaker) ->
 
 
 async def warm_up(
-    plan: RunPlan, endpoint: Endpoint, client: Client, timer: WallTimer, scale: TextScale | None
+    plan: RunPlan, endpoint: Endpoint, client: LoadClient, timer: WallTimer, scale: TextScale | None
 ) -> None:
     """Sends the first requests of the workload with other words and short answers, all at once.
 

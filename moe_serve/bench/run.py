@@ -8,21 +8,20 @@ from dataclasses import fields, replace
 from datetime import datetime, timezone
 
 from moe_serve import __version__
-from moe_serve.bench.client.client import Client
 from moe_serve.bench.client.client_health import allow_open_files
 from moe_serve.bench.client.connection import Target
 from moe_serve.bench.client.endpoint import Endpoint
+from moe_serve.bench.client.load_client import LoadClient
 from moe_serve.bench.client.server_metrics import Metrics, ServerSide
 from moe_serve.bench.client.server_probe import ServerProbe
-from moe_serve.bench.figures.samples import Samples
+from moe_serve.bench.figures.over_time import RunTimeline
 from moe_serve.bench.figures.spread import quantiles_ms
-from moe_serve.bench.figures.summary import notes_of, summarize
-from moe_serve.bench.figures.timeline import RunTimeline
+from moe_serve.bench.figures.summary import Samples, notes_of, summarize
 from moe_serve.bench.load import Load, OnStart, WallTimer, make_requests, warm_up
-from moe_serve.bench.plan import RunPlan
 from moe_serve.bench.report.report import Report
+from moe_serve.bench.run_plan import RunPlan
 from moe_serve.bench.workload.prompts import PromptMaker
-from moe_serve.bench.workload.trace_cut import TraceCut
+from moe_serve.bench.workload.trace_rows import TraceCut
 from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchError
 
@@ -45,7 +44,7 @@ async def run_bench(plan: RunPlan, on_start: OnStart | None = None) -> Report:
             if scale is None:
                 notes.append("the server gives no usage: one word is taken for one token.")
         timer = WallTimer()
-        client = Client(
+        client = LoadClient(
             target,
             path=endpoint.path,
             api_key=plan.api_key,

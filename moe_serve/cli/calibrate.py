@@ -30,23 +30,25 @@ class CalibrateOptions:
         None,
         help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model.",
     )
-    out: Path = option(Path("calibration.json"), help="JSON file for the measured costs.")
+    out: Path = option(Path("calibration.json"), help="JSON file for the measured times.")
     device: str = option(
         "auto", help="Device to measure: auto (cuda if there is a CUDA GPU, else cpu), cpu or cuda."
     )
     num_threads: int | None = option(
-        None, min=1, help="Number of CPU threads of one rank. Default: torch chooses."
+        None, min=1, help="Number of CPU threads that one rank would use. Default: torch chooses."
     )
     quick: bool = option(
-        False, "--quick", help="Measure fewer points: takes seconds, and the fits are less exact."
+        False,
+        "--quick",
+        help="Measure fewer points: this takes seconds instead of minutes, and is less accurate.",
     )
 
 
 @with_options(CalibrateOptions)
 def calibrate(options: CalibrateOptions) -> None:
-    """Measure what attention, experts and transfers cost on this machine.
+    """Measure how long attention, experts and transfers take on this machine.
 
-    `moe-serve plan --calibration FILE` then compares layouts by these costs.
+    `moe-serve plan --calibration FILE` uses the measured times to compare layouts.
     """
     if options.device not in _DEVICES:
         raise ConfigError(

@@ -111,9 +111,9 @@ class ChatCommandOptions:
 
 @with_options(ChatCommandOptions)
 def chat(options: ChatCommandOptions) -> None:
-    """Chat with a running server in the terminal; answers are shown as they are generated.
+    """Chat with a running server in the terminal. Answers appear while they are generated.
 
-    Text on standard input that is not a terminal is sent as one message.
+    If standard input is a pipe or a file, its whole text is sent as one message.
     """
     api_key, message = sent_key(options.api_key), options.message
     if message is None and not sys.stdin.isatty():

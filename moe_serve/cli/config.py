@@ -37,7 +37,7 @@ def show(
 ) -> None:
     """Print every configuration key with its value and its source.
 
-    Of API keys only the number is shown.
+    API keys are never printed; the output has their number instead.
     """
     loaded = load_config(flags={}, environ=os.environ, file=config_file)
     entries = tuple(

@@ -66,13 +66,13 @@ app.add_typer(
     trace,
     name="trace",
     rich_help_panel="Plan",
-    help="Record, show or import which experts the routers choose.",
+    help="Record, show or import the experts that the routers choose.",
 )
 app.add_typer(
     placement,
     name="placement",
     rich_help_panel="Inspect",
-    help="Show, apply, save or re-balance the expert placement of a running server.",
+    help="Show, apply, save or rebalance the expert placement of a running server.",
 )
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)

@@ -24,7 +24,7 @@ placement = typer.Typer(no_args_is_help=True)
 
 @placement.command()
 def status(url: Url = URL, admin_key: AdminKey = None) -> None:
-    """Show the current placement, how balanced it is, and the result of the last plan."""
+    "Show the current placement, how balanced it is, and the result of the last plan."
     _print(_client(url, admin_key).ask("GET", "placement", _STATUS))
 
 
@@ -33,10 +33,11 @@ def rebalance(
     url: Url = URL,
     admin_key: AdminKey = None,
     wait: Annotated[
-        bool, typer.Option(help="Wait until the plan is rejected or the move is finished.")
+        bool, typer.Option(help="Wait until the plan is rejected or the experts have moved.")
     ] = True,
 ) -> None:
-    """Plan a new placement from recent loads now, and move experts if the gain is large enough."""
+    """Plan a new placement from recent loads now. Experts move only if the gain is large
+    enough."""
     client = _client(url, admin_key)
     found = client.ask("POST", "placement/rebalance", _STATUS)
     while wait and found["state"] != "idle":
@@ -47,12 +48,13 @@ def rebalance(
 
 @placement.command()
 def apply(
-    file: Annotated[Path, typer.Argument(help="A plan that `moe-serve place --out` wrote.")],
+    file: Annotated[Path, typer.Argument(help="Plan written by `moe-serve place --out`.")],
     url: Url = URL,
     admin_key: AdminKey = None,
     wait: Annotated[bool, typer.Option(help="Wait until the experts have moved.")] = True,
 ) -> None:
-    """Put a plan into effect on a running server: experts move while it serves."""
+    """Put a plan into effect on a running server. The experts move while the server answers
+    requests."""
     content = _read(file)
     client = _client(url, admin_key)
     found = client.ask("POST", "placement/plan", _STATUS, content)
@@ -76,7 +78,7 @@ def save(
     url: Url = URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Write the current placement into a file, so that a restarted server can begin with it."""
+    "Write the current placement into a file, so that a server can start with it again."
     content = _client(url, admin_key).ask("GET", "placement/plan", _PLAN)
     try:
         file.write_text(json.dumps(content) + "\n", encoding="utf-8")

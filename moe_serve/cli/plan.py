@@ -30,43 +30,50 @@ class PlanLayoutOptions:
 
     calibration: Path = option(REQUIRED, help="Calibration file written by `moe-serve calibrate`.")
     devices: int = option(
-        REQUIRED, help="Number of devices to plan for, each like the calibrated one."
+        REQUIRED,
+        help="Number of devices to plan for. All of them are assumed to be like the calibrated "
+        "device.",
     )
     max_tpot_ms: float | None = option(
         None,
-        help="Upper bound on the time per output token (TPOT), in milliseconds. Default: no bound.",
+        help="Largest time per output token (TPOT), in milliseconds. Default: no limit.",
     )
     batch: int | None = option(
         None,
-        help="Number of sequences that decode at once. Default: the largest batch within "
-        "the other bounds.",
+        help="Number of sequences that generate tokens at the same time. Default: the largest "
+        "number that the other options allow.",
     )
     rate: float | None = option(
         None,
-        help="Wanted throughput of all devices together, in output tokens per second "
+        help="Throughput that all devices together must reach, in output tokens per second "
         "(instead of --batch).",
     )
-    context: int = option(1024, help="Tokens of one sequence, prompt and answer together.")
+    context: int = option(
+        1024, help="Number of tokens of one sequence, prompt and answer together."
+    )
     memory_bytes: str | None = option(
         None,
         metavar="BYTES",
-        help="Memory of one device for weights and KV cache, in bytes or as a size such as"
-        " 80GiB. Default: no bound.",
+        help="Memory of one device for weights and KV cache, in bytes or as a size such as 80GiB. "
+        "Default: no limit.",
     )
     network: bool = option(
         False,
         "--network",
-        help="Use the link costs measured between hosts instead of those within one host.",
+        help="Assume that the devices are on different hosts: use the calibrated network costs "
+        "instead of the costs within one host.",
     )
     as_json: bool = option(False, "--json", help="Print the result as JSON, for scripts.")
 
 
 @with_options(PlanLayoutOptions)
 def plan(options: PlanLayoutOptions) -> None:
-    """Compare disaggregated layouts with one device and with replicas, and recommend one.
+    """Compare layouts of a model on several devices and recommend one.
 
-    Give at least one of --batch, --rate, --max-tpot-ms and --memory-bytes. Without --batch and
-    --rate the plan uses the largest batch that the other bounds allow.
+    The layouts are: the whole model on one device, replicas of the whole model, and attention and
+    experts on separate devices. Give at least one of --batch, --rate, --max-tpot-ms and
+    --memory-bytes. Without --batch and --rate, the plan uses the largest batch that the other
+    options allow.
     """
     from moe_serve.planning.calibration_file import read_calibration
     from moe_serve.planning.layout_planner import PlanRequest, plan_layouts

@@ -29,21 +29,21 @@ class TimelineOptions:
     )
     out: Path | None = option(
         None,
-        help="Picture to write; the suffix, such as .png or .svg, sets the format.",
+        help="File for the picture; its suffix, such as .png or .svg, sets the format.",
         show_default="FILE with the suffix .png",
     )
     step: int | None = option(
         None,
-        help="Number of the step to summarise and draw. Not together with --steps.",
+        help="Number of the step to summarise and draw. Cannot be combined with --steps.",
         show_default="draw the middle one",
     )
     steps: str | None = option(
-        None, metavar="A:B", help="Range of steps to summarise and draw, both ends included."
+        None, metavar="A:B", help="Range of steps to summarise and draw; A and B are included."
     )
     layers: str | None = option(
         None,
         metavar="A:B",
-        help="Range of layers to draw, both ends included. Default: all layers.",
+        help="Range of layers to draw; A and B are included. Default: all layers.",
     )
 
 
@@ -51,7 +51,7 @@ class TimelineOptions:
 def timeline(options: TimelineOptions) -> None:
     """Summarise a recorded timeline and draw it.
 
-    Prints how busy attention ranks and expert ranks were, and writes a picture of the steps.
+    Prints how busy the attention ranks and expert ranks were, and writes a picture of the steps.
     """
     from moe_serve.pipeline.timeline.pool_metrics import measure
     from moe_serve.pipeline.timeline.timeline_plot import draw_timeline

@@ -12,7 +12,7 @@ from moe_serve.cluster.members.rank_starter import LocalStarter
 from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.build import BuiltEngine
+from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
 from moe_serve.engine.routes.route_records import RouteListeners
@@ -67,3 +67,9 @@ def build_cluster(
         grammars=checkpoint.grammars(),  # to check requests; ranks have own
         activity=ranks.witness,
     )
+
+
+def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
+    """Loads the model here, or starts ranks that do."""
+    build = build_cluster if config.cluster.is_disaggregated else build_engine
+    return build(config, progress)

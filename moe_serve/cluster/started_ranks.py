@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cluster.control.listener import Listener
+from moe_serve.cluster.control.meeting_store import StoreServer
 from moe_serve.cluster.control.messages import Configure, Loaded, Report
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
-from moe_serve.cluster.control.store import StoreServer
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
@@ -22,14 +23,13 @@ from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
-from moe_serve.cluster.members.roster import Roster
+from moe_serve.cluster.members.roster import RankState, Roster
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.rebalance.planner import Plan
 from moe_serve.cluster.rebalance.rebalancer import Rebalancer, make_mover, make_rebalancer
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.epoch_maker import EpochMaker
-from moe_serve.cluster.steps.rank_witness import RankWitness
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.sections import TransportName
 from moe_serve.engine.engine import Engine
@@ -41,6 +41,7 @@ from moe_serve.model.load.model_tensors import LoadProgress
 from moe_serve.pipeline.links.meeting import MeetingPlace
 
 MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
+Stacks = Callable[[Iterable[str]], Mapping[str, tuple[str, ...]]]
 
 
 class StartedRanks:
@@ -203,3 +204,33 @@ def check_transport(wanted: TransportName, gpus: Mapping[str, str]) -> None:
                 "NCCL refuses: use 'auto' or 'host'."
             )
         owners[gpu] = name
+
+
+class RankWitness:
+    """Implements ActivityReport. `stacks` is None if the ranks are not all on this host."""
+
+    def __init__(self, roster: Roster, coordinator: Coordinator, stacks: Stacks | None) -> None:
+        self._roster, self._coordinator, self._stacks = roster, coordinator, stacks
+
+    def lines(self) -> list[str]:
+        """Returns the steps under way, a line for each rank, and the stacks."""
+        lines = self._coordinator.open_steps or ["no step is under way"]
+        states = list(self._roster.all())
+        lines = [*lines, *(_line(state) for state in states)]
+        present = [str(state.name) for state in states if state.is_present]
+        if self._stacks is None:
+            return [*lines, "stacks: ranks of a launch are not asked; send them SIGUSR1"]
+        for name, tail in self._stacks(present).items():
+            lines += ["", f"the last output of {name}, with its stacks if it could answer:", *tail]
+        return lines
+
+
+def _line(state: RankState) -> str:
+    link = state.link
+    if link is None:
+        return f"{state.name}: {state.phase.value}, no connection"
+    age = time.monotonic() - link.last_beat
+    at = "between steps"
+    if link.operation:
+        at = f"{link.operation}, for {link.operation_s + age:.1f} s"
+    return f"{state.name}: {state.phase.value}, last heard of {age:.1f} s ago; {at}"

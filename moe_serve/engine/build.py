@@ -10,7 +10,7 @@ from experts.expert_stage import ExpertStage
 from moe_kernels.choice import default_num_threads
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.sizing import check_page_size
-from moe_serve.config.sections import EngineConfig, ModelConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
@@ -65,23 +65,20 @@ def build_engine(
     """
     clock = time.monotonic()
     keep_freed_memory()
-    model = _opened(config.model, progress, open_weights)
-    check_page_size(config.cache.page_size, model.loader.kernels)
+    model = _opened(config, progress, open_weights)
     loader, spec, max_model_len = model.loader, model.spec, model.max_model_len
     eos, grammars = model.eos_token_ids, model.grammars()
     tap, routes, log = RouteTap(spec.router.num_experts), RouteListeners(), StageLog()
     make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
     next_layer = open_next_layer(config, model.folder, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
-    part = model.load_attention(config)
-    transport = _local_transport(loader, experts, config)
+    part, transport = model.load_attention(config), _local_transport(loader, experts, config)
     pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
     cuts = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     watched = WatchedRunner(runner, log)
     masks = AnswerMasks(spec.vocab_size, eos, grammars)
-    sampler = make_sampler(eos, loader.kernels)
-    executor = LocalExecutor(watched, sampler, tap, experts.memory, masks)
+    executor = LocalExecutor(watched, make_sampler(eos, loader.kernels), tap, experts.memory, masks)
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
     engine = Engine(
         executor,
@@ -106,24 +103,26 @@ def build_engine(
         cuda_graphs=graphs,
         expert_memory=None if experts.memory is None else memory_line(config.model),
     )
-    has_times = loader.device.type == "cpu"  # on a GPU this would time kernel launches only
     return BuiltEngine(
         engine,
         layout,
         spec,
         routes,
-        last_step=watched.last_step if has_times else None,
+        # on a GPU this would time kernel launches only
+        last_step=watched.last_step if loader.device.type == "cpu" else None,
         grammars=grammars,
         activity=LocalActivity(executor, log),
     )
 
 
 def _opened(
-    config: ModelConfig, progress: LoadProgress | None, open_weights: OpenWeights
+    config: EngineConfig, progress: LoadProgress | None, open_weights: OpenWeights
 ) -> OpenedModel:
-    num_threads = config.num_threads or default_num_threads()
-    folder, device = model_folder(config), device_of(config)
-    model = OpenedModel.open(folder, config, num_threads, device, progress, open_weights)
+    of = config.model
+    num_threads = of.num_threads or default_num_threads()
+    folder, device = model_folder(of), device_of(of)
+    model = OpenedModel.open(folder, of, num_threads, device, progress, open_weights)
+    check_page_size(config.cache.page_size, model.loader.kernels)
     model.set_torch_threads()
     return model
 

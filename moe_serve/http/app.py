@@ -13,8 +13,8 @@ from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
 from moe_serve.engine.tracing import Tracing
 from moe_serve.http.admin.control import placement_router, trace_router
-from moe_serve.http.admin.load_report import LoadReportMiddleware
 from moe_serve.http.admin.status import (
+    LoadReportMiddleware,
     hang_router,
     health_router,
     info_router,
@@ -22,17 +22,14 @@ from moe_serve.http.admin.status import (
     startup_router,
 )
 from moe_serve.http.anthropic.routes import messages_router
-from moe_serve.http.dashboard.board import Board
+from moe_serve.http.dashboard.board import Board, dashboard_router
 from moe_serve.http.dashboard.facts import NO_FACTS, DashboardFacts
-from moe_serve.http.dashboard.page_routes import add_page_routes
-from moe_serve.http.dashboard.routes import dashboard_router
 from moe_serve.http.edge import EdgeMiddleware
 from moe_serve.http.gate.access_log import AccessLog
 from moe_serve.http.gate.auth import ApiKeyMiddleware
-from moe_serve.http.gate.cors import ConfiguredCors
-from moe_serve.http.gate.host_check import HostMiddleware
 from moe_serve.http.gate.key_limits import KeyLimitMiddleware
 from moe_serve.http.gate.key_ring import KeyRing
+from moe_serve.http.gate.origins import ConfiguredCors, HostMiddleware
 from moe_serve.http.generation.assistant_formats import assistant_formats
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.generation import GenerationService
@@ -46,9 +43,9 @@ from moe_serve.http.openai.responses.routes import responses_router
 from moe_serve.http.openai.tokens import render_router, token_router
 from moe_serve.http.openapi import honest_openapi
 from moe_serve.http.operations import Operations
+from moe_serve.http.pages.page_files import add_page_routes
 from moe_serve.http.schema.errors import HANDLED_ERRORS, error_handler
-from moe_serve.http.tracing.span_middleware import SpanMiddleware
-from moe_serve.http.tracing.spans import SpanExport
+from moe_serve.http.tracing.spans import SpanExport, SpanMiddleware
 
 
 def create_app(

@@ -19,14 +19,12 @@ from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.admin.status import startup_json
 from moe_serve.http.edge import request_id_of
 from moe_serve.http.gate.auth import ApiKeyMiddleware
-from moe_serve.http.gate.cors import ConfiguredCors
-from moe_serve.http.gate.host_check import HostMiddleware
 from moe_serve.http.gate.key_ring import KeyRing
+from moe_serve.http.gate.origins import ConfiguredCors, HostMiddleware
 from moe_serve.http.schema.errors import ApiError, retry_headers
-from moe_serve.http.wire.closing_server import ClosingServer
 from moe_serve.http.wire.httptools_protocol import GuardedHttpToolsProtocol
 from moe_serve.http.wire.tls import Tls
-from moe_serve.http.wire.uvicorn_config import uvicorn_config
+from moe_serve.http.wire.uvicorn_server import ClosingServer, uvicorn_config
 
 _RETRY_S = 2.0
 

@@ -25,9 +25,8 @@ from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.metrics.loop_lag import LoopLag
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.schema.errors import ApiError, draining_error, engine_dead_error
-from moe_serve.http.wire.closing_server import ClosingServer
 from moe_serve.http.wire.tls import Tls
-from moe_serve.http.wire.uvicorn_config import uvicorn_config
+from moe_serve.http.wire.uvicorn_server import ClosingServer, uvicorn_config
 
 _ENGINE_CHECK_S = 1.0
 # The engine's thread and the event loop's thread take turns holding the GIL. With Python's default

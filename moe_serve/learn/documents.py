@@ -40,7 +40,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """Tokens that a model reads from their start."""
 
     tokens: NDArray[np.int64]
@@ -64,7 +64,7 @@ def read_documents(paths: Sequence[Path], split: str) -> list[Document]:
 
 def cut_into_pieces(
     documents: Sequence[Document], tokenizer: Tokenizer, max_tokens: int, max_piece: int, seed: int
-) -> list[Piece]:
+) -> list[TextPiece]:
     """Cut documents into pieces of about `max_tokens` tokens in all, equally many for each label:
     first pieces of documents in random order, then second ones, and so on."""
     by_label: dict[str, list[Document]] = {}
@@ -81,7 +81,7 @@ def cut_into_pieces(
     return [pieces[index] for index in rng.permutation(len(pieces))]
 
 
-def hash_of(pieces: Sequence[Piece]) -> str:
+def hash_of(pieces: Sequence[TextPiece]) -> str:
     """Return the hash of all names and tokens, in order."""
     digest = sha256()
     for piece in pieces:
@@ -92,9 +92,9 @@ def hash_of(pieces: Sequence[Piece]) -> str:
 
 def _pieces_of(
     documents: Sequence[Document], tokenizer: Tokenizer, max_tokens: int, size: int
-) -> list[Piece]:
+) -> list[TextPiece]:
     encoded: list[NDArray[np.int64]] = []
-    pieces, num_tokens, depth = list[Piece](), 0, 0
+    pieces, num_tokens, depth = list[TextPiece](), 0, 0
     while num_tokens < max_tokens:
         has_more = False
         for index, document in enumerate(documents):
@@ -104,7 +104,7 @@ def _pieces_of(
             if len(tokens) < _MIN_TOKENS:
                 continue
             has_more = True
-            pieces.append(Piece(tokens, f"{document.name}{PIECE}{depth}", document.label))
+            pieces.append(TextPiece(tokens, f"{document.name}{PIECE}{depth}", document.label))
             num_tokens += len(tokens)
             if num_tokens >= max_tokens:
                 break

@@ -1,30 +1,112 @@
 """Opens a model for predictors: captures their training data, and reads the weights they need.
 
-T tokens, L layers with routed experts, V vocabulary, D model width.
+T tokens, L layers with routed experts, V vocabulary, K choices, D model width. Texts run layer by
+layer and unfused, over whole documents, without requests or sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from experts.expert_stage import ExpertStage
+from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.config.sections import ModelConfig
+from moe_serve.config.sections import CacheConfig, ModelConfig
 from moe_serve.engine.execute.layer_routers import check_routers, layer_routers
 from moe_serve.engine.opened_model import OpenedModel, model_folder
-from moe_serve.learn.documents import Piece
-from moe_serve.learn.hidden_capture import HiddenCapture
+from moe_serve.learn.documents import TextPiece
+from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from routing_predictor.layers.router_residual import RouterWeights
 from routing_predictor.traces.trace import PREFILL, RoutingTrace
 
 CaptureProgress = Callable[[int, int], None]  # (tokens done, tokens in all)
 
 _TOKENS_AT_ONCE = 4096
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedLayers:
+    """Hidden states and choices of the L layers for T tokens, document after document."""
+
+    expert_ids_TLK: NDArray[np.int16]
+    before_attention_LTD: Tensor  # the residual stream that enters each layer; fp16, CPU
+    before_router_LTD: Tensor  # the same after the layer's attention, before its norm
+
+
+class HiddenCapture:
+    """A model run to capture its hidden states. Owns a cache of `max_tokens` tokens."""
+
+    def __init__(self, stage: AttentionStage, experts: ExpertStage, max_tokens: int) -> None:
+        self._stage, self._experts, self._max_tokens = stage, experts, max_tokens
+        device = torch.device("cpu")
+        page_size = CacheConfig().page_size
+        num_pages = -(-max_tokens // page_size) * 2
+        self._cache = KVCache(stage.spec, num_pages, page_size, stage.dtype, device)
+
+    def batches(self, documents: Sequence[Tokens]) -> Iterator[list[int]]:
+        """Yield indices of documents to run together: at most `max_tokens` tokens, but at least one
+        document."""
+        batch, size = list[int](), 0
+        for index, document in enumerate(documents):
+            if batch and size + len(document) > self._max_tokens:
+                yield batch
+                batch, size = [], 0
+            batch.append(index)
+            size += len(document)
+        if batch:
+            yield batch
+
+    @torch.inference_mode()
+    def run(self, documents: Sequence[Tokens], *, has_hidden: bool = True) -> CapturedLayers:
+        """Pass documents through all layers. Each is read from its start."""
+        stage, cache = self._stage, self._cache
+        inputs = stage.make_inputs(_as_batch(documents, cache.page_size), cache, cache.device)
+        hidden_TD = stage.embed(inputs)
+        ids, before, between = list[Tensor](), list[Tensor](), list[Tensor]()
+        for layer in range(stage.spec.num_layers):
+            entering_TD = hidden_TD.half() if has_hidden else None
+            advance = stage.advance(layer, hidden_TD, inputs, cache)
+            hidden_TD, routed = advance.hidden_TD, advance.routed
+            if routed is None:
+                continue
+            ids.append(routed.rows.expert_ids_TK)
+            if entering_TD is not None:
+                before.append(entering_TD)
+                between.append(hidden_TD.half())
+            rows, experts = routed.rows, self._experts.layer(layer)
+            out_TD = experts.total(rows.x_TD, rows.expert_ids_TK, rows.weights_TK)
+            hidden_TD = stage.add(hidden_TD, out_TD, stage.shared(layer, routed.x_TD))
+        return CapturedLayers(
+            expert_ids_TLK=torch.stack(ids, 1).to(torch.int16).numpy(),
+            before_attention_LTD=torch.stack(before) if before else torch.empty(0),
+            before_router_LTD=torch.stack(between) if between else torch.empty(0),
+        )
+
+
+def _as_batch(documents: Sequence[Tokens], page_size: int) -> MicroBatch:
+    slices, page = [], 1
+    for index, tokens in enumerate(documents):
+        num_pages = -(-len(tokens) // page_size)
+        slices.append(
+            SequenceSlice(
+                sequence_id=index,
+                start=0,
+                token_ids=tokens,
+                page_table=tuple(range(page, page + num_pages)),
+                num_logits=0,
+            )
+        )
+        page += num_pages
+    return MicroBatch(tuple(slices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +147,7 @@ class PredictorModel:
         return layer_routers(self._loader)
 
     def capture(
-        self, pieces: Sequence[Piece], *, has_hidden: bool, progress: CaptureProgress
+        self, pieces: Sequence[TextPiece], *, has_hidden: bool, progress: CaptureProgress
     ) -> Captured:
         """Run texts through the model. Raises ConfigError if hidden states are requested but the
         model's routers cannot be predicted from them."""

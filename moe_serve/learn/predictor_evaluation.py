@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from moe_serve.learn.predictor_data import Captured, PredictorModel
-from moe_serve.learn.predictor_training import layer_source
-from routing_predictor.judge.evaluate import Verdict, judge
+from moe_serve.learn.training import layer_source
+from routing_predictor.judge.evaluate import PredictorVerdict, judge
 from routing_predictor.judge.rivals import (
     cuts_to_judge,
     judged_history,
@@ -22,8 +22,8 @@ from routing_predictor.judge.rivals import (
     load_of,
     truth_of_tokens,
 )
-from routing_predictor.layers.layer_data import layer_data, predicted_pairs
 from routing_predictor.layers.router_residual import RouterResidual, choice_probability
+from routing_predictor.layers.train_layers import layer_data, predicted_pairs
 from routing_predictor.predictor_file import load_layer_predictors, load_request_predictor
 from routing_predictor.requests.pools import PrefixPools
 from routing_predictor.requests.texts import RoutedTexts, texts_of
@@ -40,7 +40,7 @@ def judge_request(
     horizon: int | None,
     seed: int,
     progress: Progress,
-) -> list[Verdict]:
+) -> list[PredictorVerdict]:
     """Evaluate a request predictor.
 
     `seen` are texts that the baselines may learn from; None evaluates without baselines. `horizon`
@@ -66,7 +66,7 @@ def judge_layers(
     model: PredictorModel,
     captured: Captured,
     seen: RoutedTexts | None,
-) -> list[Verdict]:
+) -> list[PredictorVerdict]:
     """Evaluate predictors between layers, the frozen router alone, and baselines by token."""
     routers = model.routers()
     predictors = load_layer_predictors(

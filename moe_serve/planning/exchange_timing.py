@@ -24,8 +24,8 @@ from torch import Tensor
 
 from experts.routed_rows import RoutedRows
 from moe_serve.child_python import module_command
+from moe_serve.cluster.control.meeting_store import StoreServer, connect_store
 from moe_serve.cluster.control.secret import new_secret, secret_from_environment
-from moe_serve.cluster.control.store import StoreServer, connect_store
 from moe_serve.errors import ConfigError
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop

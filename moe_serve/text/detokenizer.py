@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from typing import Protocol
 
-from moe_serve.text.token_bytes import Spelling
+from moe_serve.text.token_bytes import ByteSpelling
 from moe_serve.text.tokenizer import Tokenizer
 
 _MAX_HELD_TOKENS = 8  # a valid character needs at most four bytes
@@ -40,7 +40,7 @@ def make_detokenizer(
     SentencePiece decoder removes its first space, unless `keeps_first_space`.
     """
     skipped = tokenizer.special_token_ids - kept_ids if skip_special_tokens else frozenset[int]()
-    if tokenizer.spelling is Spelling.BYTE_LEVEL:
+    if tokenizer.spelling is ByteSpelling.BYTE_LEVEL:
         return ByteLevelDetokenizer(tokenizer, skipped)
     context = _context_of(follows, tokenizer)
     return WindowDetokenizer(tokenizer, skipped, context, keeps_first_space=keeps_first_space)

@@ -81,7 +81,9 @@ class TemplateWorker:
         except (BrokenPipeError, FrameTooLargeError, TimeoutError):
             content = None
         if content is None:
-            _log.warning("a process that renders chats was lost (status %s)", process.poll())
+            _log.warning(
+                "a process that renders chats ended unexpectedly (status %s)", process.poll()
+            )
             self.close()
             return Reply(Kind.LARGE)
         return Reply.decode(content)

@@ -17,7 +17,7 @@ from typing import Any
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Spelling(enum.Enum):
+class ByteSpelling(enum.Enum):
     """The ways in which vocabularies write bytes."""
 
     BYTE_LEVEL = "byte-level"
@@ -25,28 +25,28 @@ class Spelling(enum.Enum):
     PLAIN = "plain"
 
 
-def spelling_of(decoder: Mapping[str, Any] | None) -> Spelling:
+def spelling_of(decoder: Mapping[str, Any] | None) -> ByteSpelling:
     """Return the spelling that the `decoder` entry of a tokenizer.json stands for."""
     parts = _flatten(decoder)
     kinds = [part.get("type") for part in parts]
     if kinds == ["ByteLevel"]:
-        return Spelling.BYTE_LEVEL
+        return ByteSpelling.BYTE_LEVEL
     has_marker = any(
         part.get("type") == "Replace" and part.get("pattern") == {"String": "▁"} for part in parts
     )
     if has_marker or "ByteFallback" in kinds or "Metaspace" in kinds:
-        return Spelling.BYTE_FALLBACK
-    return Spelling.PLAIN
+        return ByteSpelling.BYTE_FALLBACK
+    return ByteSpelling.PLAIN
 
 
-def bytes_of(token: str, spelling: Spelling) -> bytes:
+def bytes_of(token: str, spelling: ByteSpelling) -> bytes:
     """Return the bytes of one vocabulary entry, as the tokenizer's decoder would write them."""
-    if spelling is Spelling.BYTE_LEVEL:
+    if spelling is ByteSpelling.BYTE_LEVEL:
         try:
             return bytes([_BYTE_OF_CHAR[char] for char in token])
         except KeyError:  # an added token outside the byte alphabet stands for itself
             return token.encode()
-    if spelling is Spelling.BYTE_FALLBACK:
+    if spelling is ByteSpelling.BYTE_FALLBACK:
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
         return token.replace("▁", " ").encode()

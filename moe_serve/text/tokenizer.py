@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -14,12 +15,20 @@ import tokenizers
 from moe_serve.errors import CheckpointError, TokenizerError
 from moe_serve.json_text import parse_json
 from moe_serve.regular_file import is_there, regular_file
-from moe_serve.text.token_bytes import Spelling, byte_alphabet, bytes_of, is_byte_token, spelling_of
+from moe_serve.text.token_bytes import (
+    ByteSpelling,
+    byte_alphabet,
+    bytes_of,
+    is_byte_token,
+    spelling_of,
+)
 
 # One byte of a text's NFC form stands for at most 3.5 bytes of the text: U+1FBE U+0308 U+0301 (7
 # bytes) becomes U+0390 (2 bytes).
 _NFC_SHRINKS_BY = 4
 _KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})
+_BEFORE = ("", " ", "\n", ".")
+_AFTER = ("", " ", "\n", "\n\n")
 
 
 def max_bytes_per_token(content: Mapping[str, Any]) -> int | None:
@@ -207,7 +216,7 @@ class Tokenizer:
         """Return whether the token is one byte of a character that other tokens complete (byte
         fallback).
         """
-        if self.spelling is not Spelling.BYTE_FALLBACK:
+        if self.spelling is not ByteSpelling.BYTE_FALLBACK:
             return False
         token = self._backend.id_to_token(token_id)
         return token is not None and is_byte_token(token)
@@ -270,3 +279,42 @@ def _eos_token_ids(
     eos_token = special_tokens.get("eos_token")
     eos_id = None if eos_token is None else backend.token_to_id(eos_token)
     return () if eos_id is None else (eos_id,)
+
+
+@functools.lru_cache(maxsize=64)
+def spellings(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the text's own spelling first, then others: between line breaks, after a full stop.
+
+    At an edge a token may include a neighbour too (`>\\n`). Empty if the vocabulary cannot write
+    the text. A marker that is a token of its own has one spelling.
+    """
+    wanted = text.encode()
+    found: dict[tuple[int, ...], None] = {}
+    for before in _BEFORE:
+        for after in _AFTER:
+            ids = tokenizer.encode(before + text + after, add_special_tokens=False)
+            found[_around(wanted, ids, len(before), tokenizer)] = None
+    return tuple(ids for ids in found if ids)
+
+
+@functools.lru_cache(maxsize=8)
+def blank_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens of spaces and line breaks that answers begin with."""
+    ids = {i for t in ("\n", "\n\n", " ") for i in tokenizer.encode(t, add_special_tokens=False)}
+    return tuple(sorted(i for i in ids if tokenizer.token_bytes(i).isspace()))
+
+
+def _around(
+    wanted: bytes, ids: list[int], num_before: int, tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """Return the tokens that contain a part of `wanted`; empty if they do not spell it."""
+    pieces = [tokenizer.token_bytes(i) for i in ids]
+    start = b"".join(pieces).find(wanted, num_before)
+    if start < 0:
+        return ()
+    held, place = [], 0
+    for token, piece in zip(ids, pieces, strict=True):
+        if place < start + len(wanted) and place + len(piece) > start:
+            held.append(token)
+        place += len(piece)
+    return tuple(held)

@@ -1,5 +1,6 @@
 """Compares predictions with real choices, on documents never trained on: figures with intervals.
 
+Documents are independent, tokens are not; so intervals come from documents drawn again.
 S samples (prefixes of requests, or tokens), L layers, E experts.
 """
 
@@ -12,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.judge.bootstrap import Interval, interval
 from routing_predictor.judge.scores import (
-    Calibration,
+    CalibrationCurve,
     calibration,
     captured,
     overlap,
@@ -33,6 +33,41 @@ METRICS: Mapping[str, Callable[[Floats, NDArray[np.integer], int], Floats]] = {
     "token overlap": token_overlap,
     "captured": captured,
 }
+NUM_RESAMPLES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean over documents, and the middle 95% of the means of resampled documents."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.1f}% [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+
+def document_means(
+    value_S: NDArray[np.floating], document_S: NDArray[np.integer]
+) -> NDArray[np.float64]:
+    """[documents]: the mean of each document's samples."""
+    _, place_S = np.unique(document_S, return_inverse=True)
+    sums = np.bincount(place_S, weights=value_S)
+    means: NDArray[np.float64] = sums / np.bincount(place_S)
+    return means
+
+
+def interval(
+    value_S: NDArray[np.floating], document_S: NDArray[np.integer], seed: int = 0
+) -> Interval:
+    """Compute an interval; every document counts the same, however many samples it has."""
+    means = document_means(value_S, document_S)
+    rng = np.random.default_rng(seed)
+    draws = rng.integers(0, len(means), (NUM_RESAMPLES, len(means)))
+    resampled = means[draws].mean(1)
+    low, high = np.quantile(resampled, (0.025, 0.975))
+    return Interval(float(means.mean()), float(low), float(high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +92,12 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class PredictorVerdict:
     """All figures reported for one predictor."""
 
     name: str
     scores: Mapping[str, Score]
-    calibration: Calibration | None  # None if its scores are not probabilities
+    calibration: CalibrationCurve | None  # None if its scores are not probabilities
     calibration_of_layer: Mapping[int, float]
     rank_load_error: Mapping[int, Interval]  # by number of ranks
 
@@ -92,14 +127,16 @@ class Verdict:
         return document
 
 
-def judge(name: str, score_SLE: Floats, truth: Truth, *, is_probability: bool = True) -> Verdict:
+def judge(
+    name: str, score_SLE: Floats, truth: Truth, *, is_probability: bool = True
+) -> PredictorVerdict:
     """Judge scores. `score_SLE` orders experts; with `is_probability` it is the probability that a
     token chooses each."""
     used_SLE, top_k = truth.count_SLE, truth.top_k
     frequency_SLE = used_SLE / truth.num_tokens
     order = np.random.default_rng(0).permutation(len(used_SLE))  # batches of mixed documents
     layers = range(len(truth.layers))
-    return Verdict(
+    return PredictorVerdict(
         name=name,
         scores={
             metric: _score(of_sample(score_SLE, used_SLE, top_k), truth)

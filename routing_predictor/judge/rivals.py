@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from routing_predictor.judge.evaluate import Truth, Verdict, judge
+from routing_predictor.judge.evaluate import PredictorVerdict, Truth, judge
 from routing_predictor.judge.scores import is_among, share
 from routing_predictor.requests.pools import PrefixPools
 from routing_predictor.requests.prefix_samples import PrefixCuts, cut_each, cut_texts
-from routing_predictor.requests.request_mlp import as_probability
-from routing_predictor.requests.request_predictor import RequestPredictor
+from routing_predictor.requests.request_mlp import RequestPredictor, as_probability
 from routing_predictor.requests.texts import RoutedTexts
 from routing_predictor.requests.train_request import history_shares, pooled, train_request
 from routing_predictor.traces.fitting import Progress, Recipe
@@ -109,7 +108,7 @@ def truth_of(cuts: PrefixCuts, layers: tuple[int, ...]) -> Truth:
 
 def judged_predictor(
     predictor: RequestPredictor, cuts: PrefixCuts, layers: tuple[int, ...]
-) -> Verdict:
+) -> PredictorVerdict:
     prefixes = [prefix.astype(np.int64) for prefix in cuts.prefixes()]
     parts = [
         predictor.predict(prefixes[first : first + _AT_ONCE])
@@ -120,7 +119,7 @@ def judged_predictor(
 
 def judged_history(
     seen_count_LE: NDArray[np.integer], cuts: PrefixCuts, layers: tuple[int, ...]
-) -> list[Verdict]:
+) -> list[PredictorVerdict]:
     """Judge the baselines that read only choices. `seen_count_LE` counts the texts they may learn
     from."""
     truth, history = truth_of(cuts, layers), cuts.history()
@@ -147,7 +146,7 @@ def judged_regression(
     layers: tuple[int, ...],
     seed: int,
     progress: Progress,
-) -> Verdict:
+) -> PredictorVerdict:
     """Judge a logistic regression on the same pooled embeddings."""
     truth = truth_of(cuts, layers)
     fitted = cut_texts(seen, _CUTS_TO_FIT, seed=seed, horizon=cuts.horizon)
@@ -167,7 +166,7 @@ def cuts_to_judge(texts: RoutedTexts, seed: int, horizon: int) -> PrefixCuts:
 
 def judge_history(
     seen: RoutedTexts, unseen: RoutedTexts, trace: RoutingTrace, seed: int, progress: Progress
-) -> list[Verdict]:
+) -> list[PredictorVerdict]:
     """Judge baselines, a decaying histogram and a learnt MLP on requests that none of them has
     seen."""
     cuts = cut_each(unseen, _HISTORY_CUTS_PER_TEXT, seed=seed)
@@ -213,7 +212,7 @@ def decaying(
 
 def _learnt(
     seen: RoutedTexts, cuts: PrefixCuts, truth: Truth, seed: int, progress: Progress
-) -> Verdict:
+) -> PredictorVerdict:
     recipe = replace(_HISTORY_RECIPE, seed=seed)
     mlp, _ = train_request(seen, history_shares, recipe, progress)
     with torch.inference_mode():
@@ -237,7 +236,7 @@ def truth_of_tokens(texts: RoutedTexts, layers: tuple[int, ...], columns: list[i
 
 def judged_previous_token(
     texts: RoutedTexts, truth: Truth, columns: list[int], seen_count_LE: NDArray[np.integer]
-) -> list[Verdict]:
+) -> list[PredictorVerdict]:
     """Judge the marginal, and the last token's experts (ties and first tokens use the marginal)."""
     top_k, first_N = truth.top_k, np.zeros(len(truth.document_S), dtype=np.bool_)
     first_N[texts.starts[:-1]] = True

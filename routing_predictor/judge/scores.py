@@ -70,7 +70,7 @@ def share(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class CalibrationCurve:
     """Predicted probabilities and observed frequencies, in bins of equal width."""
 
     predicted: tuple[float, ...]  # mean of each bin that is not empty
@@ -84,7 +84,9 @@ class Calibration:
         return float(np.average(gaps, weights=self.num_cases)) if self.num_cases else 0.0
 
 
-def calibration(probability: Floats, frequency: Floats, num_bins: int = _NUM_BINS) -> Calibration:
+def calibration(
+    probability: Floats, frequency: Floats, num_bins: int = _NUM_BINS
+) -> CalibrationCurve:
     """Compare probabilities with `frequency`, how often the event happened (same shape; a share, or
     0 and 1)."""
     flat, happened = probability.ravel().astype(np.float64), frequency.ravel().astype(np.float64)
@@ -93,7 +95,7 @@ def calibration(probability: Floats, frequency: Floats, num_bins: int = _NUM_BIN
     kept = np.flatnonzero(cases)
     sums = (np.bincount(place, weights=values, minlength=num_bins) for values in (flat, happened))
     predicted, observed = (total[kept] / cases[kept] for total in sums)
-    return Calibration(tuple(predicted.tolist()), tuple(observed.tolist()), tuple(cases[kept]))
+    return CalibrationCurve(tuple(predicted.tolist()), tuple(observed.tolist()), tuple(cases[kept]))
 
 
 def rank_load_error(

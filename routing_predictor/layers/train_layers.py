@@ -1,5 +1,7 @@
 """Trains the predictors between layers: one `RouterResidual` per predicted layer.
 
+Their inputs and targets are taken from captured hidden states (`layer_data`).
+
 N tokens, D model width, K choices, E experts, L predicted layers.
 """
 
@@ -13,8 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from routing_predictor.layers.router_residual import RouterResidual, RouterWeights
-from routing_predictor.traces.fitting import Fit, Progress, Recipe, Task, fit
+from routing_predictor.layers.router_residual import (
+    NUM_CONTEXT,
+    RouterResidual,
+    RouterWeights,
+    context_of,
+)
+from routing_predictor.traces.card import PredictorKind
+from routing_predictor.traces.fitting import Progress, Recipe, Task, TrainingCourse, fit
 
 Loss = Literal["router", "ranked"]
 _MARGIN, _HINGE = 0.1, 0.3
@@ -40,7 +48,7 @@ def train_layer(
     *,
     num_hidden: int,
     loss: Loss = "router",
-) -> tuple[RouterResidual, Fit]:
+) -> tuple[RouterResidual, TrainingCourse]:
     torch.manual_seed(recipe.seed)
     context = learnt.context_NC
     width = 0 if context is None else context.shape[1]
@@ -113,3 +121,38 @@ class LayerPredictors(nn.Module):
         """[T, E]: logits of the layer's coming choices."""
         logits: Tensor = self.layers[str(layer)](hidden_TD, context_TC)
         return logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSource:
+    """Tokens of whole texts, text after text."""
+
+    before_attention_LND: Tensor  # fp16: the residual stream that enters each layer
+    before_router_LND: Tensor  # fp16: the residual stream after its attention
+    ids_NLK: Tensor  # int64
+    position_N: Tensor  # int64
+
+
+def predicted_pairs(kind: PredictorKind, num_layers: int) -> list[tuple[int, int]]:
+    """Return (layer that is read, layer that is predicted), as indices of layers with routed
+    experts."""
+    if kind is PredictorKind.NEXT_LAYER:
+        return [(layer, layer + 1) for layer in range(num_layers - 1)]
+    return [(layer, layer) for layer in range(num_layers)]
+
+
+def layer_data(
+    kind: PredictorKind, source: LayerSource, read: int, target: int, rows_N: Tensor
+) -> LayerData:
+    """Take the data of some of the tokens."""
+    is_early = kind is PredictorKind.PRE_ATTENTION
+    hidden_LND = source.before_attention_LND if is_early else source.before_router_LND
+    context_NC = None
+    if is_early:
+        context_NC = context_of(hidden_LND[read], source.position_N, NUM_CONTEXT)[rows_N]
+    return LayerData(
+        hidden_ND=hidden_LND[read][rows_N],
+        router_input_ND=source.before_router_LND[target][rows_N],
+        ids_NK=source.ids_NLK[rows_N, target],
+        context_NC=context_NC,
+    )

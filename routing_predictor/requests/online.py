@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.requests.request_predictor import RequestPredictor
+from routing_predictor.requests.request_mlp import RequestPredictor
 
 _SMALLEST = 1e-6
 

@@ -1,4 +1,4 @@
-"""The request predictor: an MLP of three layers on pooled embeddings of the prefix.
+"""The request predictor: its interface, and an MLP of three layers on pooled embeddings.
 
 R requests, F features (see `pools.py`), H hidden units, L layers with routed experts, E experts.
 """
@@ -6,6 +6,7 @@ R requests, F features (see `pools.py`), H hidden units, L layers with routed ex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,20 @@ NUM_HIDDEN = 512
 _DROPOUT = 0.1  # in training
 # lower limit of a feature's deviation, so that the scale of a constant feature fits into fp16
 _MIN_DEVIATION = 1e-3
+
+
+class RequestPredictor(Protocol):
+    """Predicts the experts of a request's coming tokens from its tokens so far."""
+
+    @property
+    def horizon(self) -> int:
+        """Number of coming tokens that a prediction covers."""
+        ...
+
+    def predict(self, prefixes: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
+        """[R, L, E]: the probability that a coming token chooses the expert. The sum is about k per
+        layer. Predictions never affect the router's choices."""
+        ...
 
 
 class RequestMLP(nn.Module):

@@ -17,7 +17,7 @@ from routing_predictor.requests.pools import WINDOWS, PrefixPools
 from routing_predictor.requests.prefix_samples import HORIZON, PrefixCuts, cut_each, cut_texts
 from routing_predictor.requests.request_mlp import NUM_HIDDEN, RequestMLP
 from routing_predictor.requests.texts import RoutedTexts, split_documents
-from routing_predictor.traces.fitting import Fit, Progress, Recipe, Task, fit
+from routing_predictor.traces.fitting import Progress, Recipe, Task, TrainingCourse, fit
 
 _TOKENS_PER_CUT = 8
 _CUTS_AT_ONCE = 1024
@@ -42,7 +42,7 @@ def train_request(
     progress: Progress,
     num_hidden: int = NUM_HIDDEN,
     horizon: int = HORIZON,
-) -> tuple[RequestMLP, Fit]:
+) -> tuple[RequestMLP, TrainingCourse]:
     """Train a predictor. Raises TraceError if there are too few texts or they are too short."""
     torch.manual_seed(recipe.seed)
     learnt, held_out = split_documents(texts, _HELD_OUT_SHARE, recipe.seed)

@@ -28,7 +28,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class TrainingCourse:
     """The course of a training run; the module holds the weights of the best epoch."""
 
     best_loss: float  # on held-out documents
@@ -48,7 +48,7 @@ class Task:
     name: str
 
 
-def fit(module: nn.Module, task: Task, recipe: Recipe, progress: Progress) -> Fit:
+def fit(module: nn.Module, task: Task, recipe: Recipe, progress: Progress) -> TrainingCourse:
     """Train in place. An interrupt ends training, not the program; the best weights so far are
     kept."""
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -84,7 +84,7 @@ def fit(module: nn.Module, task: Task, recipe: Recipe, progress: Progress) -> Fi
         is_interrupted = True
     module.load_state_dict(kept)
     module.eval()
-    return Fit(best, best_epoch, epoch, is_interrupted)
+    return TrainingCourse(best, best_epoch, epoch, is_interrupted)
 
 
 def _copy(module: nn.Module) -> dict[str, Tensor]:

@@ -1,26 +1,30 @@
-"""Statistics of a trace or a table of loads: hot experts, experts per batch, drift.
+"""Statistics of a trace or a table of loads: hot experts, experts per batch, drift, a heat map.
 
 N tokens, B tokens of a batch, W windows, L layers, E experts of a layer, K choices, R ranks.
+matplotlib is an optional extra (`plot`) and is imported by the function that draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.trace import DECODE, RoutingTrace
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _NUM_DRAWS = 48  # batches of each size
 
 Loads = NDArray[np.int64] | NDArray[np.float64]
+_MOST = 4.0  # multiple of the mean above which the colour stays the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerLoad:
+class LayerDistribution:
     """The distribution of a layer's choices over its experts."""
 
     layer: int
@@ -58,7 +62,7 @@ class Drift:
 
 def layer_loads(
     load_LE: Loads, layers: Sequence[int], num_ranks: int, num_hottest: int = 3
-) -> list[LayerLoad]:
+) -> list[LayerDistribution]:
     """Return one record for each layer."""
     made = []
     for layer, load_E in zip(layers, load_LE, strict=True):
@@ -66,7 +70,7 @@ def layer_loads(
         hottest = np.argsort(-load_E, kind="stable")[:num_hottest]
         mean = total / num_experts
         made.append(
-            LayerLoad(
+            LayerDistribution(
                 layer=layer,
                 num_choices=total,
                 hottest=tuple(hottest.tolist()),
@@ -194,3 +198,42 @@ def _mean_active(trace: RoutingTrace, batches: list[NDArray[np.int64]]) -> float
         is_active[layers, trace.expert_ids_NLK[batch]] = True
         total += int(is_active.sum())
     return total / (len(batches) * num_layers)
+
+
+def draw_heat_map(load_LE: Loads, layers: Sequence[int], title: str, path: Path) -> None:
+    """Draw layers down and experts across; white is the mean of the layer, blue below, red above.
+
+    Raises TraceError if matplotlib is missing or the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import TwoSlopeNorm
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise TraceError("a heat map needs matplotlib: pip install 'moe-serve[plot]'") from None
+    mean_L1 = np.maximum(load_LE.mean(axis=1, keepdims=True), 1e-30)
+    num_layers, num_experts = load_LE.shape
+    width, height = min(16.0, 4.0 + 0.16 * num_experts), min(14.0, 2.0 + 0.24 * num_layers)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(
+        load_LE / mean_L1,
+        aspect="auto",
+        interpolation="nearest",
+        cmap="RdBu_r",
+        norm=TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=_MOST),
+    )
+    step = max(1, -(-num_layers // 32))
+    axes.set_yticks(range(0, num_layers, step), [str(layer) for layer in layers[::step]])
+    axes.set_xticks(range(0, num_experts, max(1, -(-num_experts // 32))))
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    axes.set_title(title, fontsize=10, parse_math=False)
+    bar = figure.colorbar(image, ax=axes, extend="max", ticks=[0.0, 0.5, 1.0, 2.0, 3.0, _MOST])
+    bar.set_label("load over the layer's mean")
+    try:
+        with path.open("wb") as file:
+            figure.savefig(file, dpi=130, format="png")
+    except OSError as error:
+        raise TraceError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""The training text: eight domains of documents, and the chat form of those that ask and answer.
+"""Reads the training text: eight domains of documents, some of them also as chats.
 
 Knows nothing of token ids. A document is a string; a chat is a list of (user, assistant) turns.
 """
@@ -32,7 +32,7 @@ _DRILL = re.compile(r"Q: (.*?)\nA: (.*?)(?=\n\nQ: |\Z)", re.S)
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents by domain, for one split."""
+    """The documents of one split, by domain."""
 
     documents: dict[str, list[str]]
 
@@ -48,7 +48,7 @@ class Corpus:
 
 
 def chats_of(document: str) -> list[Turns]:
-    """The conversations that a document holds; none if it neither asks nor answers.
+    """Returns the conversations in a document; none if it has no questions and answers.
 
     Drills (`Q:`/`A:` lines) become conversations of up to three turns.
     """
@@ -62,7 +62,7 @@ def chats_of(document: str) -> list[Turns]:
 
 
 def render_chat(turns: Turns) -> str:
-    """The chat as `chat_template.jinja` renders it, every turn closed."""
+    """Renders a chat as `chat_template.jinja` does, with every turn closed."""
     return "".join(
         f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
         for user, answer in turns
@@ -70,7 +70,8 @@ def render_chat(turns: Turns) -> str:
 
 
 def chat_tuning_texts(corpus: Corpus, rng: random.Random) -> list[str]:
-    """For the last phase: every chat of sentences, few drills, and as much plain text again."""
+    """Returns the texts of the last phase: all chats of sentences, few drills, and an equal amount
+    of plain text."""
     chats: list[str] = []
     drills: list[str] = []
     for document in corpus.documents["instruct"] + corpus.documents["math"]:
@@ -90,7 +91,8 @@ def chat_tuning_texts(corpus: Corpus, rng: random.Random) -> list[str]:
 
 
 def training_texts(corpus: Corpus, rng: random.Random) -> list[str]:
-    """Every document once as it stands, plus instruct and half of math once in chat form."""
+    """Returns every document once unchanged, and instruct and half of math once more in chat
+    form."""
     texts = [text for domain in DOMAINS for text in corpus.documents[domain]]
     for document in corpus.documents["instruct"]:
         texts += [render_chat(turns) for turns in chats_of(document)]

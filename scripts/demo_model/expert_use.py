@@ -1,6 +1,6 @@
 """Measures how the domains share the experts.
 
-N domains, L layers, E experts. Every domain weighs the same, however long its text.
+N domains, L layers, E experts. Every domain has the same weight, whatever the length of its text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NEARLY_DEAD = 0.1  # of the even share 1 / E
 
 @dataclass(frozen=True, slots=True)
 class LayerUse:
-    """One layer. Shares are of a domain's choices; 1 / E is even."""
+    """The use of experts in one layer, as shares of a domain's choices; 1 / E is even."""
 
     information_bits: float  # between domain and expert; 0 if all domains use experts alike
     top_share: float  # of a domain's choices, on its own `top` most used experts; mean over domains
@@ -31,7 +31,7 @@ class LayerUse:
 
 @dataclass(frozen=True, slots=True)
 class ExpertUse:
-    """Expert use of all domains, from counts of router choices."""
+    """The use of experts in all domains, from counts of router choices."""
 
     domains: tuple[str, ...]
     share: Tensor  # [N, L, E] fp64; sums to 1 over E
@@ -39,7 +39,7 @@ class ExpertUse:
 
     @classmethod
     def of(cls, choices: dict[str, Tensor], top: int) -> ExpertUse:
-        """From each domain's counts [L, E]."""
+        """Builds the use from each domain's counts [L, E]."""
         stacked = torch.stack(list(choices.values())).double()
         return cls(tuple(choices), stacked / stacked.sum(-1, keepdim=True), top)
 
@@ -63,7 +63,8 @@ class ExpertUse:
         )
 
     def closest_and_farthest(self) -> tuple[tuple[str, str, float], tuple[str, str, float]]:
-        """The pairs of domains with the least and the greatest distance, mean over layers."""
+        """Returns the pairs of domains with the smallest and the largest distance, mean over
+        layers."""
         pairs = []
         for i, first in enumerate(self.domains):
             for j in range(i + 1, len(self.domains)):
@@ -74,6 +75,6 @@ class ExpertUse:
 
 
 def _entropy(share_E: Tensor) -> Tensor:
-    """In bits, over the last dimension."""
+    """Returns the entropy in bits, over the last dimension."""
     nats: Tensor = -torch.special.xlogy(share_E, share_E).sum(-1)
     return nats / math.log(2)

@@ -1,4 +1,4 @@
-"""Training checkpoint -> a folder that moe-serve and other engines load as it stands."""
+"""Exports a training checkpoint as a folder that moe-serve and other engines can load."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .hf_config import CHAT_TEMPLATE, generation_config, model_config, tokenizer_config
-from .hf_names import from_hf, to_hf
+from .hf_format import (
+    CHAT_TEMPLATE,
+    from_hf,
+    generation_config,
+    model_config,
+    to_hf,
+    tokenizer_config,
+)
 from .model_card import model_card
 from .network import Network, Shape
 from .training import Recipe
@@ -30,7 +36,7 @@ class TrainedWeights:
 
     @classmethod
     def read(cls, work: Path) -> TrainedWeights:
-        """Read `work/checkpoint.safetensors`; the optimizer's moments stay on disk."""
+        """Reads `work/checkpoint.safetensors` without the optimizer's moments."""
         with safe_open(work / "checkpoint.safetensors", "pt") as file:
             names = [key for key in file.keys() if key.startswith("weight.")]  # noqa: SIM118
             weights = {key.removeprefix("weight."): file.get_tensor(key) for key in names}
@@ -39,7 +45,7 @@ class TrainedWeights:
 
 
 def export(work: Path, folder: Path, shape: Shape, recipe: Recipe) -> int:
-    """Write the folder; -> its size in bytes. Raises ValueError if that is more than MAX_BYTES."""
+    """Writes the folder and returns its size in bytes. Raises ValueError above MAX_BYTES."""
     trained = TrainedWeights.read(work)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = to_hf(trained.weights, shape.num_experts)
@@ -59,7 +65,7 @@ def export(work: Path, folder: Path, shape: Shape, recipe: Recipe) -> int:
 
 
 def load_exported(folder: Path, shape: Shape) -> Network:
-    """The exported bf16 weights in the network that was trained."""
+    """Loads the exported bf16 weights into the network that was trained."""
     network = Network(shape)
     tensors = load_file(folder / "model.safetensors")
     names = [name for name, _ in network.named_parameters()]

@@ -11,7 +11,7 @@ _TEMPLATE = Path(__file__).with_name("model_card_template.md")
 
 
 def model_card(shape: Shape, *, num_steps: int, train_seconds: float) -> str:
-    """README.md of the exported folder."""
+    """Returns the README.md of the exported folder."""
     total, active = num_parameters(shape)
     sizes = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
     return _TEMPLATE.read_text(encoding="utf-8").format(
@@ -25,7 +25,8 @@ def model_card(shape: Shape, *, num_steps: int, train_seconds: float) -> str:
 
 
 def num_parameters(shape: Shape) -> tuple[int, int]:
-    """-> all parameters, and those that one token passes through (the tied head counts once)."""
+    """Returns the number of all parameters, and of those that one token uses (the tied head counts
+    once)."""
     expert = 3 * shape.expert_width * shape.width
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.width
     norms = 2 * shape.width + 2 * shape.head_dim

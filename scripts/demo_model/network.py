@@ -1,4 +1,4 @@
-"""The network under training: Qwen3-MoE, written for training on a CPU in bf16.
+"""The network that is trained: Qwen3-MoE, written for training on a CPU in bf16.
 
 T tokens, D model width, F expert width, E experts, K top-k, H heads. Parameters are fp32 and carry
 our own names; `export.py` gives them their Hugging Face names. Linears run in bf16, norms, softmax
@@ -34,9 +34,10 @@ class Shape:
 
 
 class _MeanCrossEntropy(torch.autograd.Function):
-    """Hidden rows, head and targets -> mean cross entropy; gradients are made on the way.
+    """Computes the mean cross entropy from hidden rows, head and targets, and the gradients with
+    it.
 
-    Works through the rows in chunks that stay in the cache, so that the [T, V] logits never exist.
+    Processes the rows in chunks that stay in the cache, so the [T, V] logits never exist.
     """
 
     @staticmethod
@@ -61,7 +62,8 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
 
 class _Route(torch.autograd.Function):
-    """Rows by token -> rows by expert (`order` sorts the T * K choices); a sum on the way back."""
+    """Gathers rows by token into rows by expert (`order` sorts the T * K choices); the backward
+    pass adds."""
 
     @staticmethod
     def forward(ctx, x_TD, order_R, inverse_R, top_k):  # type: ignore[no-untyped-def]
@@ -77,7 +79,8 @@ class _Route(torch.autograd.Function):
 
 
 class _Unroute(torch.autograd.Function):
-    """Rows by expert -> rows by token and choice; both ways a permutation."""
+    """Reorders rows by expert into rows by token and choice; forward and backward are
+    permutations."""
 
     @staticmethod
     def forward(ctx, y_RD, order_R, inverse_R):  # type: ignore[no-untyped-def]
@@ -91,7 +94,8 @@ class _Unroute(torch.autograd.Function):
 
 
 class _GroupedSwiGLU(torch.autograd.Function):
-    """Rows sorted by expert -> SwiGLU of each row's expert. One GEMM per expert and matrix."""
+    """Computes the SwiGLU of each row's expert for rows sorted by expert, with one GEMM per expert
+    and matrix."""
 
     @staticmethod
     def forward(ctx, x_RD, gate_EFD, up_EFD, down_EDF, counts):  # type: ignore[no-untyped-def]
@@ -151,7 +155,7 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.zeros(e, d, f))
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> output [T, D], balance loss (1 when even), expert ids [T, K]."""
+        """Returns the output [T, D], the balance loss (1 if even) and the expert ids [T, K]."""
         s = self.shape
         probs_TE = torch.softmax(functional.linear(x_TD.float(), self.router), dim=-1)
         weights_TK, ids_TK = probs_TE.topk(s.top_k, dim=-1)
@@ -211,7 +215,7 @@ def _rotate(x_BSHd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Attention and MoE, each behind its norm and beside its residual."""
+    """A layer: attention and MoE, each with its norm and residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -232,7 +236,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Embedding, the layers, final norm, and the embedding again as the head."""
+    """The network: embedding, layers, final norm, and the embedding as the head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -246,7 +250,8 @@ class Network(nn.Module):
         self.register_buffer("sin", angles.sin()[:, None], persistent=False)
 
     def hidden(self, ids_BS: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """-> final hidden rows [B * S, D] in bf16, balance loss, expert ids [T, K] by layer."""
+        """Returns the final hidden rows [B * S, D] in bf16, the balance loss, and the expert ids
+        [T, K] by layer."""
         n = ids_BS.shape[1]
         cos, sin = cast(Tensor, self.cos)[:n], cast(Tensor, self.sin)[:n]
         x = functional.embedding(ids_BS, self.embedding)
@@ -260,7 +265,8 @@ class Network(nn.Module):
         return rows, torch.stack(balances).mean(), expert_ids
 
     def loss(self, ids_BS: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """-> mean cross entropy in nats per token, balance loss, expert ids [T, K] by layer."""
+        """Returns the mean cross entropy in nats per token, the balance loss, and the expert ids
+        [T, K] by layer."""
         rows, balance, expert_ids = self.hidden(ids_BS)
         entropy = _apply(_MeanCrossEntropy, rows, self.embedding.bfloat16(), targets_BS.flatten())
         return entropy, balance, expert_ids

@@ -1,4 +1,5 @@
-"""Muon for matrices (stacked experts too), Adam for the rest; their states save as tensors.
+"""Optimises matrices and stacked experts with Muon, and the rest with Adam; states are saved as
+tensors.
 
 Muon: K. Jordan et al., 2024: momentum, then the update's nearest semi-orthogonal matrix by five
 Newton-Schulz steps. `torch.optim.Muon` takes single matrices only; expert weights are stacks.
@@ -13,7 +14,7 @@ _ADAM_NAMES = ("embedding", "router", "norm")
 
 
 def orthogonalize(update: Tensor) -> Tensor:
-    """[..., M, N] -> the quintic Newton-Schulz approximation of U V^T, in bf16."""
+    """Returns the quintic Newton-Schulz approximation of U V^T for [..., M, N], in bf16."""
     x: Tensor = update.bfloat16()
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:

@@ -1,7 +1,9 @@
-"""The two pictures of the report: expert use, and the training curve."""
+"""Draws the two pictures of the report: expert use, and the training curve from `log.jsonl`."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,13 +11,49 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from .expert_use import ExpertUse
-from .training_log import TrainingLog
 
 _CEILING = 6.0  # the colour scale ends at this multiple of the even share
+Curve = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLog:
+    """Training lines and validation lines by step, in order of steps."""
+
+    train: dict[int, dict[str, float]]
+    valid: dict[int, dict[str, float]]  # bits per byte by domain
+
+    @classmethod
+    def read(cls, path: Path) -> TrainingLog:
+        train: dict[int, dict[str, float]] = {}
+        valid: dict[int, dict[str, float]] = {}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            fields = json.loads(line)
+            if "chat_loss" in fields:  # another text: not on the same curve
+                continue
+            if "valid" in fields:
+                valid[fields["step"]] = fields["valid"]
+            else:
+                train[fields["step"]] = fields
+        return cls(dict(sorted(train.items())), dict(sorted(valid.items())))
+
+    def losses(self) -> Curve:
+        return list(self.train), [fields["loss"] for fields in self.train.values()]
+
+    def valid_curves(self) -> dict[str, Curve]:
+        """Returns the validation lines by domain."""
+        domains = next(iter(self.valid.values()), {})
+        return {d: (list(self.valid), [bits[d] for bits in self.valid.values()]) for d in domains}
+
+    def mean_valid(self, last: int) -> list[tuple[int, float]]:
+        """Returns (step, mean over domains) for the last few validations."""
+        means = [(step, sum(bits.values()) / len(bits)) for step, bits in self.valid.items()]
+        return means[-last:]
 
 
 def plot_expert_use(use: ExpertUse, path: Path) -> None:
-    """One panel per layer; row = domain, column = expert, colour = multiple of the even share.
+    """Draws one panel per layer; row = domain, column = expert, colour = multiple of the even
+    share.
 
     Columns stand in the order of the domain that uses the expert most, so that experts of one
     domain stand together; the number under a column is the expert's own.
@@ -50,7 +88,7 @@ def plot_expert_use(use: ExpertUse, path: Path) -> None:
 
 
 def plot_training(log: TrainingLog, path: Path) -> None:
-    """Training loss, and valid bits per byte by domain, over steps."""
+    """Draws the training loss and the valid bits per byte by domain, over steps."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps, losses = log.losses()
@@ -70,7 +108,7 @@ def plot_training(log: TrainingLog, path: Path) -> None:
 
 
 def _smooth(values: list[float], keep: float) -> list[float]:
-    """Exponential mean that starts unbiased."""
+    """Returns an exponential mean without bias at the start."""
     smoothed, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)

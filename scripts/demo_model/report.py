@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .baseline import MIN_GAIN, REFERENCE_TRIGRAM, DomainScore
+from .evaluation import MIN_GAIN, REFERENCE_TRIGRAM, DomainScore
 from .expert_use import ExpertUse
 from .model_card import num_parameters
 from .network import Shape
+from .plots import TrainingLog
 from .samples import CHAT, SEED, TEMPERATURE, TOP_P, Answer, Sample
 from .training import Recipe
-from .training_log import TrainingLog
 
 _TEMPLATE = Path(__file__).with_name("report_template.md")
 _LIMIT_NOTE = "*(stopped by the limit)*"
@@ -19,7 +19,7 @@ _LIMIT_NOTE = "*(stopped by the limit)*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Everything that the report states."""
+    """The figures of the report."""
 
     shape: Shape
     recipe: Recipe
@@ -35,7 +35,7 @@ class Findings:
 
 
 def render_report(findings: Findings) -> str:
-    """The Markdown text."""
+    """Returns the Markdown text."""
     shape, recipe = findings.shape, findings.recipe
     total, active = num_parameters(shape)
     num_tokens = findings.num_steps * recipe.batch_tokens
@@ -79,7 +79,7 @@ def _score_rows(scores: list[DomainScore]) -> str:
 
 
 def _flattening(log: TrainingLog) -> str:
-    """The last validations in words; empty before there are two."""
+    """Returns the last validations as text; empty if there are fewer than two."""
     points = log.mean_valid(last=6)
     if len(points) < 2:
         return ""
@@ -112,10 +112,10 @@ def _sample(sample: Sample) -> str:
 def _ending(sample: Sample, answer: Answer) -> str:
     if not answer.has_ended:
         return _LIMIT_NOTE
-    return "ended by itself with " + ("`<|im_end|>`" if sample.title == CHAT else "an end token")
+    return "ended with " + ("`<|im_end|>`" if sample.title == CHAT else "an end token")
 
 
 def _block(text: str) -> str:
-    """Indented code: shows any text as it is, fences included."""
+    """Returns indented code, which shows any text unchanged, fences included."""
     lines = text.splitlines() or [""]
     return "\n".join(f"    {line}".rstrip() for line in lines) + "\n"

@@ -1,4 +1,4 @@
-"""Fixed prompts and what the exported model answers, unedited, through transformers in fp32."""
+"""Answers fixed prompts with the exported model, unedited, through transformers in fp32."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Sample:
 
 
 def generate_samples(folder: Path, num_text: int = 90, num_chat: int = 160) -> list[Sample]:
-    """Answer all prompts; a text ends at <|endoftext|>, a chat at <|im_end|>."""
+    """Answers all prompts; a text ends at <|endoftext|>, a chat at <|im_end|>."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -81,7 +81,7 @@ def generate_samples(folder: Path, num_text: int = 90, num_chat: int = 160) -> l
 
 
 def _prompts(tokenizer: Any) -> Iterator[tuple[str, str, list[int]]]:
-    """-> title, prompt as shown, prompt as token ids."""
+    """Yields the title, the prompt as shown, and the prompt as token ids."""
     for domain, text in TEXT_PROMPTS.items():
         yield domain, text, tokenizer(text).input_ids
     for text in CHAT_PROMPTS:

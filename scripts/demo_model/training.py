@@ -1,4 +1,4 @@
-"""The training loop: time-budgeted, resumable, logged as JSON lines.
+"""Trains within a time budget, can resume, and logs JSON lines.
 
 The learning rate warms up, holds, and falls linearly to zero over the last part of the time
 budget; the context grows to its full length there too. A checkpoint holds the weights, the
@@ -49,7 +49,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Training tokens as one stream, and validation tokens with their bytes by domain."""
+    """The training tokens as one stream, and the validation tokens with their bytes by domain."""
 
     train: np.ndarray
     valid: dict[str, np.ndarray]
@@ -57,7 +57,7 @@ class Tokens:
 
 
 def prepare_tokens(corpus_root: Path, work: Path, shape: Shape, seed: int) -> Tokens:
-    """Tokenize once into `work`, and read from there afterwards."""
+    """Tokenizes the texts into `work` once, and reads them from there afterwards."""
     tokenizer_path, stream_path = work / "tokenizer.json", work / "train.npy"
     rng = random.Random(seed)
     if not stream_path.exists():
@@ -79,7 +79,7 @@ def prepare_tokens(corpus_root: Path, work: Path, shape: Shape, seed: int) -> To
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """All documents as one uint16 stream, each closed by <|endoftext|>."""
+    """Returns all documents as one uint16 stream, each closed by <|endoftext|>."""
     pieces = []
     for start in range(0, len(texts), 512):
         batch = texts[start : start + 512]
@@ -89,7 +89,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 class Batches:
-    """Windows of the stream, each once per epoch, in an order that the seed fixes."""
+    """Yields windows of the stream, each once per epoch, in an order that depends on the seed."""
 
     def __init__(self, stream: np.ndarray, seed: int) -> None:
         self.stream, self.rng = stream, np.random.default_rng(seed)
@@ -108,9 +108,10 @@ class Batches:
 
 @torch.no_grad()
 def bits_per_byte(network: Network, tokens: Tokens, context: int, limit: int) -> dict[str, float]:
-    """Valid bits per byte by domain: consecutive windows of `context`, at most `limit` tokens each.
+    """Returns the valid bits per byte by domain, for consecutive windows of `context` and at most
+    `limit` tokens each.
 
-    A window's first token is predicted by nothing and is charged at the uniform price, log2(V).
+    The first token of a window has no context and costs log2(V).
     """
     result = {}
     uniform_nats = float(np.log(network.shape.vocab_size))
@@ -127,14 +128,15 @@ def bits_per_byte(network: Network, tokens: Tokens, context: int, limit: int) ->
 
 
 def learning_rate_scale(recipe: Recipe, step: int, progress: float) -> float:
-    """1 between warm-up and `decay_from`, then linear to 0 at the end of the budget."""
+    """Returns 1 between warm-up and `decay_from`, then falls linearly to 0 at the end of the
+    budget."""
     warmup = min(1.0, (step + 1) / recipe.warmup_steps)
     decay = min(1.0, (1.0 - progress) / (1.0 - recipe.decay_from))
     return max(0.0, min(warmup, decay))
 
 
 def train(corpus_root: Path, work: Path, shape: Shape, recipe: Recipe) -> Network:
-    """Train until the budget is spent; resumes from `work/checkpoint.safetensors` if there."""
+    """Trains until the budget is spent; resumes from `work/checkpoint.safetensors` if it exists."""
     work.mkdir(parents=True, exist_ok=True)
     tokens = prepare_tokens(corpus_root, work, shape, recipe.seed)
     torch.manual_seed(recipe.seed)
@@ -183,7 +185,7 @@ def train(corpus_root: Path, work: Path, shape: Shape, recipe: Recipe) -> Networ
 
 
 def tune_chat(corpus_root: Path, work: Path, shape: Shape, recipe: Recipe) -> None:
-    """The last phase, after `train`: mostly chats, at a low and falling learning rate.
+    """Trains the last phase, after `train`: mostly chats, at a low and falling learning rate.
 
     Resumes like `train`: the time spent beyond `budget_s` is this phase's.
     """

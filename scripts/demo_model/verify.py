@@ -1,4 +1,4 @@
-"""Does the exported folder hold the network that was trained? Asked of transformers."""
+"""Checks with transformers that the exported folder contains the trained network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHAT = [("What is 17 + 25?", "17 + 25 = 42"), ("Why?", "Seven and five are twel
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Loss in nats per token of both on the same tokens, and two checks of the folder."""
+    """The loss of both in nats per token on the same tokens, and two checks of the folder."""
 
     num_tokens: int
     network_loss: float
@@ -43,7 +43,8 @@ class Comparison:
 
 
 def sample_text(corpus_root: Path | None) -> str:
-    """Two valid documents of each domain, cut to 1000 characters; without a corpus, a chat."""
+    """Returns two valid documents of each domain, cut to 1000 characters; without a corpus, a
+    chat."""
     if corpus_root is None:
         return render_chat(_CHAT)
     documents = Corpus.read(corpus_root, "valid").documents

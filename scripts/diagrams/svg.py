@@ -1,4 +1,4 @@
-"""A picture as SVG, in the colours of the documentation, light and dark."""
+"""Renders a picture as SVG, in the light and dark colours of the documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of what was compiled before, one small JSON file each, in the user's cache folder."""
+"""Caches the facts of compiled kernels, one small JSON file each, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIELDS = {field.name for field in dataclasses.fields(CompiledFacts)}
 
 
 def facts_folder() -> Path:
-    """Beside the compiled CPU kernels."""
+    """Returns the cache folder, beside the compiled CPU kernels."""
     return cache_folder() / "kernel-facts"
 
 
@@ -29,7 +29,8 @@ def load(key: str, folder: Path) -> CompiledFacts | None:
 
 
 def store(key: str, facts: CompiledFacts, folder: Path) -> None:
-    """Written whole or not at all: two processes may find the same."""
+    """Writes the file completely or not at all, because two processes may compile the same
+    kernel."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, name = tempfile.mkstemp(dir=folder, suffix=".part")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

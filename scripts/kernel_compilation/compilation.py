@@ -1,4 +1,5 @@
-"""One kernel compiled for one chip, without a GPU, examined with the tools in triton's wheel."""
+"""Compiles one kernel for one chip without a GPU, and examines it with the tools in triton's
+wheel."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def compile_case(case: CompileCase, target: int) -> CompiledFacts:
 
 
 def _signature(case: CompileCase) -> dict[str, str]:
-    """Every argument in the kernel's order, as triton wants it: constexprs are of that type."""
+    """Returns every argument in the kernel's order, as triton expects it: constexprs have that
+    type."""
     names = case.kernel.arg_names
     known = {**case.signature, **dict.fromkeys(case.constexprs, "constexpr")}
     assert set(names) == set(known), (

@@ -37,19 +37,19 @@ class CompiledFacts:
 
     @property
     def num_matrix(self) -> int:
-        """Matrix instructions of any kind."""
+        """The number of matrix instructions of any kind."""
         return self.num_mma + self.num_wgmma + self.num_tcgen05
 
 
 def read_resources(usage: str) -> tuple[int, int]:
-    """`cuobjdump -res-usage` -> registers per thread, and stack plus local bytes."""
+    """Reads the registers per thread, and stack plus local bytes, from `cuobjdump -res-usage`."""
     found = {name: int(value) for name, value in _RESOURCE.findall(usage)}
     assert "REG" in found and "STACK" in found, f"cuobjdump prints something else now: {usage!r}"
     return found["REG"], found["STACK"] + found.get("LOCAL", 0)
 
 
 def count_instructions(disassembly: str) -> dict[str, int]:
-    """`nvdisasm -c` -> how many instructions there are of each of GROUPS."""
+    """Counts the instructions of each of GROUPS in the output of `nvdisasm -c`."""
     opcodes = Counter(_INSTRUCTION.findall(disassembly))
     assert opcodes["EXIT"] > 0, f"nvdisasm prints something else now: {disassembly[:200]!r}"
     return {

@@ -1,4 +1,4 @@
-"""Many compilations at once: a job is a case's name and a target, for kernels cannot be pickled."""
+"""Compiles in parallel; a job is a case's name and a target, because kernels cannot be pickled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_kernels.gpu.compile_case import CompileCase, find_cases
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The compiler's facts, or the last line of its error."""
+    """The compiler's facts, or the last line of its error message."""
 
     facts: CompiledFacts | None
     error: str
@@ -29,7 +29,7 @@ class Outcome:
 def run_jobs(
     cases: Mapping[str, CompileCase], jobs: Sequence[Job], num_workers: int
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Cached ones first, the others as they are ready."""
+    """Yields cached results first, and the others when they are ready."""
     missing = []
     for job in jobs:
         facts = cache.load(cache_key(cases[job.case], job.target), cache.facts_folder())
@@ -53,7 +53,7 @@ def _run_missing(jobs: Sequence[Job], num_workers: int) -> Iterator[tuple[Job, O
 
 @contextmanager
 def _own_triton_cache() -> Iterator[None]:
-    """Keep only the facts: Triton would store hundreds of cubins that are never run."""
+    """Keeps only the facts; Triton would store hundreds of cubins that are never run."""
     before = os.environ.get("TRITON_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # the workers inherit it
@@ -82,7 +82,7 @@ def _compile(job: Job) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Sorts as the table does. Kernels themselves cannot be sent to another process."""
+    """A job, sorted as in the table. Kernels cannot be sent to another process."""
 
     case: str
     target: int

@@ -14,7 +14,8 @@ Facts = Mapping[tuple[str, int], CompiledFacts]
 
 
 def render(cases: Mapping[str, CompileCase], facts: Facts, triton_version: str) -> str:
-    """Stack and spills are shown where there are any; a case that did not compile has no facts."""
+    """Renders the table. It shows stack and spills if there are any; a case that did not compile
+    has no facts."""
     num_spilling = sum(found.stack > 0 or found.num_local > 0 for found in facts.values())
     spilling = f"{num_spilling} with" if num_spilling else "none with"
     lines = [
@@ -32,7 +33,7 @@ def render(cases: Mapping[str, CompileCase], facts: Facts, triton_version: str) 
 
 
 def _cell(facts: CompiledFacts | None) -> str:
-    """Registers, shared memory in KiB, and the kind of matrix and copy instructions."""
+    """Returns registers, shared memory in KiB, and the matrix and copy instructions as text."""
     if facts is None:
         return ""
     kinds = {
@@ -48,7 +49,7 @@ def _cell(facts: CompiledFacts | None) -> str:
 
 
 def block(page: str) -> tuple[str, str, str]:
-    """The page before, between and after the markers."""
+    """Returns the page before, between and after the markers."""
     before, start, rest = page.partition(START)
     between, end, after = rest.partition(END)
     assert start and end, f"{PAGE.name} must hold the lines {START} and {END}"
@@ -56,7 +57,8 @@ def block(page: str) -> tuple[str, str, str]:
 
 
 def stale_rows(shown: str, rendered: str) -> list[str]:
-    """Rows of `rendered` that the page lacks or shows otherwise, and rows that it has too many.
+    """Returns rows of `rendered` that the page lacks or shows differently, and superfluous rows of
+    the page.
 
     Figures are compared only where the page was made with the same triton.
     """

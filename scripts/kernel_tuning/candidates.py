@@ -1,4 +1,4 @@
-"""The tiles of a grouped product that are worth a try on a chip: pure.
+"""Lists the tiles of a grouped product that are worth trying on a chip (pure functions).
 
 What decides a row's bits (`block_c`, and `block_m`, which the batch may choose) stays as the
 heuristics have it; outputs of a tile, warps, stages, the order of tiles and TMA are searched.

@@ -1,4 +1,4 @@
-"""The fastest tile of each product of a layer, found on the device."""
+"""Finds the fastest tile of each product of a layer on the device."""
 
 from __future__ import annotations
 
@@ -12,23 +12,17 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from kernel_tuning.candidates import candidates, overrides
-from moe_kernels.gpu.expert_layers import ExpertLayer
+from moe_kernels.gpu.expert_layers import ExpertLayerSizes
 from moe_kernels.gpu.grouped_gemm import pack
 from moe_kernels.gpu.grouped_gemm.api import Chip, grouped_experts
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
-from moe_kernels.gpu.grouped_gemm.heuristics import (
-    BLOCK_MS,
-    ProductShape,
-    TileConfig,
-    choose_tile,
-)
-from moe_kernels.gpu.grouped_gemm.tuning import tuning_key
-from moe_kernels.gpu.tuned import TunedTable
+from moe_kernels.gpu.grouped_gemm.heuristics import BLOCK_MS, ProductShape, TileConfig, choose_tile
+from moe_kernels.gpu.tuned import TunedTable, tuning_key
 
 Say = Callable[[str], None]
 Entries = dict[str, dict[str, int]]
 # (layer, block_m, entries) -> seconds, or None where these tiles do not compile or do not launch
-Measure = Callable[[ExpertLayer, int, Mapping[str, Mapping[str, int]]], float | None]
+Measure = Callable[[ExpertLayerSizes, int, Mapping[str, Mapping[str, int]]], float | None]
 Keep = Callable[[str, dict[str, int]], None]  # (key, what beats the heuristics, if anything)
 LEAST_GAIN = 1.02  # a smaller one is noise
 _SHARE = 0.75  # of a tile that an average expert's rows fill
@@ -36,7 +30,7 @@ _SHARE = 0.75  # of a tile that an average expert's rows fill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """One of a layer's two products in one size of tile."""
+    """One of a layer's two products with one tile size."""
 
     shape: ProductShape
     block_m: int
@@ -46,8 +40,8 @@ class Product:
         return tuning_key(self.shape, self.block_m)
 
 
-def products(layer: ExpertLayer) -> list[Product]:
-    """Both products in every size of tile."""
+def products(layer: ExpertLayerSizes) -> list[Product]:
+    """Yields both products with every tile size."""
     width, expert_width = layer.width, layer.expert_width
     shapes = (
         ProductShape(num_inputs=width, num_outputs=expert_width, is_gated=True),
@@ -57,7 +51,7 @@ def products(layer: ExpertLayer) -> list[Product]:
 
 
 def tune_layer(
-    layer: ExpertLayer,
+    layer: ExpertLayerSizes,
     capability: int,
     measure: Measure,
     say: Say,
@@ -96,15 +90,16 @@ def _told(tile: TileConfig) -> str:
 
 
 class DeviceMeasure:
-    """Both products of a layer on the current CUDA device, in bf16, the median of many runs."""
+    """Measures both products of a layer on the current CUDA device, in bf16, as the median of many
+    runs."""
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
-        self._layer: ExpertLayer | None = None
+        self._layer: ExpertLayerSizes | None = None
         self._experts: GroupedExperts | None = None
 
     def __call__(
-        self, layer: ExpertLayer, block_m: int, entries: Mapping[str, Mapping[str, int]]
+        self, layer: ExpertLayerSizes, block_m: int, entries: Mapping[str, Mapping[str, int]]
     ) -> float | None:
         chip = replace(self._chip, tuned=TunedTable(entries=entries))
         experts, rows = self._experts_of(layer), _rows(layer, block_m)
@@ -116,8 +111,8 @@ class DeviceMeasure:
             return None
         return float(milliseconds) / 1e3
 
-    def _experts_of(self, layer: ExpertLayer) -> GroupedExperts:
-        """Made once: a layer is measured hundreds of times."""
+    def _experts_of(self, layer: ExpertLayerSizes) -> GroupedExperts:
+        """Creates the tensors of a layer once, because it is measured hundreds of times."""
         if self._layer != layer or self._experts is None:
             self._experts = None  # frees the last layer's
             count, d, f = layer.num_local_experts, layer.width, layer.expert_width
@@ -132,8 +127,8 @@ class DeviceMeasure:
         return self._experts
 
 
-def _rows(layer: ExpertLayer, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, ids and weights with which tiles of `block_m` slots are mostly full."""
+def _rows(layer: ExpertLayerSizes, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns rows, ids and weights with which tiles of `block_m` slots are mostly full."""
     num_slots = _SHARE * block_m * layer.num_local_experts
     num_rows = max(1, int(num_slots) // layer.num_choices)
     scores = torch.rand(num_rows, layer.num_local_experts, device="cuda")

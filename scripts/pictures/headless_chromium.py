@@ -27,7 +27,7 @@ FLAGS = (
 
 
 def browser_paths() -> tuple[str, str] | None:
-    """Chromium and its driver; None where one is missing."""
+    """Returns Chromium and its driver; None if one is missing."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     driver = shutil.which("chromedriver")
     return (browser, driver) if browser and driver else None
@@ -47,7 +47,7 @@ def start_chromium(profile: Path) -> webdriver.Chrome:
 
 
 def set_view(driver: webdriver.Chrome, width: int, height: int, theme: str = "light") -> None:
-    """The page's size in CSS pixels, and what the system prefers."""
+    """The page's size in CSS pixels, and the preferences of the system."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
@@ -63,7 +63,7 @@ def console_errors(driver: webdriver.Chrome) -> list[str]:
 
 
 def requested_urls(driver: webdriver.Chrome) -> list[str]:
-    """Every address that the page has asked for since the last call."""
+    """Returns every address that the page has requested since the last call."""
     messages: list[dict[str, Any]] = [
         json.loads(entry["message"])["message"]
         for entry in driver.get_log("performance")  # type: ignore[no-untyped-call]

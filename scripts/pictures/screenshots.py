@@ -68,7 +68,7 @@ def main(port: int) -> int:
 
 @contextlib.contextmanager
 def serving(port: int) -> Iterator[str]:
-    """The address of a server with ranks, once it is ready."""
+    """Yields the address of a server with ranks when it is ready."""
     command = [sys.executable, "-m", "moe_serve", "serve", "--port", str(port)]
     command += ["--attention-ranks", "1", "--expert-ranks", "2", "--micro-batches", "2"]
     command += ["--batch-policy", "expert-aware", "--predictor", "moe_serve/demo_model/predictor"]
@@ -90,7 +90,7 @@ def serving(port: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def talking(url: str) -> Iterator[None]:
-    """Clients that ask one thing after the other while the block runs."""
+    """Runs clients that send one request after the other while the block runs."""
     is_over = threading.Event()
     clients = [
         threading.Thread(target=talk, args=(url, number, is_over)) for number in range(NUM_CLIENTS)
@@ -134,7 +134,7 @@ def dashboard(browser: webdriver.Chrome, url: str, width: int, theme: str) -> Pa
 
 
 def playground(browser: webdriver.Chrome, url: str, width: int, theme: str) -> Path:
-    """One answer, with a token in its middle chosen."""
+    """Gets one answer and selects a token in its middle."""
     set_view(browser, width, 860, theme)
     browser.get(f"{url}/dashboard/playground")
     settings = browser.find_element(By.CSS_SELECTOR, ".settings summary")

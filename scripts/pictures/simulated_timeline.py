@@ -1,4 +1,4 @@
-"""The timeline that a ping-pong pipeline with given stage times would record.
+"""Simulates the timeline that a ping-pong pipeline with given stage times would record.
 
 For the figure of docs/operate/timeline.md and for tests: the times are made up, the order is the
 pipeline's.
@@ -25,7 +25,7 @@ from moe_serve.pipeline.timeline.timeline import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Nanoseconds of one micro-batch that is the whole batch; `part` is what a split leaves."""
+    """The nanoseconds of one micro-batch with the whole batch; `part` scales them for a split."""
 
     attention_ns: int = 400_000
     experts_ns: int = 420_000
@@ -69,7 +69,7 @@ class _Rank:
 
 
 class SimulatedPipeline:
-    """A attention and E expert ranks that run steps of m micro-batches."""
+    """Simulates A attention and E expert ranks that run steps of m micro-batches."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""docs/images/top.png: `moe-serve top` beside a server that works, as a terminal would show it.
+"""Draws docs/images/top.png: `moe-serve top` with a busy server, as a terminal would show it.
 
     PYTHONPATH=scripts python -m pictures.top_screenshot [--port 8170] [--out docs/images/top.png]
 
@@ -39,7 +39,7 @@ _START_S, _CLIENTS = 300.0, 12
 
 @contextlib.contextmanager
 def server(port: int) -> Iterator[str]:
-    """Its URL, once it is ready."""
+    """Yields the URL of the server when it is ready."""
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moe_serve", "serve", "--port", str(port)]
     process = subprocess.Popen(
@@ -66,7 +66,7 @@ def _is_ready(url: str) -> bool:
 
 
 def chat(url: str, is_over: threading.Event, number: int) -> None:
-    """One client: a chat after another."""
+    """Runs one client that sends one chat after another."""
     turn = number
     while not is_over.is_set():
         text = f"Tell me about {TOPICS[turn % len(TOPICS)]}."
@@ -82,7 +82,7 @@ def chat(url: str, is_over: threading.Event, number: int) -> None:
 
 
 def draw(url: str) -> str:
-    """The frame as SVG. Fonts are those of the machine: nothing is fetched."""
+    """Returns the frame as SVG with the machine's fonts, so nothing is downloaded."""
     console = Console(
         record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False
     )
@@ -93,7 +93,7 @@ def draw(url: str) -> str:
 
 
 def photograph(svg: str, file: Path) -> None:
-    """By a headless chromium, in the size of the picture."""
+    """Renders the SVG with a headless Chromium, in the size of the picture."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         sys.exit("there is no chromium here: install it")

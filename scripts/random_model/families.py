@@ -1,4 +1,4 @@
-"""The tensors of a family's checkpoint, and its config.json.
+"""Lists the tensors of a family's checkpoint, and makes its config.json.
 
 D model width, F expert width, E experts, V vocabulary.
 """
@@ -28,7 +28,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to draw. `std` None means ones (a norm's weight)."""
+    """A tensor to create. `std` None means ones (a norm's weight)."""
 
     name: str
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ FAMILIES = {
 
 
 def model_config(family: str, sizes: Sizes, dtype: str) -> dict[str, object]:
-    """config.json; the rotary base stands twice, for transformers 4 and 5."""
+    """Returns config.json; it has the rotary base twice, for transformers 4 and 5."""
     return {
         "architectures": [FAMILIES[family].architecture],
         "model_type": family,
@@ -126,7 +126,7 @@ def model_config(family: str, sizes: Sizes, dtype: str) -> dict[str, object]:
 
 
 def tensor_specs(family: str, sizes: Sizes) -> Iterator[TensorSpec]:
-    """All tensors in file order. Scales keep activations and logits near 1 at any depth."""
+    """Yields all tensors in file order. Scales keep activations and logits near 1 at any depth."""
     d = sizes.width
     yield TensorSpec(
         "model.embed_tokens.weight", (sizes.vocab_size, d), d**-0.5 if sizes.is_tied else 1.0

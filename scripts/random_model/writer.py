@@ -1,4 +1,5 @@
-"""Draws the tensors of a checkpoint and writes them shard by shard: memory holds one shard."""
+"""Creates random tensors of a checkpoint and writes them shard by shard; one shard is in memory at
+a time."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def write_random_model(
     folder: Path, family: str, sizes: Sizes, *, dtype: str, seed: int, shard_bytes: int
 ) -> int:
-    """Write config, shards and index; -> the number of parameters. Same seed, same files."""
+    """Writes config, shards and index, and returns the number of parameters. The same seed gives
+    the same files."""
     FAMILIES[family].check(sizes)
     folder.mkdir(parents=True, exist_ok=True)
     config = json.dumps(model_config(family, sizes, dtype), indent=2) + "\n"
@@ -57,7 +59,8 @@ def borrow_tokenizer(source: Path, folder: Path) -> bool:
 
 
 def split_into_shards(specs: Iterable[TensorSpec], max_elements: int) -> list[list[TensorSpec]]:
-    """In order, each shard at most `max_elements` unless one tensor alone is larger."""
+    """Groups tensors in order; a shard has at most `max_elements` unless one tensor alone is
+    larger."""
     shards: list[list[TensorSpec]] = [[]]
     room = max_elements
     for spec in specs:

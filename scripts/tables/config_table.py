@@ -1,4 +1,4 @@
-"""The tables of docs/reference/configuration.md, from the configuration itself.
+"""Renders the tables of docs/reference/configuration.md from the configuration.
 
     PYTHONPATH=scripts python -m tables.config_table            print them
     PYTHONPATH=scripts python -m tables.config_table --write    put them into the page
@@ -63,13 +63,13 @@ def serve_parameters() -> dict[str, str]:
 
 
 def flag_of(key: ConfigKey, parameters: Mapping[str, str]) -> str:
-    """The flag that sets the key, `MODEL` for the argument, or nothing."""
+    """Returns the flag that sets the key, `MODEL` for the argument, or an empty text."""
     spelled = parameters.get(PARAMETER_OF.get(key.path, key.name), "")
     return spelled.upper() if spelled and not spelled.startswith("-") else spelled
 
 
 def render() -> str:
-    """One table per section."""
+    """Returns one table per section."""
     meanings = comments(EXAMPLE.read_text("utf-8"))
     parameters = serve_parameters()
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""The Grafana dashboard of deploy/grafana, from the table of its panels and that of the metrics.
+"""Renders the Grafana dashboard of deploy/grafana from its panels and the table of the metrics.
 
     PYTHONPATH=scripts python -m tables.grafana_dashboard            print it
     PYTHONPATH=scripts python -m tables.grafana_dashboard --write    write the file
@@ -46,7 +46,7 @@ def render() -> str:
 
 
 def _variables() -> list[dict[str, Any]]:
-    """The data source, and the servers to show: all by default."""
+    """Returns the variables: the data source, and the servers to show (by default all)."""
     variables: list[dict[str, Any]] = [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
     ]
@@ -70,7 +70,7 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _panels() -> list[dict[str, Any]]:
-    """Rows below each other, three panels side by side."""
+    """Returns the rows of panels, with three panels side by side."""
     placed: list[dict[str, Any]] = []
     y = 0
     for title, panels in ROWS.items():

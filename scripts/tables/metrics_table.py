@@ -24,7 +24,7 @@ HEADER = "| metric | kind | labels | |\n|---|---|---|---|"
 
 
 def render() -> str:
-    """One row for each metric, in the order of the page."""
+    """Returns one row for each metric, in the order of the page."""
     return "\n".join([HEADER, *map(_line, METRICS)]) + "\n"
 
 

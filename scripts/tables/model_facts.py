@@ -84,7 +84,7 @@ def _heads(spec: ModelSpec) -> str:
 
 
 def _per_layer(spec: ModelSpec) -> list[str]:
-    """Windows, chunks and layers without rotation, and in how many layers."""
+    """Describes windows, chunks and layers without rotation, with the number of layers."""
     kinds: Counter[str] = Counter()
     for layer in spec.layers:
         if layer.attention.sliding_window is not None:

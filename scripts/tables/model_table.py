@@ -1,4 +1,4 @@
-"""The tables of docs/guide/models.md, from the families themselves.
+"""Renders the tables of docs/guide/models.md from the families.
 
     PYTHONPATH=scripts python -m tables.model_table            print them
     PYTHONPATH=scripts python -m tables.model_table --write    put them into docs/guide/models.md
@@ -17,8 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_serve.model.checkpoint.hf_config import HFConfig
-from moe_serve.model.checkpoint.spec_check import check_spec
+from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.families import FAMILIES, Family, family_of
 from moe_serve.model.formats import FORMATS
 from moe_serve.model.spec import ModelSpec
@@ -32,7 +31,8 @@ _HUB = "https://huggingface.co/"
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """Repository -> the numbers of its config.json, by architecture and name."""
+    """Returns the numbers of each published config.json by repository, sorted by architecture and
+    name."""
     values = [json.loads(path.read_text("utf-8")) for path in sorted(CONFIGS.glob("*.json"))]
     return {value["_name_or_path"]: value for value in values}
 
@@ -47,7 +47,8 @@ def read(values: dict[str, Any]) -> tuple[Family, ModelSpec]:
 
 
 def case_names() -> list[str]:
-    """The tiny models that are held against transformers; a case is called `family-variant`."""
+    """Counts the tiny models that are compared with transformers; a case is called
+    `family-variant`."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
     names = importlib.import_module("tests.support.families.all_cases").CASES
@@ -79,8 +80,8 @@ def _family_row(family: Family, cases: list[str]) -> str:
 
 
 def particulars(family: Family) -> str:
-    """The first line of the family's file, behind the name."""
-    text = sys.modules[family.read_spec.__module__].__doc__ or ""
+    """Returns the first line of the family's reader, or else of its file, after the name."""
+    text = family.read_spec.__doc__ or sys.modules[family.read_spec.__module__].__doc__ or ""
     return text.split("\n")[0].partition(": ")[2].removesuffix(".")
 
 
@@ -99,7 +100,7 @@ def _model_row(repository: str, family: Family, spec: ModelSpec) -> str:
 
 
 def block(page: str) -> tuple[str, str, str]:
-    """The page before, between and after the markers."""
+    """Returns the page before, between and after the markers."""
     before, start, rest = page.partition(START)
     between, end, after = rest.partition(END)
     assert start and end, f"{PAGE.name} must hold the lines {START} and {END}"

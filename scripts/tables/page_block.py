@@ -23,7 +23,7 @@ class PageBlock:
         self.page.write_text(f"{before}{self.start}\n\n{text}\n{self.end}{after}", "utf-8")
 
     def main(self, render: Callable[[], str], about: str) -> None:
-        """The script's command line: prints, or puts into the page."""
+        """Runs the script's command line: prints the block, or writes it into the page."""
         parser = argparse.ArgumentParser(description=about)
         parser.add_argument("--write", action="store_true", help="put it into the page")
         if parser.parse_args().write:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.bench.client.answer import Answer
+from moe_serve.bench.client.answer import AnswerReader
 from moe_serve.bench.client.connection import Connection
-from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.request_record import RequestRecord
 from tests.support.bench.fake_openai import event, http, streamed, text_events
 
 DONE = b"data: [DONE]\n\n"
@@ -31,7 +31,7 @@ def text(content: str, num_tokens: int | None = None) -> dict[str, Any]:
 
 def read(*timed: tuple[float, bytes], status: int = 200, is_stream: bool = True) -> RequestRecord:
     """The record of a body whose pieces come at these times; it ends with the last."""
-    answer = Answer(is_stream=is_stream)
+    answer = AnswerReader(is_stream=is_stream)
     answer.head(status)
     for at, piece in timed:
         answer.body(at, piece)
@@ -149,7 +149,7 @@ def through_http(pieces: list[bytes], now: Callable[[], float] = lambda: 2.0) ->
     async def run() -> RequestRecord:
         connection = Connection(now)
         connection.connection_made(Transport())  # type: ignore[arg-type]
-        answer = Answer(is_stream=True)
+        answer = AnswerReader(is_stream=True)
         exchange = asyncio.ensure_future(connection.exchange(b"", answer))
         await asyncio.sleep(0)
         for piece in pieces:

@@ -18,9 +18,9 @@ from moe_serve.bench.client import client_health
 from moe_serve.bench.client.client_health import allow_open_files
 from moe_serve.bench.client.connection import Target
 from moe_serve.bench.client.endpoint import Endpoint
-from moe_serve.bench.plan import RunPlan
 from moe_serve.bench.report.report import Report, read_report
 from moe_serve.bench.run import run_bench
+from moe_serve.bench.run_plan import RunPlan
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
 from moe_serve.cli.main import main
 from moe_serve.errors import BenchError, BenchServerError

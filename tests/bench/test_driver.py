@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from moe_serve.bench import load
-from moe_serve.bench.driver import Collected, closed_loop, open_loop
-from moe_serve.bench.figures.record import RequestRecord
-from moe_serve.bench.load import WallTimer
+from moe_serve.bench.figures.request_record import RequestRecord
+from moe_serve.bench.load import Collected, WallTimer, closed_loop, open_loop
 from moe_serve.bench.workload.request import Ready
 
 

@@ -13,14 +13,14 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from moe_serve.bench.client.client import Progress
+from moe_serve.bench.client.load_client import RunProgress
 from moe_serve.bench.client.server_metrics import Metrics, ServerSide
 from moe_serve.bench.figures.slo import Slo
 from moe_serve.bench.figures.summary import summarize
 from moe_serve.bench.report.html_page import render
-from moe_serve.bench.report.live import LiveLine
 from moe_serve.bench.report.report import Report, read_report
-from moe_serve.bench.report.svg_plot import Axis, Line, nice_step, plot, tick_label
+from moe_serve.bench.report.report_table import LiveLine
+from moe_serve.bench.report.svg_plot import Axis, PlotLine, nice_step, plot, tick_label
 from moe_serve.errors import BenchError
 from tests.support.bench.records import record, report
 
@@ -124,7 +124,7 @@ class TestPlot:
     def test_points_are_where_they_belong(self) -> None:
         x = Axis(label="x", low=0.0, high=10.0)
         svg = plot("t", x, Axis(label="y", low=0.0, high=1.0),
-                   [Line(name="a", xs=[0, 5, 10, 99], ys=[0, 0.5, 1, 2])])  # fmt: skip
+                   [PlotLine(name="a", xs=[0, 5, 10, 99], ys=[0, 0.5, 1, 2])])  # fmt: skip
         line = ElementTree.fromstring(svg).find("polyline")
         assert line is not None
         assert line.get("points") == "58.0,220.0 282.0,116.0 506.0,12.0 506.0,12.0"
@@ -142,6 +142,6 @@ class TestPlot:
 
 def test_the_live_line_counts_requests_as_the_report_does() -> None:
     live = LiveLine(Console())
-    live.start(Progress(num_ok=0, num_failed=5, num_in_flight=2), 10)
+    live.start(RunProgress(num_ok=0, num_failed=5, num_in_flight=2), 10)
     line = live._line().plain
     assert " 5/10  2 in flight  0.0 requests/s" in line and "5 failed" in line

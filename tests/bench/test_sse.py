@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.bench.client import sse
-from moe_serve.bench.client.sse import SseParser
+from moe_serve.bench.client import answer
+from moe_serve.bench.client.answer import SseParser
 from moe_serve.errors import BenchStreamError
 
 STREAM = (
@@ -38,7 +38,7 @@ def test_any_cut_gives_the_same_events(places: list[int]) -> None:
 
 
 def test_an_endless_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(answer, "MAX_EVENT_BYTES", 100)
     parser = SseParser()
     parser.feed(b"data: " + b"x" * 60)
     with pytest.raises(BenchStreamError, match="larger than 100 bytes"):

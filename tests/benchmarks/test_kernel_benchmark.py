@@ -15,7 +15,7 @@ from kernel_bench.expert_contestants import BOUND, contestants
 from kernel_bench.expert_work import least_bytes, make_rows, make_weights, operations
 from kernel_bench.limits import DeviceLimits, bound
 from kernel_bench.shapes import LAYERS
-from moe_kernels.gpu.expert_layers import ExpertLayer
+from moe_kernels.gpu.expert_layers import ExpertLayerSizes
 
 CPU = torch.device("cpu")
 TINY = next(layer for layer in LAYERS if layer.name == "tiny")
@@ -52,7 +52,7 @@ def test_it_runs_and_writes_everything(
 
 
 def test_ranks_get_their_share_of_the_rows() -> None:
-    shape = ExpertLayer(
+    shape = ExpertLayerSizes(
         name="x", num_experts=256, top_k=8, width=16, expert_width=16, num_ranks=32
     )  # fmt: skip
     assert (shape.num_local_experts, shape.num_choices) == (8, 1)
@@ -84,14 +84,17 @@ def test_a_clock_runs_as_often_as_it_may() -> None:
 
 
 def test_routed_weights_of_every_shape_are_ordered() -> None:
-    for shape in (TINY, ExpertLayer(name="y", num_experts=4, top_k=4, width=8, expert_width=8)):
+    for shape in (
+        TINY,
+        ExpertLayerSizes(name="y", num_experts=4, top_k=4, width=8, expert_width=8),
+    ):
         rows = make_rows(shape, 9, torch.float32, CPU)
         assert bool((rows.expert_ids_TK.diff(dim=-1) > 0).all()), "ids must ascend in a row"
         torch.testing.assert_close(rows.weights_TK.sum(-1), torch.ones(9))
 
 
 def test_biases_reach_every_contestant() -> None:
-    shape = ExpertLayer(
+    shape = ExpertLayerSizes(
         name="z", num_experts=4, top_k=2, width=32, expert_width=16, has_bias=True,
         activation=next(x for x in LAYERS if x.has_bias).activation,
     )  # fmt: skip

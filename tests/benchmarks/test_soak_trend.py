@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from soak.sample import quantile_of_buckets
-from soak.trend import SettleRule, trend_of
+from soak.sample import SettleRule, quantile_of_buckets, trend_of
 
 
 def test_a_leak_is_seen_and_noise_is_not() -> None:

@@ -14,7 +14,7 @@ import transformers
 from experts.memory.expectation import Hint
 from experts.memory.expert_memory import ExpertMemory
 from moe_serve.cluster.build import build_cluster
-from moe_serve.cluster.ranks.packing import pack_needed, unpack_needed
+from moe_serve.cluster.ranks.choice_packing import pack_needed, unpack_needed
 from moe_serve.config.sections import (
     BatchPolicyName,
     EngineConfig,

@@ -184,7 +184,7 @@ def test_malformed_frames_are_dropped(
         link = drive.state("expert-1").link
         assert link is not None and link.num_malformed == 3
         assert drive.membership.num_lost == 0
-        assert "expert-1 sent frames that are no messages" in caplog.text
+        assert "expert-1 sent frames that are not valid messages" in caplog.text
         starter.garble("expert-1", b"\xff" * 64)  # no frame can be that long
         assert_recovers(drive, expected, num_lost=1)
 

@@ -58,7 +58,7 @@ def test_each_token_shows_its_experts(browser: webdriver.Chrome, fake: FakeServe
     words = text(browser, ".tooltip")
     for layer, ids in enumerate(experts_of(4)):
         assert f"layer {layer}: {ids[0]}, {ids[1]}" in words
-    assert "50% of its experts as the token before" in words
+    assert "50% of its experts in common with the previous token" in words
     assert "7 tokens chose 5.0 of 16 experts" in text(browser, "#answer")
     assert console_errors(browser) == []
     hosts = {urlsplit(url).netloc for url in requested_urls(browser) if url.startswith("http")}

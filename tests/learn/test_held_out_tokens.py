@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_serve.learn.predictor_training import held_out_tokens
+from moe_serve.learn.training import held_out_tokens
 from routing_predictor.requests.texts import PIECE
 from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.trace import PREFILL, RoutingTrace

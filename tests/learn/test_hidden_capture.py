@@ -12,7 +12,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.opened_model import OpenedModel
 from moe_serve.errors import ConfigError
-from moe_serve.learn.documents import Piece
+from moe_serve.learn.documents import TextPiece
 from moe_serve.learn.predictor_data import PredictorModel
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.model.step_plan import MicroBatch, RouteAsk, SequenceSlice, StepPlan
@@ -21,7 +21,7 @@ from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.transport import LocalTransport
 
 _RANDOM = np.random.default_rng(0)
-PIECES = [Piece(_RANDOM.integers(300, 4000, n).astype(np.int64), f"p{n}", "") for n in (40, 17)]
+PIECES = [TextPiece(_RANDOM.integers(300, 4000, n).astype(np.int64), f"p{n}", "") for n in (40, 17)]
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.choice import KernelsName
-from moe_kernels.interface.attention_shape import LatentShape, StepTokens
-from moe_kernels.interface.kernels import KVPages
+from moe_kernels.interface.attention_shape import LatentShape, StepRows
+from moe_kernels.interface.kernels import AttentionCall, KVPages
 from moe_kernels.reference.norm import rotary_table
 from moe_kernels.reference.paged_attention import paged_attention_reference
 from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
@@ -56,13 +56,13 @@ class Scene:
 
     def run(self, first: int, last: int, pages: KVPages) -> Tensor:
         """Tokens [first, last), the earlier ones being in the pages."""
-        step = StepTokens(np.array([last - first]), np.array([first]), [self.table], PAGE)
+        step = StepRows(np.array([last - first]), np.array([first]), [self.table], PAGE)
         positions = torch.arange(first, last)
         rows = torch.tensor(self.table)[positions // PAGE] * PAGE + positions % PAGE
         plan = self.kernels.plan_attention(step, self.shape.absorbed(), CPU)
         return self.kernels.attend_latent(
             self.q_latent[first:last], self.q_rope[first:last], self.latent[first:last],
-            self.norm, self.rotary, positions, rows, pages, plan, self.shape,
+            self.norm, AttentionCall(self.rotary, positions, rows, pages, plan), self.shape,
         )  # fmt: skip
 
 

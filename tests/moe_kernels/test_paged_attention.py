@@ -14,9 +14,9 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     QKNormWeights,
     RotaryTable,
-    StepTokens,
+    StepRows,
 )
-from moe_kernels.interface.kernels import KVPages
+from moe_kernels.interface.kernels import AttentionCall, KVPages
 from moe_kernels.reference.norm import rotary_table
 from moe_kernels.reference.paged_attention import paged_attention_reference
 from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
@@ -87,7 +87,7 @@ class Scene:
         """Attend on a copy of the pages (or on those given)."""
         pages = pages or self.copy_pages()
         lens = [len(s.qkv) for s in sequences]
-        step = StepTokens(
+        step = StepRows(
             np.array(lens), np.array([s.start for s in sequences]),
             [s.page_table for s in sequences], PAGE,
         )  # fmt: skip
@@ -98,11 +98,11 @@ class Scene:
             for t, p in zip(tables, positions.split(lens), strict=True)
         ]
         heads = torch.arange(self.shape.num_kv_heads) * PAGE
-        out = self.kernels.attend(
-            torch.cat([s.qkv for s in sequences]), self.norm, self.sinks, self.rotary, positions,
-            (torch.cat(own)[:, None] + heads[None]).flatten(), pages,
-            self.kernels.plan_attention(step, self.shape, CPU), self.shape,
-        )  # fmt: skip
+        kv_rows = (torch.cat(own)[:, None] + heads[None]).flatten()
+        plan = self.kernels.plan_attention(step, self.shape, CPU)
+        call = AttentionCall(self.rotary, positions, kv_rows, pages, plan)
+        qkv = torch.cat([s.qkv for s in sequences])
+        out = self.kernels.attend(qkv, self.norm, self.sinks, call, self.shape)
         return list(out.split(lens))
 
     def copy_pages(self) -> KVPages:

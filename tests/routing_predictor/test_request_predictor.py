@@ -19,7 +19,7 @@ from routing_predictor.requests.texts import PIECE, RoutedTexts, split_documents
 from routing_predictor.requests.train_request import history_shares, pooled, train_request
 from routing_predictor.traces.card import PredictorCard, PredictorKind, read_card
 from routing_predictor.traces.errors import PredictorError, TraceError
-from routing_predictor.traces.fitting import Fit, Recipe, Task, fit
+from routing_predictor.traces.fitting import Recipe, Task, TrainingCourse, fit
 from routing_predictor.traces.trace import RoutingTrace
 
 EMBEDDING = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
@@ -120,7 +120,7 @@ def test_cuts_know_what_is_before_and_after() -> None:
         cut_each(texts, 5, seed=3, horizon=20)
 
 
-def trained() -> tuple[RequestMLP, Fit]:
+def trained() -> tuple[RequestMLP, TrainingCourse]:
     pools = PrefixPools(EMBEDDING, (8, 2, 1))
     recipe = Recipe(epochs=12, batch_size=8, learning_rate=2e-2)
     return train_request(

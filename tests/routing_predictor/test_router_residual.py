@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from routing_predictor.judge.rivals import (
-    judged_previous_token,
-    truth_of_tokens,
-)
-from routing_predictor.layers.layer_data import predicted_pairs
+from routing_predictor.judge.rivals import judged_previous_token, truth_of_tokens
 from routing_predictor.layers.router_residual import (
     RouterResidual,
     RouterWeights,
@@ -22,6 +18,7 @@ from routing_predictor.layers.router_residual import (
 from routing_predictor.layers.train_layers import (
     LayerData,
     LayerPredictors,
+    predicted_pairs,
     ranked_loss,
     train_layer,
 )

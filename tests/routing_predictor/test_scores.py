@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from routing_predictor.judge.bootstrap import document_means, interval
-from routing_predictor.judge.evaluate import Truth, judge
+from routing_predictor.judge.evaluate import Truth, document_means, interval, judge
 from routing_predictor.judge.rivals import blended, logistic_regression, marginal
 from routing_predictor.judge.scores import (
     calibration,

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from kernel_compilation import cache, table
-from kernel_compilation.cover import covering
+from kernel_compilation.cover import broken_rules, covering
 from kernel_compilation.facts import CompiledFacts, count_instructions, read_resources
 from kernel_compilation.pool import Job
-from kernel_compilation.rules import broken_rules
 from moe_kernels.gpu.compile_case import CompileCase
 
 ROOT = Path(__file__).resolve().parents[2]

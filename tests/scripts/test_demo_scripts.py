@@ -11,14 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from demo_model.corpus import chats_of, render_chat
-from demo_model.evaluation import window_spans
+from demo_model.evaluation import trigram_bits_per_byte, window_spans
 from demo_model.expert_use import ExpertUse
-from demo_model.hf_config import CHAT_TEMPLATE, model_config
-from demo_model.hf_names import from_hf, hf_names, to_hf
+from demo_model.hf_format import CHAT_TEMPLATE, from_hf, hf_names, model_config, to_hf
 from demo_model.model_card import model_card, num_parameters
 from demo_model.network import Network, Shape
-from demo_model.training_log import TrainingLog
-from demo_model.trigram import trigram_bits_per_byte
+from demo_model.plots import TrainingLog
 from random_model.families import FAMILIES, Sizes, TensorSpec, tensor_specs
 from random_model.writer import split_into_shards, write_random_model
 

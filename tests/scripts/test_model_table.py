@@ -31,7 +31,9 @@ def test_the_page_holds_the_generated_tables() -> None:
 
 def test_every_family_says_what_is_particular() -> None:
     silent = [family.name for family in FAMILIES if not model_table.particulars(family)]
-    assert not silent, f"{silent}: the file's first line must read 'Name: what is particular.'"
+    assert not silent, (
+        f"{silent}: the first line of its file or reader must read 'Name: particulars.'"
+    )
 
 
 def test_every_family_has_a_case() -> None:

@@ -18,15 +18,15 @@ from experts.placement.plan_file import read_placement
 from experts.placement.problem.workloads import read_workloads
 from moe_serve import LLM
 from moe_serve.bench.report import report
-from moe_serve.bench.workload import prompt_file, trace_rows
+from moe_serve.bench.workload import prompts, trace_rows
 from moe_serve.cache.model_identity import model_identity
 from moe_serve.cli.place import plan_files
 from moe_serve.cli.place.cluster_reader import read_cluster
 from moe_serve.cli.trace import trace_record
 from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.launch.cluster_file import read_cluster_file
-from moe_serve.cluster.launch.hostfile import read_hostfile
-from moe_serve.cluster.members.examine import file_marks
+from moe_serve.cluster.launch.hosts import read_hostfile
+from moe_serve.cluster.members.preflight import file_marks
 from moe_serve.config.sources import load_config, read_secret_file
 from moe_serve.errors import CheckpointError, MoeServeError
 from moe_serve.http.wire.tls import Tls
@@ -63,7 +63,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "load.safetensors": lambda path: read_workloads([path], 1, None),
     "placement.json": read_placement,
     "plan.json": lambda path: plan_files.read_plan(path, PlanFacts(num_devices=2, num_experts=4)),
-    "prompts.jsonl": prompt_file.read_prompts,
+    "prompts.jsonl": prompts.read_prompts,
     "prompts.txt": trace_record.read_prompts,
     "report.json": report.read_report,
     "rows.csv": trace_rows.read_trace,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from moe_serve.text.detokenizer import make_detokenizer
-from moe_serve.text.token_bytes import Spelling
+from moe_serve.text.token_bytes import ByteSpelling
 from moe_serve.text.tokenizer import Tokenizer
 
 SPECIAL = "<|end|>"
@@ -151,5 +151,5 @@ def test_the_cost_of_a_token_does_not_grow(name: str) -> None:
 
 
 def test_spellings_are_recognised() -> None:
-    assert TOKENIZERS["byte-level"].spelling is Spelling.BYTE_LEVEL
-    assert TOKENIZERS["byte-fallback"].spelling is Spelling.BYTE_FALLBACK
+    assert TOKENIZERS["byte-level"].spelling is ByteSpelling.BYTE_LEVEL
+    assert TOKENIZERS["byte-fallback"].spelling is ByteSpelling.BYTE_FALLBACK

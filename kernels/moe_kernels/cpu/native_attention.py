@@ -16,10 +16,9 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
-    RotaryTable,
-    StepTokens,
+    StepRows,
 )
-from moe_kernels.interface.kernels import KVPages
+from moe_kernels.interface.kernels import AttentionCall
 
 _NORMS = {"none": 0, "head": 1, "row": 2}
 _NORM_AFTER_ROTATION = 3
@@ -47,7 +46,7 @@ class NativePlan:
 
     __slots__ = ("_sequences", "_struct", "_tables", "pointer")
 
-    def __init__(self, step: StepTokens, shape: AttentionShape, threads: int) -> None:
+    def __init__(self, step: StepRows, shape: AttentionShape, threads: int) -> None:
         assert shape.head_dim <= _MAX_HEAD_DIM, f"heads of {shape.head_dim} values are too wide"
         most = max(len(table) for table in step.page_tables)
         self._tables = np.zeros((len(step.page_tables), most), dtype=np.int64)
@@ -75,28 +74,24 @@ def attend(
     qkv: Tensor,
     norm: QKNormWeights | None,
     sinks_H: Tensor | None,
-    rotary: RotaryTable,
-    positions: Tensor,
-    kv_rows: Tensor,
-    pages: KVPages,
-    plan: NativePlan,
+    call: AttentionCall[NativePlan],
     shape: AttentionShape,
 ) -> Tensor:
     """Kernels.attend."""
     out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.value_width)
     native.function("moe_attend")(
-        plan.pointer,
+        call.plan.pointer,
         qkv.data_ptr(),
         None if norm is None else norm.q.data_ptr(),
         None if norm is None else norm.k.data_ptr(),
         address(sinks_H),
-        rotary.cos.data_ptr(),
-        rotary.signed_sin.data_ptr(),
-        address(rotary.query_scale),
-        positions.data_ptr(),
-        kv_rows.data_ptr(),
-        pages.keys.data_ptr(),
-        pages.values.data_ptr(),
+        call.rotary.cos.data_ptr(),
+        call.rotary.signed_sin.data_ptr(),
+        address(call.rotary.query_scale),
+        call.positions.data_ptr(),
+        call.kv_rows.data_ptr(),
+        call.pages.keys.data_ptr(),
+        call.pages.values.data_ptr(),
         out.data_ptr(),
     )
     return out
@@ -108,20 +103,16 @@ def attend_latent(
     q_rope_THR: Tensor,
     latent_TC: Tensor,
     norm_weight_L: Tensor,
-    rotary: RotaryTable,
-    positions: Tensor,
-    kv_rows: Tensor,
-    pages: KVPages,
-    plan: NativePlan,
+    call: AttentionCall[NativePlan],
     shape: LatentShape,
 ) -> Tensor:
     """Kernels.attend_latent."""
     for x in (q_latent_THL, q_rope_THR, latent_TC):
         assert x.stride(-1) == 1, f"rows of the input must be contiguous, not {x.stride()}"
-    plan.for_latents(shape)
+    call.plan.for_latents(shape)
     out_THL = torch.empty_like(q_latent_THL, memory_format=torch.contiguous_format)
     native.function("moe_attend_latent")(
-        plan.pointer,
+        call.plan.pointer,
         q_latent_THL.data_ptr(),
         *q_latent_THL.stride()[:2],
         q_rope_THR.data_ptr(),
@@ -129,11 +120,11 @@ def attend_latent(
         latent_TC.data_ptr(),
         latent_TC.stride(0),
         norm_weight_L.data_ptr(),
-        rotary.cos.data_ptr(),
-        rotary.signed_sin.data_ptr(),
-        positions.data_ptr(),
-        kv_rows.data_ptr(),
-        pages.keys.data_ptr(),
+        call.rotary.cos.data_ptr(),
+        call.rotary.signed_sin.data_ptr(),
+        call.positions.data_ptr(),
+        call.kv_rows.data_ptr(),
+        call.pages.keys.data_ptr(),
         out_THL.data_ptr(),
     )
     return out_THL

@@ -22,16 +22,15 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
-    RotaryTable,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.fixed_attention import DecodeRoom, ReplannedAttention
 from moe_kernels.interface.kernels import (
+    AttentionCall,
     ExpertBank,
     ExpertWeights,
     GatedActivation,
     HeadLinear,
-    KVPages,
     LayerFrontParts,
     Linear,
     RouterLinear,
@@ -106,7 +105,7 @@ class NativeKernels:
         return out_TD
 
     def plan_attention(
-        self, step: StepTokens, shape: AttentionShape, device: torch.device
+        self, step: StepRows, shape: AttentionShape, device: torch.device
     ) -> NativePlan:
         return NativePlan(step, shape, self._native.threads)
 
@@ -120,16 +119,10 @@ class NativeKernels:
         qkv: Tensor,
         norm: QKNormWeights | None,
         sinks_H: Tensor | None,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: NativePlan,
+        call: AttentionCall[NativePlan],
         shape: AttentionShape,
     ) -> Tensor:
-        return native_attention.attend(
-            self._native, qkv, norm, sinks_H, rotary, positions, kv_rows, pages, plan, shape
-        )
+        return native_attention.attend(self._native, qkv, norm, sinks_H, call, shape)
 
     def attend_latent(
         self,
@@ -137,17 +130,12 @@ class NativeKernels:
         q_rope_THR: Tensor,
         latent_TC: Tensor,
         norm_weight_L: Tensor,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: NativePlan,
+        call: AttentionCall[NativePlan],
         shape: LatentShape,
     ) -> Tensor:
         return native_attention.attend_latent(
-            self._native, q_latent_THL, q_rope_THR, latent_TC, norm_weight_L, rotary, positions,
-            kv_rows, pages, plan, shape,
-        )  # fmt: skip
+            self._native, q_latent_THL, q_rope_THR, latent_TC, norm_weight_L, call, shape
+        )
 
     def route(
         self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None

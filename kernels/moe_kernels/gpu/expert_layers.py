@@ -8,7 +8,7 @@ from moe_kernels.interface.kernels import GatedActivation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLayer:
+class ExpertLayerSizes:
     """The experts of one layer, or one expert rank's share of them.
 
     With `num_ranks` above 1 a rank has num_experts / num_ranks experts, and of T tokens in the
@@ -42,19 +42,19 @@ class ExpertLayer:
 
 GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 EXPERT_LAYERS = (
-    ExpertLayer(name="mixtral-8x7b", num_experts=8, top_k=2, width=4096, expert_width=14336),
-    ExpertLayer(name="qwen3-30b-a3b", num_experts=128, top_k=8, width=2048, expert_width=768),
-    ExpertLayer(
+    ExpertLayerSizes(name="mixtral-8x7b", num_experts=8, top_k=2, width=4096, expert_width=14336),
+    ExpertLayerSizes(name="qwen3-30b-a3b", num_experts=128, top_k=8, width=2048, expert_width=768),
+    ExpertLayerSizes(
         name="deepseek-v3-rank-of-8", num_experts=256, top_k=8, width=7168, expert_width=2048,
         num_ranks=8,
     ),
-    ExpertLayer(
+    ExpertLayerSizes(
         name="deepseek-v3-rank-of-32", num_experts=256, top_k=8, width=7168, expert_width=2048,
         num_ranks=32,
     ),
-    ExpertLayer(
+    ExpertLayerSizes(
         name="gpt-oss-120b", num_experts=128, top_k=4, width=2880, expert_width=2880,
         activation=GPT_OSS, has_bias=True,
     ),
-    ExpertLayer(name="olmoe", num_experts=64, top_k=8, width=2048, expert_width=1024),
+    ExpertLayerSizes(name="olmoe", num_experts=64, top_k=8, width=2048, expert_width=1024),
 )  # fmt: skip

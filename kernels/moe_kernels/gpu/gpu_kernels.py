@@ -16,9 +16,8 @@ from torch import Tensor
 
 from moe_kernels.gpu.expert_bank import GroupedExpertBank, stacked_experts
 from moe_kernels.gpu.expert_slots import GroupedSlots
-from moe_kernels.gpu.grouped_gemm import linear, self_check
-from moe_kernels.gpu.grouped_gemm.api import Chip
-from moe_kernels.gpu.grouped_gemm.chips import chip_of
+from moe_kernels.gpu.grouped_gemm import api, linear
+from moe_kernels.gpu.grouped_gemm.api import Chip, chip_of
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.from_matrix import layout_of
 from moe_kernels.gpu.grouped_gemm.linear import (
@@ -30,11 +29,6 @@ from moe_kernels.gpu.grouped_gemm.linear import (
 from moe_kernels.gpu.grouped_gemm.pack import plain
 from moe_kernels.gpu.heads.api import shape_latent, shape_qkv
 from moe_kernels.gpu.paged_attention.api import attention, plan_attention, plan_room
-from moe_kernels.gpu.paged_attention.backends import (
-    BackendChoice,
-    choose_backend,
-    installed_backends,
-)
 from moe_kernels.gpu.paged_attention.plan import PagedPlan
 from moe_kernels.gpu.router.api import route
 from moe_kernels.gpu.rows.api import Addends, add, rms_norm
@@ -43,14 +37,13 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
-    RotaryTable,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.fixed_attention import DecodeRoom
 from moe_kernels.interface.kernels import (
+    AttentionCall,
     ExpertWeights,
     GatedActivation,
-    KVPages,
     LayerFrontParts,
     SplitMLP,
 )
@@ -78,7 +71,6 @@ class TritonKernels:
         self._tiles = RowTiles(device)
         self._answers: dict[Hashable, bool] = {}
         self._asking = threading.Lock()
-        self._backends: dict[AttentionShape, BackendChoice] = {}
         where = f"in the interpreter on {device}"
         if not self._is_interpreted:
             where = f"on {torch.cuda.get_device_name(device)}"
@@ -154,7 +146,7 @@ class TritonKernels:
         )
         return self._chip_for(
             (gate_up, down, stacked.activation),
-            lambda: self_check.has_equal_tiles(stacked, self._dtype, self._chip),
+            lambda: api.has_equal_tiles(stacked, self._dtype, self._chip),
         )
 
     def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:
@@ -164,43 +156,26 @@ class TritonKernels:
         return rms_norm(x_TD, weight_D, eps)
 
     def plan_attention(
-        self, step: StepTokens, shape: AttentionShape, device: torch.device
+        self, step: StepRows, shape: AttentionShape, device: torch.device
     ) -> PagedPlan:
-        self._say_backend(shape, step.page_size, device)
         return plan_attention(step, shape, self._dtype, device)
 
     def fixed_attention(
         self, room: DecodeRoom, shape: AttentionShape, device: torch.device
     ) -> PagedPlan | None:
-        self._say_backend(shape, room.page_size, device)
         return plan_room(room, shape, self._dtype, device)
-
-    def _say_backend(self, shape: AttentionShape, page_size: int, device: torch.device) -> None:
-        """Row invariance is never given up here, so this says and logs why it is ours."""
-        if shape not in self._backends:
-            self._backends[shape] = choose_backend(
-                shape, self._dtype, page_size, self._capability(device), installed_backends()
-            )
-
-    def _capability(self, device: torch.device) -> tuple[int, int]:
-        if self._is_interpreted:
-            return divmod(self._chip.capability, 10)
-        return torch.cuda.get_device_capability(device)
 
     def attend(
         self,
         qkv: Tensor,
         norm: QKNormWeights | None,
         sinks_H: Tensor | None,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: PagedPlan,
+        call: AttentionCall[PagedPlan],
         shape: AttentionShape,
     ) -> Tensor:
-        q_THD = shape_qkv(qkv, norm, rotary, positions, kv_rows, pages, shape)
-        out_THV = attention(q_THD, pages.keys, pages.values, plan, shape, sinks_H)
+        pages = call.pages
+        q_THD = shape_qkv(qkv, norm, call.rotary, call.positions, call.kv_rows, pages, shape)
+        out_THV = attention(q_THD, pages.keys, pages.values, call.plan, shape, sinks_H)
         return out_THV.flatten(1).to(qkv.dtype)
 
     def attend_latent(
@@ -209,11 +184,7 @@ class TritonKernels:
         q_rope_THR: Tensor,
         latent_TC: Tensor,
         norm_weight_L: Tensor,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: PagedPlan,
+        call: AttentionCall[PagedPlan],
         shape: LatentShape,
     ) -> Tensor:
         q_THC = shape_latent(
@@ -221,13 +192,14 @@ class TritonKernels:
             q_rope_THR,
             latent_TC,
             norm_weight_L,
-            rotary,
-            positions,
-            kv_rows,
-            pages.keys,
+            call.rotary,
+            call.positions,
+            call.kv_rows,
+            call.pages.keys,
             shape,
         )
-        out_THL = attention(q_THC, pages.keys, pages.values, plan, plan.shape)
+        plan = call.plan
+        out_THL = attention(q_THC, call.pages.keys, call.pages.values, plan, plan.shape)
         return out_THL.to(latent_TC.dtype)
 
     def route(

@@ -1,4 +1,4 @@
-"""Tables of what `scripts/tune_kernels.py` found fastest on a device: `tuned/<device>.json`.
+"""The configurations that `scripts/tune_kernels.py` found fastest: `tuned/<device>.json`.
 
     {"device": "NVIDIA H200", "triton": "3.7",
      "entries": {"grouped_gemm/gated 768x2048 plain m16": {"block_n": 64, "num_warps": 4}}}
@@ -13,10 +13,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from moe_kernels.gpu.grouped_gemm.heuristics import ProductShape, TileConfig, choose_tile
+
 FOLDER = Path(__file__).parent / "tuned"
+_FIXED = ("block_m", "block_c")  # what decides a row's bits is not for a table to say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +31,11 @@ class TunedTable:
     entries: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def of(self, key: str) -> Mapping[str, int]:
-        """The fields to override; empty where nothing was tuned."""
+        """Return the fields to override; empty where nothing was tuned."""
         return self.entries.get(key, {})
 
     def write(self, folder: Path = FOLDER) -> Path:
-        """Into the device's file, keys sorted."""
+        """Write the device's file, keys sorted."""
         folder.mkdir(exist_ok=True)
         path = folder / f"{slug(self.device)}.json"
         content = {"device": self.device, "triton": self.triton, "entries": dict(self.entries)}
@@ -58,3 +61,23 @@ def slug(device: str) -> str:
 def minor_version(version: str) -> str:
     """ "3.7.1" -> "3.7"."""
     return ".".join(version.split(".")[:2])
+
+
+def tuned_tile(block_m: int, shape: ProductShape, capability: int, table: TunedTable) -> TileConfig:
+    """choose_tile, with the fields that the table's entry for these weights overrides."""
+    chosen = choose_tile(block_m, shape, capability)
+    entry = table.of(tuning_key(shape, block_m))
+    if not entry:
+        return chosen
+    unknown = [name for name in entry if name in _FIXED or name not in asdict(chosen)]
+    assert not unknown, f"the table of {table.device} sets {unknown}, which is not tuned"
+    fields = {name: type(value)(entry.get(name, value)) for name, value in asdict(chosen).items()}
+    return TileConfig(**fields)
+
+
+def tuning_key(shape: ProductShape, block_m: int) -> str:
+    """Shapes of weights, and the size of a tile: "grouped_gemm/gated 768x2048 plain 2 m16"."""
+    kind = "gated" if shape.is_gated else "down"
+    weights = f"{shape.num_outputs}x{shape.num_inputs} {shape.weight_format}"
+    group = f" of {shape.group}" if shape.group else ""
+    return f"grouped_gemm/{kind} {weights}{group} {shape.item_bytes} m{block_m}"

@@ -25,7 +25,7 @@ class Recording(Protocol):
         ...
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records functions on one device.
 
     Record the largest first: the others then fit into the memory that it took.
@@ -46,7 +46,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Implements Recorder: a step's launches become a CUDA graph, which one call starts.
+    """Implements GraphRecorder: a step's launches become a CUDA graph, which one call starts.
 
     All graphs share one pool of memory: they run one after another, so memory that one releases
     serves the next, and the largest graph decides the size of the pool. A result that must outlive
@@ -95,7 +95,7 @@ class CudaRecording:
 
 
 class EagerRecorder:
-    """Implements Recorder without a GPU: remembers the function and calls it again.
+    """Implements GraphRecorder without a GPU: remembers the function and calls it again.
 
     It holds callers to the rule of graphs: tensors that are read and written do not move.
     """

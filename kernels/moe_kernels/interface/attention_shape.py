@@ -94,7 +94,7 @@ class QKNormWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTokens:
+class StepRows:
     """The query tokens of a step, sequence after sequence. Sequence i has tokens at positions
     [query_starts[i], query_starts[i] + query_lens[i]) and `page_tables[i]` covers them.
     """

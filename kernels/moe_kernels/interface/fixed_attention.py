@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_kernels.graphs.graph_sizes import GraphSize
-from moe_kernels.interface.attention_shape import StepTokens
+from moe_kernels.interface.attention_shape import StepRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class FixedAttention(Protocol):
         """The tensors that a recording reads; they must keep their addresses."""
         ...
 
-    def pack(self, step: StepTokens) -> Any:
+    def pack(self, step: StepRows) -> Any:
         """Lay a step out on the host. It has exactly the room's sequences."""
         ...
 
@@ -52,12 +52,12 @@ class ReplannedAttention:
     """Implements FixedAttention for kernels that plan each step on the host and are never captured:
     another step is another plan."""
 
-    def __init__(self, plan_step: Callable[[StepTokens], Any]) -> None:
+    def __init__(self, plan_step: Callable[[StepRows], Any]) -> None:
         self._plan_step = plan_step
         self.plan: Any = None
         self.tensors: tuple[Tensor, ...] = ()
 
-    def pack(self, step: StepTokens) -> Any:
+    def pack(self, step: StepRows) -> Any:
         return self._plan_step(step)
 
     def load(self, packed: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from moe_kernels.interface.attention_shape import (
     LatentShape,
     QKNormWeights,
     RotaryTable,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.fixed_attention import DecodeRoom, FixedAttention
 from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
@@ -161,6 +161,20 @@ class KVPages:
     values: Tensor
 
 
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall(Generic[Plan]):
+    """Where the rows of one attention stand, and where their keys and values are stored."""
+
+    rotary: RotaryTable
+    positions: Tensor  # int64 [T]
+    kv_rows: Tensor  # int64: the rows of the pages that new keys and values are written to
+    pages: KVPages
+    plan: Plan  # the kernel set's own, from `plan_attention` or `fixed_attention`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFrontParts:
     """The weights of a layer's grouped-query attention and router. In a layer without
@@ -276,7 +290,7 @@ class Kernels(Protocol):
         """x / sqrt(mean(x^2) + eps) rounded to x's dtype, times weight."""
         ...
 
-    def plan_attention(self, step: StepTokens, shape: AttentionShape, device: torch.device) -> Any:
+    def plan_attention(self, step: StepRows, shape: AttentionShape, device: torch.device) -> Any:
         """Work out once per step what the attention of every layer of this shape needs."""
         ...
 
@@ -291,16 +305,12 @@ class Kernels(Protocol):
         qkv: Tensor,
         norm: QKNormWeights | None,
         sinks_H: Tensor | None,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: Any,
+        call: AttentionCall[Any],
         shape: AttentionShape,
     ) -> Tensor:
         """Norm, clip, rotate, store keys and values, attend: [T, (H + 2 Hkv) D] -> [T, H D].
 
-        `qkv` may be overwritten. `kv_rows` [T * Hkv]: rows of the pages seen as [.., D].
+        `qkv` may be overwritten. `call.kv_rows` [T * Hkv]: rows of the pages seen as [.., D].
         `sinks_H` in fp32: a logit of each head that takes part in the softmax and has no value.
         """
         ...
@@ -311,16 +321,12 @@ class Kernels(Protocol):
         q_rope_THR: Tensor,
         latent_TC: Tensor,
         norm_weight_L: Tensor,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: Any,
+        call: AttentionCall[Any],
         shape: LatentShape,
     ) -> Tensor:
         """Norm the new latents, rotate queries and the shared key, store, attend -> [T, H, L].
 
-        `latent_TC`: C = L + R, the latent and then the shared key. `kv_rows` [T].
+        `latent_TC`: C = L + R, the latent and then the shared key. `call.kv_rows` [T].
         """
         ...
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.attention_shape import AttentionShape, StepRows
 
 BLOCK_TOKENS = 128
 _LARGE_TILE_TOKENS = 32
@@ -65,7 +65,7 @@ class _Tiles:
     num_tokens: Ints
 
 
-def plan_attention(step: StepTokens, shape: AttentionShape, device: torch.device) -> AttentionPlan:
+def plan_attention(step: StepRows, shape: AttentionShape, device: torch.device) -> AttentionPlan:
     """Plan a step. Page 0 is the empty page and stands for "none" in the tables."""
     query_lens, query_starts = step.query_lens, step.query_starts
     num_heads, group = shape.num_heads, shape.group

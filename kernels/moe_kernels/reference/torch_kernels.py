@@ -12,14 +12,14 @@ from moe_kernels.interface.attention_shape import (
     LatentShape,
     QKNormWeights,
     RotaryTable,
-    StepTokens,
+    StepRows,
 )
 from moe_kernels.interface.fixed_attention import DecodeRoom, ReplannedAttention
 from moe_kernels.interface.kernels import (
+    AttentionCall,
     ExpertBank,
     ExpertWeights,
     GatedActivation,
-    KVPages,
     LayerFrontParts,
     SplitMLP,
 )
@@ -110,7 +110,7 @@ class TorchKernels:
         return rms_norm(x_TD, weight_D, eps)
 
     def plan_attention(
-        self, step: StepTokens, shape: AttentionShape, device: torch.device
+        self, step: StepRows, shape: AttentionShape, device: torch.device
     ) -> AttentionPlan:
         return plan_attention(step, shape, device)
 
@@ -124,23 +124,20 @@ class TorchKernels:
         qkv: Tensor,
         norm: QKNormWeights | None,
         sinks_H: Tensor | None,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: AttentionPlan,
+        call: AttentionCall[AttentionPlan],
         shape: AttentionShape,
     ) -> Tensor:
         q_THD, k_THD, v_THD = _split(qkv, norm, shape)
-        q_THD, k_THD = (_rotate(x, rotary, positions) for x in (q_THD, k_THD))
+        q_THD, k_THD = (_rotate(x, call.rotary, call.positions) for x in (q_THD, k_THD))
         if norm is not None and shape.is_norm_after_rotation:
             q_THD, k_THD = _norm_heads(q_THD, k_THD, norm, shape)
-        if rotary.query_scale is not None:
-            q_THD = q_THD * rotary.query_scale[positions][:, None, None]
-        for cache, new in ((pages.keys, k_THD), (pages.values, v_THD)):
+        if call.rotary.query_scale is not None:
+            q_THD = q_THD * call.rotary.query_scale[call.positions][:, None, None]
+        keys, values = call.pages.keys, call.pages.values
+        for cache, new in ((keys, k_THD), (values, v_THD)):
             rows = new.to(cache.dtype).reshape(-1, new.shape[-1])
-            cache.view(-1, new.shape[-1]).index_copy_(0, kv_rows, rows)
-        out = paged_attention(q_THD, pages.keys, pages.values, plan, shape.scale, sinks_H)
+            cache.view(-1, new.shape[-1]).index_copy_(0, call.kv_rows, rows)
+        out = paged_attention(q_THD, keys, values, call.plan, shape.scale, sinks_H)
         return out.flatten(1).to(qkv.dtype)
 
     def attend_latent(
@@ -149,21 +146,17 @@ class TorchKernels:
         q_rope_THR: Tensor,
         latent_TC: Tensor,
         norm_weight_L: Tensor,
-        rotary: RotaryTable,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: AttentionPlan,
+        call: AttentionCall[AttentionPlan],
         shape: LatentShape,
     ) -> Tensor:
         latent, key = latent_TC.split([shape.latent_dim, shape.rope_dim], dim=-1)
         latent = rms_norm(latent.contiguous(), norm_weight_L, shape.norm_eps)
-        key = _rotate(key[:, None], rotary, positions)[:, 0].to(latent.dtype)
+        key = _rotate(key[:, None], call.rotary, call.positions)[:, 0].to(latent.dtype)
         row = torch.cat((latent, key), -1)
-        pages.keys.view(-1, row.shape[-1]).index_copy_(0, kv_rows, row)
-        q_rope = _rotate(q_rope_THR, rotary, positions)
+        call.pages.keys.view(-1, row.shape[-1]).index_copy_(0, call.kv_rows, row)
+        q_rope = _rotate(q_rope_THR, call.rotary, call.positions)
         q = torch.cat((q_latent_THL.float(), q_rope), -1)
-        out = paged_attention(q, pages.keys, pages.values, plan, shape.softmax_scale)
+        out = paged_attention(q, call.pages.keys, call.pages.values, call.plan, shape.softmax_scale)
         return out.to(latent.dtype)
 
     def route(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.figures.spread import Spread
 
 _LAG_STEP_S = 0.02

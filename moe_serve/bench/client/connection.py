@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from moe_serve.bench.client.answer import Answer
+from moe_serve.bench.client.answer import AnswerReader
 from moe_serve.errors import BenchError
 
 _LINGER_S = 0.5  # after [DONE] the body should end at once; if it does not, the connection goes
@@ -78,12 +78,12 @@ class Connection(asyncio.Protocol):
         self._at = 0.0  # when the piece that is parsed now was read
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._answer: Answer | None = None
+        self._answer: AnswerReader | None = None
         self._ended: asyncio.Future[None] | None = None
         self._has_length = False
         self._linger: asyncio.TimerHandle | None = None
 
-    async def exchange(self, request: bytes, answer: Answer) -> None:
+    async def exchange(self, request: bytes, answer: AnswerReader) -> None:
         """Sends a request and returns when `answer` is done. Cancelling closes the connection."""
         assert self._transport is not None and self._ended is None, "one request at a time"
         self._answer, self._has_length = answer, False
@@ -186,7 +186,7 @@ class ConnectionPool:
         self._idle: list[Connection] = []
         self._tls = ssl.create_default_context() if target.is_tls else None
 
-    async def ask(self, request: bytes, make_answer: Callable[[], Answer]) -> Answer:
+    async def ask(self, request: bytes, make_answer: Callable[[], AnswerReader]) -> AnswerReader:
         """Returns the finished answer. A connection that the server closed while idle is
         replaced."""
         while self._idle:
@@ -203,7 +203,9 @@ class ConnectionPool:
             connection.close()
         self._idle.clear()
 
-    async def _exchange(self, connection: Connection, request: bytes, answer: Answer) -> Answer:
+    async def _exchange(
+        self, connection: Connection, request: bytes, answer: AnswerReader
+    ) -> AnswerReader:
         await connection.exchange(request, answer)
         if connection.is_open:
             self._idle.append(connection)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.bench.figures.record import RequestRecord
+from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.errors import BenchError
 
 _TERM = re.compile(r"(ttft|tpot|e2e)=([0-9]+(?:\.[0-9]+)?)(ms|s)")

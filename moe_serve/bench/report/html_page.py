@@ -14,7 +14,7 @@ from moe_serve.bench.figures.spread import QUANTILE_STEPS
 from moe_serve.bench.report.compare import compare, comparison_cells, differing_settings
 from moe_serve.bench.report.report import Report
 from moe_serve.bench.report.report_table import latency_rows, report_facts
-from moe_serve.bench.report.svg_plot import Axis, Line, plot
+from moe_serve.bench.report.svg_plot import Axis, PlotLine, plot
 from moe_serve.errors import BenchError
 
 STYLE = """
@@ -155,7 +155,7 @@ def _distribution(key: str, label: str, reports: Sequence[Report]) -> str:
         values = report.quantiles_ms.get(key) or []
         if len(values) == len(QUANTILE_STEPS):
             percents = [100 * step for step in QUANTILE_STEPS]
-            lines.append(Line(name=name, xs=values[1:shown], ys=percents[1:shown]))
+            lines.append(PlotLine(name=name, xs=values[1:shown], ys=percents[1:shown]))
     if not lines:
         return ""
     low = min(line.xs[0] for line in lines)
@@ -183,7 +183,9 @@ def _over_time(
     lines = []
     for (name, report), values in zip(_named(reports), series, strict=True):
         bin_s = report.timeline.bin_s
-        lines.append(Line(name=name, xs=[(i + 0.5) * bin_s for i in range(len(values))], ys=values))
+        lines.append(
+            PlotLine(name=name, xs=[(i + 0.5) * bin_s for i in range(len(values))], ys=values)
+        )
     end = max(report.timeline.bin_s * len(v) for report, v in zip(reports, series, strict=True))
     top = max((max(values, default=0.0) for values in series), default=0.0)
     x = Axis(label="seconds since the start", low=0.0, high=end)

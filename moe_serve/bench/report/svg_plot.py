@@ -14,7 +14,7 @@ _TICKS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class PlotLine:
     """One line of a plot; `name` is its CSS class in the page: a or b."""
 
     name: str
@@ -53,7 +53,7 @@ def nice_step(length: float) -> float:
     return next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
 
 
-def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
+def plot(title: str, x: Axis, y: Axis, lines: Sequence[PlotLine]) -> str:
     """Draws one picture; `title` is the text for screen readers."""
     inner_w, inner_h = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 

@@ -15,8 +15,8 @@ from moe_serve.cli.options import with_options
 from moe_serve.errors import BenchError, BenchServerError
 
 if TYPE_CHECKING:
-    from moe_serve.bench.plan import RunPlan
     from moe_serve.bench.report.report import Report
+    from moe_serve.bench.run_plan import RunPlan
 
 EXIT_ERRORS = 1
 EXIT_INTERRUPTED = 130
@@ -29,10 +29,11 @@ T = TypeVar("T")
 @bench.callback()
 @with_options(BenchOptions)
 def run(context: typer.Context, options: BenchOptions) -> None:
-    """Send load to a server of OpenAI's API and measure latency, throughput and errors.
+    """Send load to an OpenAI-compatible server and measure latency, throughput and errors.
 
-    Choose the load by --concurrency (closed loop), --rate (open loop) or --trace (replay). The exit
-    code is 1 if the server cannot be reached or too many requests fail (--max-error-rate).
+    Choose the load with --concurrency (a fixed number of requests in progress), --rate (a fixed
+    number of requests per second) or --trace (a replay). The exit code is 1 if the server cannot be
+    reached or too many requests fail (--max-error-rate).
     """
     if context.invoked_subcommand is not None:
         return
@@ -106,7 +107,7 @@ def _measure(plan: RunPlan) -> Report:
     """Runs one benchmark; a server that cannot be reached ends the command with exit code 1."""
     from rich.console import Console
 
-    from moe_serve.bench.report.live import LiveLine
+    from moe_serve.bench.report.report_table import LiveLine
     from moe_serve.bench.run import run_bench
 
     try:

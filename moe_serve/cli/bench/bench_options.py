@@ -27,7 +27,7 @@ def _html() -> Path | None:
         None,
         "--html",
         metavar="FILE",
-        help="HTML file for a page with diagrams.",
+        help="HTML file for a report with diagrams.",
         rich_help_panel=RESULTS,
     )
 
@@ -38,13 +38,13 @@ class ServerOptions:
 
     url: str | None = option(
         None,
-        help="URL of the server, such as http://127.0.0.1:8000. Required for a run.",
+        help="URL of the server, such as http://127.0.0.1:8000. Required, except with --compare.",
         rich_help_panel=SERVER,
     )
     peer_url: str | None = option(
         None,
-        help="URL of a second server that gets the same requests after the first; both are"
-        " compared.",
+        help="URL of a second server. It gets the same requests after the first server, and a "
+        "table compares the two.",
         rich_help_panel=SERVER,
     )
     model: str | None = option(
@@ -67,20 +67,20 @@ class ServerOptions:
     )
     stream: bool = option(
         True,
-        help="Stream the answers. With --no-stream only end-to-end times are measured.",
+        help="Stream the answers. With --no-stream, only the time of the whole answer is measured.",
         rich_help_panel=SERVER,
     )
     ignore_eos: bool = option(
         True,
-        help="Request answers of exactly --output-tokens by the field ignore_eos, which "
-        "not every server knows.",
+        help="Send ignore_eos, so that each answer has exactly --output-tokens tokens. Not every "
+        "server knows this field.",
         rich_help_panel=SERVER,
     )
     event_usage: bool = option(
         False,
         "--event-usage",
-        help="Request token counts with each event, so that ITL is measured per token "
-        "(vLLM, SGLang).",
+        help="Request a token count with each event of a stream, so that the inter-token "
+        "latency (ITL) is measured per token (vLLM, SGLang).",
         rich_help_panel=SERVER,
     )
     body: str | None = option(
@@ -90,7 +90,7 @@ class ServerOptions:
         rich_help_panel=SERVER,
     )
     timeout: float = option(
-        600.0, min=0.001, help="Time limit of one answer in seconds.", rich_help_panel=SERVER
+        600.0, min=0.001, help="Time limit for one answer, in seconds.", rich_help_panel=SERVER
     )
 
 
@@ -102,21 +102,23 @@ class ArrivalOptions:
         None,
         min=1,
         max=20000,
-        help="Closed loop: keep this many requests in progress.",
+        help="Closed loop: keep this many requests in progress; a new one starts when another "
+        "ends.",
         rich_help_panel=LOAD,
     )
     rate: float | None = option(
         None,
         min=0.0001,
-        help="Open loop: send this many requests per second, whether or not earlier ones "
-        "are answered.",
+        help="Open loop: send this many requests per second, even if earlier ones are not "
+        "answered yet.",
         rich_help_panel=LOAD,
     )
     burstiness: float = option(
         1.0,
         min=0.0,
         max=1000.0,
-        help="Variation of the gaps of --rate: 0 is even, 1 is Poisson, larger values send bursts.",
+        help="Variation of the times between the requests of --rate: 0 is equal times, 1 is "
+        "Poisson arrivals, larger values send bursts.",
         rich_help_panel=LOAD,
     )
     requests: int | None = option(
@@ -138,15 +140,15 @@ class ArrivalOptions:
         None,
         min=1,
         show_default="10000",
-        help="Open loop: largest number of requests in progress; further ones wait in the "
-        "client and count as late.",
+        help="Open loop: largest number of requests in progress. Further requests wait in the "
+        "client and are reported as late.",
         rich_help_panel=LOAD,
     )
     warmup: int | None = option(
         None,
         min=0,
         show_default="--concurrency or 8, at most 32",
-        help="Number of requests with other prompts sent before the measurement.",
+        help="Number of requests to send before the measurement, with other prompts.",
         rich_help_panel=LOAD,
     )
     seed: int | None = option(
@@ -155,8 +157,8 @@ class ArrivalOptions:
         max=2**31 - 1,
         show_default="a new one for each run",
         rich_help_panel=LOAD,
-        help="Seed of the random numbers. The same seed sends the same requests, which the"
-        " server may have cached in an earlier run.",
+        help="Seed of the random numbers. The same seed sends the same requests; a server may "
+        "have cached them in an earlier run.",
     )
 
 
@@ -167,25 +169,25 @@ class PromptOptions:
     prompt_tokens: str = option(
         "512",
         metavar="N|LOW:HIGH",
-        help="Tokens in each prompt: a number, or a range to draw from.",
+        help="Number of tokens in each prompt, or a range from which each number is drawn.",
         rich_help_panel=PROMPTS,
     )
     output_tokens: str = option(
         "64",
         metavar="N|LOW:HIGH",
-        help="Tokens in each answer: a number, or a range to draw from.",
+        help="Number of tokens in each answer, or a range from which each number is drawn.",
         rich_help_panel=PROMPTS,
     )
     data: DataChoice = option(
         DataChoice.WORDS,
-        help="Content of random prompts: words, or tokens (token ids, --endpoint "
-        "completions only).",
+        help="Content of the random prompts: words, or tokens (random token ids; only with "
+        "--endpoint completions).",
         rich_help_panel=PROMPTS,
     )
     vocab_size: int = option(
         1000,
         min=32,
-        help="With --data tokens: random token ids are below this number.",
+        help="With --data tokens, the random token ids are below this number.",
         rich_help_panel=PROMPTS,
     )
     prompts: Path | None = option(
@@ -198,11 +200,14 @@ class PromptOptions:
     prefix_tokens: int = option(
         0,
         min=0,
-        help="Tokens of a shared prefix in front of each random prompt.",
+        help="Number of tokens of a shared prefix in front of each random prompt.",
         rich_help_panel=PROMPTS,
     )
     num_prefixes: int = option(
-        1, min=1, help="Number of different prefixes of --prefix-tokens.", rich_help_panel=PROMPTS
+        1,
+        min=1,
+        help="Number of different shared prefixes that --prefix-tokens makes.",
+        rich_help_panel=PROMPTS,
     )
 
 
@@ -214,27 +219,30 @@ class TraceOptions:
         None,
         "--trace",
         metavar="FILE",
-        help="Trace of requests to replay: CSV of Azure or BurstGPT, or JSON lines of "
-        "Mooncake or moe-serve; may be compressed (.gz, .xz).",
+        help="Trace of requests to replay: a CSV file of Azure or BurstGPT, or JSON lines of "
+        "Mooncake or moe-serve. The file may be compressed (.gz, .xz).",
         rich_help_panel=TRACES,
     )
     trace_start: float = option(
-        0.0, min=0.0, help="Skip the first seconds of the trace.", rich_help_panel=TRACES
+        0.0,
+        min=0.0,
+        help="Skip this many seconds at the start of the trace.",
+        rich_help_panel=TRACES,
     )
     scale_time: float = option(
         1.0,
         min=1e-6,
-        help="Factor on the arrival times of the trace: 0.5 is twice as fast.",
+        help="Factor for the arrival times of the trace; 0.5 replays it twice as fast.",
         rich_help_panel=TRACES,
     )
     scale_prompt: float = option(
         1.0,
         min=1e-6,
-        help="Factor on the prompt lengths of the trace, prefixes included.",
+        help="Factor for the prompt lengths of the trace, shared prefixes included.",
         rich_help_panel=TRACES,
     )
     scale_output: float = option(
-        1.0, min=1e-6, help="Factor on the answer lengths of the trace.", rich_help_panel=TRACES
+        1.0, min=1e-6, help="Factor for the answer lengths of the trace.", rich_help_panel=TRACES
     )
     max_prompt: int | None = option(
         None,
@@ -258,8 +266,9 @@ class ResultOptions:
         None,
         "--slo",
         metavar="ttft=500ms,tpot=50ms,e2e=5s",
-        help="Latency limits of a good answer, any of ttft, tpot and e2e in ms or s; the "
-        "report gives goodput, the good answers per second.",
+        help="Latency limits that an answer must meet, in ms or s: ttft (time to first token), "
+        "tpot (time per output token), e2e (time of the whole answer). The report then has "
+        "the goodput, the answers per second that meet all of them.",
         rich_help_panel=RESULTS,
     )
     json: Path | None = option(
@@ -268,21 +277,22 @@ class ResultOptions:
     save_requests: bool = option(
         False,
         "--save-requests",
-        help="Also write every request into the report, so that comparisons can give intervals.",
+        help="Also write the figures of every request into the report; comparisons then have "
+        "confidence intervals.",
         rich_help_panel=RESULTS,
     )
     html: Path | None = _html()
     compare: tuple[Path, Path] | None = option(
         None,
         metavar="A.json B.json",
-        help="Compare two saved reports and send no requests.",
+        help="Compare two saved reports instead of sending requests.",
         rich_help_panel=RESULTS,
     )
     max_error_rate: float = option(
         0.0,
         min=0.0,
         max=1.0,
-        help="Exit with code 1 if a larger share of the requests fails.",
+        help="Exit with code 1 if more than this share of the requests fails.",
         rich_help_panel=RESULTS,
     )
 

@@ -12,10 +12,9 @@ import typer
 
 from moe_serve.bench.client.endpoint import Endpoint
 from moe_serve.bench.figures.slo import Slo
-from moe_serve.bench.plan import RunPlan
-from moe_serve.bench.workload.prompt_file import read_prompts
-from moe_serve.bench.workload.trace_cut import TraceCut
-from moe_serve.bench.workload.trace_rows import Trace, read_trace
+from moe_serve.bench.run_plan import RunPlan
+from moe_serve.bench.workload.prompts import read_prompts
+from moe_serve.bench.workload.trace_rows import Trace, TraceCut, read_trace
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
 from moe_serve.cli.bench.bench_options import BenchOptions, TraceOptions
 from moe_serve.cli.options import option_values

@@ -41,9 +41,9 @@ def doctor(
         bool, typer.Option("--json", help="Print the result as JSON, for scripts.")
     ] = False,
 ) -> None:
-    """Check this machine: hardware, why each backend is on or off, and what prevents serving.
+    """Check this machine: hardware, which backends can be used and why, and problems with serving.
 
-    The exit code is 1 if something that a server needs is missing.
+    The exit code is 1 if something is missing without which a server cannot run.
     """
     flags = {} if model is None else {"model.path": model}
     config = load_config(flags=flags, environ=os.environ, file=config_file).config

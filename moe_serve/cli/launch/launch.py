@@ -15,18 +15,17 @@ from moe_serve.cli.launch.launch_request import LaunchRequest, launch_request
 from moe_serve.cli.options import with_options
 from moe_serve.cli.serve.first_log import begin_log
 from moe_serve.cluster.control.secret import new_secret, read_secret
-from moe_serve.cluster.launch.deepspeed_launcher import deepspeed_command, run_deepspeed
-from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import DEFAULT_PORT
 from moe_serve.cluster.launch.host_commands import run_on_hosts
-from moe_serve.cluster.launch.hostfile import check_slots, read_hostfile
-from moe_serve.cluster.launch.ssh_launcher import ssh_commands
+from moe_serve.cluster.launch.host_port import HostPort
+from moe_serve.cluster.launch.hosts import check_slots, read_hostfile
+from moe_serve.cluster.launch.launchers import deepspeed_command, run_deepspeed, ssh_commands
 from moe_serve.errors import ConfigError
 
 
 @with_options(LaunchOptions)
 def launch(options: LaunchOptions) -> None:
-    """Serve a model on many nodes: run the same command on each.
+    """Serve a model on several nodes: run the same command on each node.
 
     Node 0 serves HTTP and coordinates. The other nodes start the ranks that node 0 asks for.
     """
@@ -60,7 +59,7 @@ def run_from_here(request: LaunchRequest, environ: Mapping[str, str]) -> int:
     if layout.num_nodes != len(hosts):
         raise ConfigError(f"the cluster file has {layout.num_nodes} nodes, not {len(hosts)}.")
     check_slots(hosts, [len(ranks) for ranks in layout.nodes])
-    at = request.node.coordinator or Endpoint(hosts[0].address, DEFAULT_PORT)
+    at = request.node.coordinator or HostPort(hosts[0].address, DEFAULT_PORT)
     if request.launcher == "deepspeed":
         return run_deepspeed(deepspeed_command(request.hostfile, request.command, at))
     commands = ssh_commands(

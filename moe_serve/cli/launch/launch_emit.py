@@ -14,9 +14,7 @@ from moe_serve.cli.console import refuse_a_file
 from moe_serve.cli.launch.launch_request import LaunchRequest
 from moe_serve.cluster.launch.emit.deployment import Deployment
 from moe_serve.cluster.launch.emit.kubernetes import kubernetes_files
-from moe_serve.cluster.launch.emit.shell import shell_files
-from moe_serve.cluster.launch.emit.slurm import slurm_files
-from moe_serve.cluster.launch.emit.systemd import systemd_files
+from moe_serve.cluster.launch.emit.scripts import shell_files, slurm_files, systemd_files
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.cluster.launch.node_layout import NodeLayout, fill_nodes
 from moe_serve.config.keys import config_keys

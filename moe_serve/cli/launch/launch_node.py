@@ -21,13 +21,12 @@ from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.launch.cluster_file import find_node
-from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import NodeEnvironment, detect_node, is_spare_copy
+from moe_serve.cluster.launch.host_port import HostPort, own_address
 from moe_serve.cluster.launch.node_agent import AgentMessage, NodeLife, connect_agent
 from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
-from moe_serve.cluster.launch.own_address import own_address
 from moe_serve.cluster.members.rank_starter import RankStarter
 from moe_serve.config.logs import set_up_logs
 from moe_serve.config.sections import Config
@@ -127,10 +126,10 @@ def _run_node_0(
         """Accepts the agents and waits for them: the engine starts ranks once all have arrived."""
         ranks = NodeRanks(host, secret, os.environ)
         starter = NodeStarter(layout, ranks, devices=request.devices(), num_threads=num_threads)
-        starter.use_coordinator(Endpoint(host, port))
+        starter.use_coordinator(HostPort(host, port))
         if node.num_nodes > 1:
             try:
-                starter.listen(Endpoint(host, node.coordinator_port), secret)
+                starter.listen(HostPort(host, node.coordinator_port), secret)
                 _tell(f"node 0 waits for {node.num_nodes - 1} more at {host}:{starter.port}")
                 starter.wait_for_nodes(config.engine.cluster.start_timeout_s)
             except BaseException:

@@ -29,8 +29,8 @@ class NodeOptions:
 
     cluster: Path | None = option(
         None,
-        help="YAML file that names the nodes and the ranks on each; examples are in "
-        "configs/clusters. Default: ranks are spread evenly over the nodes.",
+        help="YAML file that lists the nodes and the ranks on each node; examples are in "
+        "configs/clusters. Default: the ranks are spread evenly over the nodes.",
         rich_help_panel=NODES,
     )
     node_rank: int | None = option(
@@ -63,14 +63,13 @@ class StartOptions:
 
     hostfile: Path | None = option(
         None,
-        help="Start the nodes from this machine, on all hosts in this file: one host per "
-        "line, such as `node-a slots=4`, where slots is the largest number of ranks "
-        "on the host.",
+        help="Text file of hosts; this command then starts the nodes on all of them. One host per "
+        "line, such as `node-a slots=4`, where slots is the largest number of ranks on the host.",
         rich_help_panel=START,
     )
     launcher: Launcher = option(
         "ssh",
-        help="Program that starts the nodes of --hostfile on their hosts.",
+        help="Program that starts the nodes on the hosts in --hostfile.",
         rich_help_panel=START,
     )
 
@@ -82,12 +81,12 @@ class EmitOptions:
     emit_kind: EmitKind | None = option(
         None,
         "--emit",
-        help="Print the files that start this launch on the given system, and exit.",
+        help="Print files that start this launch with the given system, and exit.",
         rich_help_panel=EMIT,
     )
     out: Path | None = option(
         None,
-        help="Folder to write the files of --emit into. Default: they are printed.",
+        help="Folder for the files of --emit. Default: the files are printed.",
         rich_help_panel=EMIT,
     )
     name: str | None = option(

@@ -31,8 +31,8 @@ predictor = typer.Typer(
 def train(options: TrainOptions) -> None:
     """Train predictors of a model's routing on texts or traces.
 
-    Ctrl-C ends the training and keeps the best predictor so far. Beside each predictor a card is
-    written, a JSON file with its data, settings and figures.
+    Ctrl-C ends the training and keeps the best predictor so far. Each predictor comes with a card:
+    a JSON file with its training data, settings and figures.
     """
     if options.kind not in (*KINDS, "all"):
         raise ConfigError(f"kind cannot be {options.kind!r}: it is one of {', '.join(KINDS)}, all.")
@@ -57,7 +57,7 @@ def train(options: TrainOptions) -> None:
 def evaluate(options: EvaluateOptions) -> None:
     """Evaluate predictors on texts that they were not trained on.
 
-    Figures have 95% intervals over documents.
+    The figures have 95% confidence intervals over the documents.
     """
     if options.trace and (options.folder or options.texts or options.baselines):
         raise ConfigError("give a folder and --texts, or --trace alone.")

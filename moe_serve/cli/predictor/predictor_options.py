@@ -20,8 +20,8 @@ def _model() -> str | None:
 def _texts() -> list[Path] | None:
     return option(
         None,
-        help="Text files (also .txt.xz), or folders of them; a line <|endoftext|> separates two "
-        "documents. May be given more than once.",
+        help="Text files (.txt or .txt.xz), or folders of them. A line <|endoftext|> separates "
+        "two documents. May be given more than once.",
     )
 
 
@@ -43,17 +43,15 @@ class TrainOptions:
     texts: list[Path] | None = _texts()
     trace: list[Path] | None = option(
         None,
-        help="Traces with token ids to train on (instead of --texts); only for the request"
-        " predictor. May be given more than once.",
+        help="Traces with token ids to train on (instead of --texts). Only the request predictor "
+        "can use them. May be given more than once.",
     )
-    max_tokens: int = option(
-        400_000, min=64, help="Largest number of tokens of the texts that the model computes."
-    )
+    max_tokens: int = option(400_000, min=64, help="Largest number of tokens of the texts to use.")
     epochs: int | None = option(
         None,
         min=1,
-        help="Largest number of epochs; training stops earlier when the held-out loss "
-        "stops falling. Default: 12 for request, 6 for the others.",
+        help="Largest number of epochs; training ends earlier if the loss on held-out texts stops "
+        "falling. Default: 12 for request, 6 for the others.",
     )
     loss: str = option(
         "router",
@@ -80,28 +78,26 @@ class EvaluateOptions:
     texts: list[Path] | None = _texts()
     baselines: list[Path] | None = option(
         None,
-        help="Text files to fit the baselines on. Default: no baselines are evaluated. May"
-        " be given more than once.",
+        help="Text files to fit simple predictors on, for comparison. May be given more than "
+        "once. Default: no comparison.",
     )
     trace: list[Path] | None = option(
         None,
-        help="Traces on which predictions from a request's history are evaluated (instead "
-        "of a folder and --texts). May be given more than once.",
+        help="Traces to evaluate predictions from a request's own history on (instead of a folder "
+        "and --texts). May be given more than once.",
     )
     drop_label: str = option(
         "",
-        help="Leave out requests of the trace whose label ends with this text. Default: "
-        "none are left out.",
+        help="Leave out the requests of the trace whose label ends with this text. Default: all "
+        "requests are used.",
     )
     horizon: int | None = option(
         None,
         min=1,
-        help="Number of coming tokens of a request that are predicted.",
+        help="Number of upcoming tokens of a request whose experts are predicted.",
         show_default="as trained: 32",
     )
-    max_tokens: int = option(
-        120_000, min=64, help="Largest number of tokens of the texts that the model computes."
-    )
+    max_tokens: int = option(120_000, min=64, help="Largest number of tokens of the texts to use.")
     as_json: Path | None = option(
         None, "--json", help="JSON file for all figures, by layer and label."
     )

@@ -11,7 +11,7 @@ from moe_serve.cli.predictor.predictor_options import TrainOptions
 from moe_serve.errors import ConfigError
 from moe_serve.learn.documents import cut_into_pieces, read_documents
 from moe_serve.learn.predictor_data import Captured, PredictorModel
-from moe_serve.learn.predictor_training import (
+from moe_serve.learn.training import (
     LAYER_RECIPE,
     REQUEST_RECIPE,
     Trained,

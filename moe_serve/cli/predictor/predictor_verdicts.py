@@ -14,19 +14,19 @@ from rich.table import Table
 from moe_serve.cli.console import wide_console
 from moe_serve.cli.predictor.predictor_options import EvaluateOptions
 from moe_serve.errors import ConfigError
-from moe_serve.learn.documents import Piece, cut_into_pieces, read_documents
+from moe_serve.learn.documents import TextPiece, cut_into_pieces, read_documents
 from moe_serve.learn.predictor_data import Captured, PredictorModel
 from moe_serve.learn.predictor_evaluation import judge_layers, judge_request
-from moe_serve.learn.predictor_training import data_facts
+from moe_serve.learn.training import data_facts
 from moe_serve.text.tokenizer import Tokenizer
-from routing_predictor.judge.evaluate import METRICS, Verdict
+from routing_predictor.judge.evaluate import METRICS, PredictorVerdict
 from routing_predictor.judge.rivals import judge_history
 from routing_predictor.requests.texts import RoutedTexts, split_documents, texts_of
 from routing_predictor.traces.card import PredictorKind
 from routing_predictor.traces.fitting import Progress
 from routing_predictor.traces.trace_file import read_traces
 
-Verdicts = dict[str, list[Verdict]]  # by what was judged
+Verdicts = dict[str, list[PredictorVerdict]]  # by what was judged
 
 _UNSEEN_SHARE = 0.25  # of the requests of a trace
 
@@ -78,7 +78,7 @@ def _run(
     options: EvaluateOptions,
     progress: Progress,
     has_hidden: bool,
-) -> tuple[list[Piece], Captured]:
+) -> tuple[list[TextPiece], Captured]:
     tokenizer = Tokenizer.load(model.folder)
     pieces = cut_into_pieces(
         read_documents(paths, split), tokenizer, options.max_tokens, model.max_piece, options.seed

@@ -40,39 +40,40 @@ class RunBatchOptions:
         REQUIRED,
         "-o",
         "--output",
-        help="File for the answers, one JSON object per request. Answers that it already "
-        "holds are kept.",
+        help="File for the answers, one JSON object per line. Answers already in the file are "
+        "kept.",
     )
     model: str | None = option(
         None,
-        help="Folder of a checkpoint to load in this process. Default: the demonstration model.",
+        help="Folder of a checkpoint to load, if no --url is given. Default: the demonstration "
+        "model.",
     )
     url: str | None = option(
         None,
-        help="URL of a running server that answers the requests. Default: a model is "
-        "loaded in this process.",
+        help="URL of a running server that answers the requests. Default: this command loads a "
+        "model itself.",
     )
     api_key: str | None = option(
         None, envvar=API_KEY_VARIABLE, help="API key of the server at --url, or @FILE with the key."
     )
     concurrency: int = option(
-        64, min=1, max=4096, help="Largest number of requests in progress at once."
+        64, min=1, max=4096, help="Largest number of requests in progress at the same time."
     )
     config_file: Path | None = option(
         None,
         "--config",
-        help="YAML file with the configuration of the model loaded in this process; "
+        help="YAML file with the configuration for the loaded model, if no --url is given; "
         "configs/serve.yaml lists every key.",
     )
 
 
 @with_options(RunBatchOptions)
 def run_batch(options: RunBatchOptions) -> None:
-    """Answer a file of requests: one JSON line in, one JSON row out.
+    """Answer a file of requests, one JSON object per line, and write the answers to a file.
 
     Run the same command again to continue after an interruption: requests that the output file
     already answers are skipped. Exit codes: 0 all requests were answered, 1 the server cannot be
-    reached, 2 the command or a file is wrong, 3 some rows are errors, 130 interrupted.
+    reached, 2 the command line or a file is wrong, 3 some requests failed, 130 interrupted.
     """
     if options.url is not None and (options.model is not None or options.config_file is not None):
         raise ConfigError("--url uses a running server, so leave --model and --config out.")

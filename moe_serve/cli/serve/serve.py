@@ -54,8 +54,8 @@ def serve(options: ServeOptions) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 
     Settings come from flags, from environment variables such as MOE_SERVE_SERVER_PORT=8001 and from
-    the YAML file of --config. A flag takes precedence over the environment, and the environment
-    over the file.
+    the YAML file given with --config. Flags override environment variables, and environment
+    variables override the file.
     """
     run, flags = options.run, number_settings(settings(options))
     begin_log(flags, os.environ, run.config_file)

@@ -58,29 +58,30 @@ class BatchOptions:
     expert_memory: str | None = option(
         None,
         key="model.expert_memory_bytes",
-        help="Memory for routed experts in each process that holds some, in bytes or as a "
-        "size such as 2GiB; other experts are read from disk when needed. Default: "
-        "all experts stay in memory.",
+        help="Memory for expert weights in each process that holds experts, in bytes or as a size "
+        "such as 2GiB. Experts that do not fit are read from disk when needed. Default: all "
+        "experts stay in memory.",
         rich_help_panel=LIMITS,
     )
     num_pages: int | None = option(
         None,
         key="cache.num_pages",
-        help="Size of the KV cache in pages of 16 tokens, for each attention rank. "
-        "Default: enough for --max-num-seqs requests of average length.",
+        help="Size of the KV cache of each attention rank, in pages of 16 tokens. Default: enough "
+        "for --max-num-seqs requests of average length.",
         rich_help_panel=LIMITS,
     )
     max_num_seqs: int | None = option(
         None,
         key="scheduler.max_num_seqs",
-        help="Largest number of sequences in one step, for each attention rank. Default: 64.",
+        help="Largest number of sequences that one step of an attention rank computes. Default: "
+        "64.",
         rich_help_panel=LIMITS,
     )
     max_batched_tokens: int | None = option(
         None,
         key="scheduler.max_batched_tokens",
-        help="Largest number of tokens in one step, for each attention rank; longer "
-        "prompts are computed in chunks. Default: 1024.",
+        help="Largest number of tokens that one step of an attention rank computes; longer "
+        "prompts are split into chunks. Default: 1024.",
         rich_help_panel=LIMITS,
     )
     max_queued_requests: int | None = option(
@@ -93,23 +94,23 @@ class BatchOptions:
     micro_batches: str | None = option(
         None,
         key="pipeline.micro_batches",
-        help="Number of micro-batches that a step is split into, 1 to 4, or auto (1 in one"
-        " process, else chosen from measured times). Default: auto.",
+        help="Number of micro-batches to split each step into: 1 to 4, or auto (1 without expert "
+        "ranks; with expert ranks, chosen from measured times). Default: auto.",
         rich_help_panel=LIMITS,
     )
     batch_policy: str | None = option(
         None,
         key="scheduler.batch_policy",
-        help="How sequences are chosen for a step and split into micro-batches: fifo "
-        "(order of arrival), balanced (also by context length) or expert-aware (also "
-        "by predicted experts). Default: fifo.",
+        help="Rule that chooses the sequences of a step and splits them into micro-batches: fifo "
+        "(order of arrival), balanced (also considers context lengths) or expert-aware (also "
+        "considers the predicted experts). Default: fifo.",
         rich_help_panel=LIMITS,
     )
     predictor: str | None = option(
         None,
         key="predictor.path",
-        help="Folder of routing predictors written by `moe-serve predictor train`. "
-        "Default: none; experts are predicted from a request's own history.",
+        help="Folder of routing predictors, written by `moe-serve predictor train`. Default: no "
+        "trained predictors; the experts of a request are predicted from those it has used so far.",
         rich_help_panel=LIMITS,
     )
 
@@ -121,15 +122,16 @@ class RankCounts:
     attention_ranks: int | None = option(
         None,
         key="cluster.attention_ranks",
-        help="Number of attention ranks, each with its own requests and KV cache. 0 "
-        "together with --expert-ranks 0 runs everything in one process. Default: 0.",
+        help="Number of attention ranks. Each one computes attention for its own requests and has "
+        "its own KV cache. With 0 here and in --expert-ranks, one process does everything. "
+        "Default: 0.",
         rich_help_panel=RANKS,
     )
     expert_ranks: int | None = option(
         None,
         key="cluster.expert_ranks",
-        help="Number of expert ranks, each a process that holds a share of the experts. "
-        "Default: 0.",
+        help="Number of expert ranks. Each one is a process that holds and computes some of the "
+        "experts. Default: 0.",
         rich_help_panel=RANKS,
     )
 
@@ -141,24 +143,23 @@ class RankOptions:
     attention_tp: int | None = option(
         None,
         key="cluster.attention_tp",
-        help="Number of processes in each attention rank, which split its attention heads "
-        "among them. Default: 1.",
+        help="Number of processes that share the attention heads of each attention rank (tensor "
+        "parallelism). Default: 1.",
         rich_help_panel=RANKS,
     )
     placement: str | None = option(
         None,
         key="cluster.placement",
-        help="JSON file with the expert ranks that hold each expert, as `moe-serve place "
-        "--out` writes it. Default: each rank gets an equal run of consecutive "
-        "experts.",
+        help="JSON file that assigns experts to expert ranks, written by `moe-serve place --out`. "
+        "Default: each rank holds an equal number of consecutive experts.",
         rich_help_panel=RANKS,
     )
     timeline: str | None = option(
         None,
         "--timeline",
         key="pipeline.timeline",
-        help="Write a timeline of every rank's stages into this file, for `moe-serve "
-        "timeline`. Default: no timeline.",
+        help="File for a timeline of what every rank does; `moe-serve timeline` reads it. "
+        "Default: no timeline is written.",
         rich_help_panel=RANKS,
     )
 
@@ -170,7 +171,7 @@ class ListenOptions:
     host: str | None = option(
         None,
         key="server.host",
-        help="Address to listen on; any address but a loopback one requires --api-key. "
+        help="Address to listen on. Addresses that other machines can reach require --api-key. "
         "Default: 127.0.0.1.",
         rich_help_panel=HTTP,
     )
@@ -189,8 +190,8 @@ class HttpOptions:
     metrics_alias: str | None = option(
         None,
         key="server.metrics_alias",
-        help="Additional metric names in /metrics: none, or vllm (also report values under"
-        " vLLM's names). Default: none.",
+        help="Additional names in /metrics: none, or vllm (also report the values under vLLM's "
+        "metric names). Default: none.",
         rich_help_panel=HTTP,
     )
     otlp_traces_endpoint: str | None = option(

@@ -30,7 +30,7 @@ def start(
     sample_rate: Annotated[
         float | None,
         typer.Option(
-            help="Share of requests to record, above 0 and at most 1.",
+            help="Share of the requests to record, above 0 and at most 1.",
             show_default="the server's trace.sample_rate",
         ),
     ] = None,
@@ -42,9 +42,10 @@ def start(
         ),
     ] = None,
 ) -> None:
-    """Start to record the routing of a running server.
+    """Start recording which experts the routers of a running server choose.
 
-    The recording goes into a new folder in the server's trace.directory.
+    The server writes the recording into a new folder inside the folder that its configuration key
+    trace.directory names.
     """
     if sample_rate is not None and not 0 < sample_rate <= 1:
         raise TracingError(f"--sample-rate must be above 0 and at most 1, got {sample_rate:g}.")
@@ -55,13 +56,13 @@ def start(
 
 @trace.command()
 def stop(url: Url = URL, admin_key: AdminKey = None) -> None:
-    """Stop the recording and write the tokens that are still in memory."""
+    """Stop the recording and write the tokens that are still in memory to disk."""
     _print(_ask(url, admin_key, "POST", "stop"))
 
 
 @trace.command()
 def status(url: Url = URL, admin_key: AdminKey = None) -> None:
-    """Show whether a recording is running, what it contains and how large it is."""
+    """Show whether a recording is running, and how large it is."""
     _print(_ask(url, admin_key, "GET", "status"))
 
 

@@ -32,18 +32,20 @@ _NumExpertsOption = Annotated[
 _NumLayersOption = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Number of layers; needed for SGLang's HTTP answers, which do not state it."
+        min=1, help="Number of layers. Required for SGLang's HTTP answers, which do not contain it."
     ),
 ]
 _TopKOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Experts that a token chooses; needed for SGLang's HTTP answers, which do not "
-        "state it.",
+        help="Number of experts that a token chooses. Required for SGLang's HTTP answers, which "
+        "do not contain it.",
     ),
 ]
-_ModelOption = Annotated[str, typer.Option(help="Model name to store in the file. Default: none.")]
+_ModelOption = Annotated[
+    str, typer.Option(help="Model name to store in the file. Default: no name.")
+]
 
 
 def import_(
@@ -55,9 +57,10 @@ def import_(
     top_k: _TopKOption = None,
     model: _ModelOption = "",
 ) -> None:
-    """Convert a routing recording of another program into a trace or a table of loads.
+    """Convert a routing recording of another program into a trace or a table of expert loads.
 
-    Recordings are read as plain data: nothing in them is executed, and other content is refused.
+    Recordings are read as plain data. Nothing in them is executed, and files that contain anything
+    but data are refused.
     """
     if out.exists():
         raise InvalidRequestError(f"{out} already exists: choose another --out.", param="out")

@@ -15,14 +15,13 @@ from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from routing_predictor.traces.trace import RoutingTrace
-    from routing_predictor.traces.trace_stats import Activation, Drift, LayerLoad, Loads
+    from routing_predictor.traces.trace_stats import Activation, Drift, LayerDistribution, Loads
 
 
 _FilesArgument = Annotated[
     list[Path],
     typer.Argument(
-        help="Trace files, folders of recorded parts, or one file written by `moe-serve "
-        "trace import`."
+        help="Trace files, folders of recordings, or one file written by `moe-serve trace import`."
     ),
 ]
 _JsonFileOption = Annotated[Path | None, typer.Option("--json", help="JSON file for all figures.")]
@@ -35,8 +34,8 @@ _NumRanksOption = Annotated[
     typer.Option(
         "--ranks",
         min=1,
-        help="Number of expert ranks, for the balance when each rank holds an equal run of"
-        " experts.",
+        help="Number of expert ranks to compute the balance for; each rank holds an equal "
+        "number of consecutive experts.",
     ),
 ]
 _NumWindowsOption = Annotated[
@@ -45,8 +44,8 @@ _NumWindowsOption = Annotated[
         "--windows",
         min=1,
         max=1000,
-        help="Number of equal windows that the tokens are split into, to measure how loads"
-        " drift between them.",
+        help="Number of windows of equal length that the recording is split into, to measure "
+        "how loads change from one window to the next.",
     ),
 ]
 
@@ -58,9 +57,9 @@ def show(
     num_ranks: _NumRanksOption = 4,
     num_windows: _NumWindowsOption = 8,
 ) -> None:
-    """Show the load of the experts, the experts that a batch activates, and how loads drift."""
-    from routing_predictor.traces.heat_map import draw_heat_map
-    from routing_predictor.traces.trace_stats import drifts, layer_loads
+    """Show the load of each expert, how many experts a batch activates, and how loads
+    change over time."""
+    from routing_predictor.traces.trace_stats import draw_heat_map, drifts, layer_loads
 
     check_output(json_file, heatmap)
     if heatmap is not None and heatmap.suffix != ".png":
@@ -164,7 +163,7 @@ def _facts(facts: dict[str, Any]) -> Table:
     return table
 
 
-def _loads(loads: list[LayerLoad], num_ranks: int) -> Table:
+def _loads(loads: list[LayerDistribution], num_ranks: int) -> Table:
     table = _table("layer", "hottest", "share", "max / mean", "unused")
     table.add_column("balancedness", justify="right", no_wrap=True)
     table.title = f"experts of a layer; balancedness on {num_ranks} ranks with equal runs of them"

@@ -117,7 +117,7 @@ class RunStep(_Message, frozen=True):
 
 class ServeStep(_Message, frozen=True):
     """Tells an expert rank how many rows each attention rank will send and, where it has an expert
-    memory, which experts these will probably need (`packing.py`)."""
+    memory, which experts these will probably need (`choice_packing.py`)."""
 
     epoch: int
     step: int

@@ -31,7 +31,7 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LinkEvent:
     """A message of a rank, or the news that it is gone. `link` tells a restarted rank from its
     predecessor."""
 
@@ -40,7 +40,7 @@ class Event:
     report: Report | Gone
 
 
-Inbox = queue.SimpleQueue[Event]
+Inbox = queue.SimpleQueue[LinkEvent]
 
 
 class RankLink:
@@ -85,7 +85,9 @@ class RankLink:
         if self.num_malformed > self._num_told:
             self._num_told = self.num_malformed
             _log.warning(
-                "%s sent frames that are no messages: %d dropped so far", self.name, self._num_told
+                "%s sent frames that are not valid messages: %d dropped so far",
+                self.name,
+                self._num_told,
             )
 
     def _read(self) -> None:
@@ -94,7 +96,7 @@ class RankLink:
             if not isinstance(first, Hello):
                 return  # not a rank of this cluster
             self.name, self.hello = first.name, first
-            self._inbox.put(Event(self.name, self, first))
+            self._inbox.put(LinkEvent(self.name, self, first))
             while True:
                 report = self._channel.receive(_RECEIVE_S)
                 self._note_malformed()
@@ -108,9 +110,9 @@ class RankLink:
                     behind_ns = time.perf_counter_ns() - report.clock_ns
                     self._behind_ns = min(self._behind_ns, behind_ns)
                 else:
-                    self._inbox.put(Event(self.name, self, report))
+                    self._inbox.put(LinkEvent(self.name, self, report))
         except ChannelClosedError as error:
             if self.name:
-                self._inbox.put(Event(self.name, self, Gone(str(error))))
+                self._inbox.put(LinkEvent(self.name, self, Gone(str(error))))
         finally:
             self._channel.close()

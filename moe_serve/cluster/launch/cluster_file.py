@@ -22,8 +22,8 @@ import msgspec
 import yaml
 
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import NodeEnvironment, NodeFlags, detect_node
+from moe_serve.cluster.launch.host_port import HostPort
 from moe_serve.cluster.launch.node_layout import NodeLayout, explicit_layout
 from moe_serve.config.keys import SECRETS
 from moe_serve.config.yaml_nodes import plain_value, read_yaml, value_place
@@ -67,8 +67,8 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return explicit_layout([node.ranks for node in self.nodes], self.name)
 
     @property
-    def endpoint(self) -> Endpoint:
-        return Endpoint(self.coordinator.host, self.coordinator.port)
+    def endpoint(self) -> HostPort:
+        return HostPort(self.coordinator.host, self.coordinator.port)
 
     @property
     def settings(self) -> dict[str, object]:

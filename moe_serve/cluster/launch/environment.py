@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_serve.cluster.launch.endpoint import Endpoint, parse_endpoint, parse_port
-from moe_serve.cluster.launch.hostlist import expand_hostlist
+from moe_serve.cluster.launch.host_port import HostPort, parse_endpoint, parse_port
+from moe_serve.cluster.launch.hosts import expand_hostlist
 from moe_serve.errors import ConfigError
 
 DEFAULT_PORT = 29600  # of the coordinator, if the launcher names none
@@ -37,8 +37,8 @@ class NodeEnvironment:
     coordinator_port: int
 
     @property
-    def coordinator(self) -> Endpoint:
-        return Endpoint(self.coordinator_host, self.coordinator_port)
+    def coordinator(self) -> HostPort:
+        return HostPort(self.coordinator_host, self.coordinator_port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class NodeFlags:
 
     node_rank: int | None = None
     num_nodes: int | None = None
-    coordinator: Endpoint | None = None
+    coordinator: HostPort | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class _Found:
     kind: NodeKind
     node_rank: int | None = None
     num_nodes: int | None = None
-    coordinator: Endpoint | None = None
+    coordinator: HostPort | None = None
     # The variable or other source of each, for the error.
     rank_source: str = "--node-rank"
     size_source: str = "--num-nodes"
@@ -137,7 +137,7 @@ def _look(environ: Mapping[str, str], hostname: str, flags: NodeFlags) -> _Found
         )
     if flags == NodeFlags() or flags == NodeFlags(num_nodes=1, node_rank=flags.node_rank):
         return _Found(
-            kind="single", node_rank=0, num_nodes=1, coordinator=Endpoint("127.0.0.1", DEFAULT_PORT)
+            kind="single", node_rank=0, num_nodes=1, coordinator=HostPort("127.0.0.1", DEFAULT_PORT)
         )
     return _Found(kind="flags")
 
@@ -151,7 +151,7 @@ def _torchrun(environ: Mapping[str, str]) -> _Found:
         kind="torchrun",
         node_rank=_count(environ, "GROUP_RANK"),
         num_nodes=_count(environ, "GROUP_WORLD_SIZE"),
-        coordinator=Endpoint(environ["MASTER_ADDR"], parse_port(str(port), "MASTER_PORT + 1")),
+        coordinator=HostPort(environ["MASTER_ADDR"], parse_port(str(port), "MASTER_PORT + 1")),
         rank_source="GROUP_RANK",
         size_source="GROUP_WORLD_SIZE",
     )
@@ -163,7 +163,7 @@ def _deepspeed(environ: Mapping[str, str]) -> _Found:
         kind="deepspeed",
         node_rank=_count(environ, "CROSS_RANK"),
         num_nodes=_count(environ, "CROSS_SIZE"),
-        coordinator=Endpoint(
+        coordinator=HostPort(
             environ["MASTER_ADDR"], parse_port(environ["MASTER_PORT"], "MASTER_PORT")
         ),
         rank_source="CROSS_RANK",
@@ -203,7 +203,7 @@ def _slurm(environ: Mapping[str, str], flags: NodeFlags) -> _Found:
         kind="slurm",
         node_rank=_count(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else None,
         num_nodes=num_nodes,
-        coordinator=Endpoint(host, port) if host else None,
+        coordinator=HostPort(host, port) if host else None,
         rank_source="SLURM_NODEID",
         size_source=size_source,
     )
@@ -216,7 +216,7 @@ def _leader_worker_set(environ: Mapping[str, str]) -> _Found:
         kind="leader-worker-set",
         node_rank=_count(environ, "LWS_WORKER_INDEX"),
         num_nodes=_count(environ, "LWS_GROUP_SIZE"),
-        coordinator=Endpoint(environ["LWS_LEADER_ADDRESS"], DEFAULT_PORT),
+        coordinator=HostPort(environ["LWS_LEADER_ADDRESS"], DEFAULT_PORT),
         rank_source="LWS_WORKER_INDEX",
         size_source="LWS_GROUP_SIZE",
     )

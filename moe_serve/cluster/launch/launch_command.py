@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.host_port import HostPort
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class LaunchCommand:
         *,
         node_rank: int | str | None = None,
         num_nodes: int | None = None,
-        coordinator: Endpoint | str | None = None,
+        coordinator: HostPort | str | None = None,
     ) -> tuple[str, ...]:
         """Returns the arguments after the program: `launch MODEL --attention-ranks 2 ...`."""
         options = {

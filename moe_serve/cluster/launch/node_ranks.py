@@ -8,8 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.launch.agent_messages import KillRank, RankEnded, StartRank
-from moe_serve.cluster.members.devices import DEVICES_VARIABLE, has_accelerators, visible_device
 from moe_serve.cluster.members.processes import LocalProcesses, worker_command
+from moe_serve.cluster.members.rank_starter import (
+    DEVICES_VARIABLE,
+    has_accelerators,
+    visible_device,
+)
 from moe_serve.errors import MoeServeError
 
 STOP_TIMEOUT_S = 5.0

@@ -28,7 +28,7 @@ from moe_serve.cluster.launch.agent_messages import (
     StartRank,
     Welcome,
 )
-from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.host_port import HostPort
 from moe_serve.cluster.launch.node_agent import AgentMessage
 from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks
@@ -103,7 +103,7 @@ class NodeStarter:
     ) -> None:
         self.layout, self._local = layout, local
         self._devices, self._num_threads = devices or {}, num_threads
-        self._coordinator: Endpoint | None = None
+        self._coordinator: HostPort | None = None
         self._changed = threading.Condition()  # guards the fields below
         self._nodes: dict[int, RemoteNode] = {}
         self._wanted: dict[str, StartRank] = {}
@@ -113,7 +113,7 @@ class NodeStarter:
         self._is_stopped = False
         self._listener: Listener[AgentMessage] | None = None
 
-    def listen(self, at: Endpoint, secret: ClusterSecret) -> None:
+    def listen(self, at: HostPort, secret: ClusterSecret) -> None:
         """Admits agents from now on; raises ConfigError if the address is not ours."""
         decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentReport)
         self._listener = Listener(at.host, at.port, secret, decoder, self.admit)
@@ -123,7 +123,7 @@ class NodeStarter:
         assert self._listener is not None, "`listen` was not called"
         return int(self._listener.port)
 
-    def use_coordinator(self, at: Endpoint) -> None:
+    def use_coordinator(self, at: HostPort) -> None:
         """Sets the address to which ranks connect; call it before the first start."""
         self._coordinator = at
 
@@ -233,7 +233,7 @@ class NodeStarter:
             node.send(order)
         node.watch()
         hello = node.hello
-        _log.info("node %d came: %s at %s", number, hello.hostname, hello.host)
+        _log.info("node %d joined: %s at %s", number, hello.hostname, hello.host)
         with self._changed:
             self._changed.notify_all()
 

@@ -26,12 +26,11 @@ from moe_serve.cluster.control.messages import (
     Stop,
     Unwell,
 )
-from moe_serve.cluster.control.rank_link import Event, Gone, Inbox, RankLink
+from moe_serve.cluster.control.rank_link import Gone, Inbox, LinkEvent, RankLink
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.members.heartbeat import Heartbeats
 from moe_serve.cluster.members.preflight import PreflightRound
 from moe_serve.cluster.members.rank_starter import RankStarter
-from moe_serve.cluster.members.roster import Phase, RankState, Roster
+from moe_serve.cluster.members.roster import Heartbeats, RankPhase, RankState, Roster
 from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError, MoeServeError
 from moe_serve.model.load.model_tensors import LoadProgress
 
@@ -96,7 +95,7 @@ class Membership:
         self._watcher.start()
         deadline = time.monotonic() + timeout_s
         self._pass_preflight(preflight, min(timeout_s, _PREFLIGHT_S))
-        while waiting := [s for s in self.roster.all() if s.phase is not Phase.READY]:
+        while waiting := [s for s in self.roster.all() if s.phase is not RankPhase.READY]:
             event = self.next_event(deadline - time.monotonic())
             if event is None:
                 names = ", ".join(f"{s.name} ({s.phase.value})" for s in waiting)
@@ -134,7 +133,7 @@ class Membership:
         for state in self.roster.all():
             self._admit(state)
 
-    def _check_start(self, event: Event) -> None:
+    def _check_start(self, event: LinkEvent) -> None:
         """Raises on events that must not happen before all ranks have loaded."""
         if isinstance(event.report, Unwell):
             raise ConfigError(f"{event.name} cannot serve: {event.report.why}")
@@ -143,7 +142,7 @@ class Membership:
         if isinstance(event.report, Loaded) and self.roster[event.name].loaded is None:
             raise ClusterError(f"{event.name} is refused: {self._objection(event.report)}.")
 
-    def _cause(self, event: Event) -> str:
+    def _cause(self, event: LinkEvent) -> str:
         """Returns why a rank is gone; its process may tell more just after its connection does."""
         assert isinstance(event.report, Gone), "a rank must be gone"
         end = time.monotonic() + _LAST_WORDS_S
@@ -152,7 +151,7 @@ class Membership:
                 return later.report.why
         return event.report.why
 
-    def next_event(self, timeout_s: float) -> Event | None:
+    def next_event(self, timeout_s: float) -> LinkEvent | None:
         """Waits for an event and handles it here; returns None after the time-out.
 
         Messages of processes already given up are dropped.
@@ -211,7 +210,7 @@ class Membership:
         for link in links:
             link.close()
 
-    def _handle(self, event: Event) -> bool:
+    def _handle(self, event: LinkEvent) -> bool:
         """Handles an event; returns False if it comes from a process that no longer counts."""
         if event.name not in self.roster:
             if event.link is not None:
@@ -233,14 +232,14 @@ class Membership:
             _log.error("%s cannot serve: %s", event.name, report.why)
         return True
 
-    def _welcome(self, state: RankState, event: Event) -> None:
+    def _welcome(self, state: RankState, event: LinkEvent) -> None:
         link = event.link
         assert link is not None, "a hello without a connection"
-        if state.phase is not Phase.STARTING or state.lost_start == state.num_starts:
+        if state.phase is not RankPhase.STARTING or state.lost_start == state.num_starts:
             _log.warning("refused a second process that claims to be %s", state.name)
             link.close()
             return
-        state.link, state.phase = link, Phase.LOADING
+        state.link, state.phase = link, RankPhase.LOADING
         if self._preflight is None:
             self._admit(state)
         elif isinstance(event.report, Hello):
@@ -266,7 +265,7 @@ class Membership:
         if objection is not None:
             self.give_up(str(state.name), objection)
             return
-        state.loaded, state.phase, state.ready_at = report, Phase.READY, time.monotonic()
+        state.loaded, state.phase, state.ready_at = report, RankPhase.READY, time.monotonic()
 
     def _beat(self, link: RankLink) -> None:
         with self._lock:
@@ -303,7 +302,7 @@ class Membership:
                 del self._due[name]
         for name, seconds in late:
             link = self.roster[name].link
-            self.inbox.put(Event(name, link, Gone(f"silent for {seconds:.1f} s")))
+            self.inbox.put(LinkEvent(name, link, Gone(f"silent for {seconds:.1f} s")))
         for name in due:
             self._start_again(self.roster[name])
         if not self.inbox.empty() or self.is_due():
@@ -320,17 +319,17 @@ class Membership:
     def _check_progress(self, state: RankState) -> None:
         """Gives up a process that does not become ready in time."""
         seconds = time.monotonic() - state.started_at
-        is_coming = state.phase in (Phase.STARTING, Phase.LOADING)
+        is_coming = state.phase in (RankPhase.STARTING, RankPhase.LOADING)
         if is_coming and state.lost_start < state.num_starts and seconds > self._start_timeout_s:
             state.started_at = math.inf  # report it once
             self._tell(str(state.name), f"not ready {seconds:.0f} s after its start")
 
     def _tell(self, name: str, why: str) -> None:
         """Reports that the process started last is gone."""
-        self.inbox.put(Event(name, None, Gone(why, self.roster[name].num_starts)))
+        self.inbox.put(LinkEvent(name, None, Gone(why, self.roster[name].num_starts)))
 
 
-def _is_of(state: RankState, event: Event, gone: Gone) -> bool:
+def _is_of(state: RankState, event: LinkEvent, gone: Gone) -> bool:
     """Returns True if the rank's present process is gone and was not reported before."""
     if gone.start is None:
         return event.link is not None and event.link is state.link

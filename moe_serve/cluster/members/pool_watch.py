@@ -19,7 +19,11 @@ from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, Choice, MicroBatchChooser
+from moe_serve.pipeline.costs.micro_batch_choice import (
+    MAX_MICRO_BATCHES,
+    MicroBatchChoice,
+    MicroBatchChooser,
+)
 from moe_serve.pipeline.costs.online_costs import OnlineCosts
 from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts, StepTiming
 from moe_serve.pipeline.timeline.timeline import Role, Track, decode_records
@@ -36,7 +40,7 @@ class _OpenStep:
     """A step until all ranks have reported on it."""
 
     loads: Sequence[BatchLoad]
-    choice: Choice
+    choice: MicroBatchChoice
     num_expert_ranks: int
     seconds: float = 0.0
     attention: list[StageSeconds] = field(default_factory=list)
@@ -47,9 +51,11 @@ class _OpenStep:
 class AnyChooser(Protocol):
     """Decides how many micro-batches each step has, and learns from its timing."""
 
-    def choose(self, loads: Sequence[BatchLoad]) -> Choice: ...
+    def choose(self, loads: Sequence[BatchLoad]) -> MicroBatchChoice: ...
 
-    def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None: ...
+    def observe(
+        self, loads: Sequence[BatchLoad], choice: MicroBatchChoice, timing: StepTiming
+    ) -> None: ...
 
 
 class PoolWatch:
@@ -81,7 +87,7 @@ class PoolWatch:
             reason = choice.reason
         else:
             most = max(load.num_sequences for load in loads)
-            choice = Choice(min(self._fixed, most), (), "predicted best")
+            choice = MicroBatchChoice(min(self._fixed, most), (), "predicted best")
         self._recent.count_step(choice.num_micro_batches, reason)
         self._next = _OpenStep(loads, choice, num_expert_ranks)
         return choice.num_micro_batches

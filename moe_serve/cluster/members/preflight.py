@@ -1,7 +1,8 @@
 """Finds, before anything is loaded, ranks that are absent and ranks that do not fit the others.
 
-The functions are pure: they work on the ranks' reports. One problem is one sentence, which names
-all ranks that share it.
+A rank reports the marks of its checkpoint files and the ports it can reach (`examine`). The rest is
+pure: it works on the ranks' reports. One problem is one sentence, which names all ranks that share
+it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,61 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
+import torch
+
+from moe_serve import __version__
+from moe_serve.cache.model_identity import add_weight_file
 from moe_serve.cluster.control.messages import Examine, Examined, FileMark, Hello
-from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
-from moe_serve.cluster.members.examine import file_marks, versions
+from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget, probe
+from moe_serve.errors import CheckpointError
+from moe_serve.regular_file import is_there, regular_file
 
 Kind = Literal["absent", "unexpected", "version", "file", "port"]
 _SHOWN_DIGITS = 12  # digits of a hash
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
+
+
+def file_marks(folder: Path) -> list[FileMark]:
+    """Returns the marks of config.json, the index and every weight file; raises CheckpointError.
+
+    A mark is a file's size and a hash, compared before loading. Small files are hashed whole; of
+    weight files the header and samples are hashed. That is enough to tell another revision or an
+    unfinished copy in milliseconds. A few flipped bits are found by the hash of the loaded weights.
+    Missing files are left out: the comparison names them.
+    """
+    try:
+        small = [path for name in (CONFIG, INDEX) if is_there(path := folder / name)]
+        return [_mark(path) for path in (*small, *sorted(folder.glob(WEIGHTS)))]
+    except OSError as error:
+        where = error.filename or folder
+        raise CheckpointError(f"cannot read {where}: {error.strerror or error}.") from error
+
+
+def _mark(path: Path) -> FileMark:
+    digest = sha256()
+    if path.suffix == ".json":
+        digest.update(regular_file(path).read_bytes())
+    else:
+        add_weight_file(digest, path)
+    return FileMark(name=path.name, size=path.stat().st_size, digest=digest.hexdigest())
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that must be equal on all ranks. The handshake checks the protocol's
+    own."""
+    return {"moe-serve": __version__, "torch": str(torch.__version__)}
+
+
+def examine(order: Examine) -> Examined:
+    probes = probe(order.targets, order.timeout_s)
+    try:
+        return Examined(files=file_marks(Path(order.folder)), probes=probes)
+    except CheckpointError as error:
+        return Examined(files=(), probes=probes, why=str(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

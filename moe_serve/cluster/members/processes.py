@@ -1,15 +1,17 @@
 """Starts, watches and kills the worker processes of this machine, and leaves none behind.
 
 Each has its own session, so Ctrl-C in the terminal reaches only the parent, which then ends them in
-order. `parent_watch` covers a parent that died before it could.
+order. `end_with_parent` covers a parent that died before it could.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -31,6 +33,7 @@ _STACKS_WAIT_S = 0.5  # until the stacks have arrived
 _KILLED_WAIT_S = 10.0  # after SIGKILL; only a process stuck in the kernel takes longer
 _LAST_WORDS_S = 1.0  # for output of a dead process that is still in the pipe
 _POLL_S = 0.01
+_PR_SET_PDEATHSIG = 1
 
 
 def worker_command(*arguments: str) -> tuple[str, ...]:
@@ -254,3 +257,29 @@ def _bury(name: str, running: _Running, until: float) -> ExitedProcess:
     return ExitedProcess(
         name=name, pid=process.pid, returncode=returncode, tail=running.output.tail
     )
+
+
+def end_with_parent() -> None:
+    """Ends a worker when the process that started it ends, however that happens.
+
+    Call this first in a worker that LocalProcesses started; without a pipe it does nothing. The
+    worker's standard input is a pipe whose other end only the parent holds, so end of file means
+    that the parent is gone. On Linux the kernel also sends SIGKILL, which reaches a worker that is
+    stopped, or whose threads never return to Python.
+
+    It also notices a parent that died before the call: the pipe is at end of file then.
+    """
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        number = ctypes.c_ulong(signal.SIGKILL)
+        if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    threading.Thread(target=_wait_for_the_end, name="parent-watch", daemon=True).start()
+
+
+def _wait_for_the_end() -> None:
+    while os.read(0, 4096):
+        pass  # nothing is written here, and only end of file matters
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.cluster.control.messages import Order, StepDone, StepServed
-from moe_serve.cluster.control.rank_link import Event
+from moe_serve.cluster.control.rank_link import LinkEvent
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.errors import ChannelClosedError, TimelineError
@@ -30,10 +30,10 @@ class RankCalls:
 
     def __init__(self, membership: Membership, watch: PoolWatch, clock: Clock = REAL_CLOCK) -> None:
         self._membership, self._watch, self.clock = membership, watch, clock
-        self.on_event: Callable[[Event], None] = lambda event: None  # set by the coordinator
+        self.on_event: Callable[[LinkEvent], None] = lambda event: None  # set by the coordinator
         self._stop_at = math.inf
 
-    def next_event(self, timeout_s: float) -> Event | None:
+    def next_event(self, timeout_s: float) -> LinkEvent | None:
         """See `Membership.next_event`; also passes the ranks' step reports to the watch."""
         event = self._membership.next_event(timeout_s)
         if event is None:
@@ -55,7 +55,7 @@ class RankCalls:
     def is_stopped(self) -> bool:
         return self.clock() >= self._stop_at
 
-    def wait_for_event(self, deadline: float) -> Event | None:
+    def wait_for_event(self, deadline: float) -> LinkEvent | None:
         """Returns the next event; None at the deadline, or once `stop` was called."""
         while (remaining_s := min(deadline, self._stop_at) - self.clock()) > 0:
             if (event := self.next_event(min(remaining_s, _LOOK_S))) is not None:

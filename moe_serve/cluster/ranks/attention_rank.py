@@ -27,11 +27,10 @@ from moe_serve.cluster.control.messages import (
     SwitchPlacement,
 )
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.ranks.attention_shards import AttentionShards, check_can_split
-from moe_serve.cluster.ranks.loading import loaded_message, open_rank
+from moe_serve.cluster.ranks.attention_shards import AttentionShards, ShardStarter, check_can_split
+from moe_serve.cluster.ranks.choice_packing import pack_choices
 from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work, tokens_of
-from moe_serve.cluster.ranks.packing import pack_choices
-from moe_serve.cluster.ranks.shard_starter import ShardStarter
+from moe_serve.cluster.ranks.rank_loading import loaded_message, open_rank
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
@@ -45,8 +44,7 @@ from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.links.data_group import DataGroup
-from moe_serve.pipeline.links.shard_group import ShardLostError
-from moe_serve.pipeline.links.shard_transport import LeaderTransport
+from moe_serve.pipeline.links.shard_group import LeaderTransport, ShardLostError
 from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap

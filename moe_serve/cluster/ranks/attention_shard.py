@@ -20,14 +20,18 @@ import torch
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cluster.control.messages import QueryPages, RunStep
-from moe_serve.cluster.members.parent_watch import end_with_parent
+from moe_serve.cluster.members.processes import end_with_parent
 from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.opened_model import OpenedModel, device_of
 from moe_serve.errors import MoeServeError
 from moe_serve.model.stage.tensor_shard import TensorShard
-from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError, StepAbandonedError
-from moe_serve.pipeline.links.shard_transport import FollowerTransport
+from moe_serve.pipeline.links.shard_group import (
+    FollowerTransport,
+    ShardGroup,
+    ShardLostError,
+    StepAbandonedError,
+)
 from moe_serve.pipeline.links.shared_link import SharedLink
 from moe_serve.pipeline.pipeline import Pipeline
 

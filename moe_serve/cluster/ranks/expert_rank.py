@@ -30,14 +30,14 @@ from moe_serve.cluster.control.messages import (
     TookExperts,
 )
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.ranks.loading import loaded_message, open_rank
-from moe_serve.cluster.ranks.packing import unpack_needed
+from moe_serve.cluster.ranks.choice_packing import unpack_needed
+from moe_serve.cluster.ranks.rank_loading import loaded_message, open_rank
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.errors import MoeServeError
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.model_tensors import LoadProgress
-from moe_serve.model.stage.expert_choice import Router, choose_experts
+from moe_serve.model.stage.feed_forward import Router, choose_experts
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.frames.frame_header import WireError

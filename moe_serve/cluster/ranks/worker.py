@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from moe_serve.cluster.control.channel import Channel, connect
+from moe_serve.cluster.control.meeting_store import RemoteStore, connect_store
 from moe_serve.cluster.control.messages import (
     Configure,
     Examine,
@@ -38,13 +39,11 @@ from moe_serve.cluster.control.messages import (
 from moe_serve.cluster.control.probe import ProbePort
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, read_secret
-from moe_serve.cluster.control.store import RemoteStore, connect_store
-from moe_serve.cluster.members.examine import examine, versions
-from moe_serve.cluster.members.parent_watch import end_with_parent
-from moe_serve.cluster.members.processes import STACKS_SIGNAL
+from moe_serve.cluster.members.preflight import examine, versions
+from moe_serve.cluster.members.processes import STACKS_SIGNAL, end_with_parent
 from moe_serve.cluster.ranks.attention_rank import AttentionRank
+from moe_serve.cluster.ranks.attention_shards import ProcessShardStarter, ShardStarter
 from moe_serve.cluster.ranks.expert_rank import ExpertRank
-from moe_serve.cluster.ranks.shard_starter import ProcessShardStarter, ShardStarter
 from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.engine.memory.allocator import keep_freed_memory
 from moe_serve.errors import ChannelClosedError, MoeServeError

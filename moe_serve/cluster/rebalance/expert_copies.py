@@ -61,7 +61,7 @@ class ExpertCopies:
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
             if self._reading.locked():
-                _log.warning("%s: the read of an expert hangs; it is left behind", self._name)
+                _log.warning("%s: reading an expert hangs; its thread is abandoned", self._name)
 
     def _run(
         self,
@@ -81,7 +81,7 @@ class ExpertCopies:
                     num_bytes += self._room.slot_bytes
                     is_cancelled.wait(pause_s)
         except Exception as error:  # top of the thread: any error ends the move
-            _log.exception("copies for placement %d", placement)
+            _log.exception("copying experts for placement %d failed", placement)
             why = str(error)
         if is_cancelled.is_set():
             return

@@ -26,7 +26,7 @@ from moe_serve.cluster.control.messages import (
     SwitchPlacement,
 )
 from moe_serve.cluster.members.current_placement import CurrentPlacement
-from moe_serve.cluster.members.roster import Phase, Roster
+from moe_serve.cluster.members.roster import RankPhase, Roster
 from moe_serve.cluster.rebalance.rounds import Round, rounds
 
 _MOST_BEFORE, _MOST_DURING = 512, 8192  # steps kept
@@ -199,7 +199,7 @@ class Mover:
 
     def _begin(self, proposal: _Proposal) -> None:
         self._move = move = _Move(left=deque(proposal.rounds), began=self._clock())
-        away = [str(s.name) for s in self._roster.all() if s.phase is not Phase.SERVING]
+        away = [str(s.name) for s in self._roster.all() if s.phase is not RankPhase.SERVING]
         if away:
             self._end(move, f"{', '.join(away)} is away", is_refused=True)
         elif proposal.base != self._current.version.number:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.placement import Placement, RanksOf
-from moe_serve.cluster.members.expert_cover import Held
+from moe_serve.cluster.members.current_placement import Held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,13 @@ from moe_serve.cluster.control.messages import (
     StepDone,
     StepFailed,
 )
-from moe_serve.cluster.control.rank_link import Event
+from moe_serve.cluster.control.rank_link import LinkEvent
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.rank_calls import RankCalls
-from moe_serve.cluster.members.roster import Phase
-from moe_serve.cluster.ranks.packing import pack_needed
+from moe_serve.cluster.members.roster import RankPhase
+from moe_serve.cluster.ranks.choice_packing import pack_needed
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.steps.epoch_maker import Epoch, EpochMaker
 from moe_serve.cluster.steps.step_in_flight import (
@@ -100,7 +100,7 @@ class Coordinator:
         """Returns True if this process of a rank is in the epoch."""
         state = self.membership.roster[name]
         return (
-            state.phase is Phase.SERVING
+            state.phase is RankPhase.SERVING
             and state.num_starts == start
             and self._epoch.starts.get(name) == start
         )
@@ -209,7 +209,7 @@ class Coordinator:
     @property
     def _is_stale(self) -> bool:
         """Returns True if a new epoch is due: after a loss, or for a rank that joins."""
-        is_joining = any(s.phase is Phase.READY for s in self.membership.roster.all())
+        is_joining = any(s.phase is RankPhase.READY for s in self.membership.roster.all())
         return is_joining or not self._is_whole
 
     @property
@@ -290,7 +290,7 @@ class Coordinator:
                 self._mover.times.add(now - start)
             self._last_end = now
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: LinkEvent) -> None:
         """Passes an event on to the move and to the steps under way."""
         if isinstance(event.report, Staged):
             self._mover.heard(event.name, event.report)
@@ -298,7 +298,7 @@ class Coordinator:
             if flight.waiting:
                 self._note_in(flight, event)
 
-    def _note_in(self, flight: StepInFlight, event: Event) -> None:
+    def _note_in(self, flight: StepInFlight, event: LinkEvent) -> None:
         self._drop_lost(flight)
         if not self._is_whole:
             flight.break_up(self.membership.last_loss)

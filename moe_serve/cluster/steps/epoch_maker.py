@@ -15,11 +15,15 @@ from moe_serve.cluster.control.messages import (
     TakeExperts,
     TookExperts,
 )
-from moe_serve.cluster.members.current_placement import CurrentPlacement
-from moe_serve.cluster.members.expert_cover import beyond, covered, renumbered
+from moe_serve.cluster.members.current_placement import (
+    CurrentPlacement,
+    beyond,
+    covered,
+    renumbered,
+)
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.rank_calls import RankCalls
-from moe_serve.cluster.members.roster import Phase, RankState
+from moe_serve.cluster.members.roster import RankPhase, RankState
 from moe_serve.pipeline.links.data_group import MEETING_TIMEOUT_S
 from moe_serve.pipeline.links.meeting import MeetingPlace
 
@@ -80,7 +84,7 @@ class EpochMaker:
             _starts(members),
         )
         for state in members:
-            state.phase = Phase.SERVING
+            state.phase = RankPhase.SERVING
         return epoch if self._meet(epoch, self._ranks_of(experts)) else None
 
     def _ranks_of(self, experts: Sequence[RankState]) -> dict[int, list[list[int]]]:
@@ -114,7 +118,7 @@ class EpochMaker:
         self._place.forget(last.number)
         if refused:
             told = "; ".join(f"{name}: {why}" for name, why in refused.items())
-            _log.warning("epoch %d did not meet: %s", epoch.number, told)
+            _log.warning("epoch %d could not be formed: %s", epoch.number, told)
         return not refused
 
     def _cover(self, experts: Sequence[RankState]) -> bool:

@@ -12,8 +12,8 @@ from moe_serve.cluster.control.messages import (
     StepDone,
     pack_params,
 )
+from moe_serve.cluster.ranks.choice_packing import unpack_choices
 from moe_serve.cluster.ranks.mirror import pack_tokens
-from moe_serve.cluster.ranks.packing import unpack_choices
 from moe_serve.cluster.steps.step_coordinator import StepCoordinator
 from moe_serve.cluster.steps.step_in_flight import RankWork
 from moe_serve.engine.execute.step_outcome import StepOutcome

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from moe_kernels.graphs.graph_recorder import CudaRecorder, Recorder
+from moe_kernels.graphs.graph_recorder import CudaRecorder, GraphRecorder
 from moe_kernels.graphs.graph_sizes import GraphSize, context_buckets, row_buckets
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
@@ -77,7 +77,7 @@ def capture_refusal(kernels: Kernels, device: torch.device, micro_batches: int) 
     return None
 
 
-def make_recorder(device: torch.device) -> Recorder:
+def make_recorder(device: torch.device) -> GraphRecorder:
     return CudaRecorder(device)
 
 

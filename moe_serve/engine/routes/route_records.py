@@ -112,7 +112,9 @@ def _records(schedule: Schedule, choices: StepChoices, runs: Runs) -> list[Route
         computed = _computed_tokens(*schedule[key], runs.get(key, ()))
         if len(computed) > count:
             _log.warning(
-                "%d choices came for %d tokens: the step's routes are dropped", count, len(computed)
+                "received %d choices of experts for %d tokens; the routes of this step are dropped",
+                count,
+                len(computed),
             )
             return []
         spans.append((schedule[key][0], first, len(computed)))

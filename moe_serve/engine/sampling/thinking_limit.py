@@ -7,8 +7,7 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.errors import InvalidRequestError
 from moe_serve.text.assistant.formats import ReasoningFormat
-from moe_serve.text.token_spellings import blank_ids, spellings
-from moe_serve.text.tokenizer import Tokenizer
+from moe_serve.text.tokenizer import Tokenizer, blank_ids, spellings
 
 _NAME = "thinking_token_budget"
 

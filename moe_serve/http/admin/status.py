@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_serve import __version__
 from moe_serve.engine.memory.memory_plan import MemoryPlan
@@ -31,6 +35,13 @@ from moe_serve.http.gate.auth import ADMIN_PREFIX
 from moe_serve.http.gate.readiness import OUTAGE_S
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.schema.errors import ApiError, draining_error, engine_dead_error
+
+FORMATS = frozenset({"text", "json"})
+_ASKED = "endpoint-load-metrics-format"
+_TOLD = "endpoint-load-metrics"
+_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"}
+)
 
 
 class ProgressWatch:
@@ -214,3 +225,45 @@ def hang_router(hangs: HangWatch) -> APIRouter:
         return Response(text, media_type="text/plain; charset=utf-8")
 
     return router
+
+
+class LoadReportMiddleware:
+    """Adds the server's load to the answers of generating routes, for balancers (ORCA).
+
+    A client asks with `endpoint-load-metrics-format: TEXT` or `JSON`, and gets vLLM's two values:
+
+        endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.…=3.0
+        endpoint-load-metrics: JSON {"named_metrics":{"kv_cache_usage_perc":0.25,…}}
+
+    A streamed answer has the load at its start, a complete one the load at its end.
+    """
+
+    def __init__(self, app: ASGIApp, stats: Callable[[], EngineStats]) -> None:
+        self._app, self._stats = app, stats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in _PATHS:
+            await self._app(scope, receive, send)
+            return
+        wanted = Headers(scope=scope).get(_ASKED, "").strip().lower()
+        if wanted not in FORMATS:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_load(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                MutableHeaders(scope=message)[_TOLD] = load_report(self._stats(), wanted)
+            await send(message)
+
+        await self._app(scope, receive, send_with_load)
+
+
+def load_report(stats: EngineStats, wanted: str) -> str:
+    """The value of the header in one of `FORMATS`."""
+    metrics = {
+        "kv_cache_usage_perc": stats.load.used_share,
+        "num_requests_waiting": float(stats.load.num_waiting),
+    }
+    if wanted == "json":
+        return f"JSON {msgspec.json.encode({'named_metrics': metrics}).decode()}"
+    return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())

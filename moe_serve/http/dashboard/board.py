@@ -13,16 +13,15 @@ import time
 from collections.abc import AsyncIterator
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
 
 from moe_serve import __version__
 from moe_serve.engine.routes.placement_control import PlacementControl
+from moe_serve.errors import InvalidRequestError
 from moe_serve.http.dashboard import parts
-from moe_serve.http.dashboard.event_log import EventLog
-from moe_serve.http.dashboard.event_watch import EventWatch
+from moe_serve.http.dashboard.events import EventLog, EventWatch
 from moe_serve.http.dashboard.facts import DashboardFacts
-from moe_serve.http.dashboard.history import INTERVAL_S, History
-from moe_serve.http.dashboard.snapshot import Snapshot, Sources
+from moe_serve.http.dashboard.snapshot import INTERVAL_S, History, Snapshot, Sources
 from moe_serve.http.gate.readiness import is_ready
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.metrics.scrape import RankSharer, RankShares
@@ -30,6 +29,7 @@ from moe_serve.http.metrics.scrape import RankSharer, RankShares
 _log = logging.getLogger(__name__)
 
 _FRESH_S = 0.4  # maximum age of an answer that is shared
+_MAX_DIGITS = 18
 
 
 class Board:
@@ -128,3 +128,23 @@ class Board:
             "is_ready": is_ready(now.stats, is_draining=now.is_draining),
             "layout": self._facts.layout,
         }
+
+
+def dashboard_router(board: Board) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/dashboard/state")
+    async def state(request: Request) -> Response:
+        """The state. `since` is the number of the last event that the caller has."""
+        since = request.query_params.get("since", "0")
+        if not (since.isascii() and since.isdecimal() and len(since) <= _MAX_DIGITS):
+            raise InvalidRequestError(
+                "since must be the number of an event (an integer of 0 or more), got "
+                f"{since[:40]!r}.",
+                param="since",
+            )
+        body = await board.state(int(since))
+        headers = {"Cache-Control": "no-store"}
+        return Response(body, media_type="application/json", headers=headers)
+
+    return router

@@ -16,7 +16,6 @@ from moe_serve.http.wire.connection_guard import (
     ConnectionGuard,
     late_head_error,
 )
-from moe_serve.http.wire.direct_transport import DirectTransport
 from moe_serve.http.wire.head_check import (
     MAX_HEAD_BYTES,
     head_error,
@@ -24,7 +23,7 @@ from moe_serve.http.wire.head_check import (
     large_trailer_error,
     malformed_error,
 )
-from moe_serve.http.wire.patient_transport import PatientTransport
+from moe_serve.http.wire.transports import DirectTransport, PatientTransport
 
 
 class _RefusedHeadError(Exception):

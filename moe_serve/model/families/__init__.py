@@ -6,14 +6,12 @@ import difflib
 
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families import (
-    deepseek_v2,
-    deepseek_v3,
+    deepseek,
     dots1,
     ernie4_5_moe,
     exaone_moe,
     flint,
-    glm4_moe,
-    glm4_moe_lite,
+    glm,
     gpt_oss,
     granitemoe,
     hunyuan_v1_moe,
@@ -24,23 +22,20 @@ from moe_serve.model.families import (
     mistral4,
     mixtral,
     olmoe,
-    qwen2_moe,
-    qwen3_moe,
-    qwen3_vl_moe,
-    solar_open,
+    qwen,
 )
 from moe_serve.model.families.family import Family
 
 FAMILIES: tuple[Family, ...] = (
-    deepseek_v2.FAMILY,
-    deepseek_v3.FAMILY,
+    deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3,
     dots1.FAMILY,
     ernie4_5_moe.FAMILY,
     exaone_moe.FAMILY,
     flint.FAMILY,
-    glm4_moe.FAMILY,
-    glm4_moe.WITH_VISION,
-    glm4_moe_lite.FAMILY,
+    glm.GLM4_MOE,
+    glm.GLM4V_MOE,
+    glm.GLM4_MOE_LITE,
     gpt_oss.FAMILY,
     granitemoe.FAMILY,
     hunyuan_v1_moe.FAMILY,
@@ -51,10 +46,10 @@ FAMILIES: tuple[Family, ...] = (
     mistral4.FAMILY,
     mixtral.FAMILY,
     olmoe.FAMILY,
-    qwen2_moe.FAMILY,
-    qwen3_moe.FAMILY,
-    qwen3_vl_moe.FAMILY,
-    solar_open.FAMILY,
+    qwen.QWEN2_MOE,
+    qwen.QWEN3_MOE,
+    qwen.QWEN3_VL_MOE,
+    glm.SOLAR_OPEN,
 )
 
 _REFUSED = {  # close relatives of served models, with the features that are not supported

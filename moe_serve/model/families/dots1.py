@@ -4,40 +4,33 @@ from __future__ import annotations
 
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
-from moe_serve.model.families.common import (
-    decoder_basics,
+from moe_serve.model.families.config_parts import (
+    biased_sigmoid_router,
+    decoder,
     grouped_attention,
     head_dim_of,
+    mixed_layers,
     shared_expert,
     sparse_layers,
+    windowed_layers,
 )
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.router import biased_sigmoid_router
-from moe_serve.model.families.windows import windowed_layers
-from moe_serve.model.spec import LayerSpec, ModelSpec
+from moe_serve.model.spec import ModelSpec
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
-    basics = decoder_basics(config, norm_eps=1e-6)
+    norm_eps = config.number("rms_norm_eps", 1e-6)
     rope = read_rope(config, head_dim=head_dim_of(config))
-    attention = grouped_attention(config, rope, qk_norm="head", norm_eps=basics["norm_eps"])
+    attention = grouped_attention(config, rope, qk_norm="head", norm_eps=norm_eps)
     first_window = config.number("max_window_layers", 62)
     has_window = config.get("sliding_window") is not None
     windows = windowed_layers(config, attention, lambda i: has_window and i >= first_window)
-    has_bias = bool(config.get("attention_bias", False))
-    return ModelSpec(
-        **basics,
+    return decoder(
+        config,
+        norm_eps=norm_eps,
         family="dots1",
-        layers=tuple(
-            LayerSpec(attention=shape, is_sparse=is_sparse)
-            for shape, is_sparse in zip(windows, sparse_layers(config), strict=True)
-        ),
-        expert_width=config.positive_int("moe_intermediate_size"),
-        dense_width=config.positive_int("intermediate_size", default=1),
+        layers=mixed_layers(windows, sparse_layers(config)),
         shared=shared_expert(config),
-        has_attention_bias=has_bias,
-        has_output_bias=has_bias,
         router=biased_sigmoid_router(config, scaling=1.0),
         rope=rope,
     )

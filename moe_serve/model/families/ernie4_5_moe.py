@@ -6,32 +6,30 @@ from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.config_parts import (
+    decoder,
+    grouped_attention,
+    head_dim_of,
+    mixed_layers,
+)
 from moe_serve.model.families.family import Family
-from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_serve.model.spec import ModelSpec, RouterSpec, SharedExpertSpec
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
     if config.get("moe_gate_act"):
         config.require("moe_gate_act", "softmax", default="softmax")
-    basics = decoder_basics(config, norm_eps=1e-5)
-    basics["is_head_tied"] = bool(config.get("tie_word_embeddings", True))
     rope = read_rope(config, head_dim=head_dim_of(config), theta=500_000.0, is_interleaved=True)
     attention = grouped_attention(config, rope)
     has_bias = bool(config.get("use_bias", False))
-    return ModelSpec(
-        **basics,
+    return decoder(
+        config,
+        norm_eps=1e-5,
+        is_head_tied=bool(config.get("tie_word_embeddings", True)),
         family="ernie4_5_moe",
-        layers=tuple(
-            LayerSpec(attention=attention, is_sparse=is_sparse)
-            for is_sparse in _sparse_layers(config)
-        ),
-        expert_width=config.positive_int("moe_intermediate_size"),
-        dense_width=config.positive_int("intermediate_size", default=1),
+        layers=mixed_layers(attention, _sparse_layers(config)),
         shared=_shared(config),
-        has_attention_bias=has_bias,
-        has_output_bias=has_bias,
+        has_bias=has_bias,
         has_head_bias=has_bias,
         has_mlp_bias=has_bias,
         router=RouterSpec(

@@ -10,28 +10,28 @@ from collections.abc import Callable
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames
-from moe_serve.model.families.common import (
-    decoder_basics,
+from moe_serve.model.families.config_parts import (
+    biased_sigmoid_router,
+    decoder,
     grouped_attention,
     head_dim_of,
     sparse_layers,
+    windowed_layers,
 )
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.router import biased_sigmoid_router
-from moe_serve.model.families.windows import windowed_layers
 from moe_serve.model.spec import LayerSpec, ModelSpec, SharedExpertSpec
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
-    basics = decoder_basics(config, norm_eps=1e-5)
+    norm_eps = config.number("rms_norm_eps", 1e-5)
     rope = read_rope(config, head_dim=head_dim_of(config))
-    attention = grouped_attention(config, rope, qk_norm="head", norm_eps=basics["norm_eps"])
+    attention = grouped_attention(config, rope, qk_norm="head", norm_eps=norm_eps)
     config.positive_int("sliding_window")  # without windows, other layers would be rotated
     expert_width = config.positive_int("moe_intermediate_size")
     num_shared = config.positive_int("num_shared_experts", default=1)
-    return ModelSpec(
-        **basics,
+    return decoder(
+        config,
+        norm_eps=norm_eps,
         family="exaone_moe",
         layers=tuple(
             LayerSpec(
@@ -48,6 +48,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
         expert_width=expert_width,
         dense_width=config.positive_int("intermediate_size", default=1),
         shared=SharedExpertSpec(width=num_shared * expert_width),
+        has_bias=False,
         router=biased_sigmoid_router(config, scaling=2.5),
         rope=rope,
     )

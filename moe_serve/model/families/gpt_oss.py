@@ -7,21 +7,25 @@ from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import ExpertNames, TensorNames
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.config_parts import (
+    decoder,
+    grouped_attention,
+    head_dim_of,
+    windowed_layers,
+)
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.windows import windowed_layers
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 
 _MLP = "model.layers.{layer}.mlp."
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
     rope = read_rope(config, head_dim=head_dim_of(config), theta=150_000.0)
     attention = grouped_attention(config, rope, has_sinks=True)
     has_bias = bool(config.get("attention_bias", True))
-    return ModelSpec(
-        **decoder_basics(config, norm_eps=1e-5),
+    return decoder(
+        config,
+        norm_eps=1e-5,
         family="gpt_oss",
         layers=tuple(
             LayerSpec(attention=of_layer)
@@ -34,8 +38,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
             up_offset=1.0,
         ),
         has_expert_bias=True,
-        has_attention_bias=has_bias,
-        has_output_bias=has_bias,
+        has_bias=has_bias,
         router=RouterSpec(
             shape=RouterShape(
                 num_experts=config.positive_int("num_local_experts", "num_experts"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import ExpertNames, MLPNames, TensorNames
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.config_parts import (
+    decoder,
+    grouped_attention,
+    head_dim_of,
+    layer_types,
+    plain_router,
+)
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.layer_types import layer_types
-from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_serve.model.spec import LayerSpec, ModelSpec, SharedExpertSpec
 
 _LAYER = "model.layers.{layer}."
 _MOE = _LAYER + "block_sparse_moe."
@@ -17,29 +21,20 @@ _HYBRID = "GraniteMoeHybridForCausalLM"
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
     rope = read_rope(config, head_dim=head_dim_of(config))
     attention = grouped_attention(
         config, rope, softmax_scale=config.number("attention_multiplier", 1.0)
     )
-    has_bias = bool(config.get("attention_bias", False))
     shared_width = _shared_width(config)
     layer = LayerSpec(attention=attention, has_rotation=_has_rotation(config))
-    return ModelSpec(
-        **decoder_basics(config, norm_eps=1e-6),
+    return decoder(
+        config,
+        norm_eps=1e-6,
         family="granitemoe",
         layers=(layer,) * config.positive_int("num_hidden_layers"),
         expert_width=config.positive_int("intermediate_size"),
         shared=SharedExpertSpec(width=shared_width) if shared_width else None,
-        has_attention_bias=has_bias,
-        has_output_bias=has_bias,
-        router=RouterSpec(
-            shape=RouterShape(
-                num_experts=config.positive_int("num_local_experts"),
-                top_k=config.positive_int("num_experts_per_tok"),
-                is_renormalised=True,
-            )
-        ),
+        router=plain_router(config, is_renormalised=True, keys=("num_local_experts",)),
         rope=rope,
         embedding_multiplier=config.number("embedding_multiplier", 1.0),
         residual_multiplier=config.number("residual_multiplier", 1.0),

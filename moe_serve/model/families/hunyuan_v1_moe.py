@@ -6,8 +6,8 @@ from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames, mlp_names
-from moe_serve.model.families.common import (
-    decoder_basics,
+from moe_serve.model.families.config_parts import (
+    decoder,
     grouped_attention,
     head_dim_of,
     require_off,
@@ -20,26 +20,24 @@ _LAYER = "model.layers.{layer}."
 
 def _read_spec(config: HFConfig) -> ModelSpec:
     _refuse_unserved(config)
-    basics = decoder_basics(config, norm_eps=1e-5)
+    norm_eps = config.number("rms_norm_eps", 1e-5)
     rope = read_rope(config, head_dim=head_dim_of(config))
     attention = grouped_attention(
         config,
         rope,
         qk_norm="head" if config.get("use_qk_norm", True) else "none",
         is_norm_after_rotation=True,
-        norm_eps=basics["norm_eps"],
+        norm_eps=norm_eps,
     )
-    has_bias = bool(config.get("attention_bias", False))
-    return ModelSpec(
-        **basics,
+    return decoder(
+        config,
+        norm_eps=norm_eps,
         family="hunyuan_v1_moe",
         layers=(LayerSpec(attention=attention),) * config.positive_int("num_hidden_layers"),
         expert_width=_same_in_all(
             config, "moe_intermediate_size", config.positive_int("intermediate_size")
         ),
         shared=_shared(config),
-        has_attention_bias=has_bias,
-        has_output_bias=has_bias,
         router=RouterSpec(
             shape=RouterShape(
                 num_experts=_same_in_all(config, "num_experts"),
@@ -70,7 +68,6 @@ def _same_in_all(config: HFConfig, key: str, default: int | None = None) -> int:
 
 def _refuse_unserved(config: HFConfig) -> None:
     """Refuse keys of Hunyuan's other models."""
-    config.require("hidden_act", "silu", default="silu")
     config.require("norm_topk_prob", True, default=True)
     config.require("norm_type", "rms", default="rms")
     require_off(

@@ -6,40 +6,35 @@ from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames, mlp_names
-from moe_serve.model.families.common import (
-    decoder_basics,
+from moe_serve.model.families.config_parts import (
+    decoder,
     grouped_attention,
     head_dim_of,
+    mixed_layers,
     sparse_layers,
 )
 from moe_serve.model.families.family import Family
-from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_serve.model.spec import ModelSpec, RouterSpec, SharedExpertSpec
 
 _MLP = "model.layers.{layer}.mlp."
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
     for key in ("qk_norm", "route_norm"):
         config.require(key, True, default=True)
-    basics = decoder_basics(config, norm_eps=1e-5)
+    norm_eps = config.number("rms_norm_eps", 1e-5)
     rope = read_rope(config, head_dim=head_dim_of(config), theta=11_158_840.0)
-    attention = grouped_attention(config, rope, qk_norm="head", norm_eps=basics["norm_eps"])
+    attention = grouped_attention(config, rope, qk_norm="head", norm_eps=norm_eps)
     expert_width = config.positive_int("moe_intermediate_size", "expert_hidden_dim")
     num_shared = config.positive_int("num_shared_experts", default=1)
-    has_bias = bool(config.get("attention_bias", False))
-    return ModelSpec(
-        **basics,
+    return decoder(
+        config,
+        norm_eps=norm_eps,
         family="hy_v3",
-        layers=tuple(
-            LayerSpec(attention=attention, is_sparse=is_sparse)
-            for is_sparse in sparse_layers(config, num_dense=1)
-        ),
+        layers=mixed_layers(attention, sparse_layers(config, num_dense=1)),
         expert_width=expert_width,
         dense_width=config.positive_int("intermediate_size", default=1),
         shared=SharedExpertSpec(width=num_shared * expert_width),
-        has_attention_bias=has_bias,
-        has_output_bias=has_bias,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
         router=_router(config),
         rope=rope,

@@ -8,7 +8,7 @@ from typing import Any
 from moe_kernels.interface.attention_shape import LatentShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope, rope_values, yarn_softmax_factor
-from moe_serve.model.families.common import decoder_basics, shared_expert
+from moe_serve.model.families.config_parts import decoder_basics, shared_expert
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
 

@@ -11,9 +11,13 @@ from moe_serve.model.checkpoint.tensor_names import (
     mlp_names,
     separate_experts,
 )
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.config_parts import (
+    decoder_basics,
+    grouped_attention,
+    head_dim_of,
+    layer_types,
+)
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.layer_types import layer_types
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import (
     LayerSpec,

@@ -5,49 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moe_kernels.interface.attention_shape import AttentionShape
-from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
-from moe_serve.model.families.common import (
-    decoder_basics,
+from moe_serve.model.families.config_parts import (
+    FULL,
+    SLIDING,
+    decoder,
     grouped_attention,
     head_dim_of,
+    plain_router,
     sparse_layers,
+    windowed_layers,
 )
 from moe_serve.model.families.family import Family
-from moe_serve.model.families.windows import FULL, SLIDING, windowed_layers
 from moe_serve.model.rope import RopeSpec
-from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
+from moe_serve.model.spec import LayerSpec, ModelSpec
 
 _THETA = {FULL: 500_000.0, SLIDING: 10_000.0}
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
-    basics = decoder_basics(config, norm_eps=1e-6)
+    norm_eps = config.number("rms_norm_eps", 1e-6)
     ropes = {kind: _rope(config, kind) for kind in _THETA}
-    attention = grouped_attention(config, ropes[FULL], qk_norm="head", norm_eps=basics["norm_eps"])
+    attention = grouped_attention(config, ropes[FULL], qk_norm="head", norm_eps=norm_eps)
 
     def layer(shape: AttentionShape, is_sparse: bool) -> LayerSpec:
         rope = ropes[FULL if shape.sliding_window is None else SLIDING]
         return LayerSpec(attention=shape, is_sparse=is_sparse, rope=rope)
 
     windows = windowed_layers(config, attention, lambda layer: False)
-    has_bias = bool(config.get("attention_bias", False))
-    return ModelSpec(
-        **basics,
+    return decoder(
+        config,
+        norm_eps=norm_eps,
         family="mellum",
         layers=tuple(map(layer, windows, sparse_layers(config))),
-        expert_width=config.positive_int("moe_intermediate_size"),
-        dense_width=config.positive_int("intermediate_size", default=1),
-        has_attention_bias=has_bias,
-        has_output_bias=has_bias,
-        router=RouterSpec(
-            shape=RouterShape(
-                num_experts=config.positive_int("num_local_experts", "num_experts"),
-                top_k=config.positive_int("num_experts_per_tok"),
-                is_renormalised=bool(config.get("norm_topk_prob", True)),
-            )
+        router=plain_router(
+            config,
+            is_renormalised=bool(config.get("norm_topk_prob", True)),
+            keys=("num_local_experts", "num_experts"),
         ),
         rope=ropes[FULL],
     )

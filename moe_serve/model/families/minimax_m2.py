@@ -4,40 +4,40 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
-from moe_serve.model.families.common import (
-    decoder_basics,
+from moe_serve.model.families.config_parts import (
+    decoder,
     grouped_attention,
     head_dim_of,
+    plain_router,
     require_off,
 )
 from moe_serve.model.families.family import Family
 from moe_serve.model.families.mixtral import FAMILY as MIXTRAL
-from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
+from moe_serve.model.spec import LayerSpec, ModelSpec
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
     _refuse_unserved(config)
-    basics = decoder_basics(config, norm_eps=1e-6)
+    norm_eps = config.number("rms_norm_eps", 1e-6)
     head_dim = head_dim_of(config)
     share = config.positive_int("rotary_dim", default=head_dim) / head_dim
     rope = read_rope(config, head_dim=head_dim, theta=5_000_000.0, share=share)
-    attention = grouped_attention(config, rope, qk_norm="row", norm_eps=basics["norm_eps"])
-    return ModelSpec(
-        **basics,
+    attention = grouped_attention(config, rope, qk_norm="row", norm_eps=norm_eps)
+    return decoder(
+        config,
+        norm_eps=norm_eps,
         family="minimax_m2",
         layers=(LayerSpec(attention=attention),) * config.positive_int("num_hidden_layers"),
         expert_width=config.positive_int("intermediate_size"),
-        router=RouterSpec(
-            shape=RouterShape(
-                num_experts=config.positive_int("num_local_experts", "num_experts"),
-                top_k=config.positive_int("num_experts_per_tok"),
-                is_renormalised=True,
-                scoring="sigmoid",
-            ),
+        has_bias=False,
+        router=plain_router(
+            config,
+            is_renormalised=True,
+            scoring="sigmoid",
             has_selection_bias=True,
+            keys=("num_local_experts", "num_experts"),
         ),
         rope=rope,
     )
@@ -47,7 +47,6 @@ def _refuse_unserved(config: HFConfig) -> None:
     """Refuse keys of other MiniMax models, which published configs contain, unless they are
     inactive.
     """
-    config.require("hidden_act", "silu", default="silu")
     config.require("scoring_func", "sigmoid", default="sigmoid")
     config.require("use_qk_norm", True, default=True)
     config.require("qk_norm_type", "per_layer", default="per_layer")

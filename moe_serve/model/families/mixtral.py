@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import ExpertNames, TensorNames
-from moe_serve.model.families.common import decoder_basics, grouped_attention, head_dim_of
+from moe_serve.model.families.config_parts import (
+    decoder,
+    grouped_attention,
+    head_dim_of,
+    plain_router,
+)
 from moe_serve.model.families.family import Family
-from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec
+from moe_serve.model.spec import LayerSpec, ModelSpec
 
 _MOE = "model.layers.{layer}.block_sparse_moe."
 
 
 def _read_spec(config: HFConfig) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
     rope = read_rope(config, head_dim=head_dim_of(config), theta=1_000_000.0)
     window = config.get("sliding_window")
     attention = grouped_attention(
@@ -22,17 +25,15 @@ def _read_spec(config: HFConfig) -> ModelSpec:
         rope,
         sliding_window=None if window is None else config.positive_int("sliding_window"),
     )
-    return ModelSpec(
-        **decoder_basics(config, norm_eps=1e-5),
+    return decoder(
+        config,
+        norm_eps=1e-5,
         family="mixtral",
         layers=(LayerSpec(attention=attention),) * config.positive_int("num_hidden_layers"),
         expert_width=config.positive_int("intermediate_size"),
-        router=RouterSpec(
-            shape=RouterShape(
-                num_experts=config.positive_int("num_local_experts", "num_experts"),
-                top_k=config.positive_int("num_experts_per_tok"),
-                is_renormalised=True,
-            )
+        has_bias=False,
+        router=plain_router(
+            config, is_renormalised=True, keys=("num_local_experts", "num_experts")
         ),
         rope=rope,
     )

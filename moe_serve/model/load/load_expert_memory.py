@@ -12,7 +12,7 @@ from experts.expert_stage import ExpertStage
 from experts.layer_banks import LayerBanks
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_layer import MemoryLayer
-from experts.memory.policy import MemoryPolicy
+from experts.memory.memory_policy import MemoryPolicy
 from experts.slot_room import SlotRoom
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.config.sections import MemoryPolicyName, ModelConfig

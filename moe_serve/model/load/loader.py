@@ -15,7 +15,7 @@ from experts.layer_banks import LayerBanks
 from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels, Linear
 from moe_serve.config.sections import ExpertWeightsName
-from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.checkpoint.manifest import (
     Table,
     all_tensors,
@@ -23,7 +23,6 @@ from moe_serve.model.checkpoint.manifest import (
     feed_forward_table,
     model_table,
 )
-from moe_serve.model.checkpoint.spec_check import check_spec
 from moe_serve.model.families import Family, family_of
 from moe_serve.model.load.expert_packing import ExpertPacking
 from moe_serve.model.load.load_attention import AttentionLoader
@@ -34,8 +33,7 @@ from moe_serve.model.load.weight_reader import OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention import GroupedQueryAttention
 from moe_serve.model.stage.attention_stage import AttentionLayer, AttentionStage
-from moe_serve.model.stage.dense_mlp import DenseMLP
-from moe_serve.model.stage.expert_choice import Router
+from moe_serve.model.stage.feed_forward import DenseMLP, Router
 from moe_serve.model.stage.gather import (
     Gather,
     GatheredAttention,

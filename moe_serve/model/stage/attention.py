@@ -7,7 +7,7 @@ positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from moe_kernels.interface.attention_shape import (
     QKNormWeights,
     RotaryTable,
 )
-from moe_kernels.interface.kernels import HeadLinear, Kernels, KVPages, Linear
+from moe_kernels.interface.kernels import AttentionCall, HeadLinear, Kernels, KVPages, Linear
 from moe_serve.model.stage.step_inputs import StepInputs
 
 
@@ -46,13 +46,16 @@ class GroupedQueryAttention:
             self.qkv(x_TD),
             self.qk_norm,
             self.sinks_H,
-            self.rotary,
-            inputs.positions,
-            inputs.kv_rows,
-            pages,
-            inputs.attention[self.shape],
+            _call(self.rotary, inputs, pages, self.shape),
             self.shape,
         )
+
+
+def _call(
+    rotary: RotaryTable, inputs: StepInputs, pages: KVPages, shape: AttentionShape
+) -> AttentionCall[Any]:
+    plan = inputs.attention[shape]
+    return AttentionCall(rotary, inputs.positions, inputs.kv_rows, pages, plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +89,7 @@ class LatentAttention:
             q_THC[..., a.nope_dim :],
             self.latent(x_TD),
             self.latent_norm,
-            self.rotary,
-            inputs.positions,
-            inputs.kv_rows,
-            pages,
-            inputs.attention[self.absorbed],
+            _call(self.rotary, inputs, pages, self.absorbed),
             a,
         )
         return self.value_up(attended_THL).flatten(1)

@@ -18,8 +18,7 @@ from moe_kernels.interface.kernels import Kernels, LayerFront, LayerFrontParts, 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention import Attention, GroupedQueryAttention
-from moe_serve.model.stage.dense_mlp import DenseMLP
-from moe_serve.model.stage.expert_choice import Router, choose_experts
+from moe_serve.model.stage.feed_forward import DenseMLP, Router, choose_experts
 from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
 from moe_serve.model.step_plan import MicroBatch
 

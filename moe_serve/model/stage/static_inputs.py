@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.graphs.graph_sizes import GraphSize
-from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.attention_shape import AttentionShape, StepRows
 from moe_kernels.interface.fixed_attention import DecodeRoom, FixedAttention
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
@@ -88,7 +88,7 @@ class StaticInputs:
             wanted,
         )
         ones = np.ones(len(rows), dtype=np.int64)
-        step = StepTokens(ones, starts, [s.page_table for s in rows], page_size)
+        step = StepRows(ones, starts, [s.page_table for s in rows], page_size)
         plans = {shape: fixed.pack(step) for shape, fixed in self._attention.items()}
         return PackedInputs(numbers, plans, num_rows, len(wanted))
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.attention_shape import AttentionShape, StepRows
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.spec import ModelSpec
@@ -49,7 +49,7 @@ def make_step_inputs(
     )
     tables = [s.page_table for s in slices]
     kv_rows = cache.rows(tables, starts.tolist(), counts.tolist())
-    step = StepTokens(counts, starts, tables, cache.page_size)
+    step = StepRows(counts, starts, tables, cache.page_size)
     return StepInputs(
         token_ids=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),

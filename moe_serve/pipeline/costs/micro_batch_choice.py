@@ -37,7 +37,7 @@ _MAX_PLANS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MicroBatchChoice:
     """The chosen number of micro-batches.
 
     `seconds[m - 1]`: the predicted time of a step with m micro-batches; empty if nothing was
@@ -152,13 +152,13 @@ class MicroBatchChooser:
         self._plans: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._records: dict[tuple[int, bool], _Record] = {}
 
-    def choose(self, loads: Sequence[BatchLoad]) -> Choice:
+    def choose(self, loads: Sequence[BatchLoad]) -> MicroBatchChoice:
         """Choose for a step. `loads`: one for each attention rank that takes part in it."""
         limit = min(self._max, max(load.num_sequences for load in loads))
         if limit <= 1:
-            return Choice(1, (), "one sequence")
+            return MicroBatchChoice(1, (), "one sequence")
         if not self._costs.is_ready:
-            return Choice(1, (), "not measured yet")
+            return MicroBatchChoice(1, (), "not measured yet")
         record = self._record(loads)
         seconds = record.corrected(self._predicted(loads))[:limit]
         shortest = min(seconds) * _TIE
@@ -166,10 +166,12 @@ class MicroBatchChooser:
         record.num_steps += 1
         trial = record.to_try(seconds, best)
         if trial is not None and trial != best:
-            return Choice(trial + 1, seconds, "trying out")
-        return Choice(best + 1, seconds, "predicted best")
+            return MicroBatchChoice(trial + 1, seconds, "trying out")
+        return MicroBatchChoice(best + 1, seconds, "predicted best")
 
-    def observe(self, loads: Sequence[BatchLoad], choice: Choice, timing: StepTiming) -> None:
+    def observe(
+        self, loads: Sequence[BatchLoad], choice: MicroBatchChoice, timing: StepTiming
+    ) -> None:
         """Record a finished step. Do not call it for steps that were repeated or failed."""
         # First, so that these loads can be predicted below.
         self._costs.observe(loads, choice.num_micro_batches, timing)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from experts.expert_stage import ExpertStage
 from experts.routed_rows import RoutedRows
-from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout
-from moe_serve.pipeline.exchange.frame_pool import FramePool
+from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, FramePool
 from moe_serve.pipeline.exchange.next_layer import together
 from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.exchange.step_shape import (

@@ -7,12 +7,14 @@ waits for the device.
 Masked: every rank gets all rows, with the choices of other ranks marked -1, and answers all of
 them. Both sides know the frame sizes from the step's plan, so the host decides nothing during the
 step and waits for nothing: a GPU with NCCL or a CUDA graph needs this.
+
+`FramePool` keeps the buffers of the frames from step to step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +23,9 @@ from moe_serve.pipeline.exchange.row_split import RankRows, RowSplit
 from moe_serve.pipeline.frames.frame_header import Exchange, HeaderLog, HostHeader
 from moe_serve.pipeline.frames.frame_memory import direct_memory, staged_memory
 from moe_serve.pipeline.frames.wire import CombineFrame, DispatchFrame
+from moe_serve.pipeline.links.transfer import Transfer
+
+FrameT = TypeVar("FrameT")
 
 
 class FrameLayout(Protocol):
@@ -101,3 +106,50 @@ class MaskedLayout:
 
     def finish(self) -> None:
         self._headers.check()
+
+
+class FramePool(Generic[FrameT]):
+    """Keeps frames.
+
+    `get` waits for a frame's last transfer and replaces a frame that is too small.
+    """
+
+    def __init__(self, make: Callable[[int], FrameT]) -> None:
+        self._make = make  # makes a frame of a size in bytes
+        self._frames: dict[tuple[str, int], tuple[int, FrameT]] = {}
+        self._transfers: dict[tuple[str, int], Transfer] = {}
+
+    def get(self, peer: str, micro_batch: int, size: int) -> FrameT:
+        """Return a frame of at least `size` bytes that no transfer uses."""
+        self.wait(peer, micro_batch)
+        found = self._frames.get((peer, micro_batch))
+        if found is None or found[0] < size:
+            capacity = 1 << max(12, (size - 1).bit_length())
+            found = (capacity, self._make(capacity))
+            self._frames[peer, micro_batch] = found
+        return found[1]
+
+    def peek(self, peer: str, micro_batch: int) -> FrameT:
+        """Return the frame without waiting or growing it."""
+        return self._frames[peer, micro_batch][1]
+
+    def use(self, peer: str, micro_batch: int, transfer: Transfer) -> None:
+        """Note that a transfer has begun on the frame."""
+        self._transfers[peer, micro_batch] = transfer
+
+    def is_used(self, peer: str, micro_batch: int) -> bool:
+        return (peer, micro_batch) in self._transfers
+
+    def wait(self, peer: str, micro_batch: int) -> None:
+        """Wait until the frame's transfer has ended; raises PeerLostError."""
+        transfer = self._transfers.pop((peer, micro_batch), None)
+        if transfer is not None:
+            transfer.wait()
+
+    def wait_all(self) -> None:
+        for peer, micro_batch in list(self._transfers):
+            self.wait(peer, micro_batch)
+
+    def clear(self) -> None:
+        """Forget all transfers, because their group is gone."""
+        self._transfers.clear()

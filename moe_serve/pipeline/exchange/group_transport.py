@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.model.stage.attention_stage import Routed
-from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout
-from moe_serve.pipeline.exchange.frame_pool import FramePool
+from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, FramePool
 from moe_serve.pipeline.exchange.row_split import RankRows, RowSplit
 from moe_serve.pipeline.exchange.step_shape import (
     StepShape,

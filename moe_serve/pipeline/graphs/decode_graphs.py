@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.graphs.graph_recorder import Recorder, Recording
+from moe_kernels.graphs.graph_recorder import GraphRecorder, Recording
 from moe_kernels.graphs.graph_sizes import GraphSize, GraphSizes
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.stage.attention_stage import AttentionStage
@@ -58,7 +58,7 @@ class DecodeGraphs:
         pipeline: Pipeline,
         stage: AttentionStage,
         cache: KVCache,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         sizes: Iterable[GraphSize],
         max_positions: int,
     ) -> None:
@@ -78,7 +78,7 @@ class DecodeGraphs:
         seconds = time.monotonic() - clock
         self.stats = GraphStats(self._sizes, len(self._graphs), recorder.num_bytes, seconds)
 
-    def _record(self, static: StaticInputs, recorder: Recorder) -> Recording:
+    def _record(self, static: StaticInputs, recorder: GraphRecorder) -> Recording:
         def step() -> None:
             (hidden_BD,) = self._pipeline.pass_layers([static.inputs])
             self._hidden_BD[: len(hidden_BD)].copy_(hidden_BD)

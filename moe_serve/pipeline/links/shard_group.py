@@ -11,6 +11,9 @@ columns, so all shards have read the messages before it; a link's memory is reus
 messages. Messages sent to the leader alone are not answered, so six such exchanges may follow each
 other, and steps have at most four (`MAX_MICRO_BATCHES`), at their end.
 
+The two transports share the experts' sums inside an attention rank: the first shard receives them
+and sends them on.
+
 T rows, N columns.
 """
 
@@ -22,9 +25,11 @@ import torch
 from torch import Tensor
 
 from moe_serve.errors import MoeServeError
+from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.pipeline.links.shared_link import SharedLink
 from moe_serve.pipeline.links.transfer import PeerLostError
+from moe_serve.pipeline.transport import Transport
 
 _HEADER_BYTES = 64
 _DATA, _ORDER, _ABANDON = 1, 2, 3
@@ -235,3 +240,45 @@ def _frame_of(part_TN: Tensor) -> Tensor:
     if content is not None:
         frame[_HEADER_BYTES:] = content
     return frame
+
+
+class LeaderTransport:
+    """Implements Transport for the first shard: it forwards another transport's sums."""
+
+    def __init__(self, transport: Transport, group: ShardGroup) -> None:
+        self._transport, self._group = transport, group
+
+    def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
+        self._transport.dispatch(layer, micro_batch, routed)
+
+    def combine(self, layer: int, micro_batch: int) -> Tensor:
+        out_TD = self._transport.combine(layer, micro_batch)
+        self._group.share(out_TD)
+        return out_TD
+
+    def finish(self) -> None:
+        self._transport.finish()
+
+    def reset(self) -> None:
+        self._transport.reset()
+
+
+class FollowerTransport:
+    """Implements Transport for the other shards: they send no rows and receive the sums."""
+
+    def __init__(self, group: ShardGroup) -> None:
+        self._group = group
+        self._shapes: dict[int, torch.Size] = {}  # by micro-batch
+
+    def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
+        self._shapes[micro_batch] = routed.x_TD.shape
+
+    def combine(self, layer: int, micro_batch: int) -> Tensor:
+        """Raises StepAbandonedError."""
+        return self._group.shared(self._shapes.pop(micro_batch), torch.float32)
+
+    def finish(self) -> None:
+        """Do nothing: the first shard finishes the step."""
+
+    def reset(self) -> None:
+        self._shapes.clear()

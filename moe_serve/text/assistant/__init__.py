@@ -9,7 +9,6 @@ arrives.
     hermes.py, qwen_xml.py, glm.py, mistral.py, deepseek.py, harmony.py   one file per call format
     thinking.py         reasoning in front of the answer
     formats.py          formats by name, the markers of reasoning; the parser of one request
-    call_grammar.py     grammars that force a call in each format
-    lead.py             grammars of the reasoning before an answer
+    format_grammars.py  grammars that force a call in each format, and those of the reasoning before
     spelling.py         markers in grammars
 """

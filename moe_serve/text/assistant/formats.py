@@ -6,8 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from moe_serve.text.assistant import call_grammar, deepseek, glm, harmony, hermes, mistral, qwen_xml
-from moe_serve.text.assistant.lead import harmony_lead, thinking_lead
+from moe_serve.text.assistant import (
+    deepseek,
+    format_grammars,
+    glm,
+    harmony,
+    hermes,
+    mistral,
+    qwen_xml,
+)
+from moe_serve.text.assistant.format_grammars import harmony_lead, thinking_lead
 from moe_serve.text.assistant.outbox import Outbox, new_call_id
 from moe_serve.text.assistant.parser import AssistantParser, PlainParser
 from moe_serve.text.assistant.spelling import Spelling
@@ -42,7 +50,7 @@ class ToolFormat:
 
     markers: tuple[str, ...]
     make: MakeToolParser
-    write_calls: call_grammar.WriteCalls
+    write_calls: format_grammars.WriteCalls
     make_id: Callable[[], str] = new_call_id
     is_harmony: bool = False
 
@@ -117,22 +125,22 @@ _DEEPSEEK_MARKERS = (
 _HERMES = ToolFormat(
     markers=(hermes.OPEN, hermes.CLOSE),
     make=lambda out, _: hermes.HermesParser(out),
-    write_calls=call_grammar.hermes_calls,
+    write_calls=format_grammars.hermes_calls,
 )
 _QWEN_XML = ToolFormat(
     markers=(qwen_xml.OPEN, qwen_xml.CLOSE),
     make=qwen_xml.QwenXmlParser,
-    write_calls=call_grammar.qwen_xml_calls,
+    write_calls=format_grammars.qwen_xml_calls,
 )
 _GLM = ToolFormat(
     markers=(glm.OPEN, glm.CLOSE, glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE),
     make=glm.GlmParser,
-    write_calls=call_grammar.glm_calls,
+    write_calls=format_grammars.glm_calls,
 )
 _HARMONY = ToolFormat(
     markers=harmony.MARKERS,
     make=_harmony_parser,
-    write_calls=call_grammar.harmony_calls,
+    write_calls=format_grammars.harmony_calls,
     is_harmony=True,
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -143,19 +151,19 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v3": ToolFormat(
         markers=_DEEPSEEK_MARKERS,
         make=_deepseek(True),
-        write_calls=call_grammar.deepseek_v3_calls,
+        write_calls=format_grammars.deepseek_v3_calls,
     ),
     "deepseek_v31": ToolFormat(
         markers=_DEEPSEEK_MARKERS,
         make=_deepseek(False),
-        write_calls=call_grammar.deepseek_v31_calls,
+        write_calls=format_grammars.deepseek_v31_calls,
     ),
     "glm45": _GLM,
     "glm47": _GLM,
     "mistral": ToolFormat(
         markers=(mistral.CALLS, mistral.CALL_ID, mistral.ARGS),
         make=lambda out, _: mistral.MistralParser(out),
-        write_calls=call_grammar.mistral_calls,
+        write_calls=format_grammars.mistral_calls,
         make_id=mistral.new_mistral_id,
     ),
     "openai": _HARMONY,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.frame import frame
 from moe_serve.cluster.control.messages import Heartbeat, Hello, Order, Report, TookExperts
-from moe_serve.cluster.control.rank_link import Event, Gone, RankLink
+from moe_serve.cluster.control.rank_link import Gone, LinkEvent, RankLink
 from moe_serve.pipeline.frames.frame_header import HEADER_BYTES, Exchange, HostHeader, WireError
 
 QUICK = settings(
@@ -96,7 +96,7 @@ def test_any_fields_of_any_message(wire: Any, place: int, fields: list[Any], cut
 @pytest.fixture(scope="module")
 def link() -> Iterator[tuple[socket.socket, RankLink, Any]]:
     near, channel = pair(Report)
-    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
     opened = RankLink(channel, inbox, lambda _: None)
     hello = Hello(name="expert-0", pid=1, host="h", versions={})
     near.sendall(frame(msgspec.msgpack.encode(hello)))

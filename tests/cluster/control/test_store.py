@@ -16,13 +16,13 @@ import psutil
 import pytest
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo
 
-from moe_serve.cluster.control.secret import new_secret
-from moe_serve.cluster.control.store import (
+from moe_serve.cluster.control.meeting_store import (
     RemoteStore,
     StoreServer,
     connect_store,
     make_data_device,
 )
+from moe_serve.cluster.control.secret import new_secret
 from moe_serve.errors import ClusterError, ConfigError
 from moe_serve.pipeline.links.meeting import MeetingPlace, meeting_store
 

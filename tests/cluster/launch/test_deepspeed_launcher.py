@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from moe_serve.cluster.launch.deepspeed_launcher import deepspeed_command, run_deepspeed
-from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.host_port import HostPort
 from moe_serve.cluster.launch.launch_command import LaunchCommand
+from moe_serve.cluster.launch.launchers import deepspeed_command, run_deepspeed
 from moe_serve.errors import ConfigError
 
 COMMAND = LaunchCommand(model="m", attention_ranks=1, expert_ranks=2, secret_file="/etc/s")
-AT = Endpoint("worker-1", 7000)
+AT = HostPort("worker-1", 7000)
 
 
 def test_the_command() -> None:

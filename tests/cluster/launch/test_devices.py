@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_serve.cluster.members.devices import DEVICES_VARIABLE, shared_device, visible_device
+from moe_serve.cluster.members.rank_starter import DEVICES_VARIABLE, shared_device, visible_device
 from moe_serve.errors import ConfigError
 
 

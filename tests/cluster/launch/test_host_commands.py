@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from moe_serve.cluster.control.secret import new_secret
-from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.host_commands import HostCommand, run_on_hosts
-from moe_serve.cluster.launch.hostfile import Host
+from moe_serve.cluster.launch.host_port import HostPort
+from moe_serve.cluster.launch.hosts import Host
 from moe_serve.cluster.launch.launch_command import LaunchCommand
-from moe_serve.cluster.launch.ssh_launcher import ssh_commands
+from moe_serve.cluster.launch.launchers import ssh_commands
 from moe_serve.errors import ConfigError
 
 # What sshd does: the command line goes to a shell; the host name is what comes before it.
@@ -87,7 +87,7 @@ def ssh(folder: Path, *hosts: str, **environ: str) -> tuple[HostCommand, ...]:
     return ssh_commands(
         [Host(name=host, slots=None) for host in hosts],
         COMMAND,
-        Endpoint("10.0.0.1", 7000),
+        HostPort("10.0.0.1", 7000),
         new_secret(),
         environ=environ,
         python=str(folder / "python"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_serve.cluster.launch.hostfile import check_slots, parse_hostfile, read_hostfile
+from moe_serve.cluster.launch.hosts import check_slots, parse_hostfile, read_hostfile
 from moe_serve.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.cluster.launch.hostlist import expand_hostlist
+from moe_serve.cluster.launch.hosts import expand_hostlist
 from moe_serve.errors import ConfigError
 
 

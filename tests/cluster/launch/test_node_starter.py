@@ -19,8 +19,8 @@ from moe_serve.cluster.control.channel import Channel, connect
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret
 from moe_serve.cluster.launch.agent_messages import AgentOrder, Dismiss, NodeHello
-from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import NodeEnvironment
+from moe_serve.cluster.launch.host_port import HostPort
 from moe_serve.cluster.launch.node_agent import AgentMessage, NodeAgent, NodeLife, connect_agent
 from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.cluster.launch.node_ranks import NodeRanks
@@ -60,8 +60,8 @@ class Nodes:
         self.secret = new_secret()
         layout = fill_nodes(1, num_nodes - 1, num_nodes)
         self.starter = NodeStarter(layout, self.ranks(), num_threads=None)
-        self.starter.listen(Endpoint("127.0.0.1", 0), self.secret)
-        self.starter.use_coordinator(Endpoint("127.0.0.1", 1234))
+        self.starter.listen(HostPort("127.0.0.1", 0), self.secret)
+        self.starter.use_coordinator(HostPort("127.0.0.1", 1234))
         self.threads: list[threading.Thread] = []
         self.agents: list[NodeAgent | NodeLife] = []
         self.ends: dict[int, ClusterError | None] = {}
@@ -357,7 +357,7 @@ def test_a_stranger_is_no_node(nodes: Nodes) -> None:
 def test_a_worker_that_cannot_start_is_an_exit(nodes: Nodes, tmp_path: Path) -> None:
     ranks = NodeRanks("127.0.0.1", nodes.secret, {}, lambda *_: (str(tmp_path / "missing"),))
     starter = NodeStarter(fill_nodes(1, 1, 1), ranks)
-    starter.use_coordinator(Endpoint("127.0.0.1", 1))
+    starter.use_coordinator(HostPort("127.0.0.1", 1))
     starter.start(EXPERT)
     (exit_,) = starter.exited()
     starter.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moe_serve.cluster.members.examine import file_marks
+from moe_serve.cluster.members.preflight import file_marks
 
 
 def write(folder: Path, values: bytes, config: str = "{}") -> Path:

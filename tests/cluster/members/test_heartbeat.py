@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_serve.cluster.members.heartbeat import Heartbeats, Silence
+from moe_serve.cluster.members.roster import Heartbeats, Silence
 
 
 class Clock:

@@ -23,11 +23,10 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.control.secret import new_secret
-from moe_serve.cluster.members.examine import examine, versions
 from moe_serve.cluster.members.membership import Membership
-from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
+from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound, examine, versions
 from moe_serve.cluster.members.rank_starter import RankExit
-from moe_serve.cluster.members.roster import Phase, Roster
+from moe_serve.cluster.members.roster import RankPhase, Roster
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.opened_model import LoadReport
 from moe_serve.errors import ChannelClosedError, ClusterError
@@ -153,7 +152,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 def test_nobody_loads_before_all_were_examined(scene: Scene) -> None:
     scene.start()
     phases = {state.phase for state in scene.membership.roster.all()}
-    assert phases == {Phase.READY}
+    assert phases == {RankPhase.READY}
     kinds = [kind for _, kind in scene.talkers.orders]
     assert kinds == ["Examine"] * 3 + ["Configure"] * 3
 

@@ -10,8 +10,7 @@ import pytest
 
 from moe_serve.cluster.control.messages import Examine, Examined, Hello, Order, Report
 from moe_serve.cluster.control.probe import ProbePort
-from moe_serve.cluster.members.examine import examine, versions
-from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
+from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound, examine, versions
 
 NAMES = ("attention-0", "expert-0")
 

@@ -17,11 +17,7 @@ import pytest
 
 from moe_serve.child_python import module_command
 from moe_serve.cluster.members.output_pump import TAIL_LINES, Output
-from moe_serve.cluster.members.processes import (
-    ExitedProcess,
-    LocalProcesses,
-    worker_command,
-)
+from moe_serve.cluster.members.processes import ExitedProcess, LocalProcesses, worker_command
 from moe_serve.errors import ClusterError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -209,7 +205,7 @@ def test_the_worker_command_names_the_module() -> None:
 
 CHILD = """
 import sys, time
-from moe_serve.cluster.members.parent_watch import end_with_parent
+from moe_serve.cluster.members.processes import end_with_parent
 end_with_parent()
 fifo = open(sys.argv[1], "w")  # the test reads its end when we end
 print("ready", flush=True)

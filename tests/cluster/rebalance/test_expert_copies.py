@@ -110,4 +110,4 @@ def test_the_end_of_a_rank_leaves_a_read_behind(
 ) -> None:
     monkeypatch.setattr(expert_copies, "_CLOSE_S", 0.01)
     in_time(bench.copies.close)
-    assert "expert-0: the read of an expert hangs; it is left behind" in caplog.text
+    assert "expert-0: reading an expert hangs; its thread is abandoned" in caplog.text

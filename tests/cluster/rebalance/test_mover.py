@@ -21,7 +21,7 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_name import all_ranks
 from moe_serve.cluster.members.current_placement import CurrentPlacement
-from moe_serve.cluster.members.roster import Phase, Roster
+from moe_serve.cluster.members.roster import RankPhase, Roster
 from moe_serve.cluster.rebalance.mover import MoveEnd, Mover, MoverLimits
 from moe_serve.cluster.rebalance.rounds import changed_layers, rounds
 from tests.support.cluster.live_moves import shuffled
@@ -37,7 +37,7 @@ class Bench:
     def __init__(self, room: int = 4) -> None:
         self.roster = Roster(all_ranks(1, 3))
         for state in self.roster.all():
-            state.phase = Phase.SERVING
+            state.phase = RankPhase.SERVING
         self.sent: list[tuple[str, Order]] = []
         self.ends: list[MoveEnd] = []
         self.now = 0.0
@@ -155,7 +155,7 @@ def test_an_idle_engine_is_told_that_it_goes_on() -> None:
 
 def test_nothing_begins_while_somebody_is_away() -> None:
     bench = Bench()
-    bench.roster["expert-1"].phase = Phase.LOADING
+    bench.roster["expert-1"].phase = RankPhase.LOADING
     bench.mover.propose(shuffled(START, 1))
     bench.mover.advance()
     assert not bench.sent and not bench.mover.is_moving

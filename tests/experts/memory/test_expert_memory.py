@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_layer import MemoryLayer
-from experts.memory.policy import MemoryPolicy, MemoryPolicyName
+from experts.memory.memory_policy import MemoryPolicy, MemoryPolicyName
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 from moe_kernels.reference.expert_mlp import routed_experts_reference
 from moe_kernels.reference.torch_kernels import TorchKernels

@@ -16,10 +16,8 @@ from moe_serve.engine.request.stats import (
     RankStatus,
 )
 from moe_serve.engine.routes.placement_control import OUTCOMES, LastPlan, PlacementBrief
-from moe_serve.http.dashboard.event_log import MAX_EVENTS, EventLog
-from moe_serve.http.dashboard.event_watch import EventWatch
-from moe_serve.http.dashboard.history import History
-from moe_serve.http.dashboard.snapshot import Snapshot
+from moe_serve.http.dashboard.events import MAX_EVENTS, EventLog, EventWatch
+from moe_serve.http.dashboard.snapshot import History, Snapshot
 from moe_serve.http.metrics.recent import RecentTimes
 
 STATS = EngineStats(

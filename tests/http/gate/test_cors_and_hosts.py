@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.config.sections import ServerConfig
-from moe_serve.http.gate.host_check import COUNTS, host_name, is_loopback_name
+from moe_serve.http.gate.origins import COUNTS, host_name, is_loopback_name
 
 MakeApp = Callable[..., FastAPI]
 PAGE = "https://chat.example.com"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from moe_serve.http.gate.pace import PER_TURN, Pace
+from moe_serve.http.edge import PER_TURN, Pace
 
 
 async def turns_of(pace: Pace, count: int) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from moe_serve.http.wire.direct_transport import DirectTransport
+from moe_serve.http.wire.transports import DirectTransport
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])

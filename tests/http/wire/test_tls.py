@@ -25,11 +25,10 @@ from moe_serve.cli.top.top_source import TopSource
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app
-from moe_serve.http.wire import patient_transport, tls
+from moe_serve.http.wire import tls, transports
 from moe_serve.http.wire.connection_guard import LEAST_TAKEN_BYTES
-from moe_serve.http.wire.patient_transport import PatientTransport
-from moe_serve.http.wire.sent_bytes import has_arrived, num_arrived
 from moe_serve.http.wire.tls import Tls
+from moe_serve.http.wire.transports import PatientTransport, has_arrived, num_arrived
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes them")
 
@@ -250,10 +249,8 @@ def test_an_answer_that_is_being_read_is_not_cut(
         def minutes() -> int:
             return int((loop.time() - begun) / 59.9)
 
-        monkeypatch.setattr(
-            patient_transport, "has_arrived", lambda _: taken is None or minutes() >= 10
-        )
-        monkeypatch.setattr(patient_transport, "num_arrived", lambda _: (taken or 0) * minutes())
+        monkeypatch.setattr(transports, "has_arrived", lambda _: taken is None or minutes() >= 10)
+        monkeypatch.setattr(transports, "num_arrived", lambda _: (taken or 0) * minutes())
         wrapped: Any = SimpleNamespace(
             close=lambda: ends.append(("close", loop.time() - begun)),
             abort=lambda: ends.append(("abort", loop.time() - begun)),
@@ -284,7 +281,7 @@ def test_a_connection_is_closed_when_its_answer_has_arrived(
         num_looks += 1
         return has_all.is_set()
 
-    monkeypatch.setattr(patient_transport, "has_arrived", look)
+    monkeypatch.setattr(transports, "has_arrived", look)
     cert, key = pairs[0]
     config = ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key))
     trust = ssl.create_default_context(cafile=cert)

@@ -18,17 +18,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase, find_cases
 from moe_kernels.gpu.gpu_kernels import TritonKernels
 from moe_kernels.gpu.sampling import kernel as sampling_kernels
-from moe_kernels.gpu.sampling.api import sample
-from moe_kernels.gpu.sampling.logits_api import adjust, score_tokens, uniform
+from moe_kernels.gpu.sampling.api import adjust, sample, score_tokens, uniform
 from moe_kernels.gpu.sampling.rows import Adjustments, SamplingRows
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
     QKNormWeights,
     RotaryTable,
-    StepTokens,
+    StepRows,
 )
-from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, KVPages
+from moe_kernels.interface.kernels import AttentionCall, ExpertWeights, GatedActivation, KVPages
 from moe_kernels.interface.routing import RouterShape
 
 META = torch.device("meta")
@@ -193,7 +192,7 @@ def run_products(kernels: TritonKernels, model: Model, num_rows: int) -> None:
 
 def run_attention(kernels: TritonKernels, model: Model, num_rows: int) -> None:
     shape = model.attention
-    tokens = StepTokens(np.array([num_rows]), np.array([0]), [list(range(200))], 16)
+    tokens = StepRows(np.array([num_rows]), np.array([0]), [list(range(200))], 16)
     plan = kernels.plan_attention(tokens, shape, torch.device("cpu"))
     positions = empty(num_rows, dtype=torch.int64)
     rope = 64 if model.heads else shape.head_dim
@@ -206,7 +205,7 @@ def run_attention(kernels: TritonKernels, model: Model, num_rows: int) -> None:
     if model.heads:
         kernels.attend_latent(
             empty(num_rows, 128, 512), empty(num_rows, 128, 64), empty(num_rows, 576), empty(512),
-            table, positions, kv_rows, KVPages(keys, keys[..., :512]), plan,
+            AttentionCall(table, positions, kv_rows, KVPages(keys, keys[..., :512]), plan),
             LatentShape(
                 num_heads=128, nope_dim=128, rope_dim=64, value_dim=128, latent_dim=512,
                 query_rank=1536, norm_eps=1e-6, softmax_scale=0.1,
@@ -218,8 +217,8 @@ def run_attention(kernels: TritonKernels, model: Model, num_rows: int) -> None:
     sinks = empty(shape.num_heads, dtype=torch.float32) if shape.has_sinks else None
     qkv = empty(num_rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
     kernels.attend(
-        qkv, None if shape.qk_norm == "none" else norm, sinks, table, positions, kv_rows,
-        KVPages(keys, values), plan, shape,
+        qkv, None if shape.qk_norm == "none" else norm, sinks,
+        AttentionCall(table, positions, kv_rows, KVPages(keys, values), plan), shape,
     )  # fmt: skip
 
 

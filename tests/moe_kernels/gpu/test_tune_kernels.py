@@ -12,15 +12,10 @@ import pytest
 import tune_kernels
 from kernel_tuning.candidates import candidates, fits, overrides
 from kernel_tuning.search import products, tune_layer
-from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayer
-from moe_kernels.gpu.grouped_gemm.chips import known_capability
-from moe_kernels.gpu.grouped_gemm.heuristics import (
-    BLOCK_MS,
-    ProductShape,
-    choose_tile,
-)
-from moe_kernels.gpu.grouped_gemm.tuning import tuned_tile, tuning_key
-from moe_kernels.gpu.tuned import FOLDER, TunedTable, load_tuned, slug
+from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayerSizes
+from moe_kernels.gpu.grouped_gemm.api import known_capability
+from moe_kernels.gpu.grouped_gemm.heuristics import BLOCK_MS, ProductShape, choose_tile
+from moe_kernels.gpu.tuned import FOLDER, TunedTable, load_tuned, slug, tuned_tile, tuning_key
 
 LAYER = EXPERT_LAYERS[0]
 SHAPE = ProductShape(num_inputs=2048, num_outputs=768, is_gated=True)
@@ -50,7 +45,7 @@ def test_the_fastest_tile_is_kept_where_it_gains_enough() -> None:
     first = products(LAYER)[0]
 
     def measure(
-        layer: ExpertLayer, block_m: int, entries: Mapping[str, Mapping[str, int]]
+        layer: ExpertLayerSizes, block_m: int, entries: Mapping[str, Mapping[str, int]]
     ) -> float | None:
         entry = entries.get(first.key, {})
         if entry.get("num_warps"):

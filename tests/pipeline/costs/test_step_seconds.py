@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.pipeline.costs.lockstep import simulate_layers
-from moe_serve.pipeline.costs.step_seconds import LayerTimes, step_seconds
+from moe_serve.pipeline.costs.step_seconds import LayerTimes, simulate_layers, step_seconds
 
 
 def equal_times(a: float, e: float, c: float, m: int, num_layers: int) -> LayerTimes:

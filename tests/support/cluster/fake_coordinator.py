@@ -15,7 +15,7 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_name import all_ranks
 from moe_serve.cluster.members.pool_watch import PoolWatch
-from moe_serve.cluster.members.roster import Phase, Roster
+from moe_serve.cluster.members.roster import RankPhase, Roster
 from moe_serve.cluster.ranks.mirror import Mirrors, tokens_of
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.epoch_maker import Epoch
@@ -81,7 +81,7 @@ class FakeCoordinator:
         self.num_ahead = 0
         self._numbers = itertools.count(1)
         for state in roster.all():
-            state.phase, state.num_starts = Phase.SERVING, 1
+            state.phase, state.num_starts = RankPhase.SERVING, 1
 
     def lose(self, name: str, *, is_back: bool = True) -> None:
         """End a rank's process. If `is_back`, a new one is there at the next `settle`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.members.membership import Membership
-from moe_serve.cluster.members.roster import Phase, RankState
+from moe_serve.cluster.members.roster import RankPhase, RankState
 from moe_serve.cluster.started_ranks import MakeStarter
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
@@ -95,7 +95,7 @@ class FaultDrive:
 
     @property
     def is_complete(self) -> bool:
-        return all(s.phase is Phase.SERVING for s in self.membership.roster.all())
+        return all(s.phase is RankPhase.SERVING for s in self.membership.roster.all())
 
     def wait_until_complete(self) -> float:
         """Step an idle engine until every rank is in the epoch -> seconds."""

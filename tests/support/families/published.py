@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint.hf_config import HFConfig
-from moe_serve.model.checkpoint.spec_check import check_spec
+from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.families import family_of
 from moe_serve.model.spec import ModelSpec
 

@@ -19,8 +19,7 @@ from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
-from moe_serve.pipeline.links.shard_group import ShardGroup
-from moe_serve.pipeline.links.shard_transport import FollowerTransport, LeaderTransport
+from moe_serve.pipeline.links.shard_group import FollowerTransport, LeaderTransport, ShardGroup
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 

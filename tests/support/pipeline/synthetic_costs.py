@@ -14,8 +14,8 @@ from moe_serve.pipeline.costs.cost_model import (
     LinkCosts,
     StageCosts,
 )
-from moe_serve.pipeline.costs.lockstep import simulate_layers
 from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
+from moe_serve.pipeline.costs.step_seconds import simulate_layers
 
 NUM_LAYERS = 6
 

@@ -7,23 +7,31 @@ Nothing waits for the device, and all sizes follow from T: the call can be captu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels.gpu.align.api import Alignment, align
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
-from moe_kernels.gpu.grouped_gemm.heuristics import ProductShape, TileConfig, choose_block_m
+from moe_kernels.gpu.grouped_gemm.heuristics import (
+    BLOCK_MS,
+    ProductShape,
+    TileConfig,
+    choose_block_m,
+)
 from moe_kernels.gpu.grouped_gemm.kernel import combine_kernel, grouped_gemm_kernel
 from moe_kernels.gpu.grouped_gemm.kernel_tma import grouped_gemm_tma_kernel
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
-from moe_kernels.gpu.grouped_gemm.tuning import tuned_tile
-from moe_kernels.gpu.tuned import TunedTable
+from moe_kernels.gpu.tuned import TunedTable, load_tuned, tuned_tile
 from moe_kernels.interface.kernels import GatedActivation
 
 _COMBINE_BLOCK = 1024
+_KNOWN = (100, 90, 80)  # what the heuristics have configurations for
+_FIRST_WITH_FP8 = 89
+_ROWS, _TOP_K = 96, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +39,8 @@ class Chip:
     """The facts of a device that launches need.
 
     `capability` is 80, 90 or 100. `has_equal_tiles`: all tile sizes give the same bits here
-    (self_check.py), so that the batch may choose among them. `tuned`: the fastest configurations
-    found on this device.
+    (the function of that name checks it), so that the batch may choose among them. `tuned`: the
+    fastest configurations found on this device.
     """
 
     capability: int
@@ -207,3 +215,51 @@ def _multiply_by_tma(
 
 def _blocks(rows: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, list(block))
+
+
+def chip_of(device: torch.device, has_equal_tiles: bool = False) -> Chip:
+    """Return the device's chip with the configurations tuned for it."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = 10 * properties.major + properties.minor
+    return Chip(
+        capability=known_capability(capability),
+        num_processors=properties.multi_processor_count,
+        has_equal_tiles=has_equal_tiles,
+        has_fp8=capability >= _FIRST_WITH_FP8,
+        tuned=load_tuned(properties.name, triton.__version__),
+    )
+
+
+def known_capability(capability: int) -> int:
+    """The newest that the heuristics know and that is not newer than this one: 89 -> 80."""
+    assert capability >= _KNOWN[-1], f"sm_{capability} is older than sm_{_KNOWN[-1]}"
+    return next(known for known in _KNOWN if known <= capability)
+
+
+def has_equal_tiles(experts: GroupedExperts, dtype: torch.dtype, chip: Chip) -> bool:
+    """Check that this chip gives a row the same bits in tiles of all sizes.
+
+    Run random rows through these experts in every tile size, and compare the results' bits.
+
+    The kernels add in the same order in every size; the instructions a size compiles to might not
+    round alike. Waits for the device, and compiles what serving compiles: not while a CUDA graph
+    is captured. Experts of the same shapes, format and dtype need one answer.
+    """
+    device = experts.gate_up.values.device
+    generator = torch.Generator(device=device).manual_seed(1)
+    x_TD = torch.randn(_ROWS, experts.width, generator=generator, device=device).to(dtype)
+    top_k = min(_TOP_K, experts.num_experts)
+    # Few experts, so that tiles of all sizes get more rows than one.
+    first = torch.arange(_ROWS, device=device) % max(1, min(experts.num_experts, 4) - top_k + 1)
+    ids_TK = first[:, None] + torch.arange(top_k, device=device)
+    weights_TK = torch.rand(_ROWS, top_k, generator=generator, device=device)
+    chip = replace(chip, has_equal_tiles=True)
+    results = [
+        grouped_experts(x_TD, ids_TK, weights_TK, experts, chip, block_m) for block_m in BLOCK_MS
+    ]
+    # The direct path: each row alone, where a slot is a tile.
+    alone = grouped_experts(
+        x_TD[:1], ids_TK[:1].contiguous(), weights_TK[:1], experts, chip, BLOCK_MS[0]
+    )
+    is_equal = all(torch.equal(result, results[0]) for result in results[1:])
+    return is_equal and torch.equal(alone[0], results[0][0])

@@ -5,8 +5,8 @@
 One product's sum is the same whatever the tile: in every tile size the weights are the left
 operand, BLOCK_C depends on the format alone, and one accumulator takes the blocks in ascending
 order. Whether the instructions that the compiler picks for the three sizes round alike as well is
-up to the chip; `self_check.py` asks it. Where they do, the size follows the number of slots; where
-they do not, it is `FIXED_BLOCK_M` for every batch.
+up to the chip; `has_equal_tiles` in api.py asks it. Where they do, the size follows the number of
+slots; where they do not, it is `FIXED_BLOCK_M` for every batch.
 """
 
 from __future__ import annotations

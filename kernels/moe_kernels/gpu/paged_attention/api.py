@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_kernels.gpu.paged_attention.heuristics import (
     AttentionConfig,
-    TileConfig,
+    AttentionTile,
     attention_config,
 )
 from moe_kernels.gpu.paged_attention.kernel import attend_items, attend_tiles, join_items
@@ -27,14 +27,14 @@ from moe_kernels.gpu.paged_attention.plan import (
     plan_paged_attention,
 )
 from moe_kernels.gpu.paged_attention.wide_kernel import attend_wide_tiles
-from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.attention_shape import AttentionShape, StepRows
 from moe_kernels.interface.fixed_attention import DecodeRoom
 
 LOG2_E = 1.4426950408889634
 
 
 def plan_attention(
-    step: StepTokens,
+    step: StepRows,
     shape: AttentionShape,
     dtype: torch.dtype,
     device: torch.device,
@@ -54,7 +54,7 @@ def plan_room(
     if sizes is None:
         return None
     none = np.zeros(0, dtype=np.int64)
-    return plan_attention(StepTokens(none, none, (), room.page_size), shape, dtype, device, sizes)
+    return plan_attention(StepRows(none, none, (), room.page_size), shape, dtype, device, sizes)
 
 
 def chip_of(device: torch.device) -> int:
@@ -209,7 +209,11 @@ def is_latent(keys: Tensor, values: Tensor, config: AttentionConfig) -> bool:
 
 
 def attending_constants(
-    shape: AttentionShape, config: AttentionConfig, tile: TileConfig, page_size: int, latent: bool
+    shape: AttentionShape,
+    config: AttentionConfig,
+    tile: AttentionTile,
+    page_size: int,
+    latent: bool,
 ) -> dict[str, Any]:
     """Return the constants of attend_items and of both kernels of tiles."""
     return {

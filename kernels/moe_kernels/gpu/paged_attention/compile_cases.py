@@ -9,7 +9,7 @@ import torch
 
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase
 from moe_kernels.gpu.paged_attention.api import attending_constants, config_of, joining_constants
-from moe_kernels.gpu.paged_attention.heuristics import AttentionConfig, TileConfig
+from moe_kernels.gpu.paged_attention.heuristics import AttentionConfig, AttentionTile
 from moe_kernels.gpu.paged_attention.kernel import attend_items, attend_tiles, join_items
 from moe_kernels.gpu.paged_attention.wide_kernel import attend_wide_tiles
 from moe_kernels.interface.attention_shape import AttentionShape
@@ -55,7 +55,7 @@ def _case(
     shape: AttentionShape,
     kernel: str,
     config: AttentionConfig,
-    tile: TileConfig,
+    tile: AttentionTile,
     targets: tuple[int, ...],
 ) -> CompileCase:
     """One of the three kernels for a shape and the chips that have this configuration."""

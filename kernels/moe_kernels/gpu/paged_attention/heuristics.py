@@ -16,7 +16,7 @@ _WIDE = 256  # values of a row from which on two accumulators do not fit into th
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TileConfig:
+class AttentionTile:
     """BLOCK_M rows are `tile_tokens` tokens x `block_heads` query heads of one key/value head."""
 
     block_m: int
@@ -40,8 +40,8 @@ class AttentionConfig:
     block_d: int
     block_r: int
     block_v: int
-    items: TileConfig
-    tiles: TileConfig | None
+    items: AttentionTile
+    tiles: AttentionTile | None
     join_columns: int
     max_item_tokens: int
     head_blocks: int  # programs per key/value head
@@ -67,7 +67,7 @@ def attention_config(
     block_m, block_n, num_warps, num_stages = _tile(width, element_bytes, chip in (9, 10))
     head_blocks = -(-group // block_m)
     block_heads = -(-group // head_blocks)
-    tile = TileConfig(
+    tile = AttentionTile(
         block_m=block_m,
         block_n=block_n,
         block_heads=block_heads,

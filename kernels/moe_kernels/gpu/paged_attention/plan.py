@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.gpu.paged_attention.heuristics import AttentionConfig
-from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.attention_shape import AttentionShape, StepRows
 from moe_kernels.interface.fixed_attention import DecodeRoom
 
 TILE_FIELDS = 6  # sequence, first token, tokens, first position; of items: first item, items
@@ -86,7 +86,7 @@ class PagedPlan:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.buffer,)
 
-    def pack(self, step: StepTokens) -> Tensor:
+    def pack(self, step: StepRows) -> Tensor:
         """Plan another step, on the host; it must fit in `sizes`, as one slab."""
         assert step.page_size == self.page_size, f"pages of {step.page_size} tokens"
         layout = _lay_out(step, self.shape, self.config)
@@ -98,7 +98,7 @@ class PagedPlan:
         """Let the buffer be what `pack` gave."""
         self.buffer.copy_(packed, non_blocking=True)
 
-    def update(self, step: StepTokens) -> None:
+    def update(self, step: StepRows) -> None:
         """Plan another step in the same buffer."""
         self.load(self.pack(step))
 
@@ -115,7 +115,7 @@ class _Layout:
 
 
 def plan_paged_attention(
-    step: StepTokens,
+    step: StepRows,
     shape: AttentionShape,
     config: AttentionConfig,
     device: torch.device,
@@ -147,7 +147,7 @@ def plan_paged_attention(
     )
 
 
-def plan_sizes(step: StepTokens, shape: AttentionShape, config: AttentionConfig) -> PlanSizes:
+def plan_sizes(step: StepRows, shape: AttentionShape, config: AttentionConfig) -> PlanSizes:
     """Compute the sizes that the step needs; a graph's bucket has those of its largest step."""
     return _lay_out(step, shape, config).sizes
 
@@ -204,7 +204,7 @@ def _section_sizes(sizes: PlanSizes) -> tuple[int, ...]:
     return tuple(-(-number // 4) * 4 for number in numbers)
 
 
-def _packed(layout: _Layout, step: StepTokens, sizes: PlanSizes, device: torch.device) -> Tensor:
+def _packed(layout: _Layout, step: StepRows, sizes: PlanSizes, device: torch.device) -> Tensor:
     """The whole buffer on the host; pinned where the device reads it from there."""
     assert layout.sizes.fits(sizes), f"a step of {layout.sizes} does not fit in {sizes}"
     sections = _section_sizes(sizes)
@@ -220,7 +220,7 @@ def _packed(layout: _Layout, step: StepTokens, sizes: PlanSizes, device: torch.d
     return packed
 
 
-def _lay_out(step: StepTokens, shape: AttentionShape, config: AttentionConfig) -> _Layout:
+def _lay_out(step: StepRows, shape: AttentionShape, config: AttentionConfig) -> _Layout:
     lens = step.query_lens
     is_items = lens <= (config.max_item_tokens if config.tiles else lens)
     item_tiles = _cut(step, np.flatnonzero(is_items), config.items.tile_tokens)
@@ -255,7 +255,7 @@ def _lay_out(step: StepTokens, shape: AttentionShape, config: AttentionConfig) -
     return _Layout(item_tiles, items, whole, slabs, sizes)
 
 
-def _cut(step: StepTokens, chosen: Ints, tile_tokens: int) -> Ints:
+def _cut(step: StepRows, chosen: Ints, tile_tokens: int) -> Ints:
     """Tiles of the chosen sequences, [N, TILE_FIELDS]."""
     lens = step.query_lens
     counts = -(-lens[chosen] // tile_tokens)

@@ -13,7 +13,7 @@ from moe_kernels.interface.routing import RouterShape
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutedChoices:
     """The router's choice, on the logits' device; filled by `route`."""
 
     ids_TK: Tensor  # ascending in a row; equal scores go to the lower id
@@ -28,7 +28,7 @@ def route(
     *,
     ids_dtype: torch.dtype = torch.int64,
     has_counts: bool = True,
-) -> Routed:
+) -> RoutedChoices:
     """Choose each row's experts. Logits and bias are fp32, a row of logits is contiguous."""
     num_rows, num_experts = logits_TE.shape
     assert num_experts == shape.num_experts, f"{num_experts} logits for {shape.num_experts} experts"
@@ -67,4 +67,4 @@ def route(
             BLOCK_S=config.block_size,
             num_warps=config.num_warps,
         )
-    return Routed(ids_TK, weights_TK, counts_E)
+    return RoutedChoices(ids_TK, weights_TK, counts_E)

@@ -5,6 +5,7 @@ S rows, V tokens, M entries, C masked rows, R scored rows, N likeliest tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.gpu.sampling.api import sample
-from moe_kernels.gpu.sampling.logits_api import adjust, score_tokens, uniform
+from moe_kernels.gpu.sampling.api import adjust, sample, score_tokens, uniform
 from moe_kernels.gpu.sampling.rows import Adjustments, SamplingRows
-from moe_kernels.gpu.sampling.tops import likeliest
-from moe_kernels.gpu.transfers import download, upload
 from moe_kernels.interface.token_sampler import (
     SampledStep,
     SamplingStep,
     ScoredTokens,
     ban_others_on_device,
 )
+
+_ROWS_AT_ONCE = 32  # of a usual vocabulary: 40 MB of keys
+_LOW_BITS = 2**32 - 1
+_ALIGNMENT = 16  # bytes: what kernels are compiled for
 
 
 class GpuTokenSampler:
@@ -118,3 +120,68 @@ def _scores(
     ids_RN, logits_RN = likeliest(logits_RV, min(num_top, logits_RV.shape[1]))
     tops_RN = logits_RN - scores.tops_S[:, None] - scores.log_totals_S[:, None]
     return ids_RN, scores.logprobs_S, tops_RN, scores.ranks_S
+
+
+def likeliest(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Return ids [R, N] and logits [R, N], descending; equal logits by ascending id.
+
+    Neither the batch nor the algorithm decides the order.
+    `torch.topk` promises no order among equals, so it gets none: keys hold the logit and the id.
+    """
+    assert logits_RV.dtype == torch.float32, f"logits are {logits_RV.dtype}, not fp32"
+    ids_RN = torch.empty(len(logits_RV), num, dtype=torch.int64, device=logits_RV.device)
+    if num:
+        rows = range(0, len(logits_RV), _ROWS_AT_ONCE)
+        for start in rows:
+            part = slice(start, start + _ROWS_AT_ONCE)
+            keys = _keys(logits_RV[part]).topk(num, dim=-1).values
+            ids_RN[part] = _LOW_BITS - (keys & _LOW_BITS)
+    return ids_RN, logits_RV.gather(1, ids_RN)
+
+
+def _keys(logits_RV: Tensor) -> Tensor:
+    """int64 that ascend with the logit, and for equal logits descend with the id.
+
+    A float's bits ascend with it while it is positive and descend while it is negative.
+    """
+    bits = (logits_RV + 0.0).view(torch.int32)  # -0 becomes 0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    ids_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    return (ordered << 32) | (_LOW_BITS - ids_V)
+
+
+def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy arrays to the device as views of one buffer. Does not wait for the device."""
+    starts, size = [], 0
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    # A pinned block is not used again before the copy from it has ended.
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    view = packed.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        view[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    buffer = packed.to(device, non_blocking=True)
+    return [
+        buffer[start : start + array.nbytes]
+        .view(torch.from_numpy(array[:0]).dtype)
+        .view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    ]
+
+
+def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """Copy tensors to the host as arrays, in one copy. Waits until the device has computed them.
+
+    The widest dtypes come first, so that all parts of the buffer are aligned.
+    """
+    widths = [tensor.element_size() for tensor in tensors]
+    assert widths == sorted(widths, reverse=True), f"elements of {widths} bytes, not descending"
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    buffer = torch.cat(flat).cpu()
+    arrays, start = [], 0
+    for tensor, part in zip(tensors, flat, strict=True):
+        piece = buffer[start : start + len(part)].view(tensor.dtype)
+        arrays.append(piece.view(tensor.shape).numpy())
+        start += len(part)
+    return arrays

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_serve import __version__
-from moe_serve.cluster.launch.endpoint import Endpoint
 from moe_serve.cluster.launch.environment import DEFAULT_PORT
+from moe_serve.cluster.launch.host_port import HostPort
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.errors import ConfigError
 
@@ -25,7 +25,7 @@ class Deployment:
     num_nodes: int
     command: LaunchCommand
     # The coordinator if it is known beforehand; Slurm and Kubernetes find it themselves.
-    coordinator: Endpoint | None = None
+    coordinator: HostPort | None = None
     http_port: int = 8000
     num_devices: int = 0  # accelerators that each node needs
     variables: Mapping[str, str] = field(default_factory=dict)  # settings without a flag
@@ -56,7 +56,7 @@ class Deployment:
         leave."""
         return math.ceil(self.drain_timeout_s) + 60
 
-    def fixed_coordinator(self, emitted: str) -> Endpoint:
+    def fixed_coordinator(self, emitted: str) -> HostPort:
         if self.coordinator is None:
             raise ConfigError(
                 f"{emitted} files need node 0's address: give --coordinator HOST:PORT or --cluster."

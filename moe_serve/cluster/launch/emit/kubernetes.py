@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from moe_serve.cluster.launch.emit.deployment import Deployment
-from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.host_port import HostPort
 
 KubernetesKind = Literal["leader-worker-set", "stateful-set"]
 Manifest = dict[str, Any]
@@ -95,7 +95,7 @@ def _stateful_set(deployment: Deployment) -> Manifest:
     nodes = f"{name}-nodes"
     arguments = deployment.command.arguments(
         num_nodes=deployment.num_nodes,
-        coordinator=Endpoint(f"{name}-0.{nodes}", deployment.control_port),
+        coordinator=HostPort(f"{name}-0.{nodes}", deployment.control_port),
     )
     labels = _labels(deployment)
     return {

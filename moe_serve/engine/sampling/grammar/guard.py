@@ -53,7 +53,7 @@ class Guard:
             return answer
         self._end()
         self.num_ended += 1
-        _log.warning("a constraint has ended its worker: %s", why)
+        _log.warning("ended a process that compiles grammars: %s", why)
         return Verdict(why=str(refusal(constraint, why)), is_ended=True)
 
     def close(self) -> None:

@@ -31,8 +31,7 @@ from moe_serve.model.spec import ModelSpec
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 from routing_predictor.predictor_file import load_request_predictor
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
-from routing_predictor.requests.request_mlp import PrefixPredictor
-from routing_predictor.requests.request_predictor import RequestPredictor
+from routing_predictor.requests.request_mlp import PrefixPredictor, RequestPredictor
 from routing_predictor.traces.errors import PredictorError
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from moe_serve.engine.schedule.policy.live_learning import LiveLearning
 from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 from routing_predictor.layers.recall_guard import RecallGuard
 from routing_predictor.requests.history import ChoiceHistory
-from routing_predictor.requests.request_predictor import RequestPredictor
+from routing_predictor.requests.request_mlp import RequestPredictor
 
 _SHARE_S = 1e-3  # per step, for all engines of a server
 _LARGEST_PREFIX = 512  # tokens that a predictor is given

@@ -18,7 +18,7 @@ export class ExpertsPanel {
     this.panel = new Panel({ id: "experts", title: "Expert load", size: "wide", tools: [label, this.sorting] });
     this.summary = element("p", { class: "summary" });
     this.map = new HeatMap({ label: "Expert load", describe: (row, column) => this.#words(row, column) });
-    const ramp = new Ramp("rows, against the layer's mean", diverging, ["¼×", "½×", "mean", "2×", "4×"]);
+    const ramp = new Ramp("rows, compared with the layer's mean", diverging, ["¼×", "½×", "mean", "2×", "4×"]);
     this.panel.body.append(this.summary, this.map.node, ramp.node);
   }
 

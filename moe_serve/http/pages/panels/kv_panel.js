@@ -21,7 +21,7 @@ export class KvPanel {
     const away = whoHasThePages({ kv, ranks });
     this.panel.sayInstead(away && `No KV pages: ${away}.`);
     const hits = kv.prefix_hit_rate === null ? "no prompt looked up yet" : `prefix cache hits ${percent(kv.prefix_hit_rate)}`;
-    this.panel.note(`${kv.page_tokens} tokens a page, ${hits}`);
+    this.panel.note(`${kv.page_tokens} tokens per page, ${hits}`);
     const lines = kv.tiers.flatMap((tier) => [
       { tier, name: `${tier.name}, in use`, number: tier.used },
       { tier, name: `${tier.name}, prefix cache`, number: tier.cached ?? 0 }, // including pages that sequences also use

@@ -30,7 +30,7 @@ export class PlacementPanel {
     });
     this.facts.update([
       ["Replicas", count(placement.num_replicas)],
-      ["In force for", duration(placement.age_s)],
+      ["In use for", duration(placement.age_s)],
       ["Last plan", placement.last_move ?? "none since the start"],
     ]);
   }
@@ -42,7 +42,7 @@ export class PredictorPanel {
     this.recall = new BarRow();
     this.facts = new FactList();
     this.panel.body.append(this.recall.node, this.facts.node,
-      element("p", { class: "muted small" }, "Recall: the share of chosen experts that were predicted. Below the floor (the mark) the predictor is not used."));
+      element("p", { class: "muted small" }, "Recall: the share of chosen experts that were predicted. Below its minimum (the mark) the predictor is not used."));
   }
 
   update({ predictor }) {
@@ -59,7 +59,7 @@ export class PredictorPanel {
       share: recall ?? 0,
       mark: floor ?? null,
       figure: recall === null ? "none yet" : percent(recall),
-      label: recall === null ? "nothing measured yet" : `recall ${percent(recall)}, floor ${percent(floor)}`,
+      label: recall === null ? "nothing measured yet" : `recall ${percent(recall)}, minimum ${percent(floor)}`,
     });
     this.facts.update([
       ["Floor", percent(floor)],

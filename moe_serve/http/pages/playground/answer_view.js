@@ -150,7 +150,7 @@ export class AnswerView {
   #words(index) {
     const experts = this.experts[index];
     const alike = index > 0 && experts.length
-      ? `${percent(similarity(experts, this.experts[index - 1]))} of its experts as the token before` : "";
+      ? `${percent(similarity(experts, this.experts[index - 1]))} of its experts in common with the previous token` : "";
     if (window.innerWidth < NARROW) return [`token ${index + 1}: ${visible(JSON.stringify(this.#strings[index]))}`, alike].filter((line) => line);
     const layers = experts.slice(0, LISTED_LAYERS).map((ids, row) => `layer ${this.numberOf(row)}: ${ids.join(", ")}`);
     const more = experts.length > LISTED_LAYERS ? `and ${experts.length - LISTED_LAYERS} more layers` : "";

@@ -7,8 +7,8 @@ export class ColouringControl {
   constructor(onChange) {
     this.onChange = onChange;
     this.mode = element("select", { id: "colouring", change: () => this.#changed() },
-      element("option", { value: "similarity" }, "same experts as the token before"),
-      element("option", { value: "expert" }, "those that chose one expert"),
+      element("option", { value: "similarity" }, "experts in common with the previous token"),
+      element("option", { value: "expert" }, "whether they chose one expert"),
       element("option", { value: "none" }, "none"));
     this.layer = this.#field("layer", "all");
     this.expert = this.#field("expert", "0");

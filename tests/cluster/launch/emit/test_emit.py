@@ -16,11 +16,14 @@ import yaml
 
 from moe_serve.cluster.launch.emit.deployment import Deployment
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind, kubernetes_files
-from moe_serve.cluster.launch.emit.shell import shell_files
-from moe_serve.cluster.launch.emit.slurm import slurm_files
-from moe_serve.cluster.launch.emit.systemd import quote, systemd_files
-from moe_serve.cluster.launch.endpoint import Endpoint
+from moe_serve.cluster.launch.emit.scripts import (
+    shell_files,
+    slurm_files,
+    systemd_files,
+    systemd_quote,
+)
 from moe_serve.cluster.launch.environment import detect_node
+from moe_serve.cluster.launch.host_port import HostPort
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.errors import ConfigError
 from moe_serve.http.gate.auth import OPEN_PATHS
@@ -39,7 +42,7 @@ DEPLOYMENT = Deployment(
     name="pair",
     num_nodes=2,
     command=COMMAND,
-    coordinator=Endpoint("10.0.0.1", 7000),
+    coordinator=HostPort("10.0.0.1", 7000),
     http_port=9000,
     num_devices=4,
     variables={"MOE_SERVE_SCHEDULER_MAX_NUM_SEQS": "64", "MOE_SERVE_SERVER_IS_STRICT": "a 'b' $c"},
@@ -138,7 +141,7 @@ def test_the_shell_script_takes_the_node(tmp_path: Path) -> None:
 
 def test_the_shell_script_asks_for_the_secret(tmp_path: Path) -> None:
     plain = LaunchCommand(model="m", attention_ranks=1, expert_ranks=1)
-    deployment = Deployment(name="pair", num_nodes=2, command=plain, coordinator=Endpoint("h", 1))
+    deployment = Deployment(name="pair", num_nodes=2, command=plain, coordinator=HostPort("h", 1))
     path = tmp_path / "pair.sh"
     path.write_text(shell_files(deployment)["pair.sh"])
     done = run_script(path, "0")
@@ -170,7 +173,7 @@ def unsystemd(text: str) -> list[str]:
     "word", ["plain", "", "a b", "100%", 'say "x"', "back\\slash", "it's", "a;b"]
 )
 def test_quoting_for_systemd(word: str) -> None:
-    assert unsystemd(quote(word)) == [word]
+    assert unsystemd(systemd_quote(word)) == [word]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

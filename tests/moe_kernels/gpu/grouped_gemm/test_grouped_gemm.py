@@ -14,11 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.gpu.grouped_gemm.api import Chip, grouped_experts
+from moe_kernels.gpu.grouped_gemm.api import Chip, grouped_experts, has_equal_tiles
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.heuristics import BLOCK_MS, PACKED_FORMATS, WeightFormat
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight, quantised
-from moe_kernels.gpu.grouped_gemm.self_check import has_equal_tiles
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 from moe_kernels.reference.expert_mlp import routed_experts_reference
 from tests.support.kernels.routed_ids import ids_of
@@ -202,7 +201,7 @@ def test_a_row_has_the_same_bits_alone_and_in_tiles_of_every_size(
 ) -> None:
     """20 rows in tiles of 16, 64 and 128 (TMA where the format allows); rows alone as direct.
 
-    On a GPU only the first is promised: there self_check.py asks about the sizes.
+    On a GPU only the first is promised: there `has_equal_tiles` asks about the sizes.
     """
     experts = experts_of(dtype, device, 4, weight_format, group)
     x, ids, weights = inputs_of(dtype, device, ids_of(20, 1, 4, "any"))

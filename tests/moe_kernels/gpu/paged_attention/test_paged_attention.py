@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_kernels.gpu.paged_attention import plan as plan_module
 from moe_kernels.gpu.paged_attention.api import attention, config_of, is_latent
 from moe_kernels.gpu.paged_attention.plan import PagedPlan, plan_paged_attention, plan_sizes
-from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.attention_shape import AttentionShape, StepRows
 from moe_kernels.reference.paged_attention import paged_attention_reference
 
 PAGE = 16
@@ -81,9 +81,9 @@ class Scene:
             for length in lengths
         ]
 
-    def step(self, rows: list[tuple[int, int, int]]) -> StepTokens:
+    def step(self, rows: list[tuple[int, int, int]]) -> StepRows:
         """Rows of the step: (sequence, first position, tokens)."""
-        return StepTokens(
+        return StepRows(
             np.array([count for _, _, count in rows]),
             np.array([start for _, start, _ in rows]),
             [self.tables[sequence] for sequence, _, _ in rows],

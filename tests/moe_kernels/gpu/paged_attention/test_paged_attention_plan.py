@@ -19,13 +19,13 @@ from moe_kernels.gpu.paged_attention.plan import (
     plan_sizes,
 )
 from moe_kernels.graphs.graph_sizes import GraphSize
-from moe_kernels.interface.attention_shape import AttentionShape, StepTokens
+from moe_kernels.interface.attention_shape import AttentionShape, StepRows
 from moe_kernels.interface.fixed_attention import DecodeRoom
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=4, head_dim=128)  # 8 tokens x 8 heads a tile
 # A token at position 517, a chunk of 40 from 100 on, and 2 tokens at 255 and 256.
-STEP = StepTokens(
+STEP = StepRows(
     np.array([1, 40, 2]), np.array([517, 100, 255]),
     [list(range(1, 34)), list(range(40, 49)), list(range(60, 77))], 16,
 )  # fmt: skip
@@ -53,14 +53,14 @@ def test_decode_becomes_items_and_prefill_tiles() -> None:
 )
 def test_splits_that_no_row_sees_are_no_items(more: dict[str, int], splits: list[int]) -> None:
     shape = replace(SHAPE, **more)
-    step = StepTokens(np.array([1]), np.array([517]), [list(range(33))], 16)
+    step = StepRows(np.array([1]), np.array([517]), [list(range(33))], 16)
     plan = plan_paged_attention(step, shape, config_of(shape, torch.bfloat16), CPU)
     assert plan.items_I[:, 1].tolist() == splits
 
 
 def test_slabs_have_tiles_and_items_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(SHAPE, torch.bfloat16)
-    step = StepTokens(np.ones(3, dtype=np.int64), np.array([517, 100, 255]), STEP.page_tables, 16)
+    step = StepRows(np.ones(3, dtype=np.int64), np.array([517, 100, 255]), STEP.page_tables, 16)
     item_bytes = 32 * (128 + 2) * 4
     monkeypatch.setattr(plan_module, "MAX_PARTIAL_BYTES", 4 * item_bytes)
     plan = plan_paged_attention(step, SHAPE, config, CPU)
@@ -117,7 +117,7 @@ def test_every_step_of_a_room_fits() -> None:
             while keys.sum() > 6 * 512:
                 keys = np.maximum(1, keys * 3 // 4)
             tables = [[0] * -(-int(count) // 16) for count in keys]
-            step = StepTokens(np.ones(6, dtype=np.int64), keys - 1, tables, 16)
+            step = StepRows(np.ones(6, dtype=np.int64), keys - 1, tables, 16)
             assert plan_sizes(step, shape, config).fits(sizes), f"{keys} in {sizes}"
 
 

@@ -1,0 +1,199 @@
+"""Builds grammars in llguidance's Lark dialect: a forced call in each format, and the reasoning.
+
+In a grammar of the reasoning before an answer, @answer stands for the grammar of the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moe_serve.text.assistant import deepseek, glm, harmony, hermes, mistral, qwen_xml
+from moe_serve.text.assistant.spelling import Spelling, quoted, text_up_to
+from moe_serve.text.assistant.tool import Tool
+from moe_serve.text.assistant.typed_arguments import is_text
+
+MAX_CALLS = 16  # of one forced answer
+# Without it an undecided model writes white space until the end.
+_LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+
+_LINE_BREAKS = r'"\n"{0,2}'  # around reasoning; the parser drops them
+
+WriteCalls = Callable[[Sequence[Tool], Spelling, bool], list[str]]
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    layout = {**schema, "x-guidance": _LAYOUT}
+    return "%json " + json.dumps(layout, ensure_ascii=False)
+
+
+def hermes_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    rules = _alternatives(tools, is_parallel, '"\\n"')
+    for i, tool in enumerate(tools):
+        head = quoted(f'\n{{"name": {quoted(tool.name)}, "arguments": ')
+        tail = quoted("}\n")
+        rules.append(f"call_{i}: {spell(hermes.OPEN)} {head} args_{i} {tail} {spell(hermes.CLOSE)}")
+        rules.append(f"args_{i}: {json_rule(tool.parameters)}")
+    return rules
+
+
+def mistral_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    """Build the newer form if the vocabulary has its marker, else the older one, a list."""
+    is_newer = mistral.ARGS in spell.special_ids
+    rules = _alternatives(tools, is_parallel, "" if is_newer else '", "')
+    if not is_newer:
+        rules[0] = f'start: {spell(mistral.CALLS)} "[" calls "]"'
+    for i, tool in enumerate(tools):
+        if is_newer:
+            parts = [spell(mistral.CALLS), quoted(tool.name), spell(mistral.ARGS), f"args_{i}"]
+        else:
+            head = f'{{"name": {quoted(tool.name)}, "arguments": '
+            parts = [quoted(head), f"args_{i}", '"}"']
+        rules.append(f"call_{i}: {' '.join(parts)}")
+        rules.append(f"args_{i}: {json_rule(tool.parameters)}")
+    return rules
+
+
+def deepseek_v3_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    heads = [f"{tool.name}\n```json\n" for tool in tools]
+    return _deepseek_calls(tools, spell, is_parallel, ("function", heads, "\n```"))
+
+
+def deepseek_v31_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    return _deepseek_calls(tools, spell, is_parallel, (None, [], ""))
+
+
+def _deepseek_calls(
+    tools: Sequence[Tool],
+    spell: Spelling,
+    is_parallel: bool,
+    form: tuple[str | None, list[str], str],
+) -> list[str]:
+    kind, heads, tail = form
+    rules = _alternatives(tools, is_parallel, '"\\n"' if kind else "")
+    rules[0] = f"start: {spell(deepseek.CALLS_BEGIN)} calls {spell(deepseek.CALLS_END)}"
+    for i, tool in enumerate(tools):
+        parts = [spell(deepseek.CALL_BEGIN), quoted(kind or tool.name), spell(deepseek.SEPARATOR)]
+        parts += [quoted(heads[i])] if heads else []
+        parts += [f"args_{i}", *([quoted(tail)] if tail else []), spell(deepseek.CALL_END)]
+        rules.append(f"call_{i}: {' '.join(parts)}")
+        rules.append(f"args_{i}: {json_rule(tool.parameters)}")
+    return rules
+
+
+def harmony_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    """Build the grammar of one call, which ends the answer."""
+    rules = _alternatives(tools, False, "")
+    for i, tool in enumerate(tools):
+        head = quoted(f"commentary to=functions.{tool.name} ")
+        parts = [spell(harmony.CHANNEL), head, spell(harmony.CONSTRAIN), '"json"']
+        rules.append(f"call_{i}: {' '.join(parts)} {spell(harmony.MESSAGE)} args_{i}")
+        rules.append(f"args_{i}: {json_rule(tool.parameters)}")
+    return rules
+
+
+def qwen_xml_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    rules = _alternatives(tools, is_parallel, '"\\n"')
+    for i, tool in enumerate(tools):
+        head, tail = quoted(f"\n<function={tool.name}>\n"), quoted(qwen_xml.END_FUNCTION + "\n")
+        names = " ".join(_argument_names(i, tool))
+        begin, close = spell(qwen_xml.OPEN), spell(qwen_xml.CLOSE)
+        rules.append(f"call_{i}: {begin} {head} {names} {tail} {close}")
+        for k, key in enumerate(tool.properties):
+            opening = quoted(f"{qwen_xml.PARAMETER}{key}>\n")
+            rules.append(f'arg_{i}_{k}: {opening} value_{i}_{k} "\\n"')
+            # A text ends with the marker, with or without a line break before it: the parser ends
+            # it there.
+            before = "" if _is_free_text(tool.properties[key]) else "\n"
+            end = before + qwen_xml.END_PARAMETER
+            rules += _value_rules(f"value_{i}_{k}", tool, key, end, spell)
+    return rules
+
+
+def glm_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
+    rules = _alternatives(tools, is_parallel, '"\\n"')
+    for i, tool in enumerate(tools):
+        names = " ".join(_argument_names(i, tool))
+        head = quoted(tool.name + "\n")
+        rules.append(f"call_{i}: {spell(glm.OPEN)} {head} {names} {spell(glm.CLOSE)}")
+        for k, key in enumerate(tool.properties):
+            parts = [spell(glm.KEY), quoted(key), spell(glm.END_KEY), '"\\n"', spell(glm.VALUE)]
+            rules.append(f'arg_{i}_{k}: {" ".join(parts)} value_{i}_{k} "\\n"')
+            rules += _value_rules(f"value_{i}_{k}", tool, key, glm.END_VALUE, spell)
+    return rules
+
+
+def _alternatives(tools: Sequence[Tool], is_parallel: bool, between: str) -> list[str]:
+    """Build one call of any function; with `is_parallel` up to MAX_CALLS."""
+    names = " | ".join(f"call_{i}" for i in range(len(tools)))
+    more = f" ({between} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
+    return ["start: calls", f"calls: call{more}", f"call: {names}"]
+
+
+def _argument_names(index: int, tool: Tool) -> list[str]:
+    """Return argument names in the order of the schema; optional arguments may be left out."""
+    required = tool.required
+    return [
+        f"arg_{index}_{k}" + ("" if key in required else "?")
+        for k, key in enumerate(tool.properties)
+    ]
+
+
+def _value_rules(name: str, tool: Tool, key: str, end: str, spell: Spelling) -> list[str]:
+    schema = tool.properties[key]
+    if _is_free_text(schema):
+        return text_up_to(name, end, spell)
+    if is_text(schema):
+        options = " | ".join(quoted(option) for option in schema["enum"])
+        return [f"{name}: ({options}) {spell(end)}"]
+    defined = {part: tool.parameters[part] for part in _DEFINITIONS if part in tool.parameters}
+    value = {**defined, **schema} if isinstance(schema, Mapping) else defined
+    return [f"{name}: json_{name} {spell(end)}", f"json_{name}: {json_rule(value)}"]
+
+
+def _is_free_text(schema: Any) -> bool:
+    return is_text(schema) and not isinstance(schema.get("enum"), list)
+
+
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def thinking_lead(
+    opening: str, closing: str, spell: Spelling, *, is_open: bool, has_layout: bool
+) -> str:
+    """Build the grammar of reasoning between two markers.
+
+    `is_open`: it has begun and must be closed; otherwise it may begin. `has_layout`: line breaks
+    that are not part of the answer may follow it.
+    """
+    thought = f"thought {_LINE_BREAKS}" if has_layout else "thought"
+    if not is_open:
+        reason = f"({_LINE_BREAKS} {spell(opening)} {thought})?"
+    elif opening in spell.special_ids:
+        reason = f"{spell(opening)}? {thought}"  # ordinary text cannot spell the marker
+    else:
+        reason = thought
+    return _lines(
+        "start: reason @answer", f"reason: {reason}", *text_up_to("thought", closing, spell)
+    )
+
+
+def harmony_lead(spell: Spelling, *, has_analysis: bool, is_final: bool) -> str:
+    """Build the grammar for harmony.
+
+    `is_final`: the answer is a message of the channel `final`; otherwise it contains its own heads.
+    """
+    analysis = " ".join(map(spell, (harmony.CHANNEL, "analysis", harmony.MESSAGE)))
+    final = " ".join(map(spell, (harmony.CHANNEL, "final", harmony.MESSAGE)))
+    parts = ["analysis?"] if has_analysis else []
+    parts += [final] if is_final else []
+    rules = [f"start: {' '.join([*parts, '@answer'])}"]
+    if has_analysis:
+        rules.append(f'analysis: {analysis} thought {spell(harmony.START)} "assistant"')
+        rules += text_up_to("thought", harmony.END, spell)
+    return _lines(*rules)
+
+
+def _lines(*rules: str) -> str:
+    return "\n".join(rules) + "\n"
