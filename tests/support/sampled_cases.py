@@ -2,7 +2,7 @@
 
 A test marked `sampled` runs cases in which every value of every parameter comes; marked
 `sampled(pairs=True)`, every pair of values of two parameters. The sample is the same in every run.
-`make test-all` sets MOE_TESTS=all, and then every case runs, and tests draw more examples.
+`make test-all` sets MOE_TESTS=all, and then every case runs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ from itertools import combinations
 import pytest
 
 EVERY_CASE = os.environ.get("MOE_TESTS") == "all"
-
-
-def examples(usual: int, all_of_them: int) -> int:
-    """Returns how many examples a test draws."""
-    return all_of_them if EVERY_CASE else usual
 
 
 def drop_unsampled(items: list[pytest.Item], config: pytest.Config) -> None:
