@@ -87,8 +87,12 @@ def pack_params(params: SamplingParams, rules: DecodingRules) -> msgspec.Raw:
     return msgspec.Raw(packed)
 
 
+# made once: msgspec would else describe the type anew for each sequence
+_PARAMS = msgspec.msgpack.Decoder(tuple[SamplingParams, DecodingRules])
+
+
 def unpack_params(packed: msgspec.Raw) -> tuple[SamplingParams, DecodingRules]:
-    return msgspec.msgpack.decode(packed, type=tuple[SamplingParams, DecodingRules])
+    return _PARAMS.decode(packed)
 
 
 class PageWork(msgspec.Struct, frozen=True, array_like=True):
