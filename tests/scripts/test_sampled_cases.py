@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.support.sampled_cases import sample
+from tests.support.sampled_cases import EVERY_CASE, sample
 
 CASES = [
     {"family": family, "kernels": kernels, "dtype": dtype}
@@ -35,3 +35,15 @@ def test_every_pair_comes() -> None:
 
 def test_one_case_is_kept() -> None:
     assert sample(CASES[:1]) == {0} == sample(CASES[:1], pairs=True)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("one", [0, 1, 2])
+@pytest.mark.parametrize(("other", "third"), [(0, 0), (0, 1), (1, 0)])
+def test_this_test_is_sampled(
+    request: pytest.FixtureRequest, one: int, other: int, third: int
+) -> None:
+    own = request.node.nodeid.partition("[")[0]
+    cases = [item for item in request.session.items if item.nodeid.partition("[")[0] == own]
+    assert len(cases) <= (9 if EVERY_CASE else 3), f"{cases}"
+    assert request.node in cases and {one, other, third} <= {0, 1, 2}

@@ -28,13 +28,25 @@ def drop_unsampled(items: list[pytest.Item], config: pytest.Config) -> None:
     for test, group in cases.items():
         marker = group[0].get_closest_marker("sampled")
         assert marker is not None, "it was just looked up"
-        values = [item.callspec.indices for item in group]
+        values = [values_of(item) for item in group]
         start = zlib.crc32(test.encode())  # tests of the same parameters run different cases
         kept = sample(values, pairs=marker.kwargs.get("pairs", False), start=start)
         dropped |= {item for index, item in enumerate(group) if index not in kept}
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]
+
+
+def values_of(item: pytest.Function) -> dict[str, Hashable]:
+    """Returns the value of each parameter of a case; names that are parametrised together are one
+    parameter, and so is a fixture with `params`."""
+    named = [
+        [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        for names in (marker.args[0] for marker in item.iter_markers("parametrize"))
+    ]
+    params = item.callspec.params
+    named += [[name] for name in params if not any(name in names for names in named)]
+    return {",".join(names): tuple(repr(params[name]) for name in names) for names in named}
 
 
 def sample(
