@@ -193,7 +193,7 @@ def test_a_next_layer_predictor_that_does_not_fit_is_refused(
     assert refusal(of) == (
         f"{start}predictor.path is null: give a folder with a next-layer predictor."
     )
-    there = f"{tmp_path} holds no such predictor: next-layer.json does not exist there."
+    there = f"{tmp_path / 'next-layer.json'} does not exist: {tmp_path} holds no such predictor."
     assert refusal(foreseeing(of, tmp_path)) == start + there
     card = (demo_model_folder() / "predictor" / "next-layer.json").read_text("utf-8")
     other = json.loads(card) | {"model": "other", "model_identity": "ab" * 32}
