@@ -18,7 +18,6 @@ MEASURING = frozenset(
         "engine/sampling/answer_masks.py",  # the cost of a mask
         "engine/watch/hang_watch.py",  # the date in the name of a report
         "engine/watch/startup.py",  # seconds of the phases of the start
-        "cluster/steps/rank_witness.py",  # ages in a report
     }
 )
 

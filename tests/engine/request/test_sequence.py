@@ -19,6 +19,7 @@ def sequence(prompt: list[int], answer: list[int], **params: Any) -> Sequence:
     wishes = SamplingParams(**({"max_tokens": None, "seed": 1} | params))
     request = GenerationRequest(request_id="r", prompt_token_ids=tuple(prompt), params=wishes)
     made = Sequence(0, request)
+    made.page_size = 16  # the scheduler sets it
     made.page_keys.append(b"root")
     for token in answer:
         made.append(token)

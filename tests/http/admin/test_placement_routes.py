@@ -173,9 +173,10 @@ def test_the_command(
     capsys: pytest.CaptureFixture[str],
     tmp_path: object,
 ) -> None:
-    client = client_of(FakeControl())
+    control = FakeControl()
 
     def opened(**named: object) -> TestClient:
+        client = client_of(control)
         client.headers = named["headers"]  # type: ignore[assignment]
         return client
 
