@@ -17,7 +17,7 @@ from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
 from moe_serve.engine.execute.step_executor import LocalExecutor
-from moe_serve.engine.execute.step_timeline import StepTimeline, WatchedRunner
+from moe_serve.engine.execute.step_timeline import StepTimeline, StepWatch
 from moe_serve.engine.memory.allocator import keep_freed_memory
 from moe_serve.engine.opened_model import OpenedModel, device_of, model_folder
 from moe_serve.engine.routes.placement_control import PlacementControl
@@ -76,9 +76,11 @@ def build_engine(
     pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
     cuts = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
-    watched = WatchedRunner(runner, log)
+    watch = StepWatch(log)
     masks = AnswerMasks(spec.vocab_size, eos, grammars)
-    executor = LocalExecutor(watched, make_sampler(eos, loader.kernels), tap, experts.memory, masks)
+    executor = LocalExecutor(
+        runner, make_sampler(eos, loader.kernels), tap, experts.memory, masks, watch
+    )
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
     engine = Engine(
         executor,
@@ -109,7 +111,7 @@ def build_engine(
         spec,
         routes,
         # on a GPU this would time kernel launches only
-        last_step=watched.last_step if loader.device.type == "cpu" else None,
+        last_step=watch.last_step if loader.device.type == "cpu" else None,
         grammars=grammars,
         activity=LocalActivity(executor, log),
     )

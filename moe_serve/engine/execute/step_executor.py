@@ -15,6 +15,7 @@ from torch import Tensor
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.engine.execute.step_outcome import RowFailure, StepOutcome
+from moe_serve.engine.execute.step_timeline import StepWatch
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskCost
@@ -88,11 +89,12 @@ class LocalExecutor:
         tap: RouteTap | None = None,
         memory: ExpertMemory | None = None,
         masks: AnswerMasks | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         """`memory` holds the runner's experts if they need not all be loaded. `masks` restrict the
-        tokens of some requests; None if no request has restrictions."""
+        tokens of some requests; None if no request has restrictions. `watch` records steps."""
         self.runner, self._sampler, self._tap, self._memory = runner, sampler, tap, memory
-        self._masks = masks
+        self._masks, self._watch = masks, watch
         self._mask_costs: dict[int, MaskCost] = {}  # in the last step
         self.plan: StepPlan | None = None  # the last plan that was begun
 
@@ -105,7 +107,11 @@ class LocalExecutor:
         self.plan = plan
         if self._memory is not None:
             self._memory.hint(plan.needed_LE)
+        if self._watch is not None:
+            self._watch.begin()
         logits = self.runner.run(plan)
+        if self._watch is not None:
+            self._watch.finish(plan)
         choices = None if self._tap is None else self._tap.end(plan)
         rows, points, described, start = [], [], {}, 0
         for piece in plan.slices:

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
-from moe_serve.engine.execute.step_executor import StepRunner
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline import (
@@ -106,25 +104,26 @@ def _span(row: tuple[int, int, int, int, int, int, int], zero_ns: int) -> Span:
     )
 
 
-class WatchedRunner:
-    """Runs another StepRunner that writes its stages into `log`, and keeps every sixteenth step.
+class StepWatch:
+    """Keeps every sixteenth step of one process; the pipeline writes its stages into `log`.
 
     In one process the experts run during the dispatch stage, so that stage is shown as experts.
     """
 
-    def __init__(self, runner: StepRunner, log: StageLog) -> None:
-        self._runner, self._log = runner, log
+    def __init__(self, log: StageLog) -> None:
+        self._log = log
         self._num_steps = 0
         self._newest: tuple[int, bytes] | None = None  # replaced, never changed
 
-    def run(self, plan: StepPlan) -> Tensor:
+    def begin(self) -> None:
         self._log.begin(self._num_steps)
-        logits = self._runner.run(plan)
+
+    def finish(self, plan: StepPlan) -> None:
+        """Keep the step if it was recorded. Not called for a failed step."""
         self._log.finish(sum(batch.num_tokens for batch in plan.micro_batches))
         if records := self._log.take():
             self._newest = (self._num_steps, records)
         self._num_steps += 1
-        return logits
 
     def last_step(self) -> StepTimeline | None:
         """Return the newest recorded step. Safe from any thread."""
@@ -135,12 +134,3 @@ class WatchedRunner:
         records = records[records["step"] == number]  # without the rest of a failed step
         records["stage"][records["stage"] == Stage.DISPATCH] = Stage.EXPERTS
         return step_timeline(number, {"process": records}, WHY)
-
-    def clear_pages(self, pages: list[int]) -> None:
-        self._runner.clear_pages(pages)
-
-    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        self._runner.copy_pages(pairs)
-
-    def finite_pages(self, pages: list[int]) -> list[bool]:
-        return self._runner.finite_pages(pages)

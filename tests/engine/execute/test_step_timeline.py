@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from moe_serve.engine.execute import step_timeline as timelines
-from moe_serve.engine.execute.step_timeline import WatchedRunner, step_timeline
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_timeline import StepWatch, step_timeline
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.timeline.stage_log import SAMPLED_EVERY, StageLog
@@ -109,20 +114,26 @@ class LoggingRunner:
 
 def test_one_process_tells_of_one_step_in_sixteen() -> None:
     log = StageLog()
-    inner: Any = LoggingRunner(log)
-    runner = WatchedRunner(inner, log)
+    runner: Any = LoggingRunner(log)
+    watch = StepWatch(log)
+    executor = LocalExecutor(runner, Sampler(frozenset()), watch=watch)
     plan = StepPlan((MicroBatch((SequenceSlice(0, 0, np.zeros(1, np.int64), (0,), 1),)),))
-    assert runner.last_step() is None
+    request = GenerationRequest(
+        request_id="r", prompt_token_ids=(0, 0), params=SamplingParams(max_tokens=1)
+    )
+    sequences = {0: Sequence(0, request)}  # its second token is still to come: nothing is sampled
+    assert watch.last_step() is None
     for number in range(2 * SAMPLED_EVERY):
-        runner.run(plan)
-        step = runner.last_step()
+        executor.run(plan, sequences)
+        step = watch.last_step()
         assert step is not None and step.number == number // SAMPLED_EVERY * SAMPLED_EVERY
+    assert step is not None
     assert [span.kind for span in step.tracks[0].spans] == ["attention", "experts"]
-    inner.fails = True
+    runner.fails = True
     with pytest.raises(RuntimeError):
-        runner.run(plan)
-    inner.fails = False
-    runner.run(plan)
-    step = runner.last_step()
+        executor.run(plan, sequences)
+    runner.fails = False
+    executor.run(plan, sequences)
+    step = watch.last_step()
     assert step is not None
     assert len(step.tracks[0].spans) in (2, 3), "the part of a failed step may show, no more"
