@@ -76,11 +76,9 @@ def build_engine(
     pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
     cuts = config.pipeline.num_in_one_process
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
-    watch = StepWatch(log)
-    masks = AnswerMasks(spec.vocab_size, eos, grammars)
-    executor = LocalExecutor(
-        runner, make_sampler(eos, loader.kernels), tap, experts.memory, masks, watch
-    )
+    watch, masks = StepWatch(log), AnswerMasks(spec.vocab_size, eos, grammars)
+    sampler = make_sampler(eos, loader.kernels)
+    executor = LocalExecutor(runner, sampler, tap, experts.memory, masks, watch)
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
     engine = Engine(
         executor,
