@@ -1,0 +1,108 @@
+"""Estimates how probably each token of a draft is accepted, from what became of earlier drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moe_serve.engine.drafting.draft import MAX_DRAFT, Draft, DraftSource
+
+_EVIDENCE = (2, 4, 8, 16)  # upper ends of the buckets of `Draft.evidence`; one more for the rest
+_PRIOR_TRIES = 4.0  # weight of the prior
+_MAX_TRIES = 256.0  # counts are halved there, so that they follow a change
+_REQUEST_DRAFTS = 16  # drafts over which a request's own acceptance is averaged
+_FIRST_RETRY, _LAST_RETRY = 8, 256  # steps without a draft before one is tried again
+_RETRY_TOKENS = 2
+# acceptance of a token whose predecessors were accepted, before any was counted
+_PRIORS = {
+    DraftSource.NGRAM: 0.5,
+    DraftSource.SUFFIX: 0.7,
+    DraftSource.PREDICTION: 0.8,
+    DraftSource.GRAMMAR: 0.9,
+    DraftSource.HEAD: 0.6,
+    DraftSource.SELF: 0.8,
+}
+
+
+class _Counts:
+    """Tries and acceptances by position in a draft; both fade."""
+
+    __slots__ = ("accepted", "tried")
+
+    def __init__(self, prior: float) -> None:
+        self.tried = [_PRIOR_TRIES] * MAX_DRAFT
+        self.accepted = [prior * _PRIOR_TRIES] * MAX_DRAFT
+
+    def note(self, num_drafted: int, num_accepted: int) -> None:
+        for position in range(min(num_accepted + 1, num_drafted)):
+            self.tried[position] += 1.0
+            self.accepted[position] += position < num_accepted
+            if self.tried[position] > _MAX_TRIES:
+                self.tried[position] /= 2
+                self.accepted[position] /= 2
+
+
+@dataclass(slots=True)
+class _Request:
+    """The luck of one request's drafts, and its steps since the last one."""
+
+    factor: float = 1.0  # its acceptance over that of all requests, averaged
+    num_silent: int = 0  # steps without a draft
+    retry: int = _FIRST_RETRY
+
+
+class Acceptance:
+    """Counts accepted drafts by source, evidence and position, and by request.
+
+    The estimate for a request is that of all requests times the request's own factor, so that a
+    request that never repeats itself stops drafting after two or three drafts, although others
+    gain. A silent request tries a short draft again after 8, 16, ... 256 steps.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[DraftSource, int], _Counts] = {}
+        self._requests: dict[int, _Request] = {}
+
+    def survivals(self, sequence_id: int, draft: Draft) -> list[float]:
+        """Return for each token of the draft the probability that it and all before it are
+        accepted."""
+        counts = self._counts_of(draft)
+        request = self._requests.get(sequence_id)
+        factor = 1.0 if request is None else request.factor
+        survivals, survival = list[float](), factor
+        for position in range(min(len(draft.token_ids), MAX_DRAFT)):
+            survival *= counts.accepted[position] / counts.tried[position]
+            survivals.append(min(survival, 0.999))
+        return survivals
+
+    def may_retry(self, sequence_id: int) -> int:
+        """Return how many tokens the sequence may draft without an expected gain, to find out
+        whether its luck has changed; usually 0. Called once in each step without another draft."""
+        request = self._requests.setdefault(sequence_id, _Request())
+        request.num_silent += 1
+        return _RETRY_TOKENS if request.num_silent >= request.retry else 0
+
+    def note(self, sequence_id: int, draft: Draft, num_accepted: int) -> None:
+        """Count a draft that was verified. `num_accepted` of its tokens were published."""
+        request = self._requests.setdefault(sequence_id, _Request())
+        expected = sum(self.survivals(sequence_id, draft)) / max(request.factor, 1e-6)
+        ratio = min(num_accepted / max(expected, 1e-6), 2.0)
+        request.factor += (ratio - request.factor) / (_REQUEST_DRAFTS / 4)
+        request.factor = min(max(request.factor, 0.02), 1.2)
+        request.retry = _FIRST_RETRY if num_accepted else min(2 * request.retry, _LAST_RETRY)
+        request.num_silent = 0
+        self._counts_of(draft).note(len(draft.token_ids), num_accepted)
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Drop the state of sequences that have ended or moved away."""
+        for sequence_id in sequence_ids:
+            self._requests.pop(sequence_id, None)
+
+    def _counts_of(self, draft: Draft) -> _Counts:
+        bucket = next(
+            (i for i, end in enumerate(_EVIDENCE) if draft.evidence <= end), len(_EVIDENCE)
+        )
+        key = (draft.source, bucket)
+        if key not in self._counts:
+            self._counts[key] = _Counts(_PRIORS[draft.source])
+        return self._counts[key]

@@ -1,0 +1,55 @@
+"""Defines a draft and the interface of the drafters that propose it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from moe_serve.engine.request.sequence import Sequence
+
+MAX_DRAFT = 16  # tokens of one sequence in one step
+
+
+class DraftSource(str, Enum):
+    """The kind of drafter that proposed a draft; a label of the metrics."""
+
+    NGRAM = "ngram"
+    SUFFIX = "suffix"
+    PREDICTION = "prediction"
+    GRAMMAR = "grammar"
+    HEAD = "head"
+    SELF = "self"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The tokens that a drafter expects next. It is made for one step and never kept.
+
+    `evidence` is the number of tokens that agreed before the drafted ones; the acceptance of drafts
+    is counted apart by source and evidence.
+    """
+
+    token_ids: tuple[int, ...]
+    source: DraftSource
+    evidence: int
+
+    def cut(self, most: int) -> Draft:
+        """Return the draft with at most `most` tokens."""
+        if len(self.token_ids) <= most:
+            return self
+        return Draft(self.token_ids[:most], self.source, self.evidence)
+
+
+class Drafter(Protocol):
+    """Proposes tokens. It never changes a sequence, and its drafts never change an answer."""
+
+    def propose(self, sequence: Sequence, most: int) -> Draft | None:
+        """Return at most `most` tokens expected after the sequence's last one; None without an
+        expectation."""
+        ...
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Drop the state of sequences that have ended or moved away."""
+        ...
