@@ -76,6 +76,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "request",
         "sampling",
         "routes",
+        "drafting",
         "schedule",
         "execute",
         "watch",

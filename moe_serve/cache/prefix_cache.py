@@ -106,6 +106,11 @@ class PrefixCache:
         return self._pool.num_free + len(self._idle)
 
     @property
+    def num_free(self) -> int:
+        """Number of pages that nothing uses, not even the cache."""
+        return self._pool.num_free
+
+    @property
     def num_cached(self) -> int:
         return len(self.tree)
 

@@ -13,6 +13,7 @@ from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import SchedulerConfig
+from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.execute.step_executor import ExecutorLostError, StepExecutor
 from moe_serve.engine.execute.step_outcome import (
     NAN,
@@ -32,6 +33,7 @@ from moe_serve.engine.schedule.policy.arrival_order import FIFO
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
 from moe_serve.engine.schedule.scheduler import Scheduler
+from moe_serve.engine.schedule.step_drafts import StepDrafts
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Engine:
         ids: Iterator[int] | None = None,
         policy: BatchPolicy = FIFO,
         routes: RouteListeners | None = None,
+        drafting: Drafting | None = None,
         clock: Clock = REAL_CLOCK,
     ) -> None:
         assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
@@ -68,6 +71,7 @@ class Engine:
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages)
         self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy, clock)
+        self._drafts = StepDrafts(self._scheduler, drafting, clock)
         self._executor, self._routes = executor, RouteListeners() if routes is None else routes
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
         self._stop = StopRule(eos_token_ids, max_model_len)
@@ -78,8 +82,8 @@ class Engine:
         self._ahead: Schedule = {}  # the step after it, if it has begun too
         self._ending: Schedule = {}  # the step that is being published
         self._leaving: dict[int, bool] = {}  # ended sequences in a step -> whether they failed
-        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
-        self._num_corrupted = 0
+        self._num_steps = self._num_corrupted = 0
+        self._num_prompt_tokens = self._num_generated_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -95,8 +99,7 @@ class Engine:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request, whose prompt the caller has found shorter than `max_model_len`."""
-        length = len(request.prompt_token_ids)
-        assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
+        assert 0 < len(request.prompt_token_ids) < self.max_model_len, "the prompt is too long"
         assert request.request_id not in self._sequences, f"{request.request_id} is running"
         self.adopt(Sequence(next(self._ids), request))
 
@@ -124,13 +127,13 @@ class Engine:
     @property
     def num_pending_tokens(self) -> int:
         """Number of tokens that all sequences still have to compute."""
-        scheduler = self._scheduler
-        return sum(s.num_pending_tokens for s in (*scheduler.running, *scheduler.waiting))
+        return self._scheduler.num_pending_tokens
 
     def surrender(self) -> list[Sequence]:
         """Give up all sequences in order of arrival. Their pages and computed state are lost."""
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
         self._scheduler.policy.forget(s.id for s in (*sequences, *self._scheduler.running))
+        self._drafts.forget(sequences)
         for sequence in sequences:
             sequence.leave_engine()
         self._sequences, self._schedule, self._ahead, self._leaving = {}, {}, {}, {}
@@ -151,6 +154,7 @@ class Engine:
         for sequence in self._scheduler.overdue():
             self._pending.append(self._fail(sequence, TOO_COSTLY))
         self._schedule = self._scheduler.schedule()
+        self._drafts.begin(self._schedule)
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.copy_pages(self._scheduler.sharing.copies)
         self._scheduler.sharing.end_copies()
@@ -158,13 +162,15 @@ class Engine:
 
     def make_plan(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
         """Plan the step that has begun. `number` is the step's if several engines step together."""
-        plan = make_step_plan(self._schedule, micro_batches or self._micro_batches, self._policy)
+        most, drafts = micro_batches or self._micro_batches, self._drafts.running
+        plan = make_step_plan(self._schedule, most, self._policy, drafts)
         return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
         """Begin the step after the running one; False if its contents are not certain yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
-        if self._leaving or any(self._stop.is_last(s, s.num_output_tokens + 1) for s in sequences):
+        is_last = any(self._stop.is_last(s, s.num_output_tokens + 1) for s in sequences)
+        if self._leaving or is_last or not self._drafts.allow_ahead(self._schedule):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
@@ -200,7 +206,9 @@ class Engine:
             total = self._num_prompt_tokens + self._num_generated_tokens
             self._scheduler.step_tokens.count_to(total)
             ended = [s for key, (s, _) in schedule.items() if key not in left]
+            self._drafts.give_back(ended, [s.id for s in ended])
             self._release_finished(ended, outcome)
+            self._drafts.end(schedule, getattr(outcome, "forced", None))
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
         return self.take_pending()
 
@@ -225,11 +233,11 @@ class Engine:
             self._routes.notify(schedule, outcome.choices, outcome.sampled)
             self._publish(schedule, outcome)
             return
-        _log.error("step %d failed with %d sequences", self._num_steps, len(schedule))
-        _log.error("the failure:", exc_info=outcome)
+        _log.error("step %d failed: %d sequences", self._num_steps, len(schedule), exc_info=outcome)
+        schedule = self._drafts.put_off(schedule)
         if len(schedule) == 1:
-            failure = RowFailure(f"its step failed: {outcome}")
-            self._pending += [self._fail(sequence, failure) for sequence, _ in schedule.values()]
+            why = RowFailure(f"its step failed: {outcome}")
+            self._pending += [self._fail(sequence, why) for sequence, _ in schedule.values()]
             return
         for part in [{key: item} for key, item in schedule.items()]:
             plan = make_step_plan(part, 1, self._policy)
@@ -237,22 +245,17 @@ class Engine:
             self._finish(part, self._try(plan, part))
 
     def stats(self) -> EngineStats:
-        scheduler, cache = self._scheduler, self._scheduler.cache
+        scheduler = self._scheduler
+        own = EngineCounts(
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_corrupted=self._num_corrupted,
+            drafts=self._drafts.counts,
+        )
         return EngineStats(
             num_steps=self._num_steps,
             load=scheduler.load,
-            counts=EngineCounts(
-                num_preemptions=scheduler.num_preemptions,
-                num_prompt_tokens=self._num_prompt_tokens,
-                num_generated_tokens=self._num_generated_tokens,
-                num_evicted_pages=cache.num_evicted,
-                num_queried_tokens=scheduler.sharing.num_queried_tokens,
-                num_hit_tokens=scheduler.sharing.num_hit_tokens,
-                num_missed_tokens=scheduler.num_missed_tokens,
-                num_corrupted=self._num_corrupted,
-                page_times=cache.sampled.snapshot(),
-                step_tokens=scheduler.step_tokens.snapshot(),
-            ),
+            counts=scheduler.counts + own,
             expert_memory=self._executor.expert_memory,
             batching=scheduler.policy.stats(),
         )
@@ -277,6 +280,7 @@ class Engine:
             sequence.is_proven = False
             if sequence.num_pending_tokens == 0 and self._advance(sequence, outcome, made):
                 ended.append(sequence)
+        self._drafts.give_back((s for s, _ in schedule.values()), outcome.spoiled)
         self._end(ended)
 
     def _advance(self, sequence: Sequence, outcome: StepOutcome, made: Made) -> bool:
@@ -289,7 +293,7 @@ class Engine:
             self._pending.append(self._append(sequence, run, made))
             if self._pending[-1].finish_reason is not None:
                 return True
-        if failure is not None or not run:
+        if failure is not None or not (run or sequence.id in outcome.spoiled):
             self._pending.append(self._fail(sequence, failure or NO_TOKEN))
         return False
 
@@ -303,10 +307,12 @@ class Engine:
         self._num_generated_tokens += len(run)
         reason = self._stop.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
         experts = experts_of(sequence, made, len(run))
-        return delta_of(sequence, run, reason, prompt_logprobs, experts)
+        drafted = self._drafts.result(sequence, len(run))
+        return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)
 
     def _end(self, sequences: list[Sequence]) -> None:
         """End requests. Sequences in the running step are removed when that step ends."""
+        self._drafts.finish(sequences)
         for sequence in sequences:
             del self._sequences[sequence.request.request_id]
         self._leaving |= {s.id: False for s in sequences if s.id in self._schedule}
@@ -314,6 +320,7 @@ class Engine:
 
     def _remove(self, sequences: list[Sequence]) -> None:
         self._scheduler.remove(sequences)
+        self._drafts.forget(sequences)
         self._executor.forget([s.id for s in sequences])
 
     def _release_finished(self, ended: list[Sequence], outcome: StepOutcome | Exception) -> None:
@@ -338,5 +345,6 @@ class Engine:
 
     def _discard_failed(self, sequence: Sequence) -> None:
         self._scheduler.discard(sequence)
+        self._drafts.forget([sequence])
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.forget([sequence.id])

@@ -16,7 +16,8 @@ class SequenceSlice:
     """The tokens of one sequence that a step computes: positions [start, start + len(token_ids)).
 
     `page_table` covers them. Logits are wanted for the last `num_logits` tokens: 0 while a prompt
-    is still being read, 1 to sample, more for prompt log probabilities (or to verify a draft).
+    is still being read, 1 to sample, more for prompt log probabilities or to verify a draft. The
+    last `num_drafted` tokens are not the sequence's own yet: a drafter expects them.
     """
 
     sequence_id: int
@@ -24,6 +25,13 @@ class SequenceSlice:
     token_ids: NDArray[np.int64]
     page_table: tuple[int, ...]
     num_logits: int
+    num_drafted: int = 0
+
+    @property
+    def drafted(self) -> list[int]:
+        """The drafted tokens."""
+        tokens: list[int] = self.token_ids[len(self.token_ids) - self.num_drafted :].tolist()
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

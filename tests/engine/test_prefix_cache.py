@@ -198,7 +198,7 @@ def serve(engine: Engine, requests: dict[str, list[int]]) -> dict[str, list[Toke
 
 def poisoned(llm: LLM) -> tuple[Engine, Callable[[], None]]:
     """The engine, its token 299 embedded as NaN, and a call that makes it a number again."""
-    runner: Any = llm._engine._executor.runner._runner
+    runner: Any = llm._engine._executor.runner
     row = runner._stage._embedding[POISON]
     saved = row.clone()
     row.fill_(float("nan"))
@@ -259,7 +259,7 @@ def tokens_of(deltas: list[TokenDelta]) -> list[tuple[object, object]]:
 
 
 def assert_cache_is_finite(engine: Engine) -> None:
-    runner: Any = engine._executor.runner._runner
+    runner: Any = engine._executor.runner
     pages = list(engine._scheduler.cache.tree)
     assert pages, "something was cached"
     for layer in runner._cache.layers:

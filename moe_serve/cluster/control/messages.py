@@ -61,7 +61,10 @@ class Join(_Message, frozen=True):
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, start + count) of a sequence; its page table from `first_page` on is new."""
+    """Tokens [start, start + count) of a sequence; its page table from `first_page` on is new.
+
+    `num_logits` counts the rows of drafted tokens too.
+    """
 
     sequence_id: int
     start: int
@@ -69,6 +72,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     num_logits: int
     first_page: int
     pages: Sequence[int]
+    drafted: bytes = b""  # tokens to verify behind these; int32, little-endian
 
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -254,6 +258,8 @@ class StepDone(_Message, frozen=True):
     records: bytes = b""  # timeline records
     choices: Choices | None = None
     mask_costs: Mapping[int, MaskCost] = {}
+    spoiled: Sequence[int] = ()
+    forced: Mapping[int, tuple[int, ...]] = {}
 
 
 class StepServed(_Message, frozen=True):

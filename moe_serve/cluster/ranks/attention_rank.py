@@ -263,6 +263,8 @@ class AttentionRank:
             records=self._log.take(),
             choices=None if outcome.choices is None else pack_choices(outcome.choices),
             mask_costs=outcome.mask_costs,
+            spoiled=tuple(outcome.spoiled),
+            forced=outcome.forced,
         )
 
     def _failed(self, order: RunStep, why: str, peer: str | None) -> StepFailed:

@@ -48,12 +48,15 @@ class Mirrors:
         sequence = self.sequences[piece.sequence_id]
         sequence.page_table[piece.first_page :] = piece.pages
         sequence.num_computed_tokens = piece.start
+        tokens = sequence.pending(piece.count)
+        drafted = np.array(_tokens(piece.drafted), dtype=np.int64)
         return SequenceSlice(
             piece.sequence_id,
             piece.start,
-            sequence.pending(piece.count),
+            np.concatenate([tokens, drafted]) if len(drafted) else tokens,
             tuple(sequence.page_table),
             piece.num_logits,
+            len(drafted),
         )
 
 

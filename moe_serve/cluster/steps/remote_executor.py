@@ -107,10 +107,11 @@ class RemoteExecutor:
         return Slice(
             piece.sequence_id,
             piece.start,
-            len(piece.token_ids),
+            len(piece.token_ids) - piece.num_drafted,
             piece.num_logits,
             first,
             table[first:],
+            pack_tokens(piece.drafted) if piece.num_drafted else b"",
         )
 
 
@@ -124,6 +125,8 @@ def as_outcome(done: StepDone) -> StepOutcome:
         prompt_logprobs=prompts,
         choices=choices,
         mask_costs=done.mask_costs,
+        spoiled=done.spoiled,
+        forced=done.forced,
     )
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moe_serve.engine.drafting.draft import MAX_DRAFT, Draft, DraftSource
+from moe_serve.engine.drafting.draft import Draft, DraftSource
+from moe_serve.engine.request.draft_counts import MAX_DRAFT
 
 _EVIDENCE = (2, 4, 8, 16)  # upper ends of the buckets of `Draft.evidence`; one more for the rest
 _PRIOR_TRIES = 4.0  # weight of the prior
 _MAX_TRIES = 256.0  # counts are halved there, so that they follow a change
 _REQUEST_DRAFTS = 16  # drafts over which a request's own acceptance is averaged
 _FIRST_RETRY, _LAST_RETRY = 8, 256  # steps without a draft before one is tried again
-_RETRY_TOKENS = 2
+RETRY_TOKENS = 2
+_LEAST_FACTOR = 0.2  # a request whose drafts did worse only retries
 # acceptance of a token whose predecessors were accepted, before any was counted
 _PRIORS = {
     DraftSource.NGRAM: 0.5,
@@ -75,12 +77,38 @@ class Acceptance:
             survivals.append(min(survival, 0.999))
         return survivals
 
-    def may_retry(self, sequence_id: int) -> int:
-        """Return how many tokens the sequence may draft without an expected gain, to find out
-        whether its luck has changed; usually 0. Called once in each step without another draft."""
-        request = self._requests.setdefault(sequence_id, _Request())
+    def is_silent(self, sequence_id: int) -> bool:
+        """Return whether the sequence's drafts have failed so often that none is to be proposed in
+        this step. To be asked once in each step."""
+        request = self._requests.get(sequence_id)
+        if request is None:
+            return False
         request.num_silent += 1
-        return _RETRY_TOKENS if request.num_silent >= request.retry else 0
+        return request.factor < _LEAST_FACTOR and request.num_silent < request.retry
+
+    def chosen(self, sequence_ids: Iterable[int]) -> None:
+        """Note that drafts of these sequences are verified because a gain is expected."""
+        for sequence_id in sequence_ids:
+            request = self._requests.setdefault(sequence_id, _Request())
+            request.num_silent, request.retry = 0, _FIRST_RETRY
+
+    def is_due(self, sequence_ids: Iterable[int]) -> bool:
+        """Return whether one of the sequences would retry."""
+        known = self._requests
+        return any(
+            known[key].num_silent >= known[key].retry for key in sequence_ids if key in known
+        )
+
+    def retries(self, sequence_ids: Iterable[int], most: int) -> dict[int, int]:
+        """Return the number of tokens to draft without an expected gain, by sequence, to find out
+        whether its luck or the cost of rows has changed. Usually empty."""
+        found: dict[int, int] = {}
+        for sequence_id in sequence_ids:
+            request = self._requests.setdefault(sequence_id, _Request())
+            if request.num_silent >= request.retry and len(found) < most:
+                request.num_silent, request.retry = 0, min(2 * request.retry, _LAST_RETRY)
+                found[sequence_id] = RETRY_TOKENS
+        return found
 
     def note(self, sequence_id: int, draft: Draft, num_accepted: int) -> None:
         """Count a draft that was verified. `num_accepted` of its tokens were published."""
@@ -89,8 +117,6 @@ class Acceptance:
         ratio = min(num_accepted / max(expected, 1e-6), 2.0)
         request.factor += (ratio - request.factor) / (_REQUEST_DRAFTS / 4)
         request.factor = min(max(request.factor, 0.02), 1.2)
-        request.retry = _FIRST_RETRY if num_accepted else min(2 * request.retry, _LAST_RETRY)
-        request.num_silent = 0
         self._counts_of(draft).note(len(draft.token_ids), num_accepted)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:

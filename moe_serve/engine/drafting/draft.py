@@ -9,8 +9,6 @@ from typing import Protocol
 
 from moe_serve.engine.request.sequence import Sequence
 
-MAX_DRAFT = 16  # tokens of one sequence in one step
-
 
 class DraftSource(str, Enum):
     """The kind of drafter that proposed a draft; a label of the metrics."""

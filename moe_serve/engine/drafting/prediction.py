@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moe_serve.engine.drafting.draft import Draft, DraftSource
@@ -22,30 +22,22 @@ class _Place:
 
 
 class Predictions:
-    """Implements Drafter for requests with a prediction. `predicted` gives its tokens by id.
+    """Implements Drafter for requests with a prediction.
 
     As long as the answer agrees with the prediction, the draft goes on where it stands. After a
     difference the place is found again by the answer's last tokens, nearest to the last place.
     """
 
     def __init__(self) -> None:
-        self._predicted: dict[int, tuple[int, ...]] = {}
         self._places: dict[int, _Place] = {}
-
-    def expect(self, sequence_id: int, token_ids: tuple[int, ...]) -> None:
-        """Set the prediction of a sequence."""
-        self._predicted[sequence_id], self._places[sequence_id] = token_ids, _Place()
-
-    @property
-    def expected(self) -> Mapping[int, tuple[int, ...]]:
-        return self._predicted
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         """See Drafter.propose."""
-        predicted = self._predicted.get(sequence.id)
-        if predicted is None:
+        predicted = sequence.request.prediction
+        if not predicted:
             return None
-        place, start = self._places[sequence.id], sequence.num_prompt_tokens
+        place = self._places.setdefault(sequence.id, _Place())
+        start = sequence.num_prompt_tokens
         answer = sequence.token_ids
         for token in answer[start + place.num_seen :]:
             is_expected = place.position < len(predicted) and predicted[place.position] == token
@@ -65,7 +57,6 @@ class Predictions:
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """See Drafter.forget."""
         for sequence_id in sequence_ids:
-            self._predicted.pop(sequence_id, None)
             self._places.pop(sequence_id, None)
 
 

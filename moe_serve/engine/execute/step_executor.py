@@ -16,6 +16,7 @@ from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.engine.execute.step_outcome import RowFailure, StepOutcome
 from moe_serve.engine.execute.step_timeline import StepWatch
+from moe_serve.engine.execute.verify import verify
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskCost
@@ -113,33 +114,22 @@ class LocalExecutor:
         if self._watch is not None:
             self._watch.finish(plan)
         choices = None if self._tap is None else self._tap.end(plan)
-        rows, points, described, start = [], [], {}, 0
-        for piece in plan.slices:
-            sequence = sequences[piece.sequence_id]
-            end = start + piece.num_logits
+        slices = plan.slices
+        described, start = dict[int, tuple[TokenLogprob, ...]](), 0
+        for piece in slices:
+            sequence, end = sequences[piece.sequence_id], start + piece.num_logits
             if sequence.wants_prompt_logprobs:
                 described[sequence.id] = self._describe(sequence, piece, logits[start:end])
-            position = piece.start + len(piece.token_ids)
-            if position == sequence.num_tokens:
-                rows.append(end - 1)
-                points.append(SamplingPoint(sequence, position))
             start = end
-        if not points:
-            return StepOutcome(prompt_logprobs=described, choices=choices)
-        chosen = logits if len(rows) == len(logits) else logits[rows]
         self._mask_costs = {}
-        sampled, failures = dict[int, tuple[Sampled, ...]](), dict[int, RowFailure]()
-        for point, token in zip(points, self._sample(chosen, points), strict=True):
-            if isinstance(token, RowFailure):
-                failures[point.sequence.id] = token
-            else:
-                sampled[point.sequence.id] = (token,)
+        found = verify(logits, slices, sequences, self._sample)
         return StepOutcome(
-            sampled=sampled,
-            failures=failures,
+            sampled=found.sampled,
+            failures=found.failures,
             prompt_logprobs=described,
             choices=choices,
             mask_costs=self._mask_costs,
+            spoiled=found.spoiled,
         )
 
     def forget(self, sequence_ids: list[int]) -> None:
@@ -173,8 +163,10 @@ class LocalExecutor:
         if self._masks is None:
             return list(self._sampler.sample(logits, points))
         masked = self._masks.of(points)
-        for row, cost in masked.costs.items():  # the first cost counts
-            self._mask_costs.setdefault(points[row].sequence.id, cost)
+        for row, cost in masked.costs.items():
+            key = points[row].sequence.id
+            known = self._mask_costs.get(key)
+            self._mask_costs[key] = cost if known is None else known + cost
         if not masked.failures:
             return list(self._sampler.sample(logits, points, masked.masks))
         left = [row for row in range(len(points)) if row not in masked.failures]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from moe_serve.engine.request.request import FinishReason, TokenDelta, TokenExperts, TokenLogprob
+from moe_serve.engine.request.request import (
+    DraftResult,
+    FinishReason,
+    TokenDelta,
+    TokenExperts,
+    TokenLogprob,
+)
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
 from moe_serve.engine.sampling.answer_masks import MaskCost
 from moe_serve.engine.sampling.sampler import Sampled
@@ -57,6 +63,8 @@ class StepOutcome:
     failures: Mapping[int, RowFailure] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     choices: StepChoices | None = None  # the routers' choices, if the plan asked for them
+    spoiled: Collection[int] = ()  # sequences whose refused drafted tokens left NaNs in pages
+    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # drafts by grammars
     mask_costs: Mapping[int, MaskCost] = field(default_factory=dict)
 
     def is_sound(self, sequence_id: int) -> bool:
@@ -79,6 +87,7 @@ def delta_of(
     reason: FinishReason | None,
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None,
     experts: tuple[TokenExperts, ...] | None,
+    drafted: DraftResult | None = None,
 ) -> TokenDelta:
     """Return the delta of a run that a sequence got, and with which it ended if there is a
     reason."""
@@ -93,6 +102,7 @@ def delta_of(
         num_preemptions=sequence.num_preemptions,
         routed_experts=experts,
         started_at=sequence.started_at,
+        drafted=drafted,
     )
 
 

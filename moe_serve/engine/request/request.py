@@ -69,6 +69,8 @@ class GenerationRequest:
     priority: int = 0  # lower is more urgent
     cache_salt: str = ""
     wants_routed_experts: bool = False  # each token then comes with a `TokenExperts`
+    may_draft: bool = True  # whether drafted tokens may be verified for it
+    prediction: tuple[int, ...] = ()  # the tokens of the answer that the client expects
 
     @property
     def rules(self) -> DecodingRules:
@@ -119,6 +121,14 @@ class TokenExperts:
 NO_EXPERTS = TokenExperts(b"", 0, 0)
 
 
+class DraftResult(msgspec.Struct, frozen=True, gc=False):
+    """A draft that a step verified: the first `num_accepted` tokens of its delta were drafted."""
+
+    source: str  # a value of DraftSource
+    num_drafted: int
+    num_accepted: int
+
+
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The result of one step for one request. `finish_reason` is set on the last delta only.
 
@@ -138,3 +148,4 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     error: str | None = None
     routed_experts: tuple[TokenExperts, ...] | None = None  # one per token, if asked for
     is_of_request: bool = False  # the request caused the error, so the client is told why
+    drafted: DraftResult | None = None  # the draft that this step verified

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -203,6 +204,19 @@ class StopRule:
             return FinishReason.STOP
         is_last = self.is_last(sequence, num_output_tokens)
         return FinishReason.LENGTH if is_last else None
+
+    def num_left(self, sequence: Sequence) -> int:
+        """Return the number of tokens after which the answer has its maximum length."""
+        left = self._max_model_len - sequence.num_tokens
+        max_tokens = sequence.rules.max_tokens
+        return left if max_tokens is None else min(left, max_tokens - sequence.num_output_tokens)
+
+    def ends(self, sequence: Sequence) -> Set[int]:
+        """Return the tokens that end the answer once it has its minimum length."""
+        params = sequence.request.params
+        if params.ignore_eos and sequence.rules.constraint is None:
+            return frozenset(params.stop_token_ids)
+        return self._eos.union(params.stop_token_ids)
 
     def is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:
         """Return whether an answer of `num_output_tokens` has its maximum length."""

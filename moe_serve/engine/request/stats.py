@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cache.page_times import PageTimes
+from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.step_tokens import StepTokens
 
 PolicyName = Literal["fifo", "balanced", "expert-aware"]
@@ -143,6 +144,7 @@ class EngineCounts:
     num_corrupted: int = 0  # sequences that ended because the model gave NaN or infinity
     page_times: PageTimes = PageTimes()
     step_tokens: StepTokens = StepTokens()
+    drafts: DraftCounts = DraftCounts()
 
     def __add__(self, other: EngineCounts) -> EngineCounts:
         return EngineCounts(
@@ -156,6 +158,7 @@ class EngineCounts:
             num_corrupted=self.num_corrupted + other.num_corrupted,
             page_times=self.page_times + other.page_times,
             step_tokens=self.step_tokens + other.step_tokens,
+            drafts=self.drafts + other.drafts,
         )
 
 

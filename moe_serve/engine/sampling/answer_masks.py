@@ -35,6 +35,9 @@ class MaskCost:
     cpu_s: float
     wall_s: float
 
+    def __add__(self, other: MaskCost) -> MaskCost:
+        return MaskCost(self.cpu_s + other.cpu_s, self.wall_s + other.wall_s)
+
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:

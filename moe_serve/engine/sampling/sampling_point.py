@@ -60,6 +60,17 @@ class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
         return dict.fromkeys(self.sequence.token_ids[: self.position])
 
     @property
+    def depends_on_history(self) -> bool:
+        """Whether the token may depend on the tokens before it, not only on the position."""
+        params, rules = self.sequence.request.params, self.sequence.rules
+        is_thinking_limited = rules.thinking_markers is not None and (
+            params.thinking_token_budget is not None
+        )
+        return bool(
+            params.has_penalties or rules.constraint or rules.bad_word_ids or is_thinking_limited
+        )
+
+    @property
     def is_short(self) -> bool:
         """Whether the answer is below the minimum length."""
         sequence = self.sequence

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from moe_serve.engine.drafting.draft import Draft
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.model.step_plan import SequenceSlice, StepPlan
 
+NO_DRAFTS: Mapping[int, Draft] = {}
 _UNKNOWN = np.zeros(1, dtype=np.int64)
 
 
-def make_step_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
-    """Plan the scheduled sequences in at most `max_micro_batches` groups."""
-    slices = [_slice(sequence, count) for sequence, count in schedule.values()]
+def make_step_plan(
+    schedule: Schedule,
+    max_micro_batches: int,
+    policy: BatchPolicy,
+    drafts: Mapping[int, Draft] = NO_DRAFTS,
+) -> StepPlan:
+    """Plan the scheduled sequences and their drafts in at most `max_micro_batches` groups."""
+    slices = [_slice(s, count, drafts.get(key)) for key, (s, count) in schedule.items()]
     return _plan(slices, max_micro_batches, policy)
 
 
@@ -32,11 +41,14 @@ def _plan(slices: list[SequenceSlice], max_micro_batches: int, policy: BatchPoli
     return StepPlan(micro_batches, needed_LE=policy.needed(slices))
 
 
-def _slice(sequence: Sequence, count: int) -> SequenceSlice:
+def _slice(sequence: Sequence, count: int, draft: Draft | None) -> SequenceSlice:
     start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
     num_logits = 1 if end == sequence.num_tokens else 0
     if sequence.wants_prompt_logprobs:
         num_logits = count
-    return SequenceSlice(
-        sequence.id, start, sequence.pending(count), tuple(sequence.page_table), num_logits
-    )
+    tokens, table = sequence.pending(count), tuple(sequence.page_table)
+    if draft is None:
+        return SequenceSlice(sequence.id, start, tokens, table, num_logits)
+    drafted = np.array(draft.token_ids, dtype=np.int64)
+    tokens = np.concatenate([tokens, drafted])
+    return SequenceSlice(sequence.id, start, tokens, table, 1 + len(drafted), len(drafted))

@@ -21,7 +21,7 @@ from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.sequence import Schedule, Sequence
-from moe_serve.engine.request.stats import EngineLoad
+from moe_serve.engine.request.stats import EngineCounts, EngineLoad
 from moe_serve.engine.request.step_tokens import StepTokenCounter
 from moe_serve.engine.sampling.mask_share import MaskShare
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
@@ -54,6 +54,7 @@ class Scheduler:
         self.num_missed_tokens = 0  # prompt tokens of started sequences, not found in the cache
         self.step_tokens = StepTokenCounter()
         self._unproven_pages: list[int] = []
+        self._num_left = 0  # of the last step's budget
 
     @property
     def num_seats(self) -> int:
@@ -62,6 +63,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Number of tokens that all sequences still have to compute."""
+        return sum(s.num_pending_tokens for s in (*self.running, *self.waiting))
 
     @property
     def oldest_arrival(self) -> float | None:
@@ -82,6 +88,19 @@ class Scheduler:
             num_free_pages=self.cache.num_available,
             num_cached_pages=self.cache.num_cached,
             oldest_arrival=self.oldest_arrival,
+        )
+
+    @property
+    def counts(self) -> EngineCounts:
+        """What the scheduler and the cache have counted since the start. Safe from any thread."""
+        return EngineCounts(
+            num_preemptions=self.num_preemptions,
+            num_evicted_pages=self.cache.num_evicted,
+            num_queried_tokens=self.sharing.num_queried_tokens,
+            num_hit_tokens=self.sharing.num_hit_tokens,
+            num_missed_tokens=self.num_missed_tokens,
+            page_times=self.cache.sampled.snapshot(),
+            step_tokens=self.step_tokens.snapshot(),
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -130,6 +149,7 @@ class Scheduler:
                 budget = self._config.max_batched_tokens - sum(n for _, n in chosen.values())
         if self.num_preemptions == num_preempted:
             self._admit(budget, chosen)
+        self._num_left = self._config.max_batched_tokens - sum(n for _, n in chosen.values())
         return chosen
 
     def overdue(self) -> list[Sequence]:
@@ -138,6 +158,23 @@ class Scheduler:
         if not self.waiting or self._has_seat:
             return []
         return self.mask_share.overdue(self.running, len(self.waiting))
+
+    @property
+    def num_spare_rows(self) -> int:
+        """Number of rows that drafts may add to the step that was scheduled last; 0 if more than
+        half of its budget is taken."""
+        budget = self._config.max_batched_tokens
+        return self._num_left if 2 * self._num_left >= budget else 0
+
+    def give_draft_pages(self, sequence: Sequence, num_drafted: int) -> int:
+        """Give a scheduled sequence pages for drafted tokens behind its next one. Returns for how
+        many there is room: no page is taken from the prefix cache or from another sequence."""
+        end = sequence.num_tokens + num_drafted
+        missing = min(max(0, sequence.num_missing_pages(end)), self.cache.num_free)
+        if missing:
+            sequence.page_table += self.cache.allocate(missing)
+        room = len(sequence.page_table) * self.cache.page_size - sequence.num_tokens
+        return min(num_drafted, room)
 
     def follow(self, schedule: Schedule) -> Schedule | None:
         """Schedule the step after `schedule` while that one runs, with pages for it; None if it is

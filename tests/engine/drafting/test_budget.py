@@ -49,16 +49,22 @@ def test_a_request_without_luck_stops_and_tries_again_ever_later() -> None:
     for _ in range(50):
         acceptance.note(1, draft, 4)
     assert acceptance.survivals(1, draft)[-1] > 0.7
-    for _ in range(5):
+    for _ in range(6):
         acceptance.note(2, draft, 0)
     assert acceptance.survivals(2, draft)[0] < 0.4 < acceptance.survivals(1, draft)[0]
-    steps = [step for step in range(2000) if acceptance.may_retry(2) and _failed(acceptance, draft)]
+    assert acceptance.survivals(2, draft)[0] < 0.2
+
+    def next_steps(count: int) -> list[int]:
+        """Return the steps in which the silent request retries; it fails each time."""
+        steps = []
+        for step in range(count):
+            if not acceptance.is_silent(2) and acceptance.retries([2], 1):
+                acceptance.note(2, draft.cut(2), 0)
+                steps.append(step)
+        return steps
+
+    steps = next_steps(2000)
     gaps = [b - a for a, b in itertools.pairwise(steps)]
     assert gaps == sorted(gaps) and gaps[-1] == 256, gaps
-    acceptance.note(2, draft, 4)
-    assert next(step for step in itertools.count(1) if acceptance.may_retry(2)) == 8
-
-
-def _failed(acceptance: Acceptance, draft: Draft) -> bool:
-    acceptance.note(2, draft.cut(2), 0)
-    return True
+    acceptance.chosen([2])
+    assert next_steps(20)[0] == 7, "a gain was expected, so the waiting starts anew"

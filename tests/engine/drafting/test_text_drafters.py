@@ -20,9 +20,17 @@ OWNER, OTHER = b"owner", b"other"
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
-def make(prompt: list[int], answer: list[int] | None = None, owner: bytes = OWNER) -> Sequence:
+def make(
+    prompt: list[int],
+    answer: list[int] | None = None,
+    owner: bytes = OWNER,
+    prediction: tuple[int, ...] = (),
+) -> Sequence:
     request = GenerationRequest(
-        request_id="r", prompt_token_ids=tuple(prompt), params=SamplingParams(max_tokens=64)
+        request_id="r",
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(max_tokens=64),
+        prediction=prediction,
     )
     sequence = Sequence(0, request)
     for token in answer or []:
@@ -121,8 +129,7 @@ def test_a_store_grows_and_then_forgets_its_oldest_answers() -> None:
 def test_a_prediction_is_followed_and_found_again() -> None:
     predicted = list(range(100, 200))
     drafter = Predictions()
-    drafter.expect(0, tuple(predicted))
-    sequence = make([1, 2])
+    sequence = make([1, 2], prediction=tuple(predicted))
     first = drafter.propose(sequence, 4)
     assert first is not None and first.token_ids == (100, 101, 102, 103)
     for token in (100, 101, 7, 8, 9):  # 7, 8, 9 in place of 102
@@ -136,5 +143,4 @@ def test_a_prediction_is_followed_and_found_again() -> None:
         sequence.append(token)
     sequence.append(200)
     assert drafter.propose(sequence, 4) is None
-    drafter.forget([0])
-    assert not drafter.expected
+    assert drafter.propose(make([1, 2]), 4) is None, "a request without a prediction"

@@ -1,0 +1,155 @@
+"""Chooses the drafts of an engine's steps, and learns from what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from time import perf_counter
+
+from moe_serve.engine.drafting.acceptance import RETRY_TOKENS, Acceptance
+from moe_serve.engine.drafting.budget import choose_lengths
+from moe_serve.engine.drafting.draft import Draft, Drafter, DraftSource
+from moe_serve.engine.drafting.past_answers import PastAnswers
+from moe_serve.engine.drafting.step_times import StepTimes
+from moe_serve.engine.request.draft_counts import DraftCounter, DraftCounts
+from moe_serve.engine.request.request import DraftResult
+from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
+
+
+class Drafting:
+    """Asks drafters for drafts of the sequences that decode, and picks those worth verifying.
+
+    The engine calls `choose` when a step has been scheduled, `note` when it has ended, and `finish`
+    and `forget` when sequences end or leave. A draft lives for one step. It never changes a token,
+    so a wrong choice costs time only.
+    """
+
+    def __init__(
+        self,
+        drafters: Iterable[Drafter],
+        stop: StopRule,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        is_adaptive: bool = True,
+        past_answers: PastAnswers | None = None,
+    ) -> None:
+        """`past_answers` learns from finished answers; it is one of the drafters. Unless
+        `is_adaptive`, every draft is verified with `max_tokens` tokens, whatever it costs."""
+        self._drafters, self._past = tuple(drafters), past_answers
+        self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
+        self._vocab_size = vocab_size
+        self._acceptance, self._times = Acceptance(), StepTimes()
+        self._forced: dict[int, tuple[int, ...]] = {}  # from grammars, in the last step
+        self._counter = DraftCounter()
+
+    @property
+    def counts(self) -> DraftCounts:
+        """What became of all drafts so far. Safe from any thread."""
+        return self._counter.snapshot()
+
+    def choose(self, schedule: Schedule, most: int) -> dict[int, Draft]:
+        """Return the drafts to verify in a step of at most `most` more rows, by sequence id."""
+        clock = perf_counter()
+        chosen = self._choose(schedule, most)
+        self._counter.note_seconds(perf_counter() - clock)
+        return chosen
+
+    def expects(self, schedule: Schedule) -> bool:
+        """Return whether the step after this one, whose tokens are not known yet, will probably
+        have drafts. It must not begin ahead then."""
+        return bool(self._choose(schedule, len(schedule) * self._max_tokens, is_ahead=True))
+
+    def note(self, sequence_id: int, draft: Draft, num_accepted: int) -> DraftResult:
+        """Learn from a draft that was verified. `num_accepted` of its tokens were published."""
+        result = DraftResult(draft.source.value, len(draft.token_ids), num_accepted)
+        self._acceptance.note(sequence_id, draft, num_accepted)
+        self._counter.note(result)
+        return result
+
+    def note_step(self, num_rows: int, seconds: float) -> None:
+        """Learn the time of a step that read no prompt."""
+        self._times.observe(num_rows, seconds)
+
+    def note_forced(self, forced: Mapping[int, tuple[int, ...]]) -> None:
+        """Keep the tokens that grammars force after a step, for the drafts of the next one."""
+        self._forced = dict(forced)
+
+    def finish(self, sequences: Iterable[Sequence]) -> None:
+        """Learn from the answers of sequences that have ended well."""
+        if self._past is not None:
+            for sequence in sequences:
+                if sequence.page_keys and sequence.num_output_tokens:
+                    self._past.learn(sequence.page_keys[0], sequence)
+
+    def forget(self, sequence_ids: Collection[int]) -> None:
+        """Drop the state of sequences that have ended or moved away."""
+        self._acceptance.forget(sequence_ids)
+        for drafter in self._drafters:
+            drafter.forget(sequence_ids)
+
+    def _choose(self, schedule: Schedule, most: int, *, is_ahead: bool = False) -> dict[int, Draft]:
+        if self._past is not None and not is_ahead:
+            self._past.work()
+        drafts: dict[int, Draft] = {}
+        survivals: dict[int, list[float]] = {}
+        for key, (sequence, count) in schedule.items():
+            if not _may_draft(sequence, count) or self._acceptance.is_silent(key):
+                continue
+            draft = self._propose(sequence)
+            if draft is not None:
+                drafts[key], survivals[key] = draft
+        if not drafts:
+            return {}
+        if is_ahead:  # the first token will be known, so it is no draft
+            survivals = {key: each[1:] for key, each in survivals.items() if len(each) > 1}
+        if self._is_adaptive:
+            lengths = choose_lengths(survivals, len(schedule), most, self._times.seconds)
+            if is_ahead and not lengths and self._acceptance.is_due(drafts):
+                return drafts
+            if not is_ahead:
+                self._acceptance.chosen(lengths)
+                rest, num_left = drafts.keys() - lengths.keys(), most - sum(lengths.values())
+                num_retries = min(num_left // RETRY_TOKENS, 1 + len(schedule) // 16)
+                lengths |= self._acceptance.retries(rest, num_retries)
+        else:
+            lengths = {k: min(self._max_tokens, most // len(drafts)) for k in drafts}
+        return {key: drafts[key].cut(length) for key, length in lengths.items() if length}
+
+    def _propose(self, sequence: Sequence) -> tuple[Draft, list[float]] | None:
+        """Return the draft with the most tokens to expect, and their survivals."""
+        most = min(self._max_tokens, self._stop.num_left(sequence) - 1)
+        if most < 1:
+            return None
+        best: tuple[Draft, list[float]] | None = None
+        most_expected = 0.0
+        for draft in self._proposals(sequence, most):
+            kept = draft.cut(self._num_useful(sequence, draft))
+            if not kept.token_ids:
+                continue
+            survivals = self._acceptance.survivals(sequence.id, kept)
+            expected = sum(survivals)
+            if expected > most_expected:
+                best, most_expected = (kept, survivals), expected
+        return best
+
+    def _proposals(self, sequence: Sequence, most: int) -> Iterable[Draft]:
+        if forced := self._forced.get(sequence.id):
+            yield Draft(forced[:most], DraftSource.GRAMMAR, len(forced))
+        for drafter in self._drafters:
+            draft = drafter.propose(sequence, most)
+            if draft is not None:
+                yield draft
+
+    def _num_useful(self, sequence: Sequence, draft: Draft) -> int:
+        """Return the number of tokens before the first that ends the answer, as no row counts
+        behind it, or that the model has no embedding for."""
+        tokens, ends, size = draft.token_ids, self._stop.ends(sequence), self._vocab_size
+        if ends.isdisjoint(tokens) and max(tokens, default=0) < size:
+            return len(tokens)
+        return next(i for i, token in enumerate(tokens) if token in ends or token >= size)
+
+
+def _may_draft(sequence: Sequence, count: int) -> bool:
+    """Return whether a sequence gets its next token from one row, and the client lets it draft."""
+    is_decoding = count == 1 and sequence.num_pending_tokens == 1 and sequence.num_output_tokens > 0
+    return is_decoding and sequence.request.may_draft

@@ -1,0 +1,157 @@
+"""Samples the tokens of a step, and several for a sequence as long as they equal its draft.
+
+A drafted token is never "accepted" by a rule of its own. Each row is sampled with the request's own
+parameters and its own random number, as without drafts, and the next row counts only if the token
+equals the drafted one. So the tokens are those without drafts, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_serve.engine.execute.step_outcome import RowFailure
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.sampler import Sampled
+from moe_serve.engine.sampling.sampling_point import SamplingPoint
+from moe_serve.model.step_plan import SequenceSlice
+
+Sample = Callable[[Tensor, list[SamplingPoint]], list[Sampled | RowFailure]]
+_MOST_AT_ONCE = 1 << 18  # logits of drafted rows to sample before it is known if they count
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The runs of tokens that a step gave. All are by sequence id; see `StepOutcome`."""
+
+    sampled: dict[int, tuple[Sampled, ...]] = field(default_factory=dict)
+    failures: dict[int, RowFailure] = field(default_factory=dict)
+    spoiled: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The rows of one sequence: `first` is the row behind its last token, one more follows for
+    each drafted token."""
+
+    sequence: Sequence
+    first: int
+    draft: list[int]
+    run: list[Sampled] = field(default_factory=list)
+    failure: RowFailure | None = None
+    is_spoiled: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.sequence.num_tokens
+
+    def goes_on(self, token: Sampled | RowFailure) -> bool:
+        """Note the next token and return whether the row behind it counts.
+
+        A row that is not finite may be so because of a drafted token behind it, as attention may
+        multiply hidden values by 0. The next step computes it again, without drafts.
+        """
+        if isinstance(token, RowFailure):
+            self.failure = token
+            return False
+        if self.draft and not token.is_valid:
+            self.is_spoiled = True
+            return False
+        self.run.append(token)
+        place = len(self.run) - 1
+        return place < len(self.draft) and token.token_id == self.draft[place]
+
+
+def verify(
+    logits_RV: Tensor,
+    slices: Items[SequenceSlice],
+    sequences: Mapping[int, Sequence],
+    sample: Sample,
+) -> Verified:
+    """Sample the sequences that catch up in a step. Their tokens stay as they are.
+
+    logits_RV: the logits of the slices, one after the other.
+    sample: samples one token per row, each at its point; it must not raise.
+    """
+    walks, start = list[_Walk](), 0
+    for piece in slices:
+        sequence, start = sequences[piece.sequence_id], start + piece.num_logits
+        if piece.start + len(piece.token_ids) - piece.num_drafted == sequence.num_tokens:
+            walks.append(_Walk(sequence, start - 1 - piece.num_drafted, piece.drafted))
+    if not any(walk.draft for walk in walks):
+        _sample_once(logits_RV, walks, sample)
+    else:
+        begins = [walk.end for walk in walks]
+        try:
+            _sample_levels(logits_RV, walks, sample)
+        finally:
+            for walk, begin in zip(walks, begins, strict=True):
+                if walk.end > begin:
+                    walk.sequence.truncate(begin)
+    return Verified(
+        {walk.sequence.id: tuple(walk.run) for walk in walks if walk.run},
+        {walk.sequence.id: walk.failure for walk in walks if walk.failure is not None},
+        _spoiled(logits_RV, walks),
+    )
+
+
+def _sample_once(logits_RV: Tensor, walks: list[_Walk], sample: Sample) -> None:
+    """Sample one token for each sequence: no step has drafts."""
+    if not walks:
+        return
+    rows = [walk.first for walk in walks]
+    chosen = logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
+    points = [SamplingPoint(walk.sequence, walk.end) for walk in walks]
+    for walk, token in zip(walks, sample(chosen, points), strict=True):
+        walk.goes_on(token)
+
+
+def _sample_levels(logits_RV: Tensor, walks: list[_Walk], sample: Sample) -> None:
+    """Sample row by row of each sequence, those of all sequences together. Rows whose tokens depend
+    on no earlier token are sampled with the first ones."""
+    free = [walk for walk in walks if _is_free(walk, logits_RV.shape[-1])]
+    active = walks
+    while active:
+        rows, points, owners = list[int](), list[SamplingPoint](), list[_Walk]()
+        for walk in active:
+            ahead = len(walk.draft) if walk in free else 0
+            for place in range(1 + ahead):
+                rows.append(walk.first + len(walk.run) + place)
+                points.append(SamplingPoint(walk.sequence, walk.end + place))
+                owners.append(walk)
+        going = dict.fromkeys(map(id, active), True)
+        for walk, token in zip(owners, sample(logits_RV[rows], points), strict=True):
+            if going[id(walk)]:
+                going[id(walk)] = walk.goes_on(token)
+        active = [walk for walk in active if going[id(walk)]]
+        for walk in active:
+            walk.sequence.append(walk.run[-1].token_id)
+
+
+def _is_free(walk: _Walk, vocab_size: int) -> bool:
+    """Return whether all rows of a sequence may be sampled at once."""
+    if not walk.draft or len(walk.draft) * vocab_size > _MOST_AT_ONCE:
+        return False
+    return not SamplingPoint(walk.sequence, walk.end).depends_on_history
+
+
+def _spoiled(logits_RV: Tensor, walks: list[_Walk]) -> list[int]:
+    """Return the sequences with a row that is not finite behind their runs. Such a row may have
+    left NaNs in the sequence's pages."""
+    spoiled = [walk.sequence.id for walk in walks if walk.is_spoiled]
+    refused = [
+        (walk.first + place, walk.sequence.id)
+        for walk in walks
+        for place in range(max(len(walk.run), 1), len(walk.draft) + 1)
+    ]
+    if not refused:
+        return spoiled
+    sums = logits_RV[[row for row, _ in refused]].sum(dim=-1)
+    if bool(torch.isfinite(sums).all()):
+        return spoiled
+    is_finite = torch.isfinite(sums).tolist()
+    return spoiled + [key for (_, key), ok in zip(refused, is_finite, strict=True) if not ok]

@@ -1,0 +1,111 @@
+"""Holds the drafts of an engine's running step, with the pages that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from moe_serve.clock import Clock
+from moe_serve.engine.drafting.draft import Draft
+from moe_serve.engine.drafting.drafting import Drafting
+from moe_serve.engine.request.draft_counts import DraftCounts
+from moe_serve.engine.request.request import DraftResult
+from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.schedule.scheduler import Scheduler
+
+NO_DRAFTS: Mapping[int, Draft] = {}
+
+
+class StepDrafts:
+    """Connects a `Drafting` with a scheduler. Without one there are never any drafts.
+
+    Drafts take rows of the step's budget and free pages that are left after every sequence has its
+    own. They never preempt or evict, and pages for tokens that were refused are given back when the
+    step ends.
+    """
+
+    def __init__(self, scheduler: Scheduler, drafting: Drafting | None, clock: Clock) -> None:
+        self._scheduler, self._drafting, self._clock = scheduler, drafting, clock
+        self.running: Mapping[int, Draft] = NO_DRAFTS  # by sequence id
+        self._begun_at = self._ended_at = clock()
+        self._resting: set[int] = set()  # sequences that were spoiled: their next step has no draft
+
+    @property
+    def counts(self) -> DraftCounts:
+        return DraftCounts() if self._drafting is None else self._drafting.counts
+
+    def begin(self, schedule: Schedule) -> None:
+        """Choose the drafts of a step that has been scheduled."""
+        self.running = NO_DRAFTS
+        if self._drafting is None:
+            return
+        self._begun_at = self._clock()
+        if self._resting:
+            rested = self._resting & schedule.keys()
+            self._resting -= rested
+            schedule = {key: item for key, item in schedule.items() if key not in rested}
+        drafts: dict[int, Draft] = {}
+        chosen = self._drafting.choose(schedule, self._scheduler.num_spare_rows)
+        for key, draft in chosen.items():
+            sequence = schedule[key][0]
+            room = self._scheduler.give_draft_pages(sequence, len(draft.token_ids))
+            if room:
+                drafts[key] = draft.cut(room)
+        self.running = drafts
+
+    def allow_ahead(self, schedule: Schedule) -> bool:
+        """Return whether the next step may begin before this one has ended: this step has no
+        drafts, and the next one will probably have none."""
+        if self._drafting is None:
+            return True
+        return not (self.running or self._drafting.expects(schedule))
+
+    def result(self, sequence: Sequence, num_tokens: int) -> DraftResult | None:
+        """Learn from the draft of a sequence that got `num_tokens` tokens, if it had one."""
+        draft = self.running.get(sequence.id)
+        if draft is None or self._drafting is None:
+            return None
+        return self._drafting.note(sequence.id, draft, num_tokens - 1)
+
+    def give_back(self, sequences: Iterable[Sequence], spoiled: Collection[int]) -> None:
+        """Take back the pages behind the tokens of sequences. A `spoiled` one may have NaNs in the
+        rest of its last page, so it loses that page and computes its tokens again."""
+        for sequence in sequences:
+            if sequence.id in self.running and sequence.is_running:
+                num_kept = sequence.num_tokens
+                if sequence.id in spoiled:
+                    self._resting.add(sequence.id)
+                    size = sequence.page_size
+                    num_kept = (sequence.num_tokens - 1) // size * size
+                self._scheduler.truncate(sequence, num_kept)
+
+    def put_off(self, schedule: Schedule) -> Schedule:
+        """Return the part of a failed step that had no drafts. The others go on in the next step,
+        as their pages may hold anything."""
+        drafting = self.running.keys() & schedule.keys()
+        self.give_back([schedule[key][0] for key in drafting], drafting)
+        return {key: item for key, item in schedule.items() if key not in drafting}
+
+    def end(self, schedule: Schedule, forced: Mapping[int, tuple[int, ...]] | None) -> None:
+        """Learn the time of a step that has ended. `forced`: see `StepOutcome`; None if the step
+        failed."""
+        drafting, drafts, self.running = self._drafting, self.running, NO_DRAFTS
+        if drafting is None:
+            return
+        now, begun_at = self._clock(), max(self._begun_at, self._ended_at)
+        self._ended_at = now
+        drafting.note_forced(forced or {})
+        if forced is not None and all(count == 1 for _, count in schedule.values()):
+            num_drafted = sum(len(draft.token_ids) for draft in drafts.values())
+            drafting.note_step(len(schedule) + num_drafted, now - begun_at)
+
+    def finish(self, sequences: Iterable[Sequence]) -> None:
+        """Learn from the answers of sequences that end."""
+        if self._drafting is not None:
+            self._drafting.finish(sequences)
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """Drop the state of sequences that leave the engine."""
+        if self._drafting is not None:
+            ids = [sequence.id for sequence in sequences]
+            self._resting.difference_update(ids)
+            self._drafting.forget(ids)
