@@ -1,4 +1,4 @@
-"""Runs every contestant on every piece of work."""
+"""Runs every implementation on every piece of work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def run_layer(
     limits: DeviceLimits,
     say: Say,
 ) -> Iterator[WorkResult]:
-    """One result per number of tokens; a contestant is made once for all of them."""
+    """Returns one result per number of tokens; an implementation is created once for all of
+    them.
+    """
     weights = make_weights(shape, dtype, clock.device)
     found = contestants(clock.device, dtype)
     if clock.device.type == "cuda":

@@ -1,4 +1,6 @@
-"""The page of the HTTP API: every route with its fields, from the server's own schemas."""
+"""Generates the page of the HTTP API: every route with its fields, from the server's own
+schemas.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,7 @@ def _resolved(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Mapping[st
 
 
 def _kind(schema: Mapping[str, Any], known: Mapping[str, Any], depth: int = 0) -> str:
-    """A short description of what a field takes."""
+    """Returns a short description of the values that a field takes."""
     schema = _resolved(schema, known)
     options = schema.get("anyOf") or schema.get("oneOf")
     if options:
@@ -160,7 +162,7 @@ def _half_range(low: str, high: str) -> str:
 
 
 def _end(value: float | None) -> str:
-    """A bound; those of 64 bits go without saying."""
+    """Returns a bound as text; bounds of 64 bits are left out."""
     return "" if value is None or abs(value) >= 2**53 else f"{value:g}"
 
 
