@@ -89,7 +89,7 @@ def count_bursts(
     requests = routed.draw(size * times, rng)
     policy, table = expert_aware(64, tolerance, size * times)
     table.put(list(range(len(requests))), routed.predicted(requests, 0))
-    policy.split(_slices(requests)[:num_groups], num_groups)  # so it knows of how many groups
+    policy.split(_slices(requests)[:num_groups], num_groups)  # sets the number of groups
     policy.forget(range(num_groups))
     table.put(list(range(num_groups)), routed.predicted(requests[:num_groups], 0))
     chosen = _seated(policy, len(requests), size)

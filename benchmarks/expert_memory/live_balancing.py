@@ -135,7 +135,7 @@ def _alone(
             for delta in built.engine.step():
                 found[int(delta.request_id)] += delta.token_ids
         answers |= {index: tuple(tokens) for index, tokens in found.items()}
-        built.routes.remove(window)  # the other half is a surprise
+        built.routes.remove(window)  # the placement does not know the other half
     return answers, window.look().counts_LE, layers
 
 

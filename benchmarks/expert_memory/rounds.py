@@ -41,7 +41,7 @@ class Outcome:
     megabytes_read_per_token: Interval
     prefetched: int
     prefetch_hits: int
-    read_over_untold: Interval | None = None  # bytes over the same policy's that is told nothing
+    read_over_untold: Interval | None = None  # bytes relative to the policy without predictions
 
 
 @dataclass(frozen=True, slots=True)

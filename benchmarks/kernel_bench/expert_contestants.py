@@ -21,7 +21,7 @@ from moe_kernels.reference.expert_mlp import activate, combine_choices
 
 Layer = Callable[[LayerRows], Tensor]
 REFERENCE = "F.linear loop"
-BOUND = "dense bmm"  # the same work without routing: not a rival
+BOUND = "dense bmm"  # the same work without routing: not a competitor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ class RankJob:
     max_rows: int  # sequences at once
     host: str  # where this rank listens
     store_host: str
-    store_port: int  # 0: this rank serves the store, and says its port first
+    store_port: int  # 0: this rank serves the store, and prints its port first
     secret: str = field(repr=False)  # of the store
 
 

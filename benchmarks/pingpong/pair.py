@@ -98,7 +98,7 @@ def _answer(process: subprocess.Popen[str]) -> Any:
 
 def _write(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
     assert process.stdin is not None, "it is a pipe"
-    with suppress(BrokenPipeError):  # reading tells
+    with suppress(BrokenPipeError):  # the next read reports it
         process.stdin.write(json.dumps(message) + "\n")
         process.stdin.flush()
 

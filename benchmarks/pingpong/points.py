@@ -58,7 +58,7 @@ class Point:
     whole_s: float
     formula_s: float
     model_s: float
-    is_full: bool  # what the formula is for
+    is_full: bool  # the formula is for this case
 
     @property
     def tokens_per_s(self) -> float:

@@ -24,7 +24,7 @@ class Switch:
     patches: tuple[tuple[object, str, object], ...]
 
 
-_SHARP = 1e5  # cut to what exponents allow: hardly more than the peak itself counts
+_SHARP = 1e5  # limited by the range of exponents: only the peak matters
 
 
 def _sharp(**changes: Any) -> tuple[tuple[object, str, object], ...]:

@@ -31,7 +31,7 @@ VOCAB_SIZE = 4096  # of the demonstration model
 _WARM_UP_S = 5.0  # before the first measurement, and before the last
 _RECOVERY_S = 60.0  # until all ranks are back after the last blow
 _LOOK_S = 0.1
-_GAP_S = 10.0  # after a blow in which gaps count as its doing
+_GAP_S = 10.0  # after a blow, gaps are attributed to it
 _MAX_GROWTH_MIB, _MAX_GROWTH = 40.0, 4  # of the coordinator; of its descriptors and threads
 _WAKE_S = 4.0  # after it was frozen; by then it is fenced
 
@@ -170,7 +170,7 @@ async def _soak(
             and blows[0].at + _WARM_UP_S <= now
             and await asyncio.to_thread(striker.strike, blows[0])
         ):
-            blows.pop(0)  # a rank without a process yet is hurt a moment later
+            blows.pop(0)  # without a process: tried again a moment later
         if now > len(usages) * seconds / 20:
             usages.append(await asyncio.to_thread(served.usage))
         await asyncio.sleep(_LOOK_S)

@@ -99,7 +99,7 @@ async def keep_asking(
                 tokens = await asyncio.wait_for(ask(client, asked[index], tally), _REQUEST_LIMIT_S)
             except (httpx.HTTPError, ValueError, asyncio.TimeoutError) as error:
                 tally.failed.append(f"{type(error).__name__}: {error}")
-                await asyncio.sleep(0.1)  # a server that is gone need not be asked a million times
+                await asyncio.sleep(0.1)  # no rapid retries if the server is gone
                 continue
             tally.num_answers += 1
             tally.num_tokens += len(tokens)

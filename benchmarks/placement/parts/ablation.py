@@ -34,7 +34,7 @@ from placement.trace import read_halves
 _COLUMNS = ("problem", "without", "balance", "gap", "figure", "CPU s", "budget")
 _ENDLESS = 1_000_000  # rounds: the budget ends them
 _ILP_S = 6.0
-_WALL = 20.0  # wall time per CPU time at which a run is ended all the same
+_WALL = 20.0  # a run also ends at this multiple of its CPU budget, in wall time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from experts.placement.solvers.search.solver import Search
 from placement.part import Bar, PartResult, Setting, Stopwatch, timed
 from placement.trace import Halves, read_halves
 
-_CELLS = ((8, 2), (16, 4))  # devices, nodes; the bars are for the first
+_CELLS = ((8, 2), (16, 4))  # devices, nodes; the targets are for the first
 _COLUMNS = (
     "plan",
     "nodes/token",
