@@ -26,8 +26,8 @@ from routing_predictor.traces.recording import TraceHeader
 INTRODUCTION = """\
 # HTTP API: reference
 
-Every route and every field, from the server's own `/openapi.json`. What they mean, with examples,
-stands in [the HTTP API](http-api.md).
+This page lists every route and every field, from the server's own `/openapi.json`. [The HTTP
+API](http-api.md) explains them with examples.
 """
 _METHODS = ("get", "post", "put", "delete", "patch")
 

@@ -15,8 +15,8 @@ from moe_serve.cli.main import app
 INTRODUCTION = """\
 # The command line
 
-`moe-serve COMMAND --help` says the same. Exit codes: 0 done, 1 the server was not reached or
-something failed, 2 a mistake in what was asked for (one sentence says which), 130 interrupted.
+`moe-serve COMMAND --help` shows the same. Exit codes: 0 success; 1 the server was not reached,
+or something failed; 2 a mistake in the command, which one sentence describes; 130 interrupted.
 """
 _NAMES = {"str": "text", "int": "number", "float": "number", "bool": "", "Path": "path"}
 HIDDEN = frozenset({"help", "install_completion", "show_completion"})
