@@ -1,11 +1,11 @@
 """Runs a benchmark by its name, or lists the names.
 
-    python benchmarks/run.py                              the list
-    python benchmarks/run.py engine --help                what one takes
+    python benchmarks/run.py                              list the names
+    python benchmarks/run.py engine --help                list the options of a benchmark
     python benchmarks/run.py engine moe_serve/demo_model --peer transformers
 
-Modules below `benchmarks/` and `scripts/` can be imported while it runs. A benchmark is a module
-with a `main()` that reads `sys.argv` and returns the exit status; a new one is a new line below.
+Modules below `benchmarks/` and `scripts/` can be imported during the run. A benchmark is a module
+with a `main()` that reads `sys.argv` and returns the exit status; add a line below for a new one.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
     python scripts/compile_kernels.py --check         compare with docs/reference/kernel-coverage.md
     python scripts/compile_kernels.py --write         update that page
     python scripts/compile_kernels.py --only attention --targets 90
-    python scripts/compile_kernels.py --quick         each kernel and constant once: the tests
+    python scripts/compile_kernels.py --quick         only the cases that the tests compile
 
-The rules: no stack, no spills, shared memory within the chip's, matrix instructions where the case
-says so. The facts are cached by source, configuration and triton version; `--no-cache` forgets.
+The rules: no stack, no spills, no more shared memory than the chip has, and matrix instructions if
+the case requires them. Facts are cached by source, configuration and triton version; `--no-cache`
+compiles anew.
 """
 
 from __future__ import annotations

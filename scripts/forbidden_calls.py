@@ -45,7 +45,7 @@ KEYWORDS = frozenset({"shell", "allow_pickle", "trust_remote_code"})
 
 
 def findings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, what) for each forbidden import, call or keyword."""
+    """Returns (line, description) for each forbidden import, call or keyword."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -1,10 +1,11 @@
-"""deploy/requirements.lock: the versions of all packages that the server needs.
+"""Compares or writes deploy/requirements.lock: the versions of all packages that the server needs.
 
-    python scripts/lock.py --write     from the installed packages; without --write: only compare
+    python scripts/lock.py             compare with the installed packages
+    python scripts/lock.py --write     write the file from the installed packages
 
-It lists the dependencies of moe-serve with the extras `gpu` and `otel`, theirs, and so on, as the
-installed packages state them. torch's build (`+cpu`) is left out, so that one file serves CPUs and
-GPUs; what a CUDA build of torch brings is pinned by torch itself.
+The file lists the dependencies of moe-serve with the extras `gpu` and `otel`, and their
+dependencies, as the installed packages state them. The build of torch (`+cpu`) is left out, so that
+one file serves CPUs and GPUs; torch itself pins the packages of a CUDA build.
 """
 
 from __future__ import annotations

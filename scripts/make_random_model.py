@@ -3,7 +3,8 @@
     python scripts/make_random_model.py build/random-1b
     python scripts/make_random_model.py build/tiny --family mixtral --num-layers 2 --width 64
 
-The defaults make a Qwen3-MoE of 1.26 B parameters in bf16. Same flags and seed, same files.
+The defaults make a Qwen3-MoE of 1.26 B parameters in bf16. The same flags and seed give the same
+files.
 """
 
 from __future__ import annotations

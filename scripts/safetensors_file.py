@@ -1,6 +1,6 @@
 """Reads the tensors of a checkpoint folder as numpy views of the mapped files. Needs only numpy.
 
-numpy has no bfloat16: such a tensor comes as uint16, its bits.
+numpy has no bfloat16, so such a tensor is returned as uint16 with the same bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    """A file is the length of its header (uint64), the header as JSON, and the tensors' bytes."""
+    """Reads a file: the length of its header (uint64), the header as JSON, and the tensors'
+    bytes.
+    """
     mapped = np.memmap(path, dtype=np.uint8, mode="r")
     (length,) = struct.unpack("<Q", mapped[:8].tobytes())
     header: dict[str, Any] = json.loads(mapped[8 : 8 + length].tobytes())

@@ -3,7 +3,7 @@
     python scripts/structure.py
     python scripts/structure.py --single    also lists the files that a single module imports
 
-Lines include docstrings and comments. Tests are held to the ceiling of folders only. The last lines
+Lines include docstrings and comments. Only the limit on folders applies to tests. The last lines
 count files that a single module imports, and names that more than one file or class has.
 """
 
@@ -51,7 +51,9 @@ def function_sizes(folder: Path) -> list[Size]:
 
 
 def folder_sizes(folder: Path) -> list[Size]:
-    """Count the source files on each level; `__init__.py` says what a folder is and is left out."""
+    """Counts the source files on each level, without `__init__.py`, which only describes the
+    folder.
+    """
     counts = Counter(
         path.parent.as_posix()
         for path in folder.rglob("*")

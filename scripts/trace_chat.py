@@ -2,11 +2,11 @@
 
     PYTHONPATH=.:kernels python scripts/trace_chat.py
 
-Serves the demonstration model on a free port, streams one chat and records two stacks: that of the
-event loop when the request is handed to the engine's thread, and that of the engine's thread when
-an expert kernel is called for the first time. Prints them as one path, from the route's function to
-the kernel, and its length. Exits with 1 if the path is longer than the limits below, which
-tests/scripts/test_trace_chat.py keeps. Needs the demonstration model only; takes a few seconds.
+Serves the demonstration model on a free port, streams one chat and records two stacks: the event
+loop's when the request is handed to the engine's thread, and that of the engine's thread at the
+first call of an expert kernel. Prints them as one path, from the route's function to the kernel,
+with its length. Exits with 1 if the path is longer than the limits below, which
+tests/scripts/test_trace_chat.py checks. Takes a few seconds.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ cable.
     sudo python scripts/two_hosts.py moe-serve launch MODEL --attention-ranks 1 --expert-ranks 1 \\
         --node-rank {node} --num-nodes 2 --coordinator {coordinator}
 
-Runs the command in both. {node} is 0 or 1, {host} that node's address, {coordinator} HOST:PORT on
-node 0. Output has the host's name before each line; Ctrl-C or a failure ends both. Namespaces,
-cable and every process in them are gone afterwards. Needs root and iproute2.
+Runs the command in both hosts. {node} is 0 or 1, {host} the address of that node, {coordinator}
+HOST:PORT on node 0. Each line of output begins with the name of the host. Ctrl-C or a failure ends
+both commands. The namespaces, the cable and every process in them are then removed. Needs root and
+iproute2.
 """
 
 from __future__ import annotations
@@ -100,9 +101,10 @@ def two_hosts() -> Iterator[tuple[VirtualHost, VirtualHost]]:
 
 
 def _remove(host: VirtualHost) -> None:
-    """A namespace with a process in it would stay, without a name; so they are killed first.
+    """Removes a namespace after killing its processes; with a process in it, it would stay without
+    a name.
 
-    The namespace does not know yet of one that is just about to enter it.
+    A process that is just about to enter it is not known to the namespace yet.
     """
     for process in host.processes:
         if process.poll() is None:

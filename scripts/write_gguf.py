@@ -2,7 +2,7 @@
 
     envs/llama/bin/python scripts/write_gguf.py build/random-1b build/random-1b.gguf
 
-Needs the packages `gguf` and numpy. Norms and routers are written as fp32, as llama.cpp wants them.
+Needs the packages `gguf` and numpy. Norms and routers are written as fp32, as llama.cpp requires.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def main() -> int:
 
 
 def _check(config: dict[str, Any]) -> None:
-    """llama.cpp's Qwen3-MoE has MoE in every layer and weights that sum to 1 over the top-k."""
+    """Raises an error unless every layer has MoE and weights sum to 1 over the top-k, as
+    llama.cpp requires.
+    """
     if config["model_type"] != "qwen3_moe":
         raise SystemExit(f"model_type is {config['model_type']!r}: only qwen3_moe is written.")
     is_plain = config.get("decoder_sparse_step", 1) == 1 and not config.get("mlp_only_layers")
@@ -130,8 +132,9 @@ def _named(tensors: dict[str, Tensor], config: dict[str, Any]) -> Iterator[tuple
 
 
 def _write(writer: gguf.GGUFWriter, tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-    """Reads the tensors twice, for the table and for the bytes, so only one is in memory at a
-    time."""
+    """Reads the tensors twice, for the table and for the bytes, so that only one is in memory at
+    a time.
+    """
     for name, tensor in tensors():
         tensor = _as_stored(name, tensor)
         writer.add_tensor_info(

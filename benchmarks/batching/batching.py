@@ -2,8 +2,8 @@
 
     python benchmarks/run.py batching --texts CORPUS --predictor FOLDER --json build/batching.json
 
-CORPUS holds a folder per domain with valid*.txt or .txt.xz; FOLDER is written by
-`moe-serve predictor train request`. docs/internals/batching.md explains the counts and has figures.
+CORPUS has a folder per domain with valid*.txt or .txt.xz files; `moe-serve predictor train request`
+writes FOLDER. docs/internals/batching.md explains the counts and has figures.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ _ROWS, _COLUMNS = ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
 
 
 def write_wider(source: Path, target: Path, factor: int) -> None:
-    """Copy a Qwen3-MoE checkpoint of one file; its experts become `factor` times as wide.
+    """Copies a Qwen3-MoE checkpoint of one file with experts that are `factor` times as wide.
 
     Tokens and routing stay the same: gate and up get rows of zeros, and down gets columns that add
     nothing. A step then waits for the weights of its activated experts, as in a large model.
@@ -174,7 +174,9 @@ def write_wider(source: Path, target: Path, factor: int) -> None:
 
 
 def write_its_predictor(source: Path, target: Path, model: Path) -> None:
-    """Write the narrow model's request predictor for the wide one, which routes in the same way."""
+    """Writes the narrow model's request predictor for the wide model, which routes in the same
+    way.
+    """
     target.mkdir(parents=True)
     name = PredictorKind.REQUEST.value
     shutil.copy(source / f"{name}.safetensors", target / f"{name}.safetensors")

@@ -1,4 +1,4 @@
-"""Measures the policy's own cost in a step, in time of one core."""
+"""Measures the time that a batch policy takes in a step, on one core."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ Signature = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class SplitCost:
-    """Milliseconds of `split`: made from nothing, and when one sequence in a step is replaced."""
+    """Milliseconds of `split`: a new split, and a split after one sequence of a step was
+    replaced.
+    """
 
     num_sequences: int
     num_layers: int
@@ -40,7 +42,7 @@ class SplitCost:
 
 @dataclass(frozen=True, slots=True)
 class JoinCost:
-    """Milliseconds to choose the waiting requests that take the free seats of 64."""
+    """Milliseconds to choose the waiting requests that take the free seats among 64."""
 
     num_waiting: int
     num_free: int
@@ -51,7 +53,7 @@ class JoinCost:
 
 
 class _Kinds:
-    """Random signatures of eight kinds."""
+    """Random signatures of eight kinds of requests."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._shape, self.rng = (num_layers, num_experts), np.random.default_rng(0)
@@ -68,7 +70,7 @@ def time_splits() -> list[SplitCost]:
 
 
 def time_joins() -> list[JoinCost]:
-    """The costs of the largest shapes."""
+    """Measures the choice of joining requests with signatures of the largest shapes."""
     return [_time_join(shape, num_free) for shape in _SHAPES[1:] for num_free in _FREE]
 
 
@@ -122,7 +124,7 @@ def _sequence(key: int) -> Sequence:
 def _join_s(
     policy: ExpertAware, waiting: deque[Sequence], running: list[Sequence], num_free: int
 ) -> float:
-    """As the scheduler asks: each that is offered starts."""
+    """Returns the seconds of a choice; every request that the policy offers starts."""
     clock = time.thread_time()
     policy.prepare(waiting, running)
     for count, sequence in enumerate(policy.candidates(waiting, running), 1):

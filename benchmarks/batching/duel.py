@@ -1,4 +1,4 @@
-"""Decode throughput of two policies on one model: the same requests, in turns."""
+"""Compares the decode throughput of two policies on one model, with the same requests in turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_serve.offline.outputs import RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class DuelResult:
-    """Generated tokens per second of the processor, and their ratio round by round."""
+    """Generated tokens per second of processor time, and the ratio of both in each round."""
 
     policy: str
     size: int
@@ -31,8 +31,11 @@ class DuelResult:
 
 
 class Rival:
-    """A loaded model under one policy. The first round reads the prompts; the others find them in
-    the prefix cache, so that almost only decode is timed."""
+    """A loaded model with one policy.
+
+    The first round reads the prompts; later rounds find them in the prefix cache, so nearly only
+    decoding is timed.
+    """
 
     def __init__(
         self, model: str, policy: BatchPolicyName, size: int, num_pages: int,
@@ -46,7 +49,7 @@ class Rival:
     def round(
         self, prompts: list[list[int]], params: list[SamplingParams]
     ) -> tuple[float, list[RequestOutput]]:
-        """Seconds of the processor (what else runs there does not count), and what was answered."""
+        """Returns the seconds of processor time of this process, and the answers."""
         clock = time.process_time()
         outputs = self.llm.generate(prompts, params, use_progress_bar=False)
         return time.process_time() - clock, outputs
@@ -55,7 +58,7 @@ class Rival:
 def run_duel(
     fifo: Rival, other: Rival, name: str, requests: Sequence[Request], size: int, num_rounds: int
 ) -> DuelResult:
-    """Run an uncounted round of each, then `num_rounds`; the order alternates."""
+    """Runs one uncounted round of each and then `num_rounds` rounds, in alternating order."""
     rng = np.random.default_rng(0)
     prompts = [[int(token) for token in request.prefix(0)] for request in requests]
     lengths = rng.integers(SHORTEST, LONGEST + 1, len(prompts)).tolist()
@@ -84,5 +87,5 @@ def run_duel(
 
 
 def pages_for(num_requests: int) -> int:
-    """Count the pages that keep every prompt in the prefix cache."""
+    """Returns the number of pages that keep every prompt in the prefix cache."""
     return num_requests * (-(-(PREFIX + LONGEST) // 16) + 1)

@@ -1,4 +1,4 @@
-"""Activated experts against running requests, as a picture."""
+"""Plots the number of activated experts over the number of running requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STYLES = {
 
 
 def plot_counts(report: BatchingReport, path: Path) -> None:
-    """Left: one set of requests, split. Right: with the largest queue that was counted."""
+    """Draws two plots: one set of requests, split; and the largest queue that was counted."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The server's own policies, told signatures by the benchmark instead of by a server."""
+"""The server's policies with signatures that the benchmark sets."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from moe_serve.engine.schedule.policy.signature_table import SignatureTable
 
 
 class Told:
-    """A SignatureSource that does nothing: the table is filled from outside."""
+    """A SignatureSource that does nothing, because the benchmark fills the table."""
 
     is_on, has_predictor = True, False
     recall: float | None = None
     num_learnt: int | None = None
 
     def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Nothing is kept."""
+        """Does nothing: no state is kept."""
 
 
 def expert_aware(
     max_dimensions: int, tolerance: float, max_passed_over: int
 ) -> tuple[ExpertAware, SignatureTable]:
-    """A policy and its table; ages are never reached, so that a run is the same each time."""
+    """Returns a policy and its table; its limits of age are never reached, so runs can be
+    repeated.
+    """
     cost = ConcaveCost()
     table = SignatureTable(cost, max_dimensions)
     ageing = Ageing(max_passed_over, float("inf"), lambda: 0.0)

@@ -1,7 +1,8 @@
-"""A server with a queue: requests come, wait, run and end, and every step's experts are counted.
+"""Simulates a server with a queue, and counts the experts of every step.
 
-The number of waiting requests is kept at a multiple of the seats, so that a policy has a choice.
-Every request gets a seat in the end: one that was passed over too often is next.
+Requests arrive, wait, run and end. The number of waiting requests is kept at a multiple of the
+seats, so that a policy has a choice. Every request gets a seat in the end: a request that was
+passed over too often is next.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _TOKEN = np.zeros(1, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class QueueCount:
-    """A run: activated experts per step, and how long requests waited, in steps."""
+    """The results of a run: activated experts per step, and how many steps requests waited."""
 
     size: int
     pool: int
@@ -51,7 +52,7 @@ class _Job:
 
 
 class _Queue:
-    """One run of one policy; the same seed brings the same requests in the same order."""
+    """One run of one policy; the same seed gives the same requests in the same order."""
 
     def __init__(
         self, routed: Routed, size: int, pool: int, policy: BatchPolicy,
@@ -67,7 +68,7 @@ class _Queue:
         self.waits: list[int] = []
 
     def run(self, num_groups: int) -> list[int]:
-        """Activated experts of each step after the warm-up."""
+        """Returns the number of activated experts of each step after the warm-up."""
         counts = []
         for step in range(_WARM_UP + _STEPS):
             self._arrive(step)
@@ -116,7 +117,9 @@ class _Queue:
             self._waiting.remove(sequence)
 
     def _refresh(self) -> None:
-        """Refresh as LiveSignatures does: after the prompt, and then every few tokens."""
+        """Refreshes signatures as LiveSignatures does: after the prompt, and then every few
+        tokens.
+        """
         jobs = [self._jobs[s.id] for s in self._running if not self._jobs[s.id].done % REFRESH]
         if self._table is None or not jobs:
             return
@@ -151,7 +154,7 @@ def count_queue(
     seed: int,
     max_passed_over: int,
 ) -> list[QueueCount]:
-    """fifo and expert-aware on the same arrivals; the pool is `times` as large as the seats."""
+    """Runs fifo and expert-aware on the same arrivals, with `times` as many requests as seats."""
     found, pool, base = [], size * times, 0.0
     names = ["fifo", "history", *(["predictor and history"] if routed.predictor else [])]
     for name in names:

@@ -1,4 +1,4 @@
-"""The figures, as tables."""
+"""Prints the results as tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batching.splits import SplitCount
 
 @dataclass(frozen=True, slots=True)
 class SplitRow:
-    """A policy at one number of running requests, over all draws."""
+    """The results of a policy with one number of running requests, over all draws."""
 
     size: int
     policy: str
@@ -40,7 +40,7 @@ class SplitRow:
 
 @dataclass(frozen=True, slots=True)
 class QueueRow:
-    """A policy with a pool of waiting requests, over all runs."""
+    """The results of a policy with a pool of waiting requests, over all runs."""
 
     size: int
     pool: int
@@ -68,7 +68,7 @@ class QueueRow:
 
 @dataclass(slots=True)
 class BatchingReport:
-    """Everything that was measured."""
+    """All results of a run."""
 
     environment: dict[str, str]
     num_groups: int

@@ -1,11 +1,11 @@
 """Measures the time of a request prediction, and of learning from requests, on one CPU core.
 
-The table is by the number of requests at once and the tokens of their prefixes.
+The table has a row for each number of concurrent requests and length of their prefixes.
 
     python benchmarks/run.py request_prediction [FOLDER]
 
-FOLDER holds a trained request predictor; without it, random weights of the demonstration model's
-sizes are used. The aim is less than 1 ms per request.
+FOLDER contains a trained request predictor; without it, random weights of the demonstration model's
+sizes are used. The target is less than 1 ms per request.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _learning_seconds(num_layers: int, num_experts: int, top_k: int) -> tuple[float, float]:
-    """(to keep one token's choices, to learn from one request's 8 tokens), between steps."""
+    """Returns the seconds to keep the choices of one token, and to learn from a request's 8
+    tokens.
+    """
     rng = np.random.default_rng(0)
     shape = (_REQUESTS, num_layers, num_experts)
     predicted_RLE = rng.random(shape, dtype=np.float32) * 2 * top_k / num_experts

@@ -1,4 +1,4 @@
-"""Requests whose routing is known: pieces of documents, read by the model once.
+"""Requests with known routing: pieces of documents that the model has read once.
 
 N tokens, L layers, K choices, E experts, R requests.
 """
@@ -26,7 +26,7 @@ Signatures = NDArray[np.float32]  # [R, L, E]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of one document, and the experts that each chose."""
+    """The tokens of one document, and the experts that each token chose."""
 
     token_N: NDArray[np.int64]
     ids_NLK: NDArray[np.int64]
@@ -35,31 +35,35 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A place in a piece: what stands before it is the prompt, what follows is the answer."""
+    """A position in a piece: the tokens before it are the prompt, the tokens after it the
+    answer.
+    """
 
     piece: Piece
     start: int
 
     def choices(self, step: int) -> NDArray[np.int64]:
-        """[L, K] of the token of a step."""
+        """Returns the choices [L, K] of the token of a step."""
         chosen: NDArray[np.int64] = self.piece.ids_NLK[self.start + step]
         return chosen
 
     def past(self, step: int) -> NDArray[np.int64]:
-        """[N, L, K] of the prefix and of what was generated before the step."""
+        """Returns the choices [N, L, K] of the prefix and of the tokens generated before the
+        step.
+        """
         end = self.start + step
         chosen: NDArray[np.int64] = self.piece.ids_NLK[end - PREFIX : end]
         return chosen
 
     def prefix(self, step: int) -> NDArray[np.int64]:
-        """Token ids before the step."""
+        """Returns the token ids before the step."""
         end = self.start + step
         tokens: NDArray[np.int64] = self.piece.token_N[end - PREFIX : end]
         return tokens
 
 
 class Routed:
-    """Pieces of validation documents by domain, and a predictor where there is one."""
+    """Pieces of validation documents by domain, and a predictor if there is one."""
 
     def __init__(
         self, model: str | None, texts: Path, predictor: Path | None, max_tokens: int
@@ -89,18 +93,18 @@ class Routed:
         return {domain: len(pieces) for domain, pieces in sorted(self._by_domain.items())}
 
     def draw(self, count: int, rng: np.random.Generator) -> list[Request]:
-        """Draw `count` requests, evenly from all domains, in random order."""
+        """Draws `count` requests, evenly from all domains, in random order."""
         domains = sorted(self._by_domain)
         order = rng.permutation(np.resize(rng.permutation(len(domains)), count))
         return [self._request(domains[index], rng) for index in order]
 
     def predicted(self, requests: Sequence[Request], step: int) -> Signatures:
-        """By the predictor."""
+        """Returns the signatures that the predictor gives."""
         assert self.predictor is not None, "no predictor was given"
         return self.predictor.predict([request.prefix(step) for request in requests])
 
     def coming(self, requests: Sequence[Request], step: int, count: int) -> Signatures:
-        """Average the choices of the next `count` tokens: the best any predictor could do."""
+        """Averages the choices of the next `count` tokens: the best that a predictor could do."""
         ids = np.stack([r.piece.ids_NLK[r.start + step : r.start + step + count] for r in requests])
         chosen = (ids[..., None] == np.arange(self.num_experts)).any(axis=3)
         return np.asarray(chosen.mean(axis=1), dtype=np.float32)
@@ -112,7 +116,10 @@ class Routed:
 
 
 def num_activated(groups: Sequence[Sequence[NDArray[np.int64]]]) -> int:
-    """Experts with at least one row, summed over layers and groups; choices [L, K] of each row."""
+    """Counts experts with at least one row, summed over layers and groups.
+
+    The rows of a group have choices [L, K] each.
+    """
     total = 0
     for group in groups:
         ids_LN = np.concatenate(group, axis=1)

@@ -1,4 +1,6 @@
-"""One set of running requests, split by each policy: experts that their next tokens activate."""
+"""Splits one set of running requests by each policy, and counts the experts of their next
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ MakeSignatures = Callable[[Items[Request]], Signatures]
 
 @dataclass(frozen=True, slots=True)
 class SplitCount:
-    """Activated experts of one draw under one policy, over those under fifo."""
+    """Activated experts of one draw under one policy, relative to fifo."""
 
     size: int
     policy: str
@@ -36,7 +38,7 @@ class SplitCount:
 
 
 def signature_makers(routed: Routed) -> dict[str, MakeSignatures]:
-    """The signatures by name, as known when the horizon begins."""
+    """Returns the signatures by name, as they are known when the horizon begins."""
     makers: dict[str, MakeSignatures] = {"history": lambda rs: _history(routed, rs, None)}
     if routed.predictor is not None:
         makers["predictor"] = lambda rs: routed.predicted(rs, 0)
@@ -48,7 +50,7 @@ def signature_makers(routed: Routed) -> dict[str, MakeSignatures]:
 def count_splits(
     routed: Routed, size: int, num_groups: int, tolerance: float, rng: np.random.Generator
 ) -> list[SplitCount]:
-    """Every policy on the same draw."""
+    """Runs every policy on the same draw."""
     requests = routed.draw(size, rng)
     slices = _slices(requests)
     splits: dict[str, tuple[MicroBatch, ...]] = {
@@ -78,13 +80,16 @@ def count_bursts(
     tolerance: float,
     rng: np.random.Generator,
 ) -> list[SplitCount]:
-    """Let `times` as many requests as seats arrive at once; choose the seated ones and split them.
-    fifo takes the first ones. No request has a history yet."""
+    """Lets `times` as many requests as seats arrive together, chooses which get a seat, and splits
+    them.
+
+    fifo takes the first ones. No request has a history yet.
+    """
     assert routed.predictor is not None, "no predictor was given"
     requests = routed.draw(size * times, rng)
     policy, table = expert_aware(64, tolerance, size * times)
     table.put(list(range(len(requests))), routed.predicted(requests, 0))
-    policy.split(_slices(requests)[:num_groups], num_groups)  # so it knows of how many groups
+    policy.split(_slices(requests)[:num_groups], num_groups)  # sets the number of groups
     policy.forget(range(num_groups))
     table.put(list(range(num_groups)), routed.predicted(requests[:num_groups], 0))
     chosen = _seated(policy, len(requests), size)

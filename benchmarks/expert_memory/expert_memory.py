@@ -3,11 +3,11 @@
     python benchmarks/run.py expert_memory --json build/expert_memory.json
     python benchmarks/run.py expert_memory --predictor moe_serve/demo_model/predictor
 
-With a request predictor each policy but LRU runs a second time, told what the requests of a step
-will need. Of the demonstration model, or of a wider random one (`--random`), for which there is no
-next-layer predictor, so that this policy is left out. The page cache makes
-reading experts as cheap as packing them; `--latency-us` and `--gigabytes-per-s` stand for a slower
-disk.
+With a request predictor, every policy except LRU runs a second time, with predictions of the
+experts that the requests of a step will need. The model is the demonstration model or a wider
+random one (`--random`); the random one has no next-layer predictor, so that policy is left out.
+With the page cache, reading an expert costs no more than packing it; `--latency-us` and
+`--gigabytes-per-s` imitate a slower disk.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _engine(
 
 
 def _expert_bytes(folder: Path) -> int:
-    """Bytes of all routed experts, packed in two bytes a value."""
+    """Returns the bytes of all routed experts, packed with two bytes per value."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = ("hidden_size", "moe_intermediate_size", "num_experts", "num_hidden_layers")
     width, expert_width, num_experts, num_layers = (config[name] for name in names)
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """The storage of the experts. Reads of two threads overlap, as on a disk with a queue."""
+    """The storage of the experts. Reads by two threads overlap, as on a disk with a queue."""
 
     latency_s: float = 0.0  # of each tensor
     bytes_per_s: float = float("inf")
@@ -186,7 +186,9 @@ class Tier:
 
 
 class SlowReader(WeightReader):
-    """Slow only where experts are read while requests run; loading is as ever."""
+    """A reader that is slow only for experts that are read while requests run, not while
+    loading.
+    """
 
     def __init__(self, folder: Path, config: HFConfig, tier: Tier, *, is_copying: bool) -> None:
         super().__init__(Checkpoint(folder, is_copying=is_copying), config)
@@ -205,9 +207,9 @@ class SlowReader(WeightReader):
 
 
 def slow_weights(tier: Tier) -> OpenWeights:
-    """Open weights for `build_engine` on a slower disk than this machine's.
+    """Opens weights for `build_engine` on a simulated slow disk.
 
-    Every read while serving waits.
+    Every read delays only while the server answers requests.
     """
 
     def open_weights(folder: Path, config: HFConfig) -> SlowReader:

@@ -1,14 +1,15 @@
-"""Measures a re-balance under load: step times before, during and after, and balance.
+"""Measures live balancing under load: step times before, during and after moves, and the balance.
 
     python benchmarks/run.py live_balancing --seconds 60 --interval 15 --json build/live.json
     python benchmarks/run.py live_balancing --plan rotate --seconds 60 --interval 8 --max-moves 32
 
-The server starts with the worst placement for its first requests: experts by how often these choose
-them, the hottest on rank 0. Halfway the requests change to other prompts. Every answer is compared
-with that of one process; the exit status is 0 only if none differs and something moved.
+The server starts with the worst placement for its first requests: the experts in the order of their
+loads, with the hottest on rank 0. After half of the time the requests change to other prompts.
+Every answer is compared with that of one process. The exit status is 0 only if no answer differs
+and something moved.
 
-`--plan rotate`: no search; all experts move to the next rank each time, as balanced as before. So
-steps beside a move, and those between moves, differ in nothing else.
+With `--plan rotate` there is no search: all experts move to the next rank each time, and the
+balance stays the same. Steps during a move and between moves therefore differ only in the move.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Answers = dict[int, tuple[int, ...]]  # by the question
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step as its callers saw it."""
+    """The times of one step, as its caller measured them."""
 
     at_s: float
     seconds: float
@@ -100,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _questions(options: argparse.Namespace) -> list[tuple[int, ...]]:
-    """The first half of the list is asked first, of one half of the texts; then the other."""
+    """Returns the prompts: the first half comes from one half of the texts, the rest from the
+    other.
+    """
     streams = token_streams(options.texts, Tokenizer.load(demo_model_folder()))
     middle, count = len(streams) // 2, options.questions
     halves = (streams[:middle], streams[middle:])
@@ -115,7 +118,9 @@ def _request(number: int, prompt: Sequence[int], num_tokens: int) -> GenerationR
 def _alone(
     questions: list[tuple[int, ...]], options: argparse.Namespace
 ) -> tuple[Answers, np.ndarray, list[int]]:
-    """The answers of one process, and what its first half of questions chose."""
+    """Returns the answers of one process, and the experts that its first half of the prompts
+    chose.
+    """
     built = build_engine(_config(options, None))
     layers = [i for i, layer in enumerate(built.spec.layers) if layer.is_sparse]
     window = LoadWindow(len(layers), built.spec.router.num_experts)
@@ -130,12 +135,12 @@ def _alone(
             for delta in built.engine.step():
                 found[int(delta.request_id)] += delta.token_ids
         answers |= {index: tuple(tokens) for index, tokens in found.items()}
-        built.routes.remove(window)  # the other half is a surprise
+        built.routes.remove(window)  # the placement does not know the other half
     return answers, window.look().counts_LE, layers
 
 
 def _worst(counts_LE: np.ndarray, layers: list[int], num_ranks: int) -> Placement:
-    """Runs of experts in the order of their loads."""
+    """Returns a placement with consecutive experts in the order of their loads on each rank."""
     num_experts = counts_LE.shape[1]
     ranks_of = {}
     for layer, counts_E in zip(layers, counts_LE, strict=True):
@@ -146,7 +151,7 @@ def _worst(counts_LE: np.ndarray, layers: list[int], num_ranks: int) -> Placemen
 
 
 def _rotated(job: PlanJob) -> PlanAnswer:
-    """Every expert to the next rank."""
+    """Returns the placement with every expert moved to the next rank."""
     num_ranks = len(job.slots)
     ranks_of = [[[(r + 1) % num_ranks for r in each] for each in layer] for layer in job.ranks_of]
     return PlanAnswer(ranks_of=ranks_of, solver="rotate")
@@ -159,7 +164,7 @@ def _drive(
     answers: Answers,
     options: argparse.Namespace,
 ) -> Run:
-    """Always `clients` streams, each asking the next question when it has its answer."""
+    """Runs `clients` streams; each sends its next prompt when it has its answer."""
     run, numbers, start, first = Run(), itertools.count(), time.perf_counter(), control.plan()
     open_: dict[int, tuple[int, list[int]]] = {}  # request -> question, tokens
     next_look, next_plan, before = 0.0, options.interval, start
@@ -222,8 +227,10 @@ def _report(run: Run, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _over_idle(steps: Sequence[Step]) -> dict[str, Any]:
-    """The p99 of steps while plans are made or experts copied, over that of all others, with 95%
-    bootstrap intervals."""
+    """Returns the ratio of 99th percentiles: steps during plans or copies over all other steps.
+
+    The result has a 95% bootstrap interval.
+    """
     rng, found = np.random.default_rng(0), dict[str, Any]()
     idle = np.array([step.seconds for step in steps if step.phase.startswith("idle")])
     for phase in ("planning", "copying"):
@@ -243,7 +250,7 @@ def _over_idle(steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def _config(options: argparse.Namespace, placement: str | None) -> EngineConfig:
-    """`placement` None: one process."""
+    """Returns the configuration of a server; without a placement it is one process."""
     config = EngineConfig(
         model=ModelConfig(num_threads=1),
         cache=CacheConfig(num_pages=2048),

@@ -2,9 +2,10 @@
 
     python benchmarks/run.py replica_choice --json build/replica_choice.json
 
-Routing of the demonstration model: prompts of mixed domains are run, and what every row chose is
-kept. Placements: equal runs of experts, and more copies of those that are chosen most, each on the
-rank that has least of the load without it. Micro-batches are drawn from the rows of all prompts.
+The routing is that of the demonstration model: prompts of mixed domains are run, and the choices of
+every row are kept. Placements have equal numbers of consecutive experts per rank, and additional
+copies of the most chosen experts, each on the rank with the least load without it. Micro-batches
+are drawn from the rows of all prompts.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _choices(options: argparse.Namespace) -> Choices:
-    """Return the routing of all rows of the prompts, by layer."""
+    """Returns the routing of all rows of the prompts, by layer."""
     kept: dict[int, list[NDArray[np.int64]]] = {}
     dispatch = LocalTransport.dispatch
 
@@ -83,7 +84,7 @@ def _choices(options: argparse.Namespace) -> Choices:
 def _placement(
     ids_TK: NDArray[np.int64], num_experts: int, num_ranks: int, extra: int
 ) -> list[list[int]]:
-    """`extra` more copies on each rank."""
+    """Returns a placement with `extra` additional copies on each rank."""
     load_E = np.bincount(ids_TK.reshape(-1), minlength=num_experts).astype(float)
     ranks_of = [[expert * num_ranks // num_experts] for expert in range(num_experts)]
     room = [extra] * num_ranks

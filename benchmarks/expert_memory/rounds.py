@@ -18,7 +18,7 @@ TOLD = ", told"  # suffix of the name of an engine that gets request predictions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean over rounds with the bounds of a 95% bootstrap interval."""
+    """A mean over rounds with its 95% bootstrap interval."""
 
     mean: float
     low: float
@@ -30,7 +30,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One engine over all rounds."""
+    """The results of one engine over all rounds."""
 
     name: str
     tokens_per_s: Interval
@@ -41,7 +41,7 @@ class Outcome:
     megabytes_read_per_token: Interval
     prefetched: int
     prefetch_hits: int
-    read_over_untold: Interval | None = None  # bytes over the same policy's that is told nothing
+    read_over_untold: Interval | None = None  # bytes relative to the policy without predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def run_rounds(
     rounds: Sequence[Sequence[tuple[int, ...]]],
     num_tokens: int,
 ) -> list[Outcome]:
-    """The first round warms up. Raises if two engines answer differently."""
+    """Runs all rounds; the first one is a warm-up. Raises if two engines answer differently."""
     turns: dict[str, list[_Turn]] = {name: [] for name in engines}
     for number, prompts in enumerate(rounds):
         order = list(engines)[:: 1 if number % 2 else -1]

@@ -1,4 +1,4 @@
-"""Prompts of mixed domains: pieces of texts in turn, drawn with a seed."""
+"""Prompts of mixed domains: pieces of the texts in turn, drawn with a seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUILT_IN = (
 
 
 def token_streams(paths: Sequence[Path], tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of each text: of the files (.xz too), or built in."""
+    """Returns the tokens of each text: of the given files (.xz too), or of built-in texts."""
     texts = [_text(path) for path in paths] or [text * 40 for text in BUILT_IN]
     return [tokenizer.encode(text) for text in texts]
 
@@ -32,7 +32,7 @@ def token_streams(paths: Sequence[Path], tokenizer: Tokenizer) -> list[list[int]
 def draw(
     streams: Sequence[Sequence[int]], count: int, num_tokens: int, seed: int
 ) -> list[tuple[int, ...]]:
-    """Draw `count` pieces from the streams in turn."""
+    """Draws `count` pieces from the streams in turn."""
     rng = np.random.default_rng(seed)
     pieces = []
     for index in range(count):

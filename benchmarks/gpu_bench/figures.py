@@ -1,4 +1,6 @@
-"""Derives figures from an entrant's times: rates, and their share of the device's limits."""
+"""Computes the figures of an entrant from its times: rates, and their share of the device's
+limits.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ RATES = ("single_decode_tok_s", "batch_decode_tok_s", "batch_total_tok_s", "pref
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """From medians; None: not measured. Decode alone is a long answer less a one-token answer."""
+    """Figures from medians; None if not measured.
+
+    The time of decoding alone is that of a long answer minus that of a one-token answer.
+    """
 
     ttft_s: float | None
     batch_first_s: float | None  # until every prompt of the batch has its first token
@@ -44,13 +49,13 @@ def figures_of(outcome: Outcome, work: Work) -> Figures:
 
 
 def limits_of(machine: MachineLimits, size: ModelSize, work: Work) -> dict[str, float]:
-    """The best possible rates, tokens per second: activated weights and KV over the bandwidth."""
+    """Returns the best possible tokens per second: activated weights and KV over the bandwidth."""
     best = roofline(machine, size, work)
     return {name: float(getattr(best, name)) for name in RATES}
 
 
 def _rate(num_tokens: int, seconds: float | None, less: float | None) -> float | None:
-    """None too where the clock's noise swallowed the work."""
+    """Returns the rate, or None if the noise of the clock is larger than the work."""
     if seconds is None or less is None or seconds <= less:
         return None
     return num_tokens / (seconds - less)

@@ -1,14 +1,13 @@
 """Runs everything that needs a GPU, in pieces: tests, tuning, kernels, the whole engine.
 
-    make gpu-bench ARGS="--seconds 570"       as often as it takes: each call goes on with the rest
+    make gpu-bench ARGS="--seconds 570"       repeat until all is done: each call continues
     python benchmarks/run.py gpu_all --list
     python benchmarks/run.py gpu_all --only tests engine --again
 
-Each piece writes its results as it goes; which are done stands in
-benchmarks/results/<device>/progress.json, what they printed beside it in logs/. The most telling
-pieces come first. One that is cut by `--seconds` runs again in a later call, behind those that have
-not had their turn, and what it had written stays; one that failed is not repeated without
-`--again`.
+Each piece writes its results while it runs. benchmarks/results/<device>/progress.json lists the
+pieces that are done; their output is in logs/ beside it. The most informative pieces come first. A
+piece that `--seconds` interrupts runs again in a later call, after the pieces that have not run
+yet, and keeps the results that it had written. A piece that failed is repeated only with `--again`.
 """
 
 from __future__ import annotations
@@ -42,8 +41,12 @@ _LEAST_S = 30.0  # no piece is begun with less time left
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """`part`: tests, tuning, kernels or engine. `command`: after the interpreter. `needs`: modules
-    without which it is left out. `limit_s`: it is cut after them, and ends for this call."""
+    """A piece of work: `part` is tests, tuning, kernels or engine, `command` follows the
+    interpreter.
+
+    Without the modules in `needs` the piece is skipped. After `limit_s` it is interrupted, and is
+    not continued in this call.
+    """
 
     name: str
     part: str
@@ -54,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The result of a piece: "done", "failed", "cut" (by the time) or "left out"."""
+    """The result of a piece: "done", "failed", "cut" (interrupted) or "left out"."""
 
     state: str
     seconds: float
@@ -86,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def all_pieces() -> list[Piece]:
-    """In the order in which they run."""
+    """Returns the pieces in the order in which they run."""
     return [
         *_tests(),
         _tuning(FIRST_LAYER, _TUNING_S),
@@ -98,7 +101,9 @@ def all_pieces() -> list[Piece]:
 
 
 def _tests() -> list[Piece]:
-    """CUDA graphs first: they are what nothing but a GPU can test. Then the sets, then the rest."""
+    """Returns the tests: CUDA graphs first, because only a GPU can test them; then the sets;
+    then the rest.
+    """
     files = sorted(path.name for path in (ROOT / _GPU_TESTS).glob("test_*.py"))
     rest = [name for name in files if name not in (*_FIRST_TESTS, _COMPILED_ELSEWHERE)]
     return [
@@ -108,7 +113,9 @@ def _tests() -> list[Piece]:
 
 
 def _test(name: str, files: Iterable[str]) -> Piece:
-    """Warnings of other versions are no failures here, and compiling may take its time."""
+    """Returns a piece that runs tests. Warnings of other versions do not fail it, and compiling
+    may take long.
+    """
     return Piece(
         name=f"tests: {name}",
         part="tests",
@@ -137,7 +144,7 @@ def _engine(entrant: str) -> Piece:
 
 
 def run(pieces: list[Piece], folder: Path, seconds: float | None, *, is_again: bool) -> int:
-    """-> 0 if nothing failed, in this call or before."""
+    """Runs the pieces; returns 0 if none failed, in this call or before."""
     ends = float("inf") if seconds is None else time.monotonic() + seconds
     path = folder / "progress.json"
     records = read_records(path)
@@ -157,7 +164,7 @@ def run(pieces: list[Piece], folder: Path, seconds: float | None, *, is_again: b
 
 
 def in_turn(pieces: list[Piece], records: Mapping[str, Record], *, is_again: bool) -> list[Piece]:
-    """Those to run: the ones that were cut behind the others."""
+    """Returns the pieces to run, with interrupted ones after the others."""
     if is_again:
         return pieces
     states = {piece.name: records[piece.name].state for piece in pieces if piece.name in records}
@@ -166,7 +173,7 @@ def in_turn(pieces: list[Piece], records: Mapping[str, Record], *, is_again: boo
 
 
 def run_piece(piece: Piece, folder: Path, left_s: float) -> Record:
-    """Its output goes to its log, which the next run of it replaces."""
+    """Runs a piece; its output goes to its log, which the next run of the piece replaces."""
     missing = [name for name in piece.needs if importlib.util.find_spec(name) is None]
     if missing:
         return Record(state="left out", seconds=0.0, last_line=f"{', '.join(missing)} missing")
@@ -198,7 +205,7 @@ def run_piece(piece: Piece, folder: Path, left_s: float) -> Record:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminate the process, so that it can end its children; kill it after a while."""
+    """Terminates the process, so that it can end its children, and kills it after a while."""
     process.terminate()
     try:
         process.wait(_STOP_S)
@@ -208,7 +215,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """moe_serve need not be installed, nothing is downloaded, kernels are never interpreted."""
+    """Returns the environment of a piece: no installation, no downloads, no interpreter of
+    Triton.
+    """
     more = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": "0"}
     return child_environment() | more
 

@@ -1,11 +1,11 @@
 """Measures the whole engine on a GPU with random weights, beside limits and transformers.
 
-    python benchmarks/run.py gpu_engine                         Qwen3-30B-A3B, what is missing yet
+    python benchmarks/run.py gpu_engine                         the missing results of Qwen3-30B-A3B
     python benchmarks/run.py gpu_engine --entrants moe-serve --again
     python benchmarks/run.py gpu_engine --tiny --device cpu --json build/tiny.json
 
 One stream and 64 streams of 512 tokens in and 128 out. Results are added to
-benchmarks/results/<device>/engine.json as they come. See benchmarks/README.md.
+benchmarks/results/<device>/engine.json one by one. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measured_machine(device: torch.device, arguments: argparse.Namespace) -> MachineLimits:
-    """The copy bandwidth and the matrix rate, as the benchmark `kernels` measures them."""
+    """Returns the copy bandwidth and the matrix rate, measured as by the benchmark `kernels`."""
     dtype = getattr(torch, arguments.dtype)
     if arguments.tiny:
         limits = measure_limits(
@@ -132,7 +132,7 @@ def run_all(
     report: ModelReport,
     path: Path,
 ) -> None:
-    """One entrant after the other; the file is written after each."""
+    """Runs one entrant after the other, and writes the file after each."""
     vocab_size = read_spec(folder).vocab_size
     for name in arguments.entrants:
         entrant = entrant_of(name)
@@ -170,7 +170,7 @@ def run_here(job: Job) -> Outcome:
 
 
 def run_apart(job: Job, folder: Path, limit_s: float) -> Outcome:
-    """Run a job in a process of its own. The results so far of one that ends early are kept."""
+    """Runs a job in a separate process. If it ends early, its results so far are kept."""
     asked, answer = folder / "job.json", folder / "outcome.json"
     job.write(asked)
     answer.unlink(missing_ok=True)

@@ -1,4 +1,5 @@
-"""transformers' `generate` with a static cache, its model built on the device from the config.
+"""Runs transformers' `generate` with a static cache; the model is built on the device from the
+config.
 
 E experts, D model width, F expert width.
 """
@@ -22,7 +23,9 @@ _GATE_UP, _DOWN = ".gate_up_proj", ".down_proj"
 
 
 class Transformers:
-    """Decoding is compiled by `generate` itself where the entrant asks for it, on a GPU."""
+    """transformers as an engine. On a GPU, `generate` compiles decoding if the entrant requests
+    it.
+    """
 
     def __init__(self, job: Job) -> None:
         self._device = torch.device(job.device)
@@ -67,8 +70,11 @@ class Transformers:
         return answers
 
     def _cache(self, num_prompts: int, num_prompt_tokens: int) -> StaticCache:
-        """One for each kind of prompts, as long as their longest answers: nothing is compiled anew.
-        The last one is let go where another is made, so only one takes memory."""
+        """Returns a cache for a kind of prompts, as long as its longest answer, so nothing is
+        compiled again.
+
+        Only the last cache is kept, so that only one takes memory.
+        """
         key = (num_prompts, num_prompt_tokens)
         if key not in self._caches:
             self._caches.clear()
@@ -80,7 +86,8 @@ class Transformers:
 
 
 def _fill(model: Any, folder: Path, device: torch.device) -> bool:
-    """Give the model the weights that our engine has; False where names are not told apart.
+    """Gives the model the same weights as our engine; returns False if names cannot be
+    distinguished.
 
     transformers fuses experts that checkpoints store one by one.
     """
@@ -96,7 +103,9 @@ def _fill(model: Any, folder: Path, device: torch.device) -> bool:
 
 
 def _parts(name: str, parameter: Tensor, stored: Mapping[str, Shape]) -> list[tuple[str, Tensor]]:
-    """The stored weights that make a parameter, and where each goes; none: it is not known."""
+    """Returns the stored weights that make a parameter with their places; empty if they are not
+    known.
+    """
     if stored.get(name) == tuple(parameter.shape):
         return [(name, parameter)]
     prefix, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The models that are measured: a config.json in a folder, and what follows from it."""
+"""The measured models: a config.json in a folder, and the sizes derived from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model_names() -> list[str]:
 
 
 def write_model(folder: Path, name: str, *, is_tiny: bool) -> None:
-    """The config of `configs/models/`, with a tiny model's sizes if wanted (Qwen3-MoE only)."""
+    """Writes the config of `configs/models/`; with tiny sizes on request (only Qwen3-MoE)."""
     config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))
     if is_tiny:
         if config["model_type"] != "qwen3_moe":
@@ -50,7 +50,9 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def stored_weights(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this config has, experts in the family's first layout."""
+    """Returns every tensor of a checkpoint with this config, experts in the family's first
+    layout.
+    """
     config = HFConfig.read(folder)
     family = family_of(config)
     names = family.names_in(lambda _: True)
@@ -59,7 +61,9 @@ def stored_weights(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def model_size(folder: Path, dtype: str, expert_bits: float | None = None) -> ModelSize:
-    """Parameters by what a token touches. `expert_bits`: of an expert's weight, if packed."""
+    """Counts the parameters that a token touches; `expert_bits` is the size of a packed expert
+    weight.
+    """
     spec = read_spec(folder)
     counts = {"expert": 0, "dense": 0, "head": 0, "embedding": 0}
     for name, shape in stored_weights(folder).items():

@@ -1,4 +1,4 @@
-"""moe-serve's engine, colocated, on random weights: no tokenizer and no server around it."""
+"""Runs moe-serve's engine in one process on random weights, without a tokenizer or a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 
 
 class OwnEngine:
-    """On a CPU the native kernels, or torch's where experts are packed."""
+    """moe-serve's engine. On a CPU it uses the native kernels, or torch's for packed experts."""
 
     def __init__(self, job: Job) -> None:
         entrant, work, device = job.entrant, job.work, torch.device(job.device)
@@ -58,7 +58,9 @@ class OwnEngine:
         }
 
     def generate(self, prompts: list[list[int]], num_output: int) -> list[list[int]]:
-        """-> `num_output` token ids for each prompt, greedily; RuntimeError if one failed."""
+        """Returns `num_output` greedy token ids for each prompt. Raises RuntimeError if one
+        fails.
+        """
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_output)
         answers: dict[str, list[int]] = {}
         for prompt in prompts:

@@ -1,6 +1,6 @@
-"""Random weights made on the device, tensor by tensor: a model of any size without a checkpoint.
+"""Creates random weights on the device, tensor by tensor: a model of any size without a checkpoint.
 
-A weight depends on its name, its shape and the seed alone, so two engines that ask for the same
+A weight depends only on its name, its shape and the seed, so two engines that request the same
 names get the same model. Scales keep activations and logits near 1 at any depth.
 
 N outputs, K inputs.
@@ -32,7 +32,7 @@ _EXPONENT_BIAS = 127
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFormat:
-    """A storage format of the experts' matrices. `bits`: of a weight, as the kernels hold it."""
+    """A storage format of the experts' matrices; `bits` is the size of a weight in the kernels."""
 
     form: MatrixForm
     table: ByteTable
@@ -56,9 +56,10 @@ EXPERT_FORMATS: Mapping[str, ExpertFormat] = {
 
 
 class RandomWeights:
-    """A WeightSource for `build_engine`: floats drawn in `dtype` for any dtype of the reader.
+    """A WeightSource for `build_engine`: floats drawn in `dtype`, whatever dtype the reader
+    requests.
 
-    `expert_format`: of the routed experts; "" for floats too.
+    `expert_format` is the format of the routed experts; "" gives floats for them too.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class RandomWeights:
         return self._dtype
 
     def expect(self, name: str, shape: Shape) -> None:
-        """Return True: every tensor exists."""
+        """Returns True: every tensor exists."""
 
     def read(
         self, name: str, shape: Shape, dtype: torch.dtype, expert: int | None = None
     ) -> Tensor:
-        """Draw a fused weight [E, ...] expert by expert: the same bits as single draws."""
+        """Draws a fused weight [E, ...] expert by expert, with the same bits as single draws."""
         if expert is None and len(shape) == 3:
             return torch.stack([self.read(name, shape, dtype, e) for e in range(shape[0])])
         shape = shape if expert is None else shape[1:]
@@ -105,7 +106,7 @@ class RandomWeights:
         return self._format.form if is_packed and self._format is not None else None
 
     def read_packed(self, name: str, shape: Shape, expert: int | None = None) -> QuantisedMatrix:
-        """Random codes with one scale for all."""
+        """Returns random codes with one scale for all."""
         assert self._format is not None, f"{name} is stored in floats"
         num_rows, num_columns = shape if expert is None else shape[1:]
         form, std = self._format.form, self._std(name, (num_rows, num_columns))
@@ -125,7 +126,7 @@ class RandomWeights:
         )
 
     def done(self, name: str, expert: int | None = None) -> None:
-        """Nothing is kept."""
+        """Does nothing: no state is kept."""
 
     def copying(self) -> RandomWeights:
         return self
@@ -133,7 +134,9 @@ class RandomWeights:
     def _codes(
         self, num_rows: int, num_columns: int, generator: torch.Generator
     ) -> tuple[Tensor, float]:
-        """Bytes [N, B], and what their values are to be times for a standard deviation of 1."""
+        """Returns bytes [N, B], and the factor that gives their values a standard deviation of
+        1.
+        """
         assert self._format is not None, "only for packed experts"
         values = self._format.form.values
         if values == "e4m3":  # random bytes would hold NaN
@@ -160,7 +163,7 @@ class RandomWeights:
 def random_weights(
     device: torch.device, dtype: torch.dtype, expert_format: str
 ) -> Callable[[Path, HFConfig], RandomWeights]:
-    """For `build_engine`'s `open_weights`: nothing of the folder but its config is read."""
+    """Opens random weights for `build_engine`; only the config of the folder is read."""
 
     def open_weights(folder: Path, config: HFConfig) -> RandomWeights:
         num_layers = config.positive_int("num_hidden_layers", "num_layers")

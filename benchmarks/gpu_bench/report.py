@@ -1,4 +1,4 @@
-"""The file of results, which runs add to, and its table with the targets."""
+"""The file of results, to which runs add, and its table with the targets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COLUMNS = (
 
 @dataclass(slots=True, kw_only=True)
 class ModelReport:
-    """One model's entrants. `limits`: by entrant, the best possible rates."""
+    """The entrants of one model; `limits` has the best possible rates by entrant."""
 
     model: str
     dtype: str
@@ -42,7 +42,7 @@ class ModelReport:
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def merge(self, path: Path) -> None:
-        """Take over earlier entrants, if they had the same work in the same dtype."""
+        """Takes over earlier entrants if they had the same work in the same dtype."""
         earlier = _read(path).get("models", {}).get(self.model)
         if earlier is None or (earlier["work"], earlier["dtype"]) != (
             asdict(self.work),
@@ -54,7 +54,7 @@ class ModelReport:
             self.limits[name] = entry["limits"]
 
     def write(self, path: Path) -> None:
-        """Other models in the file stay."""
+        """Writes the report of one model into the file; other models in the file stay."""
         content = _read(path)
         mine = {
             "dtype": self.dtype,
@@ -76,7 +76,7 @@ class ModelReport:
         path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
     def verdicts(self) -> dict[str, str]:
-        """Each target: met, missed, or not measured."""
+        """Returns each target with its result: met, missed, or not measured."""
         own = self._figures(BASE)
         peers = [self._figures(name) for name in self.outcomes if name.startswith("transformers")]
         found = {}
@@ -130,7 +130,7 @@ class ModelReport:
         return figures_of(outcome, self.work) if outcome else None
 
     def _agreement(self, name: str) -> str:
-        """Count the leading tokens that equal those of moe-serve in floats."""
+        """Counts the leading tokens that equal those of moe-serve in floats."""
         base = self.outcomes.get(BASE)
         mine = self.outcomes[name]
         has_same = mine.facts.get("weights") == "the same as ours" or name.endswith("no graphs")

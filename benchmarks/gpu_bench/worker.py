@@ -1,6 +1,7 @@
-"""One engine, measured: `python -m gpu_bench.worker JOB OUTCOME`, in a process of its own on a GPU.
+"""Measures one engine in a separate process on a GPU: `python -m gpu_bench.worker JOB OUTCOME`.
 
-So what one engine leaves in the device's memory, or breaks, is gone before the next one starts.
+When the process ends, so does everything that the engine left in the device's memory, before the
+next one starts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ROOM = 1.1  # of the weights: activations, cache and graphs come on top
 
 
 class Engine(Protocol):
-    """Something that continues prompts greedily, never stopping early."""
+    """An interface: continues prompts greedily and never stops early."""
 
     @property
     def facts(self) -> dict[str, str]: ...
@@ -40,7 +41,8 @@ def main() -> None:
 
 
 def hide_our_kernels() -> None:
-    """Take the repository off `sys.path`: transformers would import our folder as `kernels`.
+    """Removes the repository from `sys.path`, because transformers would import our folder as
+    `kernels`.
 
     The modules of ours that its adapter needs are imported before that.
     """
@@ -55,7 +57,7 @@ def hide_our_kernels() -> None:
 
 
 def run_job(job: Job, save: Save) -> Outcome:
-    """Make the engine and give it each kind of work; report a failure in one line."""
+    """Creates the engine and gives it each kind of work; reports a failure in one line."""
     outcome = Outcome(error=refusal(job))
     if not outcome.error:
         started = time.perf_counter()
@@ -73,7 +75,7 @@ def run_job(job: Job, save: Save) -> Outcome:
 
 
 def refusal(job: Job) -> str:
-    """Why the job cannot even begin; "" if it can."""
+    """Returns the reason why the job cannot begin, or an empty text."""
     if job.entrant.engine == PEER and importlib.util.find_spec("transformers") is None:
         return "transformers is not installed here"
     if torch.device(job.device).type == "cuda":
@@ -87,7 +89,7 @@ def refusal(job: Job) -> str:
 
 
 def make_engine(job: Job) -> Engine:
-    """The module of the engine is imported here alone: transformers may be missing."""
+    """Creates the engine; its module is imported only here, because transformers may be missing."""
     module = "own_engine" if job.entrant.engine == OWN else "hugging_face"
     name = "OwnEngine" if job.entrant.engine == OWN else "Transformers"
     made: Engine = getattr(importlib.import_module(f"gpu_bench.{module}"), name)(job)
@@ -95,7 +97,9 @@ def make_engine(job: Job) -> Engine:
 
 
 def _run_kinds(job: Job, engine: Engine, outcome: Outcome, save: Save) -> None:
-    """Every entrant gets the same prompts. A kind that fails leaves the others to be tried."""
+    """Gives every entrant the same prompts. After a kind of work failed, the others are still
+    tried.
+    """
     for kind in job.work.kinds():
         rng = random.Random(f"{job.work.seed} {kind.num_prompts} {kind.num_prompt_tokens}")
         try:
@@ -110,7 +114,7 @@ def _run_kinds(job: Job, engine: Engine, outcome: Outcome, save: Save) -> None:
 
 
 def _run_kind(job: Job, engine: Engine, outcome: Outcome, kind: Kind, rng: random.Random) -> None:
-    """Once as it is timed, to compile and capture, and then `repeat` times."""
+    """Runs a kind of work once to compile and capture, and then `repeat` times."""
     for round_ in range(job.work.repeat + 1):
         prompts = make_prompts(rng, kind, job.vocab_size)
         started = time.perf_counter()
@@ -126,7 +130,7 @@ def _run_kind(job: Job, engine: Engine, outcome: Outcome, kind: Kind, rng: rando
 
 
 def told(error: BaseException) -> str:
-    """Return one line of a failure: the first one for torch's out-of-memory errors."""
+    """Returns one line about a failure: the first line for torch's out-of-memory errors."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
 

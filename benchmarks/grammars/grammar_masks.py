@@ -4,9 +4,9 @@
     python benchmarks/run.py grammar_masks --vocabulary 150000
     python benchmarks/run.py grammar_masks --different 10000
 
-A larger vocabulary than the demonstration model's is made of pairs of its tokens: of the right
-size, but of no real model. The masks are put on random logits by the host's sampler. The last of
-these sends so many schemas that are never the same, and says what memory they leave behind.
+A vocabulary larger than the demonstration model's consists of pairs of its tokens: it has a
+realistic size, but belongs to no real model. The host's sampler applies the masks to random logits.
+`--different` compiles that many different schemas and reports the memory that remains in use.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def main() -> int:
 
 
 def _send_different(num_schemas: int, words: Vocabulary) -> None:
-    """Memory, of this process since the first schema and of the one that compiles them first."""
+    """Returns the memory of this process since the first schema, and that of the compiling
+    process.
+    """
     gate = GrammarGate(Grammars(lambda: words))
     print(
         f"{'schemas':>8}{'here, MiB more':>16}{'worker, MiB':>13}{'compiled':>10}{'verdicts':>10}"
@@ -125,7 +127,7 @@ def _send_different(num_schemas: int, words: Vocabulary) -> None:
 
 
 def _own_mib(pid: int) -> float:
-    """Return the private memory of the process, without pages of files."""
+    """Returns the private memory of the process, without pages of files."""
     memory = psutil.Process(pid).memory_info()
     return float(memory.rss - getattr(memory, "shared", 0)) / 2**20
 
@@ -133,7 +135,9 @@ def _own_mib(pid: int) -> float:
 def _walk(
     constraint: Constraint, words: Vocabulary, ids: list[int], runs: int
 ) -> tuple[float, list[float]]:
-    """Milliseconds to compile (median), and microseconds of every mask on the way."""
+    """Returns the median milliseconds to compile, and the microseconds of every mask of an
+    answer.
+    """
     compiled, masks = [], []
     for _ in range(runs):
         clock = time.perf_counter()
@@ -149,7 +153,7 @@ def _walk(
 
 
 def _ban(vocab_size: int, num_rows: int) -> float:
-    """Microseconds of the copy of the logits and the ban."""
+    """Returns the microseconds to copy the logits and ban tokens in them."""
     logits_SV = torch.randn(num_rows, vocab_size)
     bits = np.full((num_rows, num_words(vocab_size)), 0x55555555, np.uint32)
     masks, seconds = TokenMasks(np.arange(num_rows), bits), []

@@ -4,11 +4,11 @@
     python benchmarks/run.py hostile_grammars --same
     python benchmarks/run.py hostile_grammars --only "a: a a" --seconds 20 --attention-ranks 1
 
-Starts a server with the demonstration model. For each grammar, 64 clients ask for 96 tokens each,
-again and again, every time with a grammar that the server has not seen (a comment or a title
-differs; with --same it is compiled once, and all clients run at once). A neighbour sends one
-request of 8 tokens after the other; the table says how long these took, and how many of the
-clients' requests ended with which status. The first row is without a grammar.
+Starts a server with the demonstration model. For each grammar, 64 clients repeatedly request 96
+tokens. Each request has a grammar that the server has not seen, because a comment or a title
+differs. (With --same a grammar is compiled once, and all clients run at once.) Another client sends
+requests for 8 tokens, one after the other. The table has the times of these requests, and the
+statuses of the 64 clients' requests. The first row is without a grammar.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Holds what all benchmarks share: machine limits, model sizes, work, spawned servers."""
+"""Parts that all benchmarks share: machine limits, model sizes, work, spawned servers."""

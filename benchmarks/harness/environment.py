@@ -11,7 +11,9 @@ _PACKAGES = ("moe-serve", "torch", "transformers", "safetensors")
 
 
 def describe_environment() -> dict[str, str]:
-    """CPU, cores, Python and package versions; "absent" for a package that is not installed."""
+    """Returns CPU, cores, Python and package versions; "absent" for packages that are not
+    installed.
+    """
     return {
         "cpu": _cpu_name(),
         "cores": str(os.cpu_count()),
@@ -21,14 +23,16 @@ def describe_environment() -> dict[str, str]:
 
 
 def child_environment(num_threads: int | None = None) -> dict[str, str]:
-    """For a process that imports moe_serve, installed or not; same threads for every library."""
+    """Returns the environment of a process that imports moe_serve; all libraries use as many
+    threads.
+    """
     root = Path(__file__).resolve().parents[2]
     paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
     return os.environ | _threads(num_threads) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def worker_environment(num_threads: int, *, is_own: bool) -> dict[str, str]:
-    """A peer's interpreter sees its own packages only, never what our PYTHONPATH adds."""
+    """Returns the environment of a peer's interpreter, which sees only its own packages."""
     if is_own:
         return child_environment(num_threads)
     environment = os.environ | _threads(num_threads)

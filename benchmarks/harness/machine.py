@@ -16,7 +16,7 @@ _ROUNDS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineLimits:
-    """With `num_threads` threads, the best of some rounds."""
+    """The best rates of some rounds, with `num_threads` threads."""
 
     num_threads: int
     read_gb_s: float  # 1e9 bytes per second
@@ -25,13 +25,15 @@ class MachineLimits:
     busy_cores: float = 0.0  # that others used just before: above a few tenths, measure again
 
     def gemm_gflop_s(self, dtype: str) -> float:
-        """The rate for weights of `dtype`; half precision may compute in fp32 if that is faster."""
+        """Returns the rate for weights of `dtype`; half precision may compute in fp32 if that is
+        faster.
+        """
         half = max(self.gemm_bf16_gflop_s, self.gemm_fp32_gflop_s)
         return self.gemm_fp32_gflop_s if dtype == "float32" else half
 
 
 def measure_limits(num_threads: int) -> MachineLimits:
-    """Takes about ten seconds; nothing else should run."""
+    """Measures the limits in about ten seconds; other programs should not run meanwhile."""
     torch.set_num_threads(num_threads)
     return MachineLimits(
         num_threads=num_threads,
@@ -43,7 +45,7 @@ def measure_limits(num_threads: int) -> MachineLimits:
 
 
 def _read_bandwidth() -> float:
-    """The better of a sum and a matrix-vector product over the same buffer."""
+    """Returns the better of a sum and a matrix-vector product over the same buffer."""
     width = 4096
     matrix = torch.ones(_READ_BYTES // 4 // width, width)
     vector = torch.ones(width)

@@ -1,4 +1,4 @@
-"""Bytes and operations of a checkpoint, read from config.json and the safetensors headers."""
+"""Counts bytes and operations of a checkpoint from config.json and the safetensors headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Counts of parameters, by what a token has to touch."""
+    """Counts of parameters, grouped by when they are read."""
 
     num_layers: int
     num_experts: int
@@ -40,7 +40,7 @@ class ModelSize:
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of one expert of one layer."""
+        """Returns the bytes of one expert of one layer."""
         return self.expert * (self.expert_bits or 8.0 * self.item_bytes) / 8.0
 
     @property
@@ -50,25 +50,31 @@ class ModelSize:
         return others * self.item_bytes + round(experts)
 
     def touched_experts(self, num_rows: int) -> float:
-        """Expected different experts of one layer that `num_rows` rows choose, if all are alike."""
+        """Returns the expected number of experts of a layer that `num_rows` rows choose, if all
+        are equally likely.
+        """
         share = self.top_k / self.num_experts
         return self.num_experts * (1 - (1 - share) ** num_rows)
 
     def step_bytes(self, num_rows: int, num_kv_tokens: int) -> float:
-        """Bytes that one step reads: dense weights, the touched experts, the KV cache."""
+        """Returns the bytes that one step reads: dense weights, the touched experts, the KV
+        cache.
+        """
         experts = self.num_layers * self.touched_experts(num_rows) * self.expert_bytes
         kv = num_kv_tokens * self.num_layers * self.kv_width
         return self.item_bytes * (self.dense + self.head + kv) + experts
 
     def step_flop(self, num_rows: int, num_logit_rows: int, num_kv_tokens: float) -> float:
-        """Multiplications and additions; `num_kv_tokens` is the sum over rows of their context."""
+        """Returns multiplications and additions; `num_kv_tokens` is the sum of the context of
+        all rows.
+        """
         active = self.dense + self.num_layers * self.top_k * self.expert
         attention = 2 * num_kv_tokens * self.attention_width * self.num_layers
         return 2 * (num_rows * active + num_logit_rows * self.head + attention)
 
 
 def read_model_size(folder: Path, dtype: str) -> ModelSize:
-    """`dtype` "auto" means the checkpoint's own."""
+    """Reads the sizes of a checkpoint; the dtype "auto" is the checkpoint's own."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     counts = {"expert": 0, "dense": 0, "head": 0, "embedding": 0}

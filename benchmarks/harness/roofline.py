@@ -11,7 +11,7 @@ from .work import Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The least time of one step, and which limit sets it."""
+    """The least time of one step, and the limit that sets it."""
 
     seconds: float
     limit: str  # "memory" or "compute"
@@ -19,7 +19,9 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """The best possible figures. A model that fits the CPU's caches may beat a memory limit."""
+    """The best possible figures. A model that fits into the CPU's caches may exceed a memory
+    limit.
+    """
 
     ttft_s: float
     single_decode_tok_s: float
@@ -30,7 +32,7 @@ class Roofline:
 
 
 def roofline(machine: MachineLimits, size: ModelSize, work: Work) -> Roofline:
-    """Expected touched experts as if the router chose evenly."""
+    """Computes the limits; the number of touched experts is that of an even router."""
     first = _prefill(machine, size, 1, work.single_prompt)
     single = _decode(machine, size, 1, work.single_prompt + work.single_output / 2)
     batch = _decode(machine, size, work.batch_size, work.batch_prompt + work.batch_output / 2)
@@ -60,7 +62,9 @@ def _decode(machine: MachineLimits, size: ModelSize, num_rows: int, context: flo
 
 
 def _prefill(machine: MachineLimits, size: ModelSize, num_prompts: int, length: int) -> Bound:
-    """A row at position p attends to p + 1 tokens: length / 2 on average. One logit row each."""
+    """Returns the bound of a prompt: a row attends to half of its length on average; one row has
+    logits.
+    """
     num_rows = num_prompts * length
     flop = size.step_flop(num_rows, num_prompts, num_rows * length / 2)
     return _bound(machine, size, size.step_bytes(num_rows, 0), flop)

@@ -1,4 +1,4 @@
-"""A `moe-serve serve` of our own for the time of a benchmark."""
+"""Starts a `moe-serve serve` for the time of a benchmark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _STOP_LIMIT_S = 60.0
 
 @contextmanager
 def spawned_server(options: str) -> Iterator[str]:
-    """Start it on a free port with `options` added, wait until it is ready, -> its URL; stop it."""
+    """Starts a server on a free port with additional `options`, yields its URL when it is ready,
+    stops it.
+    """
     port = _free_port()
     command = [sys.executable, "-m", "moe_serve", "serve", "--port", str(port)]
     process = subprocess.Popen(

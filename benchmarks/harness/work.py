@@ -1,4 +1,6 @@
-"""The work given to every engine. Standard library only: a peer's interpreter imports it too."""
+"""The work of every engine. It uses only the standard library, because a peer's interpreter
+imports it too.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,14 @@ class Work:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Returns the number of tokens of the longest sequence."""
         single = self.single_prompt + self.single_output
         return max(single, self.batch_prompt + self.batch_output, self.prefill_prompt + 1)
 
     def kinds(self) -> tuple[Kind, ...]:
-        """The one-token answers are there to be taken off the long ones."""
+        """Returns the kinds of work; times of one-token answers are subtracted from those of
+        long answers.
+        """
 
         def kind(name: str, num_prompts: int, num_prompt_tokens: int, num_output: int) -> Kind:
             return Kind(
@@ -64,7 +68,7 @@ class Work:
 
 
 def make_prompts(rng: random.Random, kind: Kind, vocab_size: int) -> list[list[int]]:
-    """Random ids, so that no two prompts share a prefix that a cache could keep."""
+    """Returns random ids, so that no two prompts share a prefix that a cache could keep."""
     return [
         [rng.randrange(_NUM_SPECIAL, vocab_size) for _ in range(kind.num_prompt_tokens)]
         for _ in range(kind.num_prompts)

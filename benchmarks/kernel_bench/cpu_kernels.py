@@ -39,7 +39,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`run(layer)` reads `num_bytes` of weights or pages and does `flop` operations."""
+    """A call to measure: `run(layer)` reads `num_bytes` of weights or pages and does `flop`
+    operations.
+    """
 
     name: str
     run: Callable[[int], object]
@@ -48,7 +50,7 @@ class Case:
 
 
 def expert_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
-    """Routed rows: what a decode step and a prompt ask of a layer's experts."""
+    """Returns the routed rows of a decode step and of a prompt for a layer's experts."""
     gate, down = (torch.randn(F, D) / 32).to(dtype), (torch.randn(D, F) / 32).to(dtype)
     weights = [ExpertWeights(gate, gate, down)] * E
     banks = [kernels.experts(weights, GatedActivation()) for _ in range(NUM_LAYERS)]
@@ -65,7 +67,7 @@ def expert_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def linear_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
-    """The projection to queries, keys and values."""
+    """Returns the projection to queries, keys and values."""
     outputs = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     layers = [kernels.linear(torch.randn(outputs, D).to(dtype)) for _ in range(16)]
     for num_rows in (1, 16, 1024):
@@ -79,7 +81,7 @@ def linear_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def attention_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
-    """Prompts, and decode steps of one or many sequences."""
+    """Returns prompts, and decode steps of one or many sequences."""
     for num_sequences, start, count in ((1, 0, 1024), (1, 200, 1), (16, 200, 1), (1, 4000, 1)):
         num_keys = num_sequences * sum(range(start + 1, start + count + 1))
         num_stored = num_sequences * (start + count)
@@ -120,7 +122,9 @@ def _attention(
 
 
 def best_time(case: Case, seconds: float) -> float:
-    """Return the least time of a call, with alternating layers: noise only ever adds time."""
+    """Returns the least time of a call, with alternating layers, because noise can only add
+    time.
+    """
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 5 or time.perf_counter() < end:

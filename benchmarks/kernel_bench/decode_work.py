@@ -22,7 +22,9 @@ SDPA = "SDPA, no pages"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeScene:
-    """qkv [S, (H + 2 Hkv) D]; pages 1 and up belong to the sequences, page 0 is empty."""
+    """The tensors of a step: qkv [S, (H + 2 Hkv) D]; pages from 1 on belong to sequences, page 0
+    is empty.
+    """
 
     qkv: Tensor
     pages: KVPages
@@ -59,7 +61,9 @@ def make_scene(shape: DecodeShape, dtype: torch.dtype, device: torch.device) -> 
 
 
 def own_decode(shape: DecodeShape, scene: DecodeScene, kernels: Kernels) -> Decode:
-    """Rotation, writing the new key and value, and attention. The plan is made once per step."""
+    """Runs rotation, writing the new key and value, and attention. The plan is made once per
+    step.
+    """
     num, device = shape.num_sequences, scene.qkv.device
     step = StepRows(
         np.ones(num, dtype=np.int64),
@@ -74,7 +78,7 @@ def own_decode(shape: DecodeShape, scene: DecodeScene, kernels: Kernels) -> Deco
 
 
 def sdpa_decode(shape: DecodeShape, scene: DecodeScene) -> Decode:
-    """Attention alone, over a cache that lies in one piece: an easier task than ours."""
+    """Runs attention alone over a contiguous cache, which is an easier task than ours."""
     attention, num = shape.attention, shape.num_sequences
     tables = torch.tensor(scene.page_tables, device=scene.qkv.device)
     keys, values = (
@@ -89,14 +93,14 @@ def sdpa_decode(shape: DecodeShape, scene: DecodeScene) -> Decode:
 
 
 def least_bytes(shape: DecodeShape, dtype: torch.dtype) -> float:
-    """Every key and value of every sequence once."""
+    """Returns the bytes of every key and value of every sequence, each read once."""
     attention = shape.attention
     num_values = 2 * attention.num_kv_heads * attention.head_dim
     return float(shape.num_sequences * (shape.context + 1) * num_values * dtype.itemsize)
 
 
 def operations(shape: DecodeShape) -> float:
-    """Scores and weighted sums: two products of two operations each."""
+    """Returns the operations of scores and weighted sums, two for each product."""
     attention = shape.attention
     per_key = 4.0 * attention.num_heads * attention.head_dim
     return shape.num_sequences * (shape.context + 1) * per_key

@@ -1,6 +1,6 @@
-"""The contestants of an expert layer: our kernels, torch's operators, and installed peers.
+"""The implementations of an expert layer: our kernels, torch's operators, and installed peers.
 
-Each is made once per layer from the same weights, and then called with rows.
+Each is created once per layer from the same weights, and then called with rows.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from moe_kernels.reference.expert_mlp import activate, combine_choices
 
 Layer = Callable[[LayerRows], Tensor]
 REFERENCE = "F.linear loop"
-BOUND = "dense bmm"  # the same work without routing: not a rival
+BOUND = "dense bmm"  # the same work without routing: not a competitor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertContestant:
-    """`make` reads weights [E, ..] and gives the layer. `is_capturable`: by a CUDA graph."""
+    """One implementation: `make` creates the layer from weights [E, ..].
+
+    `is_capturable` says that a CUDA graph can capture it.
+    """
 
     name: str
     make: Callable[[LayerWeights], Layer]
@@ -35,7 +38,7 @@ class ExpertContestant:
 
 
 def contestants(device: torch.device, dtype: torch.dtype) -> list[ExpertContestant]:
-    """The reference first, then ours, then the others that this machine has."""
+    """Returns the reference first, then our kernels, then the others that this machine has."""
     found = [ExpertContestant(name=REFERENCE, make=_linear_loop, is_capturable=False)]
     if device.type == "cpu":
         names: list[KernelsName] = ["torch"]
@@ -67,7 +70,9 @@ def _own(
 
 
 def _hidden(gate_up: Tensor, weights: LayerWeights) -> Tensor:
-    """[R, 2F] -> [R, F], as models do it: SwiGLU in the model's dtype, others in fp32."""
+    """Maps [R, 2F] to [R, F] as models do: SwiGLU in the model's dtype, other activations in
+    fp32.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     if not weights.shape.has_bias:
         return F.silu(gate) * up
@@ -75,7 +80,7 @@ def _hidden(gate_up: Tensor, weights: LayerWeights) -> Tensor:
 
 
 def _linear_loop(weights: LayerWeights) -> Layer:
-    """One pair of linears per activated expert; the counts go through the host."""
+    """Runs one pair of linears per activated expert, with the counts on the host."""
 
     def layer(rows: LayerRows) -> Tensor:
         order, source, ids = _sorted(rows)
@@ -96,7 +101,7 @@ def _linear_loop(weights: LayerWeights) -> Layer:
 
 
 def _grouped_mm(weights: LayerWeights) -> Layer:
-    """torch's grouped product over sorted rows."""
+    """Runs torch's grouped product over sorted rows."""
     product: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
     gate_up, down = weights.gate_up.transpose(1, 2), weights.down.transpose(1, 2)
 
@@ -116,8 +121,11 @@ def _grouped_mm(weights: LayerWeights) -> Layer:
 
 
 def _dense(weights: LayerWeights) -> Layer:
-    """As many experts and rows as are activated, the same number of rows for each: no sorting,
-    no gathering, no combining. What the vendor's library makes of the arithmetic alone."""
+    """Runs as many experts as are activated, each with the same number of rows.
+
+    There is no sorting, gathering or combining: this is the speed of the vendor's library for the
+    arithmetic alone.
+    """
 
     batches: dict[tuple[int, int], Tensor] = {}
 
@@ -146,7 +154,7 @@ def _vllm(weights: LayerWeights) -> Layer:
 
 
 def _flashinfer(weights: LayerWeights) -> Layer:
-    """Its first product has the rows of up before those of gate."""
+    """Runs flashinfer's experts, whose first product has the rows of up before those of gate."""
     module: Any = importlib.import_module("flashinfer.fused_moe")
     _refuse_bias(weights)
     up_gate = torch.cat(weights.gate_up.chunk(2, dim=1)[::-1], dim=1)
@@ -167,7 +175,7 @@ def _refuse_bias(weights: LayerWeights) -> None:
 
 
 def _sorted(rows: LayerRows) -> tuple[Tensor, Tensor, Tensor]:
-    """-> the order of choices by expert, each one's row, and its expert; [R] each."""
+    """Returns the order of choices by expert, the row of each choice, and its expert; [R] each."""
     flat = rows.expert_ids_TK.reshape(-1)
     ids, order = flat.sort(stable=True)
     return order, order // rows.expert_ids_TK.shape[1], ids

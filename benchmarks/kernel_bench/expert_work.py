@@ -1,4 +1,4 @@
-"""Random weights and rows of an expert layer, and the least that they cost.
+"""Random weights and rows of an expert layer, and the least time that they can take.
 
 T rows, K choices per row, R = T * K, D model width, F expert width, E experts here.
 """
@@ -18,7 +18,9 @@ _WEIGHT_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """gate_up [E, 2F, D], gate rows first; down [E, D, F]; biases [E, 2F] and [E, D] or none."""
+    """Weights gate_up [E, 2F, D] with gate rows first, down [E, D, F], and biases [E, 2F] and
+    [E, D] or None.
+    """
 
     shape: ExpertLayerSizes
     gate_up: Tensor
@@ -27,7 +29,7 @@ class LayerWeights:
     down_bias: Tensor | None
 
     def experts(self) -> list[ExpertWeights]:
-        """Views of the same memory, one expert each."""
+        """Returns views of the same memory, one for each expert."""
         width = self.shape.expert_width
         experts = []
         for e in range(self.shape.num_local_experts):
@@ -44,8 +46,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRows:
-    """x [T, D], ids [T, K] ascending in a row (int64), weights [T, K] in fp32. `num_active`:
-    experts that some row chose."""
+    """Rows x [T, D], ids [T, K] ascending in a row (int64), and weights [T, K] in fp32.
+
+    `num_active` is the number of experts that at least one row chose.
+    """
 
     x_TD: Tensor
     expert_ids_TK: Tensor
@@ -73,7 +77,7 @@ def make_weights(shape: ExpertLayerSizes, dtype: torch.dtype, device: torch.devi
 def make_rows(
     shape: ExpertLayerSizes, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> LayerRows:
-    """Every row chooses its experts at random, all experts alike."""
+    """Returns rows that choose their experts at random, all experts with the same probability."""
     generator = torch.Generator(device).manual_seed(num_tokens)
     num_rows = shape.num_rows(num_tokens)
     scores = torch.rand(num_rows, shape.num_local_experts, generator=generator, device=device)
@@ -88,12 +92,15 @@ def make_rows(
 
 
 def least_bytes(shape: ExpertLayerSizes, rows: LayerRows, weight_bytes: float) -> float:
-    """Activated experts once, rows in, fp32 rows out. `weight_bytes`: of one weight."""
+    """Returns the bytes of activated experts, read once, of the rows and of fp32 results.
+
+    `weight_bytes` is the size of one weight.
+    """
     num_weights = rows.num_active * 3 * shape.width * shape.expert_width
     num_values = rows.x_TD.numel()
     return num_weights * weight_bytes + num_values * (rows.x_TD.element_size() + 4)
 
 
 def operations(shape: ExpertLayerSizes, rows: LayerRows) -> float:
-    """Two per weight and routed row."""
+    """Returns two operations per weight and routed row."""
     return 6.0 * rows.expert_ids_TK.numel() * shape.width * shape.expert_width

@@ -1,11 +1,11 @@
 """Measures the kernels beside the device's limits, torch's operators and installed peers.
 
     python benchmarks/run.py kernels                  the whole table, on a GPU if there is one
-    python benchmarks/run.py kernels --save           and, as it goes, benchmarks/results/<device>/
+    python benchmarks/run.py kernels --save           also write benchmarks/results/<device>/
     python benchmarks/run.py kernels --shapes olmoe --tokens 1 16 --json build/kernels.json
 
-First the device's copy bandwidth and matrix rate, then the experts of a layer (both products,
-activation, sorting and combining) and decode attention. See benchmarks/README.md.
+Measures the device's copy bandwidth and matrix rate first, then the experts of a layer (both
+products, activation, sorting and combining) and decode attention. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def parse_arguments() -> argparse.Namespace:
 def run_all(
     arguments: argparse.Namespace, clock: Clock, limits: DeviceLimits
 ) -> Iterator[WorkResult]:
-    """Layer after layer: one layer's weights are freed before the next one's are made."""
+    """Measures layer after layer; the weights of a layer are freed before the next one is
+    created.
+    """
     dtype = getattr(torch, arguments.dtype)
     for layer in LAYERS:
         if layer.name in arguments.shapes:
@@ -107,7 +109,9 @@ _WIDTH = 150
 
 
 def print_report(report: BenchReport) -> None:
-    """Limits, one table per kind of work and set of contestants, then what failed."""
+    """Prints the limits, one table for each kind of work and set of implementations, and the
+    failures.
+    """
     console = Console(width=max(_WIDTH, Console().width))
     limits = report.limits
     console.print(
@@ -151,7 +155,7 @@ def _cell(measurement: Measurement | None, limit_s: float) -> str:
 
 
 def _failures(report: BenchReport) -> Iterator[str]:
-    """Each contestant's failure once per shape and message."""
+    """Returns the failure of each implementation, once per shape and message."""
     seen: set[tuple[str, str, str]] = set()
     for row in report.results:
         for m in row.measurements:

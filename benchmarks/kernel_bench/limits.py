@@ -34,7 +34,7 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The least time that work can take, and which limit sets it."""
+    """The least time of a piece of work, and the limit that sets it."""
 
     seconds: float
     set_by: str  # "memory" or "compute"
@@ -53,7 +53,7 @@ def measure_limits(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> DeviceLimi
 
 
 def bound(limits: DeviceLimits, num_bytes: float, num_operations: float) -> Bound:
-    """Bytes over bandwidth or operations over the matrix rate, whichever takes longer."""
+    """Returns bytes over bandwidth or operations over the matrix rate, whichever takes longer."""
     memory_s = num_bytes / (limits.copy_gb_s * 1e9)
     compute_s = num_operations / (limits.matrix_gflop_s * 1e9)
     if memory_s >= compute_s:

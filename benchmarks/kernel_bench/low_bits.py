@@ -1,4 +1,6 @@
-"""Our grouped products with quantised weights, on a GPU: the bf16 ones rounded to each format."""
+"""Our grouped products with quantised weights, on a GPU: the bf16 weights rounded to each
+format.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _GROUPS: dict[WeightFormat, int] = {"fp8_block": 128, "int8": 0, "int4": 128, "m
 
 
 def low_bit_contestants(device: torch.device) -> list[ExpertContestant]:
-    """One per format; tile sizes follow the batch, as where the self-check passes."""
+    """Returns one implementation per format; tile sizes follow the batch, as if the self-check
+    passes.
+    """
     return [
         ExpertContestant(name=weight_format, make=partial(_make, device, weight_format))
         for weight_format in _GROUPS

@@ -1,4 +1,4 @@
-"""Results: one row of the table per piece of work, one entry per contestant."""
+"""The results: one row of the table per piece of work, one entry per implementation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from kernel_bench.limits import Bound, DeviceLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """`error`: of the result, relative to the reference; None without a reference.
-    `failure`: why there is no timing."""
+    """One timing. `error` is relative to the reference; None without a reference.
+
+    `failure` is the reason why there is no timing.
+    """
 
     contestant: str
     timing: Timing | None = None
@@ -49,12 +51,12 @@ class BenchReport:
 
 
 def relative_error(result: Tensor, reference: Tensor) -> float:
-    """|result - reference| / |reference|, both as one long vector."""
+    """Returns |result - reference| / |reference|, with both as one long vector."""
     difference = torch.linalg.vector_norm(result.double() - reference.double())
     return float(difference / torch.linalg.vector_norm(reference.double()))
 
 
 def last_line(error: Exception) -> str:
-    """Return the one-line text of a failure for the table."""
+    """Returns the text of a failure in one line for the table."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[-1] if text else ''}"[:200]

@@ -22,12 +22,16 @@ def device_name(device: torch.device) -> str:
 
 
 def device_folder(device: torch.device) -> str:
-    """The device's name as a folder's: "NVIDIA H200" -> "nvidia-h200"."""
+    """Returns the name of a device as a folder name: "NVIDIA H200" -> "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
 
 
 def write_kernels(report: BenchReport, path: Path, *, keeps_others: bool) -> None:
-    """`keeps_others`: what an earlier run in the same dtype measured of other shapes and tokens."""
+    """Writes the results of a device.
+
+    With `keeps_others`, results of an earlier run in the same dtype stay if they are for other
+    shapes or tokens.
+    """
     content = report.to_json()
     if keeps_others and path.exists():
         earlier: dict[str, Any] = json.loads(path.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Runs every contestant on every piece of work."""
+"""Runs every implementation on every piece of work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def run_layer(
     limits: DeviceLimits,
     say: Say,
 ) -> Iterator[WorkResult]:
-    """One result per number of tokens; a contestant is made once for all of them."""
+    """Returns one result per number of tokens; an implementation is created once for all of
+    them.
+    """
     weights = make_weights(shape, dtype, clock.device)
     found = contestants(clock.device, dtype)
     if clock.device.type == "cuda":
@@ -60,7 +62,7 @@ def _make(contestant: ExpertContestant, weights: LayerWeights) -> Layer | str:
     """Make the layer, or return the reason why it cannot be made."""
     try:
         return contestant.make(weights)
-    except Exception as error:  # a peer may fail in any way, and the others go on
+    except Exception as error:  # a peer may fail in any way; the others continue
         return last_line(error)
 
 
@@ -97,7 +99,7 @@ def _measure(
     try:
         error = None if reference is None else relative_error(work(), reference)
         timing = clock.measure(work, is_capturable)
-    except Exception as failure:  # as above; on a GPU, memory above all
+    except Exception as failure:  # as above; on a GPU mostly out of memory
         return Measurement(contestant=name, failure=last_line(failure))
     return Measurement(contestant=name, timing=timing, error=error)
 

@@ -1,4 +1,6 @@
-"""moe-serve against one peer, from the turns that they took together; the bars to clear."""
+"""Compares moe-serve with one peer, from the turns that they took together, and with its
+targets.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ MAX_LOAD_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Both finished. `own` are moe-serve's figures in this duel, not over all of them."""
+    """Figures of two engines that both finished; `own` has moe-serve's figures in this duel
+    only.
+    """
 
     peer: str
     own: Figures
     theirs: Figures
 
     def ratio(self, key: str) -> float | None:
-        """Above 1 means that moe-serve is better; None if a figure could not be measured."""
+        """Returns a ratio above 1 if moe-serve is better; None if a figure could not be
+        measured.
+        """
         own, theirs = float(getattr(self.own, key)), float(getattr(self.theirs, key))
         if not own or not theirs:
             return None
@@ -33,7 +39,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A target of moe-serve, and if it is met; None: not measured."""
+    """A target of moe-serve, and whether it was met; None if it was not measured."""
 
     what: str
     wanted: str
@@ -47,7 +53,7 @@ def bars_of(
     checkpoint_bytes: int,
     cache_bytes: int,
 ) -> list[Bar]:
-    """The best peer is the one with the smallest ratio."""
+    """Returns the targets; the best peer is the one with the smallest ratio."""
     llama = [c for c in comparisons if c.peer.startswith("llama.cpp")]
     return [
         _ratio_bar("one stream", "single_decode_tok_s", llama, MIN_SINGLE_RATIO),

@@ -1,6 +1,6 @@
-"""An engine in its own process, seen from the benchmark: start it, give it turns, end it.
+"""Controls an engine in a separate process: starts it, gives it turns, and ends it.
 
-Its own process, so that neither memory, thread pools nor caches of one engine help another.
+With a process of its own, neither memory, thread pools nor caches of one engine help another.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _END_LIMIT_S = 20.0
 
 
 class ContestantError(RuntimeError):
-    """The engine failed or did not answer; the message is its last words."""
+    """Raised if the engine failed or did not answer; the message is its last output."""
 
 
 class Contestant:
-    """`command` speaks the protocol of `worker`. The process leads a group of its children.
+    """An engine in a separate process; `command` starts a program that speaks the protocol of
+    `worker`.
 
-    The group is stopped while it has nothing to answer: an engine that polls for work would take
-    cycles from the one whose turn it is. It is no session of its own, so that the system ends it
-    if we are killed before we can.
+    The process leads a group of its children. The group is stopped while it has nothing to answer,
+    because an engine that polls for work would take processor time from the engine whose turn it
+    is. The process has no session of its own, so that the system ends it if we are killed first.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path):
@@ -55,7 +56,7 @@ class Contestant:
         self.memory = TreeMemory(self._process.pid)
 
     def make(self, job: Job) -> tuple[Ready, float]:
-        """Load the model. -> (its facts, seconds since the process was started)."""
+        """Loads the model. Returns its facts, and the seconds since the process was started."""
         ready = Ready(**self._ask(asdict(job)))
         load_s = time.monotonic() - self._started
         self._pause()
@@ -68,7 +69,9 @@ class Contestant:
         return answer
 
     def close(self) -> None:
-        """End of input asks it to end; its group is killed after a while, children and all."""
+        """Closes the input, which asks the process to end; after a while its group is killed
+        with all children.
+        """
         assert self._process.stdin and self._process.stdout, "both are pipes"
         self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
@@ -99,7 +102,7 @@ class Contestant:
         return reply
 
     def _read_line(self) -> bytes:
-        """The next line; looks now and then whether the process still lives."""
+        """Returns the next line, and checks from time to time whether the process still runs."""
         assert self._process.stdout is not None, "it is a pipe"
         pipe = self._process.stdout.fileno()
         deadline = time.monotonic() + _LIMIT_S
@@ -127,12 +130,11 @@ class Contestant:
 
 @dataclass(slots=True)
 class TreeMemory:
-    """The largest resident sizes of the tree below `pid`, as often as `look` is called.
+    """The largest resident sizes of the processes below `pid`, updated by each call of `look`.
 
-    The tree is summed because some engines keep their memory in a child.
-
-    The kernel keeps each process's own largest size, so nothing is missed between two looks but
-    processes that came and went. Pages that processes share count once for each of them.
+    All processes are summed, because some engines keep their memory in a child. The kernel keeps
+    the largest size of each process, so only processes that start and end between two calls are
+    missed. Shared pages count once per process.
     """
 
     pid: int
@@ -145,11 +147,13 @@ class TreeMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The sum over processes of each one's largest resident size."""
+        """Returns the sum of the largest resident sizes of all processes."""
         return sum(self._peaks.values())
 
     def proportional_bytes(self) -> int:
-        """Now, with a page that n processes share counted as 1/n in each (Linux: PSS)."""
+        """Returns the present memory; a page that n processes share counts as 1/n in each (PSS,
+        on Linux).
+        """
         total = 0
         for process in self._tree():
             try:
@@ -167,7 +171,7 @@ class TreeMemory:
 
 
 def _peak_bytes(process: psutil.Process) -> int:
-    """From Linux's VmHWM; elsewhere the size now."""
+    """Returns Linux's VmHWM; on other systems the present size."""
     with contextlib.suppress(OSError):  # no such file system, or the process has ended
         for line in Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):

@@ -2,7 +2,7 @@
 
     python benchmarks/run.py engine moe_serve/demo_model --peer transformers
 
-See benchmarks/README.md for what the figures mean and how each peer gets its environment.
+benchmarks/README.md explains the figures and the environments of the peers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prints the tables of `engine`: a row per engine, and the bars."""
+"""Prints the tables of `engine`: a row per engine, and the targets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _COLUMNS = (
 
 
 def print_tables(report: Report) -> None:
-    """The limits, moe-serve, every peer with its ratios, then the bars and what failed."""
+    """Prints the limits, moe-serve, every peer with its ratios, then the targets and the
+    failures.
+    """
     console = Console(width=max(_WIDTH, Console().width))
     machine, size = report.machine(), report.model
     console.print(
@@ -104,7 +106,9 @@ def _fractions(limits: Roofline, own: Figures) -> list[str]:
 
 
 def _agreement(own: Result, peer: Result) -> str:
-    """Same work? Compares the batch's answers: first tokens, and all of them."""
+    """Compares the answers of a batch, to check that both did the same work: first tokens, and
+    all tokens.
+    """
     pairs = list(zip(own.answers, peer.answers, strict=True))
     same_first = sum(a[0] == b[0] for a, b in pairs)
     same_all = sum(a == b for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Messages to and from a worker, one JSON object per line. Standard library only."""
+"""Messages to and from a worker, one JSON object per line. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The first line: which engine to make, and for how much work at most."""
+    """The first line: the engine to create, and the most work that it will get."""
 
     engine: str  # "moe-serve", or a peer's name
     variant: str  # "" for an engine that has only one
@@ -29,7 +29,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Each further line: continue the prompts greedily, never stopping early."""
+    """Every further line: prompts to continue greedily, without stopping early."""
 
     prompts: list[list[int]]
     num_output: int

@@ -1,4 +1,4 @@
-"""Everything that a run measured, as one JSON file that a later run can add peers to."""
+"""All results of a run, as one JSON file to which a later run can add peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAME = ("model_name", "model", "num_threads", "work")  # what merged reports ha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duel:
-    """The machine just before it, and one result per engine."""
+    """The machine's limits just before the duel, and one result per engine."""
 
     machine: MachineLimits
     results: tuple[Result, ...]
@@ -38,7 +38,7 @@ class Duel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One run, or several of the same work on the same model with the same threads."""
+    """The results of one run, or of several runs of the same work on the same model and threads."""
 
     model_name: str
     model: ModelSize
@@ -48,12 +48,14 @@ class Report:
     duels: tuple[Duel, ...] = ()
 
     def with_duel(self, duel: Duel) -> Report:
-        """Replaces an earlier duel with the same peer."""
+        """Returns the report with this duel, which replaces an earlier one with the same peer."""
         kept = [earlier for earlier in self.duels if _peer_name(earlier) != _peer_name(duel)]
         return replace(self, duels=(*kept, duel))
 
     def merged(self, path: Path) -> Report:
-        """With the duels of an earlier report before its own; exits if that is of other work."""
+        """Returns the report with the duels of an earlier one first; exits if that had other
+        work.
+        """
         earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         mine = asdict(self)
         for key in _SAME:
@@ -62,7 +64,7 @@ class Report:
         return replace(self, duels=(*map(_read_duel, earlier["duels"]), *self.duels))
 
     def machine(self) -> MachineLimits:
-        """The median over the duels of each rate."""
+        """Returns the median of each rate over the duels."""
         names = [field.name for field in fields(MachineLimits) if field.name != "num_threads"]
         rates = {n: statistics.median(getattr(d.machine, n) for d in self.duels) for n in names}
         return MachineLimits(num_threads=self.num_threads, **rates)
@@ -71,11 +73,11 @@ class Report:
         return roofline(self.machine(), self.model, self.work)
 
     def own(self) -> Figures | None:
-        """moe-serve's over all its duels."""
+        """Returns moe-serve's figures over all its duels."""
         return figures_of([duel.own for duel in self.duels if duel.own], self.work)
 
     def comparisons(self) -> list[Comparison]:
-        """Compare the engines over the duels that both finished."""
+        """Compares the engines over the duels that both finished."""
         found = []
         for duel in self.duels:
             if duel.own and duel.peer:
@@ -90,7 +92,7 @@ class Report:
         return bars_of(self.own(), self.comparisons(), self.model.num_bytes, cache_bytes)
 
     def write(self, path: Path) -> None:
-        """Derived figures are included; a merge computes them again."""
+        """Writes the file with derived figures, which a merge computes again."""
         own = self.own()
         follows = {
             "limits": asdict(self.limits()),

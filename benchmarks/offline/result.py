@@ -11,7 +11,9 @@ from harness.work import Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One engine in one duel. `error` says why it could not finish; the rest is then partial."""
+    """One engine in one duel. `error` is the reason if it could not finish; the other fields are
+    then partial.
+    """
 
     engine: str
     load_s: float = 0.0  # from the start of the process until it can take work
@@ -26,7 +28,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """From medians. Decode alone is the time of a long answer less that of a one-token answer."""
+    """Figures from medians.
+
+    The time of decoding alone is that of a long answer minus that of a one-token answer.
+    """
 
     ttft_s: float  # one prompt of `single_prompt` tokens, alone
     single_decode_tok_s: float
@@ -39,7 +44,7 @@ class Figures:
 
 
 def figures_of(results: Sequence[Result], work: Work) -> Figures | None:
-    """Compute an engine's figures over all its finished duels; None if no duel finished."""
+    """Computes an engine's figures over all its finished duels; None if no duel finished."""
     done = [result for result in results if result.error is None]
     if not done:
         return None
@@ -62,5 +67,5 @@ def figures_of(results: Sequence[Result], work: Work) -> Figures | None:
 
 
 def _rate(num_tokens: int, seconds: float) -> float:
-    """0 if the clock noise swallowed the work (sizes too small to measure)."""
+    """Returns the rate, or 0 if the work is too small compared with the noise of the clock."""
     return num_tokens / seconds if seconds > 0 else 0.0

@@ -1,9 +1,10 @@
-"""One engine in a process of its own: lines of JSON in, lines of JSON out (see `job`).
+"""Runs one engine in a separate process: lines of JSON in, lines of JSON out (see `job`).
 
     echo '{"engine": "transformers", ...}' | python -m offline.worker   (in the folder benchmarks)
 
-Runs in the interpreter of the engine, which may know nothing of moe-serve: this module and what it
-imports need the standard library, and the engine's adapter what that engine brings.
+It runs in the interpreter of the engine, in which moe-serve may be missing. This module and its
+imports therefore need only the standard library, and the engine's adapter only the packages of that
+engine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main() -> None:
 
 
 def serve(engine: Engine, turns: Iterable[str], replies: TextIO) -> None:
-    """Take turns until the input ends."""
+    """Takes turns until the input ends."""
     for line in turns:
         turn = Turn(**json.loads(line))
         start = time.perf_counter()
@@ -39,7 +40,7 @@ def serve(engine: Engine, turns: Iterable[str], replies: TextIO) -> None:
 
 
 def _take_stdout() -> TextIO:
-    """The pipe to our parent; what libraries print goes to stderr from here on."""
+    """Returns the pipe to the parent; output of libraries goes to stderr from then on."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return replies

@@ -1,4 +1,4 @@
-"""m = 1 .. 4 micro-batches, without and with delays on the way."""
+"""Measures m = 1 to 4 micro-batches, without and with delays of messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ SeenByKind = dict[tuple[int, ...], list[tuple[StepMarks, StepMarks]]]  # by the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablation:
-    """`cut`: one batch, cut into m; `grown`: m micro-batches of one size, as in the paper."""
+    """The results: `cut` has one batch in m parts, `grown` m micro-batches of one size as in the
+    paper.
+    """
 
     num_layers: int
     batch: int
@@ -27,7 +29,9 @@ class Ablation:
     delayed_by: str = "the transport"
 
     def delayed_as(self, other: Ablation, delayed_by: str) -> Ablation:
-        """The delayed points of another one, which are judged by its own stage times."""
+        """Returns this ablation with the delayed points of another one, which were run with
+        `delayed_by`.
+        """
         return replace(
             self,
             cut=(*self.cut, *(p for p in other.cut if p.delay_s)),
@@ -39,7 +43,7 @@ class Ablation:
         return next(p for p in points if p.delay_s == delay_s and p.num_micro_batches == m)
 
     def ratio(self, points: Sequence[Point], delay_s: float, m: int, less: int) -> float:
-        """Throughput of m micro-batches over that of `less`."""
+        """Returns the throughput of m micro-batches over that of `less`."""
         more = self.at(points, delay_s, m).tokens_per_s
         return more / self.at(points, delay_s, less).tokens_per_s
 
@@ -49,13 +53,15 @@ class Ablation:
 
     @property
     def reference(self) -> StageTimes:
-        """The stages that delays are counted in: of half the batch."""
+        """Returns the stage times of half the batch, in which delays are expressed."""
         return self.stages[1]
 
 
 def run_ablation(pair: Pair, batch: int, num_rounds: int, delays: Sequence[float]) -> Ablation:
-    """Kinds of steps take turns, and so do the delays, so that a machine that is slow for a while
-    is slow for all."""
+    """Runs all kinds of steps in turns, and all delays in turns.
+
+    If the machine is slow for a while, it is then slow for all of them.
+    """
     cut = [_shares(batch, m) for m in MICRO_BATCHES]
     third = cut[2][0]
     grown = [[third] * m for m in MICRO_BATCHES]
@@ -102,7 +108,7 @@ def _shares(batch: int, m: int) -> list[int]:
 def _rounds(
     pair: Pair, delay_s: float, kinds: Sequence[Sequence[int]], num_rounds: int
 ) -> SeenByKind:
-    """Each kind once a round; the first round does not count."""
+    """Runs each kind once per round; the first round does not count."""
     distinct = list(dict.fromkeys(tuple(rows) for rows in kinds))
     taken = pair.take_steps(delay_s, distinct * (num_rounds + 1))
     size = len(distinct)

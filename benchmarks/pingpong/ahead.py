@@ -2,8 +2,8 @@
 
     python benchmarks/run.py ahead --json build/ahead.json
 
-Two clusters are loaded and take turns, a run of decode steps each; who waits sleeps. Milliseconds
-per step are medians of the runs, and so are the ratios of neighbouring runs. Tokens are compared.
+Two clusters are loaded and take turns at runs of decode steps; the waiting one sleeps. Milliseconds
+per step, and ratios of neighbouring runs, are medians. Tokens are compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ Tokens = dict[str, list[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Milliseconds of a step; `ratio`: of steps per second, ahead over without, each run."""
+    """Milliseconds per step, and `ratio`: steps per second with a step ahead over without, for
+    each run.
+    """
 
     num_micro_batches: int
     num_sequences: int
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _loaded(options: argparse.Namespace, num_micro_batches: int) -> Iterator[list[DrivenEngine]]:
-    """Without, and ahead."""
+    """Yields two clusters: without and with steps ahead."""
     engines: list[DrivenEngine] = []
     try:
         for is_ahead in (False, True):
@@ -130,7 +132,7 @@ def _measured(
 
 
 def _num_tokens(options: argparse.Namespace) -> int:
-    """Tokens of an answer; the last ones come after the timed part."""
+    """Returns the number of tokens of an answer; the last ones come after the timed part."""
     return int(WARM + options.runs * options.steps + 2)
 
 

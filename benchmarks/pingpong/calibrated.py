@@ -1,5 +1,8 @@
-"""Predicts the measured steps from `moe-serve calibrate`: the file that `plan` and
-`cluster.calibration` read, made from other loads and by other code than these steps."""
+"""Predicts the measured steps with `moe-serve calibrate`.
+
+Its file is the one that `plan` and `cluster.calibration` read. It comes from other loads and other
+code than these steps.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from .ablation import Ablation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The layers of one batch, cut into micro-batches, without delays."""
+    """The predicted seconds of the layers of one batch, cut into micro-batches, without delays."""
 
     num_micro_batches: int
     expected_s: float
@@ -32,7 +35,7 @@ class Expected:
 def expected_steps(
     model: Path, found: Ablation, context: int, is_quick: bool
 ) -> tuple[Expected, ...]:
-    """Calibrates in this process, with a thread as the ranks have."""
+    """Calibrates in this process, with one thread as the ranks have."""
     request = CalibrationRequest(folder=model, num_threads=1, is_quick=is_quick)
     return tuple(_expected(calibrate(request, lambda *_: None).costs, found, context))
 

@@ -1,7 +1,9 @@
-"""DeepSpeed's MoE layer with its expert-parallel all-to-all, on two ranks of a core each.
+"""Measures DeepSpeed's MoE layer with its expert-parallel all-to-all, on two ranks of one core
+each.
 
-The layout that it stands for: each rank computes attention for half of the batch and holds half of
-the experts. It has the model's shapes and random weights of its own; nothing is dropped.
+Each rank has half of the batch and half of the experts, as in a layout in which each rank also
+computes attention for its half. The layer has the model's shapes and random weights of its own; no
+token is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _REPEAT = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedTimes:
-    """Seconds of one MoE layer with `rows` on each of the two ranks, or a failure's reason."""
+    """Seconds of one MoE layer with `rows` on each of the two ranks, or the reason of a failure."""
 
     rows: int
     layer_s: float = 0.0
@@ -34,7 +36,7 @@ class DeepSpeedTimes:
 def time_deepspeed(
     sizes: dict[str, Any], rows: int, python: str | None, cores: Sequence[int] | None
 ) -> DeepSpeedTimes:
-    """`python`: the interpreter that has deepspeed; None: this one."""
+    """Runs the two ranks with the interpreter `python`, which has deepspeed; None is this one."""
     interpreter = python or sys.executable
     if not _has_deepspeed(interpreter):
         why = f"deepspeed is not installed in {interpreter}: pip install 'moe-serve[deepspeed]'"

@@ -1,7 +1,8 @@
-"""One of two ranks with DeepSpeed's MoE layer, half of the experts each.
+"""Runs one of two ranks with DeepSpeed's MoE layer and half of the experts.
 
-Runs in the interpreter that has deepspeed; it needs torch and nothing of moe-serve. A line of JSON
-in, with the sizes; a line out: the median seconds of a forward pass, by rows of this rank.
+It runs in the interpreter that has deepspeed, and needs torch but not moe-serve. It reads a line of
+JSON with the sizes and writes a line with the median seconds of a forward pass, by the number of
+rows of this rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 
 class SwigluExpert(nn.Module):
-    """gate, up and down, as the models that moe-serve serves have them. D width, F expert width."""
+    """An expert with gate, up and down, as in the models that moe-serve serves. D width, F
+    expert width.
+    """
 
     def __init__(self, width: int, expert_width: int) -> None:
         super().__init__()

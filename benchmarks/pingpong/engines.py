@@ -1,8 +1,10 @@
-"""Whole engines on one model: 1A1E with each m and with `auto`, beside one process of two threads.
+"""Compares whole engines on one model: 1A1E with each m and with `auto`, and one process of two
+threads.
 
-Both are loaded at once and take turns: in each the same prompts are read and a few tokens of each
-generated; who waits sleeps. The pair is one, whatever its cut, so that nothing else differs. A
-round has a turn of everyone, in an order of its own: what ran just before makes a turn slower.
+All are loaded at once and take turns. In each turn an engine reads the same prompts and generates a
+few tokens of each; the waiting engines sleep. There is a single pair of ranks for all values of m,
+so nothing else differs. Each round has a turn of every engine in an order of its own, because a
+turn is slower after some engines than after others.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ STEPS_PER_TURN = 8  # that count; the prompts' step and the one after do not
 
 
 def num_new_tokens() -> int:
-    """Tokens of each sequence in a turn."""
+    """Returns the number of tokens that each sequence generates in a turn."""
     return 2 + STEPS_PER_TURN
 
 
@@ -63,7 +65,7 @@ class LoadedEngines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimes:
-    """Usual seconds of a decode step, by engine: "colocated", "1" .. "4", "auto"."""
+    """Usual seconds of a decode step by engine: "colocated", "1" to "4", "auto"."""
 
     batch: int
     context: int
@@ -78,7 +80,7 @@ class EngineTimes:
 
 
 class PinnedStarter(LocalStarter):
-    """Binds each rank to a core of its own as soon as its process is there."""
+    """Binds each rank to a core of its own as soon as its process exists."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class PinnedStarter(LocalStarter):
 def loaded_engines(
     model: Path, max_batch: int, num_prompt: int, cores: Sequence[int] | None
 ) -> Iterator[LoadedEngines]:
-    """The colocated engine and a 1A1E cluster."""
+    """Yields the colocated engine and a 1A1E cluster."""
     context, chooser = num_prompt + num_new_tokens(), SwitchedChooser()
     colocated = build_engine(_config(model, max_batch, context, is_pair=False)).engine
     built = build_cluster(
@@ -122,7 +124,9 @@ def loaded_engines(
 def time_engines(
     engines: LoadedEngines, batch: int, num_prompt: int, num_warm: int, num_steps: int
 ) -> EngineTimes:
-    """`num_warm` steps, in which `auto` looks for its m, and at least `num_steps` that count."""
+    """Runs `num_warm` steps, in which `auto` looks for its m, and at least `num_steps` that
+    count.
+    """
     turns = _Turns(engines, batch, num_prompt)
     for cut in CUTS[:-1]:
         turns.run(str(cut))
@@ -152,7 +156,9 @@ class _Turns:
         self.tokens: dict[str, dict[str, list[int]]] = {}
 
     def run(self, name: str) -> list[float]:
-        """Prompts, one step that does not count, and the seconds of those that do."""
+        """Runs the prompts and one step that does not count; returns the seconds of the
+        following steps.
+        """
         engine, chooser = self._engines.pair, self._engines.chooser
         if name == COLOCATED:
             engine = self._engines.colocated
@@ -169,7 +175,7 @@ class _Turns:
 
 
 def _config(model: Path, max_batch: int, context: int, *, is_pair: bool) -> EngineConfig:
-    """Colocated with two threads, ranks with one each."""
+    """Returns the configuration: colocated with two threads, or ranks with one each."""
     pages = max_batch * (-(-context // 16) + 1) + 1
     return EngineConfig(
         model=ModelConfig(path=str(model), num_threads=1 if is_pair else 2, max_model_len=context),
@@ -210,7 +216,7 @@ _NUM_RESAMPLES = 1000
 class Behind:
     """The relative difference between an engine's steps and those of the best of the others.
 
-    0.05 is 5% slower. `low`, `high`: 95% of bootstrap samples of rounds.
+    0.05 means 5% slower. `low` and `high` contain 95% of bootstrap samples of rounds.
     """
 
     share: float
@@ -219,16 +225,16 @@ class Behind:
 
 
 def seconds_of(rounds: Rounds, name: str) -> float:
-    """Return the lower quartile of the seconds of an engine's steps."""
+    """Returns the lower quartile of the seconds of an engine's steps."""
     return usual([seconds for each in rounds for seconds in each[name]])
 
 
 def behind_best(rounds: Rounds, name: str, others: Sequence[str]) -> Behind:
-    """Compare an engine's steps with the best of others that took turns with it.
+    """Compares an engine's steps with the best of others that took turns with it.
 
-    The best of several equal ones looks better than it is, so it is chosen in one half of the
-    rounds and compared in the other half. Needs two rounds; the interval is for the one that is
-    best in all of them.
+    The best of several equal engines looks better than it is. It is therefore chosen in one half of
+    the rounds and compared in the other half, which needs two rounds. The interval is for the
+    engine that is best over all rounds together.
     """
     halves = (rounds[::2], rounds[1::2])
     assert all(halves), f"{len(rounds)} rounds cannot be halved"
@@ -251,9 +257,11 @@ def _best(rounds: Rounds, names: Sequence[str]) -> str:
 
 
 class SwitchedChooser:
-    """A chooser that the benchmark switches between fixed cuts and `auto`, within one engine.
+    """A chooser that the benchmark switches between fixed values of m and `auto`, within one
+    engine.
 
-    `cuts`: micro-batches of the coming steps; None: `auto`, which learns from its own steps.
+    `cuts` is the number of micro-batches of the coming steps; None is `auto`, which learns only
+    from its own steps.
     """
 
     def __init__(self) -> None:
@@ -280,7 +288,7 @@ class SwitchedChooser:
             self._auto.observe(loads, choice, timing)
 
     def watch(self, config: EngineConfig, model: ClusterModel) -> PoolWatch:
-        """For `build_cluster`: starts to learn anew."""
+        """Starts to learn anew, for `build_cluster`."""
         ranks = Ranks(num_attention=1, num_experts=1)
         self._auto = MicroBatchChooser(OnlineCosts(len(sparse_layers(model.spec))), ranks)
         return PoolWatch(self, MAX_MICRO_BATCHES, None)

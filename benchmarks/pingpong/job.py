@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """The first line: which rank of the pair to be. `core` None: anywhere."""
+    """The first line: the rank of the pair to run. With `core` None the process may use any
+    core.
+    """
 
     role: str  # "attention" or "expert"
     model: str  # checkpoint folder
@@ -16,16 +18,16 @@ class RankJob:
     max_rows: int  # sequences at once
     host: str  # where this rank listens
     store_host: str
-    store_port: int  # 0: this rank serves the store, and says its port first
+    store_port: int  # 0: this rank serves the store, and prints its port first
     secret: str = field(repr=False)  # of the store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Each further line: steps to take, in a new data group whose messages take `delay_s` more by
-    the transport's own doing.
+    """Every further line: steps to run in a new data group.
 
-    A step is given by the rows of its micro-batches.
+    The transport delays the messages by `delay_s`. A step is given by the rows of its
+    micro-batches.
     """
 
     epoch: int
@@ -35,9 +37,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMarks:
-    """One step as a rank saw it, in ns of the host's monotonic clock.
+    """One step as a rank measured it, in ns of the host's monotonic clock.
 
-    By exchange, in their order: the end of the wait for a message, and the end of sending one.
+    For each exchange, in order, it has the end of waiting for a message and the end of sending one.
     """
 
     start: int

@@ -1,4 +1,4 @@
-"""The two ranks as the benchmark sees them: started, given series of steps, ended."""
+"""Starts the two ranks, gives them series of steps, and ends them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pair:
     def take_steps(
         self, delay_s: float, steps: Sequence[Sequence[int]]
     ) -> list[tuple[StepMarks, StepMarks]]:
-        """Each step as the attention rank and as the expert rank saw it."""
+        """Returns each step as the attention rank and as the expert rank measured it."""
         self._epoch += 1
         left_s = self._way.delay(delay_s)
         series = Series(epoch=self._epoch, delay_s=left_s, steps=[list(rows) for rows in steps])
@@ -48,8 +48,11 @@ class Pair:
 def started_pair(
     model: Path, context: int, max_rows: int, cores: Sequence[int] | None, way: Way
 ) -> Iterator[Pair]:
-    """An attention rank on the first core and an expert rank on the second. The first serves the
-    store, because this process may not reach the network that they are in."""
+    """Starts an attention rank on the first core and an expert rank on the second.
+
+    The first rank serves the store, because this process may have no access to the network of the
+    ranks.
+    """
     processes: list[subprocess.Popen[str]] = []
     port, secret = 0, new_secret()
     try:
@@ -95,13 +98,13 @@ def _answer(process: subprocess.Popen[str]) -> Any:
 
 def _write(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
     assert process.stdin is not None, "it is a pipe"
-    with suppress(BrokenPipeError):  # reading tells
+    with suppress(BrokenPipeError):  # the next read reports it
         process.stdin.write(json.dumps(message) + "\n")
         process.stdin.flush()
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End of input asks it to end."""
+    """Closes the input of a rank, which asks it to end."""
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
     with suppress(BrokenPipeError):
         process.stdin.close()

@@ -2,8 +2,8 @@
 
     python benchmarks/run.py pingpong --json build/pingpong.json --plot build/pingpong.png
 
-Makes a random model whose stages take about the same time, unless `--model` names one. See
-benchmarks/README.md for what is measured.
+Creates a random model whose stages take about the same time, unless `--model` names one.
+benchmarks/README.md describes the parts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ablation(model: Path, cores: Sequence[int] | None, options: argparse.Namespace) -> Ablation:
-    """Without delays always through shared memory; with them by the kernel, where it can."""
+    """Runs the ablation: steps without delays use shared memory, delays come from the kernel if
+    possible.
+    """
     largest = MICRO_BATCHES[-1] * (options.batch // 3)  # of micro-batches of one size
 
     def run(way: Way, delays: Sequence[float]) -> Ablation:
@@ -112,7 +114,7 @@ def _time_engines(
 def _time_deepspeed(
     model: Path, cores: Sequence[int] | None, options: argparse.Namespace
 ) -> DeepSpeedTimes:
-    """With half of the batch on each rank."""
+    """Measures DeepSpeed's layer with half of the batch on each rank."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     names = {
         "width": "hidden_size",
@@ -128,7 +130,7 @@ def _time_deepspeed(
 
 
 def _cores(is_free: bool) -> list[int] | None:
-    """Two cores that this process may use; None: nothing is pinned."""
+    """Returns two cores that this process may use, or None if ranks are not pinned."""
     if is_free or not hasattr(os, "sched_getaffinity"):
         return None
     cores = sorted(os.sched_getaffinity(0))
@@ -138,7 +140,7 @@ def _cores(is_free: bool) -> list[int] | None:
 
 
 def _made(stack: ExitStack, options: argparse.Namespace) -> Path:
-    """A checkpoint for the time of the run."""
+    """Creates a checkpoint for the time of the run."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     write_random_model(
         folder, "qwen3_moe", _sizes(options), dtype=options.dtype, seed=0, shard_bytes=2**29

@@ -1,4 +1,4 @@
-"""The ablation as a picture: tokens per second over m, a curve for each delay."""
+"""Plots the ablation: tokens per second over m, with a curve for each delay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLORS = ("#1b6ca8", "#2a9d8f", "#e9a23b", "#c8553d", "#6d597a")
 
 
 def plot_ablation(found: Ablation, path: Path) -> None:
-    """Needs matplotlib; raises SystemExit where it is missing."""
+    """Draws the plot. Needs matplotlib; raises SystemExit if it is missing."""
     try:
         import matplotlib
 

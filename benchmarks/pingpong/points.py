@@ -1,6 +1,6 @@
-"""Stage times and steps, from what both ranks saw, and what the formulas make of them.
+"""Computes stage times and steps from the times of both ranks, and compares them with the formulas.
 
-Other programs can only make a step slower: of several, the lower quartile counts (`usual`).
+Other programs can only make a step slower, so the lower quartile of several steps counts (`usual`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ Seen = Sequence[tuple[StepMarks, StepMarks]]  # (attention rank's, expert rank's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of one micro-batch of `rows` that is alone. A rank's packing and unpacking is part of
-    its stage, as its core does it; a transfer is from the end of sending to the receiver's go."""
+    """Seconds of one micro-batch of `rows` that is alone in the pipeline.
+
+    Packing and unpacking by a rank are part of its stage. A transfer lasts from the end of sending
+    until the receiver continues.
+    """
 
     rows: int
     attention_s: float
@@ -27,7 +30,7 @@ class StageTimes:
 
     @property
     def slower_s(self) -> float:
-        """T_f."""
+        """Returns T_f, the time of the slower stage."""
         return max(self.attention_s, self.experts_s)
 
     def delayed(self, delay_s: float) -> StageTimes:
@@ -41,8 +44,11 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Steps with `num_micro_batches` of `rows` each. `step_s`: the layers; `whole_s`: and the head.
-    `formula_s`, `model_s`: what was expected from stage times measured apart from these steps."""
+    """Steps with `num_micro_batches` of `rows` each.
+
+    `step_s` is the time of the layers, and `whole_s` also includes the head. `formula_s` and
+    `model_s` are predictions from stage times that were measured separately from these steps.
+    """
 
     delay_s: float
     num_micro_batches: int
@@ -52,7 +58,7 @@ class Point:
     whole_s: float
     formula_s: float
     model_s: float
-    is_full: bool  # what the formula is for
+    is_full: bool  # the formula is for this case
 
     @property
     def tokens_per_s(self) -> float:
@@ -68,8 +74,10 @@ class Point:
 
 
 def stage_times(rows: int, seen: Seen) -> StageTimes:
-    """Compute stage times from steps of one micro-batch, in which stages do not overlap:
-    the mean over each step's layers, then the lower quartile of the steps."""
+    """Computes stage times from steps of one micro-batch, in which stages do not overlap.
+
+    They are means over each step's layers, and then the lower quartile of the steps.
+    """
     attention, experts, transfers = [], [], []
     for ours, theirs in seen:
         layers = range(len(theirs.sent))
@@ -89,7 +97,7 @@ def stage_times(rows: int, seen: Seen) -> StageTimes:
 def point(
     seen: Seen, times: StageTimes, num_layers: int, num_micro_batches: int, delay_s: float
 ) -> Point:
-    """The usual step; `times` are those of a micro-batch without delay."""
+    """Returns the usual step; `times` are those of a micro-batch without delay."""
     delayed = times.delayed(delay_s)
     round_trip_s = delayed.attention_s + delayed.experts_s + 2 * delayed.transfer_s
     return Point(
@@ -106,8 +114,12 @@ def point(
 
 
 def _expected_s(times: StageTimes, num_layers: int, num_micro_batches: int) -> float:
-    """The formula, and what replaces it where a micro-batch comes back later than its turn: a layer
-    then takes the round trip. Added delays are latencies: several messages are on their way."""
+    """Returns the time by the formula, or by its extension if a micro-batch returns later than its
+    turn.
+
+    A layer then takes as long as a round trip. Added delays are latencies: several messages are
+    under way at once.
+    """
     round_trip_s = times.attention_s + times.experts_s + 2 * times.transfer_s
     layer_s = max(num_micro_batches * times.slower_s, round_trip_s)
     return (num_layers - 1) * layer_s + round_trip_s + (num_micro_batches - 1) * times.slower_s

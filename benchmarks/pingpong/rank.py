@@ -1,7 +1,7 @@
-"""One rank of the pair in a process of its own: a RankJob and Series in, StepMarks out.
+"""Runs one rank of the pair in a separate process: reads a RankJob and Series, writes StepMarks.
 
-It runs the server's own pipeline, transport and expert loop; only the coordinator is missing: both
-ranks read from the Series what a step exchanges.
+It uses the server's own pipeline, transport and expert loop. Only the coordinator is missing: both
+ranks read from the Series which rows a step exchanges.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PairRank(ABC):
         self._store = connect_store(job.store_host, job.store_port, secret, _TIMEOUT_S)
 
     def serve(self, series: Series) -> list[StepMarks]:
-        """Take a series of steps together with the other rank."""
+        """Runs a series of steps together with the other rank."""
         me = _NAMES[self.job.role]
         group = TimedGroup(
             list(_NAMES.values()),
@@ -80,11 +80,11 @@ class PairRank(ABC):
 
     @abstractmethod
     def take_steps(self, group: TimedGroup, series: Series) -> Iterator[StepMarks]:
-        """Each step of a series, as this side of the pair takes it."""
+        """Runs the steps of a series on this side of the pair."""
 
 
 class AttentionOfPair(PairRank):
-    """Decode steps of sequences that all have `context` tokens, again and again."""
+    """Repeats decode steps of sequences that all have `context` tokens."""
 
     def __init__(self, job: RankJob) -> None:
         super().__init__(job)
@@ -194,7 +194,7 @@ def _send(replies: Any, message: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _TimedReceive:
-    """Implements Transfer."""
+    """Implements Transfer, and records when a message arrived."""
 
     inner: Transfer
     received: list[int]
@@ -207,14 +207,14 @@ class _TimedReceive:
 class TimedGroup(DataGroup):
     """A data group that records the times of its messages.
 
-    `received`, `sent`: times in ns, in the order of the exchanges.
+    `received` and `sent` are times in ns, in the order of the exchanges.
     """
 
     received: list[int]
     sent: list[int]
 
     def forget(self) -> None:
-        """A new step begins."""
+        """Drops the recorded times before a new step."""
         self.received, self.sent = [], []
 
     def send(self, peer: str, buffer: Tensor, tag: int, operation: object) -> Transfer:

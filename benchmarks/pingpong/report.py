@@ -27,7 +27,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairReport:
-    """`ablation`, `engines`: None and empty when that part did not run."""
+    """The results; `ablation` is None and `engines` is empty if that part did not run."""
 
     environment: dict[str, str]
     model: dict[str, object]
@@ -42,7 +42,7 @@ class PairReport:
         return [*self._of_ablation(), *self._of_engines()]
 
     def merged(self, path: Path) -> PairReport:
-        """With what the file has and this run has not."""
+        """Returns the report with results of the file that this run lacks."""
         old = msgspec.json.decode(path.read_bytes(), type=PairReport)
         if (old.model, old.context) != (self.model, self.context):
             raise SystemExit(f"{path} has another model or context: give another file to --json.")
@@ -56,8 +56,10 @@ class PairReport:
         )
 
     def rival_tokens_per_s(self) -> float | None:
-        """With DeepSpeed's layer: both ranks compute attention for half of the batch, then it.
-        Without the head: compare with tokens over a step's layers."""
+        """Returns the throughput if DeepSpeed's layer follows our attention for half of the batch.
+
+        The head is not included: compare it with tokens over the time of a step's layers.
+        """
         if self.ablation is None or self.deepspeed is None or self.deepspeed.missing:
             return None
         layer_s = self.ablation.reference.attention_s + self.deepspeed.layer_s

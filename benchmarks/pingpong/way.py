@@ -1,8 +1,8 @@
-"""The way between the two ranks, and how long a message takes on it.
+"""Connects the two ranks, and delays their messages.
 
-On one host frames go through shared memory, and a delay is the transport's own: a receiver sees a
-message no sooner. Over a cable between two network namespaces they go by gloo and TCP, and the
-kernel delays every packet (`tc netem`), as a network would.
+On one host, frames travel through shared memory, and the transport adds the delay: a receiver sees
+a message no sooner. Over a cable between two network namespaces they travel by gloo and TCP, and
+the kernel delays every packet (`tc netem`), as a network would.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ class Way(Protocol):
         ...
 
     def delay(self, seconds: float) -> float:
-        """Messages take so much more from now on -> what of it is left to the transport."""
+        """Delays messages by this much from now on; returns the part that the transport must
+        add.
+        """
         ...
 
 
 class OneHost:
-    """Implements Way."""
+    """Implements Way on one host."""
 
     addresses = ("127.0.0.1", "127.0.0.1")
 
@@ -66,7 +68,7 @@ class Cable:
 
 @contextmanager
 def cable() -> Iterator[Cable]:
-    """Gone after the `with`. Needs root and iproute2: see `why_no_cable`."""
+    """Creates a cable for the `with` block. Needs root and iproute2: see `why_no_cable`."""
     with two_hosts.two_hosts() as hosts:
         yield Cable(hosts)
 

@@ -17,7 +17,7 @@ from experts.placement.solution import Solution
 def balance_of(
     problem: PlacementProblem, solution: Solution, loads: ExpertLoads | None = None
 ) -> NDArray[np.float64]:
-    """[S, L]: mean load / largest load, on the problem's own loads or on others."""
+    """Returns mean load / largest load [S, L], on the problem's own loads or on others."""
     copies_LED = solution.copies_LED
     if copies_LED is None:
         copies_LED = copies_of(solution.placement, problem.loads.layers)
@@ -27,12 +27,12 @@ def balance_of(
 
 
 def figures(balance_SL: NDArray[np.float64]) -> str:
-    """Mean over layers / worst layer."""
+    """Formats the mean over layers and the worst layer."""
     return f"{balance_SL.mean():.4f}/{balance_SL.min():.4f}"
 
 
 def scenario(loads: ExpertLoads, index: int) -> ExpertLoads:
-    """One of several, by itself."""
+    """Returns the problem with a single one of its scenarios."""
     return ExpertLoads(
         counts_SLE=loads.counts_SLE[index : index + 1],
         layers=loads.layers,
@@ -41,7 +41,7 @@ def scenario(loads: ExpertLoads, index: int) -> ExpertLoads:
 
 
 def without(loads: ExpertLoads, index: int) -> ExpertLoads:
-    """All scenarios but one."""
+    """Returns the problem with all scenarios except one."""
     kept = [other for other in range(len(loads.scenarios)) if other != index]
     return ExpertLoads(
         counts_SLE=loads.counts_SLE[kept],
@@ -51,7 +51,7 @@ def without(loads: ExpertLoads, index: int) -> ExpertLoads:
 
 
 def average(loads: ExpertLoads) -> ExpertLoads:
-    """All scenarios as one, each with the same weight."""
+    """Returns the problem with the mean of all scenarios, each with the same weight."""
     return ExpertLoads(
         counts_SLE=loads.shares_SLE().mean(axis=0, keepdims=True),
         layers=loads.layers,

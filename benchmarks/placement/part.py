@@ -11,9 +11,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """`trace`: an npz of a recorded routing, if there is one; `published`: the published
-    `eplb.py`, whose time says how fast the machine is; `quick`: few layers, to try it; `without`:
-    the parts of the solvers that the ablation leaves out one at a time, all if empty."""
+    """The input of a part.
+
+    `trace` is an npz of a recorded routing, if there is one. `published` is the published
+    `eplb.py`, which is timed as a measure of the machine's speed. `quick` uses few layers.
+    `without` names the parts of the solvers that the ablation leaves out one at a time; empty means
+    all.
+    """
 
     trace: Path | None = None
     published: Path | None = None
@@ -23,7 +27,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A target, and if it was met."""
+    """A target, and whether it was met."""
 
     name: str
     wanted: str
@@ -38,7 +42,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
-    """`rows` go to the JSON file as they are, and under `columns` to the screen."""
+    """A table of results: `rows` go to the JSON file, and are printed under `columns`."""
 
     title: str
     columns: tuple[str, ...]
@@ -52,8 +56,9 @@ Run = Callable[[Setting], Iterator[PartResult]]
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Times of one piece of work: wall time, and CPU time of this process, which other work on the
-    machine disturbs less."""
+    """The wall time of a piece of work, and the CPU time of this process, which other programs
+    affect less.
+    """
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -61,7 +66,7 @@ class Stopwatch:
 
 @contextmanager
 def timed() -> Iterator[Stopwatch]:
-    """Filled in at the end."""
+    """Yields a stopwatch whose times are set at the end of the block."""
     watch = Stopwatch()
     wall, cpu = time.perf_counter(), time.process_time()
     yield watch

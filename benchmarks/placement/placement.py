@@ -3,7 +3,7 @@
     python benchmarks/run.py placement --json build/placement.json
     python benchmarks/run.py placement --trace gptoss20b_tokens.npz --parts balance speed
 
-Parts are files of `benchmarks/placement/parts`. One thread: set OMP_NUM_THREADS=1.
+Each part is a file in `benchmarks/placement/parts`. For one thread, set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def part_names() -> list[str]:
-    """The files of the folder, the usual ones first."""
+    """Returns the names of the files in the folder, the usual ones first."""
     names = {path.stem for path in _FOLDER.glob("*.py")} - {"__init__"}
     return [*_FIRST, *sorted(names - set(_FIRST))]
 

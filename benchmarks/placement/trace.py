@@ -1,7 +1,8 @@
-"""A recorded routing of gpt-oss-20b, split in two halves by prompt.
+"""Reads a recorded routing of gpt-oss-20b, and splits it in two halves by prompt.
 
-N tokens, L layers, K choices. An npz with `experts` [N, L, K], `sample` [N] and `sample_name`, of
-which the last field between bars says whether the answer repeats itself; those are left out.
+N tokens, L layers, K choices. The npz has `experts` [N, L, K], `sample` [N] and `sample_name`. The
+last field of a name (fields are separated by bars) says whether the answer repeats itself; such
+answers are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ _NUM_EXPERTS, _NUM_GROUPS = 32, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halves:
-    """All tokens, and those of prompts with even and odd numbers; of the first half also the loads
-    of its prompts in four groups, as scenarios."""
+    """All tokens, those of even prompts, and those of odd prompts.
+
+    For the first half there are also the loads of its prompts in four groups, as scenarios.
+    """
 
     whole: TokenChoices
     planned: TokenChoices

@@ -1,10 +1,10 @@
-"""Measures the cost of HTTP: tokens a second of an engine alone and behind the server.
+"""Measures the cost of HTTP: tokens per second of an engine alone and behind the server.
 
     python benchmarks/run.py http_overhead --streams 64 --rounds 9 --json build/http_overhead.json
 
-Rounds of both take turns, in an order that changes; a ratio is that of two neighbouring rounds. On
-a machine that others use the CPU time of a token says more than the clock: both are given. The
-exit status is 1 if the interval of the clock's ratio lies wholly below 1 - --max-loss.
+Rounds of both take turns, in an order that changes; a ratio compares two neighbouring rounds. On a
+machine with other work, the CPU time of a token is more reliable than the clock; the output has
+both. The exit status is 1 if the whole interval of the clock's ratio is below 1 - --max-loss.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _figures(seconds: float, cpu_s: float, num_tokens: int) -> dict[str, float]:
 
 
 def _report(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """(low, median, high) of each ratio, HTTP over engine; 95% bootstrap over rounds."""
+    """Returns (low, median, high) of each ratio, HTTP over engine; 95% bootstrap over rounds."""
     rng = np.random.default_rng(1)
     found: dict[str, Any] = {}
     for label, name in (("speed_ratio", "tokens_per_s"), ("cpu_ratio", "cpu_us_per_token")):

@@ -1,4 +1,4 @@
-"""Streams that are read to their end, with as little work for the client as can be."""
+"""Reads many streams to their end, with as little work for the client as possible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bodies(count: int, num_prompt: int, num_output: int, vocab_size: int, seed: 
 
 
 async def stream_all(url: str, asked: Sequence[Body]) -> Streamed:
-    """All at once, a connection each."""
+    """Opens all streams at once, each with its own connection."""
     begin = time.monotonic()
     ends = await asyncio.gather(*(_stream(url, body) for body in asked))
     return Streamed(
@@ -52,7 +52,7 @@ async def stream_all(url: str, asked: Sequence[Body]) -> Streamed:
 
 
 async def _stream(url: str, body: Body) -> int | str:
-    """-> the tokens as the server counts them, or what went wrong."""
+    """Returns the number of tokens as the server counts them, or an error."""
     try:
         return await asyncio.wait_for(_read_stream(url, body), _LIMIT_S)
     except (OSError, asyncio.TimeoutError) as error:

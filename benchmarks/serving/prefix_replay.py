@@ -2,10 +2,11 @@
 
     python benchmarks/run.py prefix_replay conversation_trace.jsonl --blocks 0 20000
 
-Replays a trace in Mooncake's format (JSON lines, also .xz, with `input_length` and `hash_ids`: the
-ids of chained blocks of 512 tokens) through the real engine, scheduler, tree and page pool. Only
-the model is missing: steps compute nothing. Requests come one after the other, in the trace's
-order, and answer one token. Time does not matter to the hit rate then, so none is simulated.
+The trace is in Mooncake's format: JSON lines, also .xz, with `input_length` and `hash_ids`, the ids
+of chained blocks of 512 tokens. It runs through the real engine, scheduler, tree and page pool;
+only the model is missing, so steps compute nothing. Requests run one after the other in the order
+of the trace, and each answers one token. Time then has no effect on the hit rate, so it is not
+simulated.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class TracedRequest:
     block_ids: tuple[int, ...]
 
     def token_ids(self) -> tuple[int, ...]:
-        """512 tokens for each block id, different from those of every other id."""
+        """Returns 512 tokens for each block id, different from those of every other id."""
         starts = np.array(self.block_ids, dtype=np.int64)[:, None] * BLOCK_TOKENS
         ids = (starts + np.arange(BLOCK_TOKENS)).reshape(-1)[: self.num_tokens]
         return tuple(ids.tolist())
@@ -57,10 +58,10 @@ class NoModel:
         return torch.zeros(sum(piece.num_logits for piece in plan.slices), 2)
 
     def clear_pages(self, pages: list[int]) -> None:
-        """There is nothing in them."""
+        """Does nothing: pages have no content."""
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """There is nothing in them."""
+        """Does nothing: pages have no content."""
 
     def finite_pages(self, pages: list[int]) -> list[bool]:
         return [True] * len(pages)
@@ -75,7 +76,7 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
 
 def replay(trace: Sequence[TracedRequest], num_blocks: int) -> EngineStats:
-    """Serve the trace with a cache of `num_blocks` -> what the engine counted."""
+    """Serves the trace with a cache of `num_blocks`; returns the counts of the engine."""
     longest = max(request.num_tokens for request in trace)
     engine = Engine(
         LocalExecutor(NoModel(), Sampler(frozenset())),
@@ -99,7 +100,9 @@ def replay(trace: Sequence[TracedRequest], num_blocks: int) -> EngineStats:
 
 
 def ideal_hit_rate(trace: Sequence[TracedRequest], num_blocks: int) -> float:
-    """Share of the tokens that an LRU over whole blocks finds: the leading run of known ids."""
+    """Returns the share of tokens that an LRU over whole blocks finds: the leading run of known
+    ids.
+    """
     known: OrderedDict[int, None] = OrderedDict()
     num_hit = 0
     for request in trace:

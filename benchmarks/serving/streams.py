@@ -1,9 +1,9 @@
-"""Opens hundreds of streams at once; counts errors and measures the event loop's lag.
+"""Opens hundreds of streams at once; counts errors and measures the lag of the event loop.
 
     python benchmarks/run.py streams --streams 500 --rounds 3 --json build/streams.json
 
-The exit status is 0 only if no stream failed and the lag's 99th percentile is below --max-lag. See
-benchmarks/README.md.
+The exit status is 0 only if no stream failed and the 99th percentile of the lag is below --max-lag.
+See benchmarks/README.md.
 """
 
 from __future__ import annotations

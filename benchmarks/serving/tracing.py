@@ -1,13 +1,14 @@
-"""Measures throughput without and with the experts recorded, counted and sent to clients.
+"""Measures throughput with and without recording, counting and returning experts.
 
     python benchmarks/run.py tracing --seconds 80 [--attention-ranks 1 --expert-ranks 1]
 
-Rounds of the same requests, the ways in turn and in an order that changes, on one engine. The cost
-is the median over rounds of a way's time over that of the way without, with a 95% bootstrap
-interval: of the clock, and of the CPU in this process, which others on the machine disturb less.
-Beside it the share of this thread's CPU time that was spent in the tap, the listeners and the
-recorder: steady on a busy machine, but without what they cost the caches and the disk's thread.
-Prompts are random token ids, answers are not cut short.
+Rounds of the same requests run on one engine with each variant in turn, in an order that changes.
+The cost of a variant is its time relative to that without tracing, as the median over rounds with a
+95% bootstrap interval. It is given for the clock and for the CPU time of this process, which other
+programs disturb less. The table also has the share of this thread's CPU time in the tap, the
+listeners and the recorder. This share is steady on a busy machine, but does not include their
+effect on the CPU caches and the thread that writes to the disk. Prompts are random token ids, and
+answers have their full length.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ WAYS: dict[str, Way] = {
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """The result of one way in one round."""
+    """The times of one variant in one round."""
 
     clock: float
     cpu: float
@@ -70,7 +71,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Time over that without, less 1, with its interval."""
+    """The time relative to that without tracing, minus 1, with its interval."""
 
     median: float
     low: float
@@ -82,7 +83,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A way's throughput, and its cost."""
+    """The throughput of a variant, and its cost."""
 
     tokens_per_s: float
     cost: Ratio
@@ -134,7 +135,7 @@ def _round(
     arguments: argparse.Namespace,
     index: int,
 ) -> dict[str, Seconds]:
-    """Seconds of each way, with the same requests."""
+    """Returns the seconds of each variant with the same requests."""
     names = list(WAYS)
     shift = index % len(names)
     times = {}
@@ -150,7 +151,7 @@ def _round(
 
 @contextmanager
 def _recording(built: BuiltEngine, config: EngineConfig, folder: Path, way: Way) -> Iterator[None]:
-    """The recording runs inside, and is written after the clock has stopped."""
+    """Records inside the block; the recording is written after the clock has stopped."""
     if way is None or way == "told":
         yield
         return
@@ -171,14 +172,14 @@ def _recording(built: BuiltEngine, config: EngineConfig, folder: Path, way: Way)
 
 @dataclass(slots=True)
 class _Own:
-    """CPU seconds inside the functions of `_OWN`."""
+    """The CPU seconds inside the functions of `_OWN`."""
 
     seconds: float = 0.0
 
 
 @contextmanager
 def _own_time() -> Iterator[_Own]:
-    """Times what tracing adds to a step, while the block runs."""
+    """Measures the functions that tracing adds to a step, while the block runs."""
     own, originals = _Own(), [getattr(kind, name) for kind, name in _OWN]
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:

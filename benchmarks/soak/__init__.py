@@ -1,1 +1,3 @@
-"""Runs a server or ranks under load for long, with all kinds of clients or with killed ranks."""
+"""Runs a server or ranks under load for a long time, with all kinds of clients or with killed
+ranks.
+"""

@@ -2,8 +2,8 @@
 
     python benchmarks/run.py fault_soak --minutes 10 --kills 20 --seed 1 --json soak.json
 
-Every answer is compared, tokens and log probabilities, with that of a server of one process. The
-exit status is 0 only if all went well. See benchmarks/README.md.
+Every answer, with tokens and log probabilities, is compared with that of a server of one process.
+The exit status is 0 only if nothing went wrong. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ VOCAB_SIZE = 4096  # of the demonstration model
 _WARM_UP_S = 5.0  # before the first measurement, and before the last
 _RECOVERY_S = 60.0  # until all ranks are back after the last blow
 _LOOK_S = 0.1
-_GAP_S = 10.0  # after a blow in which gaps count as its doing
+_GAP_S = 10.0  # after a blow, gaps are attributed to it
 _MAX_GROWTH_MIB, _MAX_GROWTH = 40.0, 4  # of the coordinator; of its descriptors and threads
 _WAKE_S = 4.0  # after it was frozen; by then it is fenced
 
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """`at`: seconds from the start."""
+    """A planned fault; `at` is in seconds from the start."""
 
     at: float
     kind: Literal["SIGKILL", "SIGSTOP"]
@@ -47,7 +47,7 @@ class Blow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
-    """A blow as it was dealt; `moment` of time.monotonic."""
+    """A fault that was caused; `moment` is a time of time.monotonic."""
 
     blow: Blow
     moment: float
@@ -55,7 +55,9 @@ class Struck:
 
 
 def draw_blows(names: list[str], num_blows: int, seconds: float, seed: int) -> list[Blow]:
-    """One in every equal part of the time, at any moment of it; two of three kill at once."""
+    """Draws one fault at a random moment in every equal part of the time; two of three are
+    kills.
+    """
     rng = random.Random(seed)
     part = seconds / max(1, num_blows)
     return [
@@ -69,7 +71,9 @@ def draw_blows(names: list[str], num_blows: int, seconds: float, seed: int) -> l
 
 
 class Striker:
-    """Kills and freezes ranks; resumes frozen ones, which should have been declared dead."""
+    """Kills and freezes ranks, and resumes frozen ones, which the server should have declared
+    dead.
+    """
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -78,7 +82,9 @@ class Striker:
         self.num_woken = 0  # frozen processes that were still there
 
     def strike(self, blow: Blow) -> bool:
-        """False if the rank has no process now, or is frozen already."""
+        """Causes a fault; returns False if the rank has no process at present, or is frozen
+        already.
+        """
         process = self._served.ranks().get(blow.victim)
         if process is None or self._is_frozen(process):
             return False
@@ -97,7 +103,7 @@ class Striker:
         return any(frozen.pid == process.pid for _, frozen in self._frozen)
 
     def wake_due(self) -> None:
-        """SIGCONT to those whose time has come."""
+        """Sends SIGCONT to frozen ranks whose time has come."""
         now = time.monotonic()
         due = [process for moment, process in self._frozen if moment <= now]
         self._frozen = [item for item in self._frozen if item[0] > now]
@@ -164,7 +170,7 @@ async def _soak(
             and blows[0].at + _WARM_UP_S <= now
             and await asyncio.to_thread(striker.strike, blows[0])
         ):
-            blows.pop(0)  # a rank without a process yet is hurt a moment later
+            blows.pop(0)  # without a process: tried again a moment later
         if now > len(usages) * seconds / 20:
             usages.append(await asyncio.to_thread(served.usage))
         await asyncio.sleep(_LOOK_S)
@@ -178,7 +184,7 @@ async def _soak(
 
 
 async def _recovered(served: Served, striker: Striker, num_ranks: int) -> bool:
-    """Wait until all ranks are back; False if they are late."""
+    """Waits until all ranks are back; returns False if this takes too long."""
     end = time.monotonic() + _RECOVERY_S
     while time.monotonic() < end:
         striker.wake_due()

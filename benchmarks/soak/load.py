@@ -1,4 +1,4 @@
-"""Clients in a closed loop that compare every answer with the undisturbed one."""
+"""Runs clients in a closed loop that compare every answer with that of an undisturbed server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tokens = list[tuple[str, float]]  # and their log probabilities
 
 
 def questions(count: int, vocab_size: int, seed: int) -> list[Question]:
-    """Prompts of 1 to 200 tokens; every other answer is drawn, with a seed."""
+    """Returns prompts of 1 to 200 tokens; every other answer is sampled, with a seed."""
     rng = random.Random(seed)
     return [
         {
@@ -37,7 +37,7 @@ def questions(count: int, vocab_size: int, seed: int) -> list[Question]:
 
 @dataclass(slots=True)
 class Tally:
-    """The clients' results. Times are those of time.monotonic."""
+    """The results of the clients. Times are those of time.monotonic."""
 
     num_answers: int = 0
     num_tokens: int = 0
@@ -47,17 +47,17 @@ class Tally:
 
     @property
     def longest_gap_s(self) -> float:
-        """The longest time in which no client got a token."""
+        """Returns the longest time in which no client got a token."""
         return max((b - a for a, b in zip(self.beats, self.beats[1:], strict=False)), default=0.0)
 
     def gap_after(self, moment: float, until: float) -> float:
-        """The longest time without a token that began in [moment, until)."""
+        """Returns the longest time without a token that began in [moment, until)."""
         pairs = zip(self.beats, self.beats[1:], strict=False)
         return max((b - a for a, b in pairs if b > moment and a < until), default=0.0)
 
 
 async def ask(client: httpx.AsyncClient, question: Question, tally: Tally) -> Tokens:
-    """One streamed answer. Raises httpx.HTTPError, or ValueError with what the server says."""
+    """Reads one streamed answer. Raises httpx.HTTPError, or ValueError with the server's error."""
     tokens: Tokens = []
     async with client.stream("POST", "/v1/completions", json=question) as response:
         if response.status_code != 200:
@@ -76,7 +76,7 @@ async def ask(client: httpx.AsyncClient, question: Question, tally: Tally) -> To
 
 
 async def answers_of(url: str, asked: Sequence[Question]) -> list[Tokens]:
-    """Ask all questions in turn on a server without faults."""
+    """Sends all prompts one after the other to a server without faults."""
     async with httpx.AsyncClient(base_url=url, timeout=_REQUEST_LIMIT_S) as client:
         return [await ask(client, question, Tally()) for question in asked]
 
@@ -89,7 +89,7 @@ async def keep_asking(
     tally: Tally,
     stop: asyncio.Event,
 ) -> None:
-    """Until `stop`; open requests are then read to their end."""
+    """Sends prompts until `stop` is set; open requests are then read to their end."""
 
     async def one(number: int, client: httpx.AsyncClient) -> None:
         rng = random.Random(number)
@@ -99,7 +99,7 @@ async def keep_asking(
                 tokens = await asyncio.wait_for(ask(client, asked[index], tally), _REQUEST_LIMIT_S)
             except (httpx.HTTPError, ValueError, asyncio.TimeoutError) as error:
                 tally.failed.append(f"{type(error).__name__}: {error}")
-                await asyncio.sleep(0.1)  # a server that is gone need not be asked a million times
+                await asyncio.sleep(0.1)  # no rapid retries if the server is gone
                 continue
             tally.num_answers += 1
             tally.num_tokens += len(tokens)

@@ -1,8 +1,8 @@
 """Samples a server's resources from the operating system and /metrics, and tests if they stay flat.
 
-The test is a slope by least squares, with an interval. Neighbouring samples are alike (memory comes
-in steps), which makes the usual interval far too narrow: it is widened by what the residuals'
-correlation with their neighbours leaves of their number, n (1 - r) / (1 + r).
+The test is a slope by least squares, with an interval. Neighbouring samples are similar, because
+memory grows in steps, so the usual interval would be far too narrow. It is computed as for n (1 -
+r) / (1 + r) independent samples, where r is the correlation of neighbouring residuals.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from scipy.stats import t as student_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """`seconds` since the run began. `pages_used` is a share, 0 to 1.
+    """The resources at one moment; `seconds` since the start of the run, `pages_used` a share from
+    0 to 1.
 
-    The resident set also has pages of files, which the kernel takes back when others need memory.
+    The resident set includes pages of files, which the kernel takes back when other programs need
+    memory.
     """
 
     seconds: float
@@ -64,19 +66,21 @@ def take_sample(url: str, process: psutil.Process, begin: float, num_visits: int
 
 
 def value_of(text: str, name: str) -> float:
-    """Sum all series of a gauge or counter."""
+    """Returns the sum of all series of a gauge or counter."""
     found = re.findall(rf"^moe_serve:{name}\{{.*\}} (\S+)$", text, re.M)
     assert found, f"{name} is not in /metrics"
     return sum(map(float, found))
 
 
 def quantile_of(text: str, name: str, share: float) -> float:
-    """The upper end of the histogram's bucket that has the quantile; 0 of an empty one."""
+    """Returns the upper end of the histogram's bucket with the quantile; 0 for an empty
+    histogram.
+    """
     return quantile_of_buckets(buckets_of(text, name), share)
 
 
 def buckets_of(text: str, name: str) -> list[tuple[float, float]]:
-    """(upper end, how many are not above it) of a histogram without other labels than the model."""
+    """Returns pairs of a bucket's upper end and the count up to it; the only label is the model."""
     pattern = rf'^moe_serve:{name}_bucket\{{le="([^"]+)".*\}} (\S+)$'
     found = [(float(end), float(count)) for end, count in re.findall(pattern, text, re.M)]
     assert found, f"{name} is not in /metrics"
@@ -90,21 +94,24 @@ def quantile_of_buckets(buckets: list[tuple[float, float]], share: float) -> flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """Per hour, with a 95% interval."""
+    """The growth per hour, with a 95% interval."""
 
     slope: float
     low: float
     high: float
 
     def is_flat(self, limit: float) -> bool:
-        """Surely below `limit`: an interval that reaches it says too little."""
+        """Returns whether the whole interval is below `limit`."""
         return self.high <= limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettleRule:
-    """The warm-up ends when memory has grown by at most `most_mib` in the last `num_visits` visits,
-    and after `most_share` of the run in any case: a leak never settles, and is judged then."""
+    """The rule for the end of the warm-up.
+
+    It ends when memory has grown by at most `most_mib` in the last `num_visits` visits, and at the
+    latest after `most_share` of the run, so that a leak, which never settles, is detected.
+    """
 
     num_visits: int = 1000
     most_mib: float = 2.0
@@ -113,7 +120,7 @@ class SettleRule:
     def first_settled(
         self, seconds: Sequence[float], visits: Sequence[int], mib: Sequence[float]
     ) -> tuple[int, bool]:
-        """-> the first sample after the warm-up, and whether memory had settled by then."""
+        """Returns the first sample after the warm-up, and whether memory had settled by then."""
         for now in range(len(visits)):
             if seconds[now] >= self.most_share * seconds[-1]:
                 return now, False
@@ -124,7 +131,7 @@ class SettleRule:
 
 
 def trend_of(seconds: Sequence[float], values: Sequence[float]) -> Trend:
-    """At least four samples."""
+    """Fits the trend; needs at least four samples."""
     x, y = np.asarray(seconds) / 3600.0, np.asarray(values, dtype=float)
     assert len(x) >= 4, f"{len(x)} samples have no trend"
     spread = float(((x - x.mean()) ** 2).sum())

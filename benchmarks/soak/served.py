@@ -1,4 +1,4 @@
-"""A server with ranks in processes of its own, and what its processes look like from outside."""
+"""Starts a server with ranks, and observes its processes from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STOP_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Resources of the coordinator at a moment, and the processes below it."""
+    """The resources of the coordinator at one moment, and the processes below it."""
 
     rss_mib: float
     num_fds: int
@@ -32,7 +32,9 @@ class Usage:
 
 
 class Served:
-    """`moe-serve serve` with the demonstration model on a free port. Leave the `with` to end it."""
+    """A `moe-serve serve` with the demonstration model on a free port, which ends with the
+    `with` block.
+    """
 
     def __init__(
         self, attention: int, experts: int, heartbeat_s: float, num_pages: int = 512
@@ -68,12 +70,12 @@ class Served:
 
     @property
     def log(self) -> str:
-        """Return the text that it wrote to stderr."""
+        """Returns the text that it wrote to stderr."""
         self._log.seek(0)
         return self._log.read()
 
     def ranks(self) -> dict[str, psutil.Process]:
-        """Processes of ranks by name: those whose command line can be read."""
+        """Returns the processes of ranks by name, as far as their command lines can be read."""
         found: dict[str, psutil.Process] = {}
         try:
             for child in self.process.children():
@@ -104,7 +106,9 @@ class Served:
             return False
 
     def stop(self) -> tuple[int, int]:
-        """SIGTERM -> the exit status, and how many of the ranks outlive the server."""
+        """Sends SIGTERM; returns the exit status, and the number of ranks that outlive the
+        server.
+        """
         ranks = list(self.ranks().values())
         self._popen.send_signal(signal.SIGTERM)
         status = self._popen.wait(_STOP_LIMIT_S)

@@ -4,8 +4,8 @@
     python benchmarks/run.py soak --seconds 120 --visitors 8
 
 The exit status is 0 only if memory, descriptors, threads and /metrics are flat after the warm-up,
-no visit saw what it should not, all pages came back and SIGTERM ended with 0. See
-benchmarks/README.md.
+no visit had an unexpected result, all pages were returned, and the server ended with status 0 after
+SIGTERM. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
 async def _soak(
     served: Served, arguments: argparse.Namespace, seen: Seen
 ) -> tuple[list[Sample], bool]:
-    """-> the samples, and whether everything was free soon after the last visit."""
+    """Returns the samples, and whether all resources were free soon after the last visit."""
     begin, stop = time.monotonic(), asyncio.Event()
     visits = asyncio.create_task(
         keep_visiting(served.url, arguments.visitors, arguments.rest, arguments.seed, seen, stop)
@@ -211,7 +211,7 @@ _FILLING, _NUM_FILLING = "structured output", 160
 async def keep_visiting(
     url: str, num_visitors: int, rest_s: float, seed: int, seen: Seen, stop: asyncio.Event
 ) -> None:
-    """Until `stop` is set; visits that have begun are finished."""
+    """Makes visits until `stop` is set; visits that have begun are finished."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=num_visitors)
     async with httpx.AsyncClient(
         base_url=url, timeout=LIMIT_S, trust_env=False, limits=limits

@@ -1,6 +1,6 @@
-"""Clients of every kind, good and bad: the requests of each, and its permitted answers.
+"""Clients of every kind, good and bad, with the answers that each may get.
 
-A visit returns what it saw ("200", "left", "400 invalid_json" ...); whatever is not in the
+A visit returns its result ("200", "left", "400 invalid_json" ...). A result that is not in the
 visitor's `may_see` is a failure of the server.
 """
 
@@ -36,7 +36,7 @@ _BAD_BODIES: tuple[bytes, ...] = (
 
 @dataclass(slots=True)
 class Host:
-    """The server that is visited, and the state that visitors share."""
+    """The visited server, and the state that visitors share."""
 
     client: httpx.AsyncClient
     rng: random.Random
@@ -85,7 +85,7 @@ async def _same_question(host: Host) -> str:
 
 
 async def _leave(host: Host) -> str:
-    """Goes away after some events, or before the first."""
+    """Disconnects after some events, or before the first."""
     body = {"prompt": _prompt(host.rng), "max_tokens": 400, "stream": True, "ignore_eos": True}
     num_events = host.rng.choice([0, 1, 5, 20])
     async with host.client.stream("POST", _TEXT, json=body) as response:
@@ -118,7 +118,7 @@ async def _read_slowly(host: Host) -> str:
 
 
 async def _begin_slowly(host: Host) -> str:
-    """A head that drips (slowloris), and is given up."""
+    """Sends a head very slowly (slowloris) and gives up."""
     reader, writer = await _open(host)
     try:
         for byte in b"POST /v1/completions HTTP/1.1\r\nX-A"[: host.rng.randint(1, 34)]:
@@ -145,7 +145,7 @@ async def _bad_body(host: Host) -> str:
 
 
 async def _structured(host: Host) -> str:
-    """A schema that was never seen before: served, or refused by a server that cannot."""
+    """Sends a schema that was never sent before; a server without grammars refuses it."""
     name = f"field_{host.rng.randrange(10**9)}"
     schema = {
         "type": "object",

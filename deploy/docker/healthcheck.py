@@ -1,6 +1,6 @@
-"""Leaves with 0 when the server in this container is live: the HEALTHCHECK of the images.
+"""Exits with 0 if the server in this container is live: the HEALTHCHECK of the images.
 
-Imports neither moe_serve nor torch, since it runs every few seconds. http.client knows no proxies.
+It runs every few seconds, so it imports neither moe_serve nor torch. http.client ignores proxies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def _plain_connection(port: int) -> http.client.HTTPConnection:
 
 
 def _tls_connection(port: int) -> http.client.HTTPConnection:
-    """The certificate is for the server's names, not for this address, and nothing is told here."""
+    """Returns a connection that does not verify the certificate.
+
+    The certificate is for the server's names and not for this address, and nothing secret is sent.
+    """
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

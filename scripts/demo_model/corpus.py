@@ -1,6 +1,7 @@
 """Reads the training text: eight domains of documents, some of them also as chats.
 
-Knows nothing of token ids. A document is a string; a chat is a list of (user, assistant) turns.
+This module does not use token ids. A document is a string; a chat is a list of (user, assistant)
+turns.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def plot_expert_use(use: ExpertUse, path: Path) -> None:
     """Draws one panel per layer; row = domain, column = expert, colour = multiple of the even
     share.
 
-    Columns stand in the order of the domain that uses the expert most, so that experts of one
-    domain stand together; the number under a column is the expert's own.
+    Columns are sorted by the domain that uses the expert most, so that experts of one domain are
+    side by side. The number under a column is the expert's id.
     """
     num_domains, num_layers, num_experts = use.share.shape
     num_rows = (num_layers + 1) // 2

@@ -1,4 +1,4 @@
-"""Write the drawings of the documentation into docs/images.
+"""Writes the drawings of the documentation into docs/images.
 
 PYTHONPATH=scripts python -m diagrams
 """

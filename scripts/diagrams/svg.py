@@ -41,7 +41,9 @@ _ARROW_HEAD = (
 
 @dataclass(slots=True)
 class Picture:
-    """Sizes and places in pixels from the upper left; `description` is read by screen readers."""
+    """A picture; sizes and positions are pixels from the upper left. Screen readers read
+    `description`.
+    """
 
     title: str
     description: str
@@ -50,7 +52,7 @@ class Picture:
     parts: list[str] = field(default_factory=list)
 
     def box(self, kind: str, x: float, y: float, width: float, height: float) -> None:
-        """A room of this kind: http, engine, attention, experts, transport or room."""
+        """Draws a box of this kind: http, engine, attention, experts, transport or room."""
         style = "room" if kind == "room" else f"box {kind}"
         self.parts.append(
             f'<rect class="{style}" x="{x:g}" y="{y:g}" width="{width:g}" '
@@ -58,7 +60,7 @@ class Picture:
         )
 
     def text(self, kind: str, x: float, y: float, words: str, *, anchor: str = "start") -> None:
-        """One line: a name, a text, or what an arrow carries."""
+        """Draws one line of text: a name, a text, or the label of an arrow."""
         where = "" if anchor == "start" else f' text-anchor="{anchor}"'
         self.parts.append(f'<text class="{kind}" x="{x:g}" y="{y:g}"{where}>{escape(words)}</text>')
 
@@ -69,7 +71,7 @@ class Picture:
     def named_box(
         self, kind: str, x: float, y: float, width: float, height: float, lines: list[str]
     ) -> None:
-        """A box whose first line is its name."""
+        """Draws a box whose first line is its name."""
         self.box(kind, x, y, width, height)
         self.text("name", x + 14, y + 25, lines[0])
         for i, line in enumerate(lines[1:]):

@@ -1,1 +1,3 @@
-"""The documentation as a site: `make docs`. Pages of the API and the command line are generated."""
+"""Builds the documentation as a site: `make docs`. Pages of the API and the commands are
+generated.
+"""

@@ -1,9 +1,9 @@
-"""Build the documentation as a site; a broken link or a page missing from the menu is an error.
+"""Builds the documentation as a site; a broken link or a page missing from the menu is an error.
 
     PYTHONPATH=.:kernels:scripts python -m docs_site             into build/site
     PYTHONPATH=.:kernels:scripts python -m docs_site --out DIR
 
-Needs the `docs` extra. `make docs` does it. The pages load nothing from other sites.
+Needs the `docs` extra; `make docs` runs it. The pages load nothing from other sites.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The page of the HTTP API: every route with its fields, from the server's own schemas."""
+"""Generates the page of the HTTP API: every route with its fields, from the server's own
+schemas.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from routing_predictor.traces.recording import TraceHeader
 INTRODUCTION = """\
 # HTTP API: reference
 
-Every route and every field, from the server's own `/openapi.json`. What they mean, with examples,
-stands in [the HTTP API](http-api.md).
+This page lists every route and every field, from the server's own `/openapi.json`. [The HTTP
+API](http-api.md) explains them with examples.
 """
 _METHODS = ("get", "post", "put", "delete", "patch")
 
@@ -128,7 +130,7 @@ def _resolved(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Mapping[st
 
 
 def _kind(schema: Mapping[str, Any], known: Mapping[str, Any], depth: int = 0) -> str:
-    """A short description of what a field takes."""
+    """Returns a short description of the values that a field takes."""
     schema = _resolved(schema, known)
     options = schema.get("anyOf") or schema.get("oneOf")
     if options:
@@ -160,7 +162,7 @@ def _half_range(low: str, high: str) -> str:
 
 
 def _end(value: float | None) -> str:
-    """A bound; those of 64 bits go without saying."""
+    """Returns a bound as text; bounds of 64 bits are left out."""
     return "" if value is None or abs(value) >= 2**53 else f"{value:g}"
 
 

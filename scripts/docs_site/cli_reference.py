@@ -1,4 +1,4 @@
-"""The page of the command line: every command with its arguments and options, from the program."""
+"""Generates the page of the command line: every command with its arguments and options."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moe_serve.cli.main import app
 INTRODUCTION = """\
 # The command line
 
-`moe-serve COMMAND --help` says the same. Exit codes: 0 done, 1 the server was not reached or
-something failed, 2 a mistake in what was asked for (one sentence says which), 130 interrupted.
+`moe-serve COMMAND --help` shows the same. Exit codes: 0 success; 1 the server was not reached,
+or something failed; 2 a mistake in the command, which one sentence describes; 130 interrupted.
 """
 _NAMES = {"str": "text", "int": "number", "float": "number", "bool": "", "Path": "path"}
 HIDDEN = frozenset({"help", "install_completion", "show_completion"})
@@ -24,7 +24,7 @@ Command = typer.core.TyperCommand | typer.core.TyperGroup
 
 
 def commands(command: Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Command]]:
-    """The command and those below it, in the order of `--help`."""
+    """Returns the command and those below it, in the order of `--help`."""
     yield path, command
     if isinstance(command, typer.core.TyperGroup):
         for name, below in command.commands.items():
@@ -96,7 +96,7 @@ def _kind(option: typer.core.TyperOption) -> str:
 
 
 def _annotation(option: typer.core.TyperOption) -> Any:
-    """The option's Python type; before typer 0.29 only the name of click's."""
+    """Returns the option's Python type; before typer 0.29, only the name of click's type."""
     descriptor = getattr(option, "type_descriptor", None)
     if descriptor is not None:
         return descriptor.annotation
@@ -104,7 +104,7 @@ def _annotation(option: typer.core.TyperOption) -> Any:
 
 
 def _plain(text: str) -> str:
-    """One line of Markdown: what would be markup of rich or HTML is text."""
+    """Returns one line of Markdown without the markup of rich or HTML."""
     text = re.sub(r"\s+", " ", text.replace("\b", " ")).strip()
     text = re.sub(r"\[/?(?:bold|dim|italic|red|green|cyan|yellow)\]", "", text)
     return text.replace("|", "\\|").replace("<", "&lt;")

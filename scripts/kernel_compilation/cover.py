@@ -1,8 +1,8 @@
 """Chooses few compilations that cover everything, and checks rules for compiled code.
 
-Covered are every kernel, and of each kernel every type of an argument, every switch, the smallest
-and the largest of each size, every number of warps and stages, and where it multiplies matrices
-every chip. Not every combination of these.
+They cover every kernel, and for each kernel every type of an argument, every switch, the smallest
+and the largest of each size, and every number of warps and stages. Kernels that multiply matrices
+are compiled for every chip. Not every combination of these is covered.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ TENSOR_MEMORY_COLUMNS = 512
 
 
 def covering(cases: Mapping[str, CompileCase], jobs: Sequence[Job]) -> list[Job]:
-    """Choose jobs that together have all features: repeatedly take the job with most of the missing
-    ones, the first of several equal ones."""
+    """Chooses jobs that together have all features.
+
+    It repeatedly takes the job with the most missing features; among equal ones, the first.
+    """
     features = job_features(cases, jobs)
     missing = set().union(*features.values())
     chosen: list[Job] = []
@@ -36,7 +38,9 @@ def covering(cases: Mapping[str, CompileCase], jobs: Sequence[Job]) -> list[Job]
 def job_features(
     cases: Mapping[str, CompileCase], jobs: Sequence[Job]
 ) -> dict[Job, frozenset[Feature]]:
-    """Kernels are told apart by their identity: they cannot be compared."""
+    """Returns the features that a job covers; kernels are distinguished by identity, as they
+    cannot be compared.
+    """
     sizes: dict[Feature, set[int]] = {}
     for case in cases.values():
         for name, value in case.constexprs.items():

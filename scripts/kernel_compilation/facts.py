@@ -21,8 +21,11 @@ _RESOURCE = re.compile(r"\b(REG|STACK|LOCAL):(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledFacts:
-    """Sizes in bytes but for registers (per thread) and tensor memory (columns). `num_*` count
-    instructions; `num_local` are loads and stores of spilled registers."""
+    """The facts of one compilation.
+
+    Sizes are in bytes, except for registers (per thread) and tensor memory (columns). `num_*` are
+    counts of instructions; `num_local` counts loads and stores of spilled registers.
+    """
 
     registers: int
     stack: int

@@ -14,8 +14,9 @@ Facts = Mapping[tuple[str, int], CompiledFacts]
 
 
 def render(cases: Mapping[str, CompileCase], facts: Facts, triton_version: str) -> str:
-    """Renders the table. It shows stack and spills if there are any; a case that did not compile
-    has no facts."""
+    """Renders the table. Stack and spills are shown if there are any; cases that did not compile
+    have no facts.
+    """
     num_spilling = sum(found.stack > 0 or found.num_local > 0 for found in facts.values())
     spilling = f"{num_spilling} with" if num_spilling else "none with"
     lines = [

@@ -1,7 +1,8 @@
 """Lists the tiles of a grouped product that are worth trying on a chip (pure functions).
 
-What decides a row's bits (`block_c`, and `block_m`, which the batch may choose) stays as the
-heuristics have it; outputs of a tile, warps, stages, the order of tiles and TMA are searched.
+Settings that determine a row's bits (`block_c`, and `block_m`, which the batch may choose) stay as
+the heuristics have them. The search varies outputs of a tile, warps, stages, the order of tiles,
+and TMA.
 """
 
 from __future__ import annotations

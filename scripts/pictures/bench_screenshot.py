@@ -2,7 +2,7 @@
 
     PYTHONPATH=scripts python -m pictures.bench_screenshot [PORT]
 
-Writes docs/images/bench-report.png. Needs what `screenshots.py` needs; takes about a minute.
+Writes docs/images/bench-report.png. Has the requirements of `screenshots.py`; takes about a minute.
 """
 
 from __future__ import annotations

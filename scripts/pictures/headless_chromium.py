@@ -47,7 +47,7 @@ def start_chromium(profile: Path) -> webdriver.Chrome:
 
 
 def set_view(driver: webdriver.Chrome, width: int, height: int, theme: str = "light") -> None:
-    """The page's size in CSS pixels, and the preferences of the system."""
+    """Sets the page's size in CSS pixels, and the preferences of the system."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},

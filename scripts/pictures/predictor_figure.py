@@ -1,9 +1,10 @@
-"""Draw what `moe-serve predictor evaluate --json FILE` wrote: docs/images/predictor.png.
+"""Draws docs/images/predictor.png from the file of `moe-serve predictor evaluate --json FILE`.
 
     PYTHONPATH=scripts python -m pictures.predictor_figure FILE [--out docs/images/predictor.png]
 
 Left: overlap by layer of the request predictor and its baselines, with 95% intervals. Middle: the
-same for the predictors between layers. Right: reliability, what was predicted against what was.
+same for the predictors between layers. Right: reliability, the observed frequency over the
+predicted probability.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     PYTHONPATH=scripts python -m pictures.top_screenshot [--port 8170] [--out docs/images/top.png]
 
 Starts the demonstration model with two attention and two expert ranks, sends it chats for a while,
-draws the frame that `top` draws, and has chromium make a picture of it.
+and renders a frame of `top` as a picture with Chromium.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The defaults make a Qwen3-MoE of 1.26 B parameters."""
+    """The sizes of a model; the defaults make a Qwen3-MoE of 1.26 B parameters."""
 
     num_layers: int = 16
     width: int = 1024

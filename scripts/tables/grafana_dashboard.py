@@ -3,8 +3,8 @@
     PYTHONPATH=scripts python -m tables.grafana_dashboard            print it
     PYTHONPATH=scripts python -m tables.grafana_dashboard --write    write the file
 
-tests/deploy/test_deploy_metrics.py holds the file to this output, and each name in it to what the
-server exposes.
+tests/deploy/test_deploy_metrics.py compares the file with this output, and each name in it with the
+server's metrics.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _panel(panel: Panel, x: int, y: int) -> dict[str, Any]:
 
 
 def _description(panel: Panel) -> str:
-    """The panel's own text and the help texts of its metrics, a paragraph each."""
+    """Returns the panel's own text and the help texts of its metrics, a paragraph each."""
     names = [name for query in panel.queries.values() for name in metric_names(query)]
     helps = [f"`{name}`: {HELP[name]}" for name in dict.fromkeys(names)]
     return "\n\n".join([panel.about, *helps] if panel.about else helps)

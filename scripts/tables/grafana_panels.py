@@ -1,7 +1,7 @@
 """The panels of the Grafana dashboard: queries for Prometheus, and titles.
 
-In a query `<name>` is the metric moe_serve:name of the servers that are chosen above the panels,
-and `<name|kind="achieved">` that with one more label.
+In a query, `<name>` is the metric moe_serve:name of the servers that are selected above the panels,
+and `<name|kind="achieved">` is the same with one more label.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Panel:
 
 
 def query_text(query: str) -> str:
-    """The query as Prometheus takes it."""
+    """Returns the query in Prometheus's syntax."""
 
     def selector(match: re.Match[str]) -> str:
         more = f",{match[2]}" if match[2] else ""
@@ -40,7 +40,7 @@ def query_text(query: str) -> str:
 
 
 def metric_names(query: str) -> list[str]:
-    """The names of the samples that a query reads, without the prefix."""
+    """Returns the names of the samples that a query reads, without the prefix."""
     return [match[1] for match in _METRIC.finditer(query)]
 
 
@@ -49,7 +49,7 @@ def _rate(name: str, by: str = "instance") -> str:
 
 
 def _per(part: str, whole: str) -> str:
-    """Divide the growth of one counter by that of another."""
+    """Returns a query that divides the growth of one counter by that of another."""
     return f"{_rate(part)} / {_rate(whole)}"
 
 

@@ -3,8 +3,8 @@
     PYTHONPATH=scripts python -m tables.metrics_table            print it
     PYTHONPATH=scripts python -m tables.metrics_table --write    put it into the page
 
-tests/deploy/test_deploy_metrics.py holds the page, the dashboard and the alerts to a server with
-every part.
+tests/deploy/test_deploy_metrics.py compares the page, the dashboard and the alerts with a server
+that has all features.
 """
 
 from __future__ import annotations

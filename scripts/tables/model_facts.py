@@ -14,8 +14,10 @@ _BF16 = 2  # bytes
 
 
 def num_parameters(family: Family, spec: ModelSpec) -> tuple[int, int]:
-    """All, and those that one token passes: every matrix but the embedding (unless it is the head,
-    too) and the experts that it did not choose.
+    """Returns the number of all parameters, and of those that one token uses.
+
+    A token uses every matrix except the embedding (unless it is also the head) and the experts that
+    it did not choose.
     """
     experts = family.names.experts[0]
     total = sum(math.prod(s.shape) for s in all_tensors(family.names, experts, spec))

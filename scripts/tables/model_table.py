@@ -2,10 +2,11 @@
 
     PYTHONPATH=scripts python -m tables.model_table            print them
     PYTHONPATH=scripts python -m tables.model_table --write    put them into docs/guide/models.md
-    PYTHONPATH=scripts python -m tables.model_table --check    fail if the page says something else
+    PYTHONPATH=scripts python -m tables.model_table --check    fail if the page differs
 
-Names and architectures come from the registry, words from the first line of each family's file,
-models from the published configs in configs/models/, cases from tests/families/ and tests/engine/.
+Names and architectures come from the registry, descriptions from the first line of each family's
+file, models from the published configs in configs/models/, cases from tests/families/ and
+tests/engine/.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def read(values: dict[str, Any]) -> tuple[Family, ModelSpec]:
-    """As the loader reads a config."""
+    """Reads a config as the loader does."""
     config = HFConfig(values, str(values["_name_or_path"]))
     family = family_of(config)
     spec = family.read_spec(config.text())

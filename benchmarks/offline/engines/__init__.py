@@ -1,4 +1,4 @@
-"""Adapters of the engines under test. Each imports its engine only when it is made."""
+"""Adapters of the measured engines. Each imports its engine only when it is created."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..job import Job, Ready
 
 
 class Engine(Protocol):
-    """Something that continues prompts greedily, never stopping early."""
+    """An interface: continues prompts greedily and never stops early."""
 
     def ready(self) -> Ready: ...
 
     def generate(self, prompts: list[list[int]], num_output: int) -> list[list[int]]:
-        """-> `num_output` token ids for each prompt."""
+        """Returns `num_output` token ids for each prompt."""
         ...
 
 
@@ -39,7 +39,7 @@ def make_engine(job: Job) -> Engine:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of installed distributions; absent ones are left out."""
+    """Returns the versions of installed distributions; absent ones are left out."""
     found = {}
     for package in packages:
         try:

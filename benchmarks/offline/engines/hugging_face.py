@@ -1,4 +1,6 @@
-"""`transformers`' `generate` with one of its experts implementations and its default cache."""
+"""Runs transformers' `generate` with one of its implementations of experts and its default
+cache.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from . import versions
 
 
 class Transformers:
-    """The variant is the experts implementation."""
+    """transformers as an engine; the variant is the implementation of the experts."""
 
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job.num_threads)

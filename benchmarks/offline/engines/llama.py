@@ -1,4 +1,4 @@
-"""llama.cpp through the C bindings of llama-cpp-python: its `Llama` class has no batches."""
+"""Runs llama.cpp through the C bindings of llama-cpp-python, whose `Llama` class has no batches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LlamaCpp:
         return answers
 
     def _read(self, prompts: list[list[int]]) -> list[int]:
-        """-> the first token of each answer; as many whole prompts at once as a batch holds."""
+        """Returns the first token of each answer; a batch holds as many whole prompts as fit."""
         firsts: list[int] = []
         rows: list[tuple[int, int, int, bool]] = []
         for seq, prompt in enumerate(prompts):
@@ -63,7 +63,9 @@ class LlamaCpp:
         return firsts + self._decode(rows)
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """(token, position, sequence, has logits) of each row -> the best tokens where it has."""
+        """Takes (token, position, sequence, has logits) of each row; returns the best token of
+        rows with logits.
+        """
         batch = self._batch
         batch.n_tokens = len(rows)
         for row, (token, pos, seq, has_logits) in enumerate(rows):

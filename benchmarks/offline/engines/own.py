@@ -1,4 +1,4 @@
-"""`moe_serve.LLM`, the offline twin of the server."""
+"""Runs `moe_serve.LLM`, the offline counterpart of the server."""
 
 from __future__ import annotations
 

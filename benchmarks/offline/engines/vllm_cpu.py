@@ -1,4 +1,6 @@
-"""vLLM's CPU build through its Python API. On a Zen CPU it takes zentorch if that is installed."""
+"""Runs vLLM's CPU build through its Python API. On a Zen CPU it uses zentorch if that is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _CACHE_GIB = 2
 
 
 class Vllm:
-    """The variant: "compiled" (torch.compile, a minute to load) or "eager"."""
+    """vLLM as an engine; the variant is "compiled" (torch.compile, a minute to load) or "eager"."""
 
     def __init__(self, job: Job) -> None:
         os.environ.update(_settings(job.num_threads))
@@ -48,9 +50,10 @@ class Vllm:
 
 
 def _settings(num_threads: int) -> dict[str, str]:
-    """The environment variables that choose cores, cache and, as its manual advises, the OpenMP.
+    """Sets the environment variables for cores, cache and the OpenMP library that vLLM's manual
+    recommends.
 
-    They are for the children that do the work: this process has its libraries already.
+    They affect the children that do the work; this process has loaded its libraries already.
     """
     cores = sorted(os.sched_getaffinity(0))[:num_threads]
     settings = {

@@ -1,4 +1,4 @@
-"""A part of the benchmark a file, with `run(setting)` that yields results.
+"""The parts of the benchmark: each file has a function `run(setting)` that yields results.
 
-`benchmarks/run.py placement` finds them by name, so a new part is a new file here.
+`benchmarks/run.py placement` finds the files by name, so a new part is a new file here.
 """

@@ -1,6 +1,6 @@
 """Leaves out one part of the solvers at a time, with the CPU time that all parts together took.
 
-A part is worth its lines if plans are worse without it.
+A part is worth its code if plans are worse without it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from placement.trace import read_halves
 _COLUMNS = ("problem", "without", "balance", "gap", "figure", "CPU s", "budget")
 _ENDLESS = 1_000_000  # rounds: the budget ends them
 _ILP_S = 6.0
-_WALL = 20.0  # wall time per CPU time at which a run is ended all the same
+_WALL = 20.0  # a run also ends at this multiple of its CPU budget, in wall time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """A problem and the solver for it. `endless` makes the solver that only the budget ends."""
+    """A problem and its solver. `endless` makes the solver run until its budget is spent."""
 
     name: str
     kind: str
@@ -51,7 +51,7 @@ class _Case:
 
 
 def run(setting: Setting) -> Iterator[PartResult]:
-    """One table for each problem."""
+    """Yields one table for each problem."""
     names = setting.without or tuple(SWITCHES)
     for case in _cases(setting):
         switches = [name for name in names if case.kind in _kinds(name)]
@@ -60,7 +60,7 @@ def run(setting: Setting) -> Iterator[PartResult]:
 
 
 def _kinds(name: str) -> set[str]:
-    """Return the kinds of a switch; "small fan-out" is one kind."""
+    """Returns the kinds of a switch; "small fan-out" is one kind."""
     kind = SWITCHES[name].kind
     return {kind} if kind == "small fan-out" else set(kind.split())
 
@@ -180,7 +180,7 @@ def _cases(setting: Setting) -> Iterator[_Case]:
 
 
 def _moving(loads: ExpertLoads) -> Iterator[_Case]:
-    """From the plan of one workload to another."""
+    """Returns the problem of changing from the plan of one workload to another workload."""
     devices = even_devices(32, 1, 288)
     problem = PlacementProblem(loads=scenario(loads, 1), devices=devices)
     old = PlacementProblem(loads=scenario(loads, 0), devices=devices)
@@ -193,7 +193,7 @@ def _moving(loads: ExpertLoads) -> Iterator[_Case]:
 
 
 def _programs(setting: Setting) -> Iterator[_Case]:
-    """As part `ilp` has them."""
+    """Returns the small problems of the part `ilp`."""
     made_up, devices = workloads(2, 4, 16), even_devices(4, 1, 20)
     now, then = (scenario(made_up, index) for index in range(2))
     current = Search().solve(PlacementProblem(loads=now, devices=devices)).placement
@@ -238,7 +238,7 @@ def _fan_outs(setting: Setting) -> Iterator[_Case]:
 
 
 def _tokens(num_tokens: int, num_experts: int, top_k: int) -> TokenChoices:
-    """Made-up tokens of four kinds, each of which prefers other experts of four layers."""
+    """Returns invented tokens of four kinds, each of which prefers other experts of four layers."""
     random = np.random.default_rng(5)
     liking_KLE = random.normal(0.0, 1.0, (4, 4, num_experts))
     noise_NLE = random.gumbel(0.0, 1.0, (num_tokens, 4, num_experts))

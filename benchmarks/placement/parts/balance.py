@@ -1,5 +1,7 @@
-"""One load vector: balancedness beside EPLB's, in sample and on the other half of the prompts, and
-the bound."""
+"""Plans for one load vector: balancedness compared with EPLB's and with the bound.
+
+Plans are judged on the same prompts and on the other half of the prompts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _COLUMNS = ("devices", "replicas", "linear", "eplb", "eplb groups", "search", "b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cell:
-    """Balancedness [L] of one number of devices and replicas; `eplb_groups` where these divide."""
+    """Balancedness [L] for one number of devices and replicas; `eplb_groups` if these divide."""
 
     name: str
     eplb_L: Floats
@@ -48,7 +50,7 @@ class _Cell:
 
     @property
     def gap_where_it_binds(self) -> float | None:
-        """From the bound, mean over the layers where it is more than the mean load."""
+        """Returns the mean gap to the bound over layers whose bound exceeds the mean load."""
         binds_L = self.bound_L < 1.0 - 1e-9
         if not binds_L.any():
             return None
@@ -56,7 +58,7 @@ class _Cell:
 
 
 def run(setting: Setting) -> Iterator[PartResult]:
-    """The trace if there is one, then made-up loads."""
+    """Uses the trace, if there is one, and then invented loads."""
     if setting.trace is not None:
         yield from _on_trace(setting)
     sets = [

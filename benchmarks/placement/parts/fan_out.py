@@ -1,5 +1,8 @@
-"""Distinct nodes and devices of a token, and what crosses between nodes, beside balance: planned on
-half of the prompts of a trace, judged on the others."""
+"""Measures the nodes and devices of a token, and the rows that cross between nodes, beside the
+balance.
+
+Plans are made on half of the prompts of a trace and judged on the others.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from experts.placement.solvers.search.solver import Search
 from placement.part import Bar, PartResult, Setting, Stopwatch, timed
 from placement.trace import Halves, read_halves
 
-_CELLS = ((8, 2), (16, 4))  # devices, nodes; the bars are for the first
+_CELLS = ((8, 2), (16, 4))  # devices, nodes; the targets are for the first
 _COLUMNS = (
     "plan",
     "nodes/token",
@@ -35,7 +38,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judged:
-    """On tokens that the plan was not made for."""
+    """The figures of a plan on tokens for which it was not made."""
 
     fan_out: FanOut
     balance: float
@@ -43,7 +46,7 @@ class _Judged:
 
 
 def run(setting: Setting) -> Iterator[PartResult]:
-    """Nothing without a trace."""
+    """Yields the results; there are none without a trace."""
     if setting.trace is None:
         return
     halves = read_halves(setting.trace)

@@ -20,7 +20,7 @@ _SECONDS = 30.0
 
 
 def run(setting: Setting) -> Iterator[PartResult]:
-    """Six layers of the trace, if there is one; few moves on small made-up loads."""
+    """Uses six layers of the trace, if there is one, and small invented loads with few moves."""
     rows: list[dict[str, object]] = []
     if setting.trace is not None:
         loads = read_halves(setting.trace).whole.loads("all")

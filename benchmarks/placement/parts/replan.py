@@ -1,4 +1,4 @@
-"""From the plan for one workload to another workload, with few moves."""
+"""Changes the plan for one workload to another workload with few moves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BUDGETS = (4, 8, 16)
 
 
 def run(setting: Setting) -> Iterator[PartResult]:
-    """Three drifts, three budgets; the bar is that of 8 copies a layer."""
+    """Runs three drifts with three budgets; the target is for 8 copies per layer."""
     loads = workloads(12, 4 if setting.quick else 58, 256)
     devices = even_devices(32, 4, 288)
     apart_SS = distances(loads)

@@ -1,4 +1,6 @@
-"""One plan for twelve workloads, beside the plan for their average and each workload's own."""
+"""Makes one plan for twelve workloads, compared with the plan for their average and each one's
+own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _NUM_SCENARIOS, _NUM_DEVICES, _NUM_REPLICAS = 12, 32, 32
 
 
 def run(setting: Setting) -> Iterator[PartResult]:
-    """In sample, then each workload left out in turn (on fewer layers)."""
+    """Judges plans on the loads that they were made for, and then on each left-out workload (on
+    fewer layers).
+    """
     loads = workloads(_NUM_SCENARIOS, 4 if setting.quick else 58, 256)
     devices = even_devices(_NUM_DEVICES, 4, 256 + _NUM_REPLICAS)
     problem = PlacementProblem(loads=loads, devices=devices)
@@ -79,7 +83,7 @@ def run(setting: Setting) -> Iterator[PartResult]:
 
 
 def _left_out(setting: Setting) -> PartResult:
-    """Every third workload, as each takes a plan of the eleven others."""
+    """Leaves out every third workload, because each needs a plan of the eleven others."""
     loads = workloads(_NUM_SCENARIOS, 4 if setting.quick else 12, 256)
     devices = even_devices(_NUM_DEVICES, 4, 256 + _NUM_REPLICAS)
     apart_SS = distances(loads) + 9.0 * np.eye(_NUM_SCENARIOS)

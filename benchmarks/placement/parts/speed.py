@@ -1,4 +1,4 @@
-"""Measures the time of planning, beside EPLB in plain Python."""
+"""Measures the time of planning, compared with EPLB in plain Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _CELLS = ((8, 0), (8, 32), (16, 32), (32, 32), (64, 64), (128, 128))
 
 
 def run(setting: Setting) -> Iterator[PartResult]:
-    """The best of several, as other work on the machine only adds. CPU time is this process's."""
+    """Returns the best of several times, because other programs only add time. CPU time is this
+    process's.
+    """
     num_layers = 4 if setting.quick else 58
     one, many = workloads(1, num_layers, 256), workloads(12, num_layers, 256)
     rows: list[dict[str, object]] = []
@@ -100,7 +102,7 @@ def _bar(name: str, watch: Stopwatch, most_s: float) -> Bar:
 
 
 def _beside(path: Path, loads: ExpertLoads, search: Stopwatch) -> str:
-    """The published program on the same loads, 32 devices and 32 replicas."""
+    """Times the published program on the same loads, with 32 devices and 32 replicas."""
     import torch
 
     spec = importlib.util.spec_from_file_location("published_eplb", path)

@@ -1,5 +1,8 @@
-"""Balance of single steps by how an expert's rows are shared out over its copies at dispatch:
-planned on half of the prompts of a trace, steps drawn from the others."""
+"""Measures the balance of single steps for each policy that splits an expert's rows over its
+copies.
+
+Plans are made on half of the prompts of a trace, and steps are drawn from the others.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,14 @@ _POLICIES: tuple[ReplicaPolicy, ...] = ("round-robin", "least-tokens", "lp")
 
 
 def run(setting: Setting) -> Iterator[PartResult]:
-    """Steps need a trace; the time of a split does not."""
+    """Yields the results. Balance needs a trace; the time of a split does not."""
     if setting.trace is not None:
         yield _evenness(setting, read_halves(setting.trace))
     yield _times()
 
 
 def _times() -> PartResult:
-    """One layer of many experts."""
+    """Measures one layer of many experts."""
     loads = workloads(1, 1, 256)
     problem = PlacementProblem(loads=loads, devices=even_devices(32, 4, 256 + 32))
     split = LpSplit(Search().solve(problem).placement.ranks_of[0])
@@ -95,7 +98,9 @@ def _evenness(setting: Setting, halves: Halves) -> PartResult:
 
 
 def _steps(choices: TokenChoices, size: int) -> NDArray[np.int64]:
-    """[steps, tokens], for every plan and policy the same."""
+    """Returns the tokens of the steps [steps, tokens], which are the same for every plan and
+    policy.
+    """
     num_steps = max(2, min(20, 40_000 // size))
     rng = np.random.default_rng(1)
     return rng.integers(0, len(choices.expert_ids_NLK), (num_steps, size))
@@ -104,7 +109,9 @@ def _steps(choices: TokenChoices, size: int) -> NDArray[np.int64]:
 def _balance(
     placement: Placement, choices: TokenChoices, steps: NDArray[np.int64], policy: ReplicaPolicy
 ) -> tuple[float, float]:
-    """Mean rows / largest rows of a device, mean over layers and steps; microseconds."""
+    """Returns mean rows / largest rows of a device, mean over layers and steps, and the
+    microseconds.
+    """
     ratios, seconds = [], []
     for index, layer in enumerate(choices.layers):
         choice = LayerChoice(policy, layer, placement.ranks_of[layer])
