@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from fastapi import FastAPI
 
 from moe_serve import __version__
-from moe_serve.config.sections import ServerConfig
+from moe_serve.config.sections import LogConfig, ServerConfig
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
 from moe_serve.engine.tracing import Tracing
+from moe_serve.engine.watch.hang_watch import HangWatch
+from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.admin.control import placement_router, trace_router
 from moe_serve.http.admin.status import (
     LoadReportMiddleware,
@@ -21,14 +25,12 @@ from moe_serve.http.admin.status import (
     model_router,
     startup_router,
 )
-from moe_serve.http.anthropic.routes import messages_router
+from moe_serve.http.anthropic.message_routes import messages_router
 from moe_serve.http.dashboard.board import Board, dashboard_router
 from moe_serve.http.dashboard.facts import NO_FACTS, DashboardFacts
-from moe_serve.http.edge import EdgeMiddleware
-from moe_serve.http.gate.access_log import AccessLog
-from moe_serve.http.gate.auth import ApiKeyMiddleware
+from moe_serve.http.edge import AccessLog, EdgeMiddleware
+from moe_serve.http.gate.auth import ApiKeyMiddleware, KeyRing
 from moe_serve.http.gate.key_limits import KeyLimitMiddleware
-from moe_serve.http.gate.key_ring import KeyRing
 from moe_serve.http.gate.origins import ConfiguredCors, HostMiddleware
 from moe_serve.http.generation.assistant_formats import assistant_formats
 from moe_serve.http.generation.context import ServerContext
@@ -39,13 +41,24 @@ from moe_serve.http.metrics.page import MetricsPage
 from moe_serve.http.metrics.scrape import ScrapeSources
 from moe_serve.http.openai.chat_routes import chat_router
 from moe_serve.http.openai.completion_routes import completion_router
-from moe_serve.http.openai.responses.routes import responses_router
+from moe_serve.http.openai.responses.response_routes import responses_router
 from moe_serve.http.openai.tokens import render_router, token_router
 from moe_serve.http.openapi import honest_openapi
-from moe_serve.http.operations import Operations
 from moe_serve.http.pages.page_files import add_page_routes
-from moe_serve.http.schema.errors import HANDLED_ERRORS, error_handler
+from moe_serve.http.schema.api_error import HANDLED_ERRORS, error_handler
 from moe_serve.http.tracing.spans import SpanExport, SpanMiddleware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """The log configuration, the start's progress and the hang watch.
+
+    `hangs` None: there is no hang watch, and /admin/hang does not exist.
+    """
+
+    log: LogConfig = field(default_factory=LogConfig)
+    startup: Startup = field(default_factory=Startup)
+    hangs: HangWatch | None = None
 
 
 def create_app(

@@ -10,8 +10,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.http.dashboard import board
-from moe_serve.http.gate.auth import ApiKeyMiddleware
-from moe_serve.http.gate.key_ring import KeyRing
+from moe_serve.http.gate.auth import ApiKeyMiddleware, KeyRing
 from moe_serve.http.pages.page_files import FOLDER, PAGE_FILES, add_page_routes
 
 PAGES = ("/dashboard", "/dashboard/playground")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.planning.least_squares import fit
+from moe_serve.planning.measure import fit
 
 
 @given(coefficients=st.lists(st.floats(0.01, 10), min_size=3, max_size=3))

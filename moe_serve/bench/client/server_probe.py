@@ -10,10 +10,9 @@ import httpx
 
 from moe_serve.bench.client.connection import Target
 from moe_serve.bench.client.endpoint import Endpoint
-from moe_serve.bench.client.plain_text import plain
 from moe_serve.bench.client.server_metrics import Metrics
-from moe_serve.bench.workload.prompts import TextScale, probe_prompts
-from moe_serve.errors import BenchServerError
+from moe_serve.bench.workload.prompt_maker import TextScale, probe_prompts
+from moe_serve.errors import BenchServerError, plain
 
 _METRICS_LIMIT_S = 5.0
 

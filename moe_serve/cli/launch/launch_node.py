@@ -14,8 +14,8 @@ import psutil
 import typer
 
 from moe_serve.cli.console import optional_output
-from moe_serve.cli.launch.launch_request import LaunchRequest
-from moe_serve.cli.serve.listening import check_can_listen, check_is_guarded
+from moe_serve.cli.launch.launch_options import LaunchRequest
+from moe_serve.cli.serve.serve import check_can_listen, check_is_guarded
 from moe_serve.cli.serve.service import run_service
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.channel import Channel

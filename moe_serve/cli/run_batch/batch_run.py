@@ -7,8 +7,13 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from moe_serve.cli.run_batch.batch_lines import BatchLine, BatchRow, read_line, repeated
-from moe_serve.cli.run_batch.batch_output import BatchOutput
+from moe_serve.cli.run_batch.batch_output import (
+    BatchLine,
+    BatchOutput,
+    BatchRow,
+    read_line,
+    repeated,
+)
 from moe_serve.cli.run_batch.batch_target import BatchTarget
 
 AHEAD_LINES = 64  # lines read ahead

@@ -11,7 +11,7 @@ from types import TracebackType
 import httpx
 
 from moe_serve.cli.client.server_client import ServerAddress, is_distrust, no_connection, trusted
-from moe_serve.cli.run_batch.batch_lines import BatchLine, BatchRow
+from moe_serve.cli.run_batch.batch_output import BatchLine, BatchRow
 from moe_serve.errors import ConfigError, EngineDeadError
 
 OWN_URL = "http://moe-serve"  # of the application in this process

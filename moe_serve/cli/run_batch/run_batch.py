@@ -117,7 +117,7 @@ def _run_here(
     config = load_config(flags=flags, environ=os.environ, file=config_file).config
 
     # Imported late, as it is slow: mistakes above must be reported at once.
-    from moe_serve.cli.run_batch.offline_app import offline_app
+    from moe_serve.cli.serve.service import offline_app
 
     with offline_app(config) as app:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -12,19 +12,23 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from moe_serve.errors import ContextLengthError
-from moe_serve.http.anthropic.body import CountTokensBody, MessagesBody
-from moe_serve.http.anthropic.run import PATH, STYLE, MessageRun
-from moe_serve.http.anthropic.to_chat import OWN_IGNORED, OWN_NAMES, TranslatedMessages, translate
+from moe_serve.http.anthropic.message_answer import PATH, STYLE, MessageRun
+from moe_serve.http.anthropic.message_body import CountTokensBody, MessagesBody
+from moe_serve.http.anthropic.message_chat import (
+    OWN_IGNORED,
+    OWN_NAMES,
+    TranslatedMessages,
+    translate,
+)
 from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.chat_fields import own_ignored, renamed_fields
 from moe_serve.http.generation.chat_generation import ChatGeneration, start_chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.prompts import render_prompt
-from moe_serve.http.generation.respond import request_body_schema, whole_response
-from moe_serve.http.generation.sse import SseResponse
-from moe_serve.http.schema.body import read_json_object
+from moe_serve.http.generation.respond import SseResponse, request_body_schema, whole_response
+from moe_serve.http.schema.field_types import parse_body
+from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
-from moe_serve.http.schema.strict_schema import parse_body
 
 
 def messages_router(server: ServerContext) -> APIRouter:

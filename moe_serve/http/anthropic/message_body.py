@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moe_serve.http.generation.chat_fields import EXTENSIONS
-from moe_serve.http.schema.field_types import Int, at_most
+from moe_serve.http.schema.field_types import Int, StrictSchema, at_most
 from moe_serve.http.schema.parameters import check_fields
-from moe_serve.http.schema.strict_schema import StrictSchema
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
@@ -52,7 +51,7 @@ class OutputConfig(StrictSchema):
 
 
 class CountTokensBody(StrictSchema):
-    """The fields that make up the prompt. `content.py` reads the blocks."""
+    """The fields that make up the prompt. `message_content.py` reads the blocks."""
 
     messages: Annotated[list[Any], at_most("messages", MAX_MESSAGES, at_least=1)]
     model: str | None = None

@@ -1,9 +1,16 @@
-"""One sequence of an HTTP request: its text so far, its tokens, its times."""
+"""One sequence of an HTTP request: its text so far, its tokens, its times.
+
+A server that records spans opens one trace for each request. Code that serves the request finds it
+by `current_trace`, so that the two parts do not depend on each other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -14,12 +21,36 @@ from moe_serve.engine.request.request import (
     TokenLogprob,
 )
 from moe_serve.http.generation.logprob_format import num_logprobs
-from moe_serve.http.generation.request_trace import current_trace
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.text_stream import TextDelta, TextStream
 from moe_serve.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """Data about one request, filled while it is served."""
+
+    sequences: list[FinishedSequence] = field(default_factory=list)
+
+
+_CURRENT: ContextVar[RequestTrace | None] = ContextVar("moe_serve_request_trace", default=None)
+
+
+def current_trace() -> RequestTrace | None:
+    """The trace of the current request, or None if none is open."""
+    return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def open_trace() -> Iterator[RequestTrace]:
+    trace = RequestTrace()
+    token = _CURRENT.set(trace)
+    try:
+        yield trace
+    finally:
+        _CURRENT.reset(token)
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -1,34 +1,124 @@
-"""POST /v1/responses and /v1/responses/input_tokens. `stored_routes.py` reads stored responses."""
+"""The routes under /v1/responses: create a response, count its input, and read, delete and cancel
+stored responses."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from moe_serve.config.sections import ServerConfig
+from moe_serve.errors import InvalidRequestError
 from moe_serve.http.gate.auth import owner_of
 from moe_serve.http.generation.chat_fields import own_ignored, renamed_fields
 from moe_serve.http.generation.chat_generation import start_chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.prompts import render_prompt
-from moe_serve.http.generation.respond import request_body_schema, whole_response
-from moe_serve.http.generation.sse import SseResponse, SseStyle
-from moe_serve.http.openai.responses.background import BackgroundRuns, ResponseKeeper
-from moe_serve.http.openai.responses.body import ResponsesBody
+from moe_serve.http.generation.respond import (
+    SseResponse,
+    SseStyle,
+    request_body_schema,
+    whole_response,
+)
 from moe_serve.http.openai.responses.input_items import new_id
-from moe_serve.http.openai.responses.record import ResponseRecord
-from moe_serve.http.openai.responses.run import ResponseRun
-from moe_serve.http.openai.responses.store import ResponseStore
-from moe_serve.http.openai.responses.stored_routes import stored_router
-from moe_serve.http.openai.responses.to_chat import OWN_IGNORED, OWN_NAMES, translate
-from moe_serve.http.schema.body import read_json_object
-from moe_serve.http.schema.errors import ApiError
+from moe_serve.http.openai.responses.response_body import ResponsesBody
+from moe_serve.http.openai.responses.response_chat import OWN_IGNORED, OWN_NAMES, translate
+from moe_serve.http.openai.responses.response_run import ResponseRecord, ResponseRun
+from moe_serve.http.openai.responses.response_store import (
+    BackgroundRuns,
+    ResponseKeeper,
+    ResponseStore,
+)
+from moe_serve.http.schema.api_error import ApiError
+from moe_serve.http.schema.field_types import parse_body
+from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
-from moe_serve.http.schema.strict_schema import parse_body
+
+_MAX_PAGE, _DEFAULT_PAGE = 100, 20
+
+
+def stored_router(store: ResponseStore, runs: BackgroundRuns) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/{response_id}")
+    async def get_response(response_id: str, request: Request) -> Response:
+        if request.query_params.get("stream", "false").lower() == "true":
+            raise ApiError(
+                400,
+                "The events of a response can only be streamed while it is created, not "
+                "afterwards.",
+                code="unsupported_parameter",
+                param="stream",
+            )
+        return _stored(store, response_id, request)
+
+    @router.delete("/{response_id}")
+    async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+        store.delete(response_id, owner_of(request))
+        await runs.cancel(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.post("/{response_id}/cancel")
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        found = msgspec.json.decode(store.get(response_id, owner_of(request)).response)
+        if not found["background"]:
+            raise ApiError(
+                400,
+                "Only a response with background: true can be cancelled. To end another, close "
+                "its connection.",
+                code="not_cancellable",
+            )
+        await runs.cancel(response_id)
+        return _stored(store, response_id, request)
+
+    @router.get("/{response_id}/input_items")
+    async def list_input_items(response_id: str, request: Request) -> Response:
+        entry = store.get(response_id, owner_of(request))
+        page = msgspec.json.encode(item_page(entry.items, request.query_params))
+        return Response(page, media_type="application/json")
+
+    return router
+
+
+def _stored(store: ResponseStore, response_id: str, request: Request) -> Response:
+    entry = store.get(response_id, owner_of(request))
+    return Response(entry.response, media_type="application/json")
+
+
+def item_page(items: bytes, query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of `limit` items in `order` (desc: the last first), beginning after the item
+    `after`."""
+    everything: list[dict[str, Any]] = msgspec.json.decode(b"[" + items + b"]")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError(f"order must be asc or desc, got {order[:20]!r}.", param="order")
+    limit = query.get("limit", str(_DEFAULT_PAGE))
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= 3
+    if not (is_number and 1 <= int(limit) <= _MAX_PAGE):
+        raise InvalidRequestError(
+            f"limit must be an integer from 1 to {_MAX_PAGE}, got {limit[:20]!r}.", param="limit"
+        )
+    if order == "desc":
+        everything.reverse()
+    after = query.get("after")
+    if after is not None:
+        ids = [item["id"] for item in everything]
+        if after not in ids:
+            raise InvalidRequestError(
+                f"after: this request has no item {after[:80]!r}.", param="after"
+            )
+        everything = everything[ids.index(after) + 1 :]
+    page = everything[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(everything) > len(page),
+    }
 
 
 def responses_router(server: ServerContext) -> APIRouter:

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.generation.chat_fields import EXTENSIONS
-from moe_serve.http.schema.field_types import Int, NumLogprobs, at_most
+from moe_serve.http.schema.field_types import Int, NumLogprobs, StrictSchema, at_most
 from moe_serve.http.schema.parameters import check_fields
-from moe_serve.http.schema.strict_schema import StrictSchema
 
 MAX_ITEMS = 4096
 MAX_TOOLS = 256
@@ -75,7 +74,7 @@ class ResponseStreamOptions(StrictSchema):
 
 
 class ResponsesBody(StrictSchema):
-    """The body of a request. `input_items.py` reads `input`, `tools.py` reads the tools."""
+    """The body of a request. `input_items.py` reads `input`, `response_chat.py` reads the tools."""
 
     input: Any
     model: str | None = None
@@ -157,7 +156,7 @@ class ResponsesBody(StrictSchema):
             )
 
     def _unread_parts(self, is_strict: bool) -> list[str]:
-        """Unread fields of the objects that `tools.py` reads. It also reports wrong types."""
+        """Unread fields of the objects that `response_chat.py` reads and whose types it checks."""
         ignored: list[str] = []
         for prefix, value, known in (
             ("text.format.", self.text and self.text.format, FORMAT_FIELDS),

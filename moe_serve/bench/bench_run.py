@@ -10,17 +10,15 @@ from datetime import datetime, timezone
 from moe_serve import __version__
 from moe_serve.bench.client.client_health import allow_open_files
 from moe_serve.bench.client.connection import Target
-from moe_serve.bench.client.endpoint import Endpoint
+from moe_serve.bench.client.endpoint import Endpoint, RunPlan
 from moe_serve.bench.client.load_client import LoadClient
 from moe_serve.bench.client.server_metrics import Metrics, ServerSide
 from moe_serve.bench.client.server_probe import ServerProbe
 from moe_serve.bench.figures.over_time import RunTimeline
-from moe_serve.bench.figures.spread import quantiles_ms
-from moe_serve.bench.figures.summary import Samples, notes_of, summarize
+from moe_serve.bench.figures.summary import Samples, notes_of, quantiles_ms, summarize
 from moe_serve.bench.load import Load, OnStart, WallTimer, make_requests, warm_up
 from moe_serve.bench.report.report import Report
-from moe_serve.bench.run_plan import RunPlan
-from moe_serve.bench.workload.prompts import PromptMaker
+from moe_serve.bench.workload.prompt_maker import PromptMaker
 from moe_serve.bench.workload.trace_rows import TraceCut
 from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchError

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from moe_serve.http.schema.errors import ApiError
+from moe_serve.http.schema.api_error import ApiError
 
 BODY_TIMEOUT_S = 60.0
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
