@@ -31,7 +31,7 @@ import re
 _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_STEERING}]")
 _UNPRINTABLE_OR_LINE = re.compile(f"[\n{_STEERING}]")
-_BLANKED = dict.fromkeys((*range(32), *range(127, 160)), " ")
+BLANKED = dict.fromkeys((*range(32), *range(127, 160)), " ")  # for str.translate
 
 
 def printable(text: str, *, keeps_lines: bool = True) -> str:
@@ -46,7 +46,7 @@ def printable(text: str, *, keeps_lines: bool = True) -> str:
 
 def plain(text: str, limit: int = 300) -> str:
     """Return one line without control characters, cut to `limit`: a server's text in a message."""
-    return " ".join(text.translate(_BLANKED).split())[:limit]
+    return " ".join(text.translate(BLANKED).split())[:limit]
 
 
 class MoeServeError(Exception):

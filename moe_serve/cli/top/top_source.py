@@ -15,9 +15,7 @@ import httpx
 
 from moe_serve.bench.client.server_metrics import Metrics
 from moe_serve.cli.client.server_client import NotReachedError, ServerClient
-from moe_serve.errors import ConfigError
-
-_CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), " ")
+from moe_serve.errors import BLANKED, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class StateView:
     def text(self, *names: str) -> str | None:
         """Returns the text without characters that could steer the terminal."""
         content = self.at(*names).content
-        return content.translate(_CONTROLS) if isinstance(content, str) else None
+        return content.translate(BLANKED) if isinstance(content, str) else None
 
     def numbers(self, *names: str) -> list[float]:
         """Returns the numbers of a list and skips other items."""

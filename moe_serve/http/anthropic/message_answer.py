@@ -20,7 +20,7 @@ from moe_serve.http.generation.chat_generation import TOOL_CALLS, ChatGeneration
 from moe_serve.http.generation.respond import SseStyle
 from moe_serve.http.generation.usage import Usage
 from moe_serve.http.schema.api_error import ApiError
-from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
+from moe_serve.text.assistant.outbox import AssistantDelta, CallDelta
 
 Event = dict[str, Any]
 Block = dict[str, Any]

@@ -23,8 +23,8 @@ from moe_serve.http.generation.requests import (
 from moe_serve.http.generation.usage import Usage
 from moe_serve.http.metrics.metrics import CallOutcome
 from moe_serve.http.schema.structured import is_response_format
-from moe_serve.text.assistant.delta import NOTHING, AssistantDelta, joined
 from moe_serve.text.assistant.formats import ParserPlan
+from moe_serve.text.assistant.outbox import NOTHING, AssistantDelta, joined
 from moe_serve.text.assistant.parser import AssistantParser
 from moe_serve.text.tokenizer import Tokenizer
 

@@ -21,7 +21,7 @@ from moe_serve.http.generation.logprob_format import (
 )
 from moe_serve.http.generation.respond import sse_event
 from moe_serve.http.generation.usage import Usage
-from moe_serve.text.assistant.delta import CallDelta
+from moe_serve.text.assistant.outbox import CallDelta
 
 
 @dataclass(slots=True)

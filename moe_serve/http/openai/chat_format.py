@@ -22,7 +22,7 @@ from moe_serve.http.openai.answers import (
     timing_fields,
     usage_fields,
 )
-from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
+from moe_serve.text.assistant.outbox import AssistantDelta, CallDelta
 from moe_serve.text.tokenizer import Tokenizer
 
 _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'

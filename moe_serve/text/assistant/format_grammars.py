@@ -11,15 +11,12 @@ from typing import Any
 
 from moe_serve.text.assistant import (
     deepseek_format,
-    glm_format,
     harmony_format,
-    hermes_format,
     mistral_format,
-    qwen_xml_format,
+    tag_formats,
 )
 from moe_serve.text.assistant.spelling import Spelling, quoted, text_up_to
-from moe_serve.text.assistant.tool import Tool
-from moe_serve.text.assistant.typed_arguments import is_text
+from moe_serve.text.assistant.tool import Tool, is_text
 
 MAX_CALLS = 16  # of one forced answer
 # Without it an undecided model writes white space until the end.
@@ -37,7 +34,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 def hermes_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
     rules = _alternatives(tools, is_parallel, '"\\n"')
-    opening, closing = spell(hermes_format.OPEN), spell(hermes_format.CLOSE)
+    opening, closing = spell(tag_formats.OPEN), spell(tag_formats.CLOSE)
     for i, tool in enumerate(tools):
         head = quoted(f'\n{{"name": {quoted(tool.name)}, "arguments": ')
         tail = quoted("}\n")
@@ -117,18 +114,18 @@ def qwen_xml_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) ->
     for i, tool in enumerate(tools):
         head, tail = (
             quoted(f"\n<function={tool.name}>\n"),
-            quoted(qwen_xml_format.END_FUNCTION + "\n"),
+            quoted(tag_formats.END_FUNCTION + "\n"),
         )
         names = " ".join(_argument_names(i, tool))
-        begin, close = spell(qwen_xml_format.OPEN), spell(qwen_xml_format.CLOSE)
+        begin, close = spell(tag_formats.OPEN), spell(tag_formats.CLOSE)
         rules.append(f"call_{i}: {begin} {head} {names} {tail} {close}")
         for k, key in enumerate(tool.properties):
-            opening = quoted(f"{qwen_xml_format.PARAMETER}{key}>\n")
+            opening = quoted(f"{tag_formats.PARAMETER}{key}>\n")
             rules.append(f'arg_{i}_{k}: {opening} value_{i}_{k} "\\n"')
             # A text ends with the marker, with or without a line break before it: the parser ends
             # it there.
             before = "" if _is_free_text(tool.properties[key]) else "\n"
-            end = before + qwen_xml_format.END_PARAMETER
+            end = before + tag_formats.END_PARAMETER
             rules += _value_rules(f"value_{i}_{k}", tool, key, end, spell)
     return rules
 
@@ -138,17 +135,19 @@ def glm_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list
     for i, tool in enumerate(tools):
         names = " ".join(_argument_names(i, tool))
         head = quoted(tool.name + "\n")
-        rules.append(f"call_{i}: {spell(glm_format.OPEN)} {head} {names} {spell(glm_format.CLOSE)}")
+        rules.append(
+            f"call_{i}: {spell(tag_formats.OPEN)} {head} {names} {spell(tag_formats.CLOSE)}"
+        )
         for k, key in enumerate(tool.properties):
             parts = [
-                spell(glm_format.KEY),
+                spell(tag_formats.KEY),
                 quoted(key),
-                spell(glm_format.END_KEY),
+                spell(tag_formats.END_KEY),
                 '"\\n"',
-                spell(glm_format.VALUE),
+                spell(tag_formats.VALUE),
             ]
             rules.append(f'arg_{i}_{k}: {" ".join(parts)} value_{i}_{k} "\\n"')
-            rules += _value_rules(f"value_{i}_{k}", tool, key, glm_format.END_VALUE, spell)
+            rules += _value_rules(f"value_{i}_{k}", tool, key, tag_formats.END_VALUE, spell)
     return rules
 
 

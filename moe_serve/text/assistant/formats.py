@@ -9,11 +9,9 @@ from enum import Enum, auto
 from moe_serve.text.assistant import (
     deepseek_format,
     format_grammars,
-    glm_format,
     harmony_format,
-    hermes_format,
     mistral_format,
-    qwen_xml_format,
+    tag_formats,
 )
 from moe_serve.text.assistant.format_grammars import harmony_lead, thinking_lead
 from moe_serve.text.assistant.outbox import Outbox, new_call_id
@@ -124,25 +122,25 @@ _DEEPSEEK_MARKERS = (
     *(deepseek_format.CALL_BEGIN, deepseek_format.CALL_END, deepseek_format.SEPARATOR),
 )
 _HERMES = ToolFormat(
-    markers=(hermes_format.OPEN, hermes_format.CLOSE),
-    make=lambda out, _: hermes_format.HermesParser(out),
+    markers=(tag_formats.OPEN, tag_formats.CLOSE),
+    make=lambda out, _: tag_formats.HermesParser(out),
     write_calls=format_grammars.hermes_calls,
 )
 _QWEN_XML = ToolFormat(
-    markers=(qwen_xml_format.OPEN, qwen_xml_format.CLOSE),
-    make=qwen_xml_format.QwenXmlParser,
+    markers=(tag_formats.OPEN, tag_formats.CLOSE),
+    make=tag_formats.QwenXmlParser,
     write_calls=format_grammars.qwen_xml_calls,
 )
 _GLM = ToolFormat(
     markers=(
-        glm_format.OPEN,
-        glm_format.CLOSE,
-        glm_format.KEY,
-        glm_format.END_KEY,
-        glm_format.VALUE,
-        glm_format.END_VALUE,
+        tag_formats.OPEN,
+        tag_formats.CLOSE,
+        tag_formats.KEY,
+        tag_formats.END_KEY,
+        tag_formats.VALUE,
+        tag_formats.END_VALUE,
     ),
-    make=glm_format.GlmParser,
+    make=tag_formats.GlmParser,
     write_calls=format_grammars.glm_calls,
 )
 _HARMONY = ToolFormat(
@@ -197,10 +195,10 @@ def tool_format_of(template: str) -> str | None:
     if deepseek_format.CALL_BEGIN in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     for marker, name in (
-        (glm_format.KEY, "glm45"),
-        (qwen_xml_format.FUNCTION, "qwen3_coder"),
+        (tag_formats.KEY, "glm45"),
+        (tag_formats.FUNCTION, "qwen3_coder"),
         (mistral_format.CALLS, "mistral"),
-        (hermes_format.OPEN, "hermes"),
+        (tag_formats.OPEN, "hermes"),
     ):
         if marker in template:
             return name

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from moe_serve.text.assistant.delta import NOTHING, AssistantDelta, joined
-from moe_serve.text.assistant.outbox import HeldSpace, Outbox
+from moe_serve.text.assistant.outbox import NOTHING, AssistantDelta, HeldSpace, Outbox, joined
 from moe_serve.text.assistant.reader import Reader, Reading
 
 

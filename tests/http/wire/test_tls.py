@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from moe_serve.cli.chat import ChatClient
-from moe_serve.cli.run_batch.batch_target import BatchTarget
+from moe_serve.cli.run_batch.batch_run import BatchTarget
 from moe_serve.cli.top.top_source import TopSource
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError

@@ -17,7 +17,6 @@ from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.sampling.grammar.compiler import compile_constraint
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, vocabulary_of
 from moe_serve.text.assistant import harmony_format
-from moe_serve.text.assistant.delta import AssistantDelta, joined
 from moe_serve.text.assistant.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -25,6 +24,7 @@ from moe_serve.text.assistant.formats import (
     ParserPlan,
     ReasoningFormat,
 )
+from moe_serve.text.assistant.outbox import AssistantDelta, joined
 from moe_serve.text.tokenizer import Tokenizer
 
 FILE = str(Path(moe_serve.__file__).parent / "demo_model" / "tokenizer.json")

@@ -18,9 +18,7 @@ from moe_serve.text.assistant.deepseek_format import (
     SEPARATOR,
     DeepSeekParser,
 )
-from moe_serve.text.assistant.glm_format import GlmParser
 from moe_serve.text.assistant.harmony_format import HarmonyParser
-from moe_serve.text.assistant.hermes_format import HermesParser
 from moe_serve.text.assistant.mistral_format import MistralParser
 from moe_serve.text.assistant.outbox import Outbox
 from moe_serve.text.assistant.parser import (
@@ -29,7 +27,7 @@ from moe_serve.text.assistant.parser import (
     ReadingParser,
     ThinkingParser,
 )
-from moe_serve.text.assistant.qwen_xml_format import QwenXmlParser
+from moe_serve.text.assistant.tag_formats import GlmParser, HermesParser, QwenXmlParser
 from moe_serve.text.assistant.tool import Tool
 
 WEATHER = {

@@ -67,8 +67,8 @@ def stored_router(store: ResponseStore, runs: BackgroundRuns) -> APIRouter:
         if not found["background"]:
             raise ApiError(
                 400,
-                "Only a response with background: true can be cancelled. To end another, close "
-                "its connection.",
+                "Only a response with background: true can be cancelled. To end any other "
+                "response, close its connection.",
                 code="not_cancellable",
             )
         await runs.cancel(response_id)

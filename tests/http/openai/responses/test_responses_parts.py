@@ -18,7 +18,7 @@ from moe_serve.http.openai.responses.response_chat import (
 )
 from moe_serve.http.openai.responses.response_store import ResponseStore, StoredResponse
 from moe_serve.http.schema.api_error import ApiError
-from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
+from moe_serve.text.assistant.outbox import AssistantDelta, CallDelta
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
