@@ -38,14 +38,15 @@ _EXECUTABLE = (".sh", ".sbatch")
 
 def emit(request: LaunchRequest, environ: Mapping[str, str]) -> None:
     """Prints the files, or writes them to --out and prints their names."""
-    if request.out is not None:
-        refuse_a_file(request.out)
+    out = request.options.files.out
+    if out is not None:
+        refuse_a_file(out)
     files = emitted_files(request, request.load(environ))
     for name, text in files.items():
-        if request.out is None:
+        if out is None:
             typer.echo(f"# ---- {name}\n{text}", nl=False)
         else:
-            typer.echo(str(_write(request.out, name, text)))
+            typer.echo(str(_write(out, name, text)))
 
 
 def emitted_files(request: LaunchRequest, loaded: LoadedConfig) -> Mapping[str, str]:
@@ -56,12 +57,14 @@ def emitted_files(request: LaunchRequest, loaded: LoadedConfig) -> Mapping[str, 
     if num_nodes is None:
         raise ConfigError("give the number of nodes: --num-nodes or --cluster.")
     layout = request.layout(loaded, num_nodes)
-    kind = request.emit_kind
+    kind = request.options.files.emit_kind
     if kind in ("slurm", "kubernetes"):
         deployment = _placed_by_others(request, loaded, layout)
         if kind == "slurm":
             return slurm_files(deployment)
-        return kubernetes_files(_for_pods(deployment, loaded), request.kubernetes_kind)
+        return kubernetes_files(
+            _for_pods(deployment, loaded), request.options.files.kubernetes_kind
+        )
     deployment = _deployment(request, loaded, layout, request.command)
     return systemd_files(deployment) if kind == "systemd" else shell_files(deployment)
 
@@ -69,19 +72,19 @@ def emitted_files(request: LaunchRequest, loaded: LoadedConfig) -> Mapping[str, 
 def _deployment(
     request: LaunchRequest, loaded: LoadedConfig, layout: NodeLayout, command: LaunchCommand
 ) -> Deployment:
-    at = request.node.coordinator
+    files, at = request.options.files, request.node.coordinator
     if at is None and request.cluster is not None:
         at = request.cluster.endpoint
     has_devices = bool(request.devices()) or loaded.config.engine.model.device == "cuda"
     return Deployment(
-        name=request.name,
+        name=files.name or ("moe-serve" if request.cluster is None else request.cluster.name),
         num_nodes=layout.num_nodes,
         command=command,
         coordinator=at,
         http_port=loaded.config.server.port,
         num_devices=max(len(ranks) for ranks in layout.nodes) if has_devices else 0,
-        image=request.image,
-        model_claim=request.model_claim,
+        image=files.image,
+        model_claim=files.model_claim,
         drain_timeout_s=loaded.config.server.drain_timeout_s,
         probe_scheme=_probe_scheme(loaded.config.server),
     )
@@ -105,9 +108,9 @@ def _placed_by_others(
     even = fill_nodes(counts.attention_ranks, counts.expert_ranks, layout.num_nodes)
     if layout != even:
         raise ConfigError(
-            f"{request.emit_kind} chooses the nodes itself and fills them evenly, but "
-            f"{request.command.cluster_file} places ranks otherwise; leave --cluster out, and give "
-            "--attention-ranks, --expert-ranks and --num-nodes."
+            f"{request.options.files.emit_kind} chooses the nodes itself and fills them evenly, "
+            f"but {request.command.cluster_file} places ranks otherwise; leave --cluster out, "
+            "and give --attention-ranks, --expert-ranks and --num-nodes."
         )
     command = replace(
         request.command,
@@ -168,9 +171,9 @@ def launch(options: LaunchOptions) -> None:
     log = {} if run.log_format is None else {"log.format": run.log_format}
     begin_log(log, os.environ, run.config_file)
     request = launch_request(options)
-    if request.emit_kind is not None:
+    if options.files.emit_kind is not None:
         emit(request, os.environ)
-    elif request.hostfile is not None:
+    elif options.start.hostfile is not None:
         raise typer.Exit(run_from_here(request, os.environ))
     else:
         # Imported late, as it is slow: `--help` and typing errors must answer at once.
@@ -182,8 +185,9 @@ def launch(options: LaunchOptions) -> None:
 def run_from_here(request: LaunchRequest, environ: Mapping[str, str]) -> int:
     """Starts the same command on every host of the hostfile, and returns the exit code of the first
     that fails. Raises ConfigError before anything starts."""
-    assert request.hostfile is not None, "run_from_here needs a hostfile"
-    hosts = read_hostfile(request.hostfile)
+    hostfile = request.options.start.hostfile
+    assert hostfile is not None, "run_from_here needs a hostfile"
+    hosts = read_hostfile(hostfile)
     if request.node.node_rank is not None or request.node.num_nodes not in (None, len(hosts)):
         raise ConfigError(
             f"--hostfile names {len(hosts)} hosts and numbers them itself: leave --node-rank and "
@@ -195,8 +199,8 @@ def run_from_here(request: LaunchRequest, environ: Mapping[str, str]) -> int:
         raise ConfigError(f"the cluster file has {layout.num_nodes} nodes, not {len(hosts)}.")
     check_slots(hosts, [len(ranks) for ranks in layout.nodes])
     at = request.node.coordinator or HostPort(hosts[0].address, DEFAULT_PORT)
-    if request.launcher == "deepspeed":
-        return run_deepspeed(deepspeed_command(request.hostfile, request.command, at))
+    if request.options.start.launcher == "deepspeed":
+        return run_deepspeed(deepspeed_command(hostfile, request.command, at))
     commands = ssh_commands(
         hosts,
         request.command,

@@ -73,8 +73,8 @@ def find_secret(
 ) -> ClusterSecret:
     """Returns the secret that all nodes share, and puts it into the environment, where the engine
     reads it."""
-    if request.secret_file is not None:
-        environ[CLUSTER_SECRET_VARIABLE] = f"@{request.secret_file}"
+    if (file := request.options.nodes.secret_file) is not None:
+        environ[CLUSTER_SECRET_VARIABLE] = f"@{file}"
     secret = read_secret(environ)
     if secret is None and node.num_nodes > 1:
         raise ConfigError(

@@ -158,16 +158,7 @@ class LaunchRequest:
     cluster: ClusterFile | None
     node: NodeFlags
     settings: Mapping[str, object]  # by key, as the flags set them
-    config_file: Path | None
-    secret_file: Path | None
-    hostfile: Path | None
-    launcher: Launcher
-    emit_kind: EmitKind | None
-    out: Path | None
-    name: str
-    kubernetes_kind: KubernetesKind
-    image: str | None
-    model_claim: str | None
+    options: LaunchOptions
 
     def load(self, environ: Mapping[str, str]) -> LoadedConfig:
         """Loads the configuration from flags, environment, cluster file and YAML file. Raises
@@ -181,7 +172,7 @@ class LaunchRequest:
         loaded = load_config(
             flags={**stated, **self.settings},
             environ=environ,
-            file=self.config_file,
+            file=self.options.run.config_file,
             settings={} if self.cluster is None else _settings_of(self.cluster),
             settings_source=self.command.cluster_file or "",
         )
@@ -218,7 +209,7 @@ class LaunchRequest:
 
 def launch_request(options: LaunchOptions) -> LaunchRequest:
     """Builds the request from the options of `launch`. Raises ConfigError."""
-    nodes, files, run = options.nodes, options.files, options.run
+    nodes, run = options.nodes, options.run
     path = nodes.cluster
     cluster = None if path is None else read_cluster_file(path)
     if any(not key.startswith("@") for key in options.api_key or ()):
@@ -245,16 +236,7 @@ def launch_request(options: LaunchOptions) -> LaunchRequest:
         cluster=cluster,
         node=node_flags(nodes.node_rank, nodes.num_nodes, nodes.coordinator),
         settings=number_settings(settings(rest)),
-        config_file=run.config_file,
-        secret_file=nodes.secret_file,
-        hostfile=options.start.hostfile,
-        launcher=options.start.launcher,
-        emit_kind=files.emit_kind,
-        out=files.out,
-        name=files.name or ("moe-serve" if cluster is None else cluster.name),
-        kubernetes_kind=files.kubernetes_kind,
-        image=files.image,
-        model_claim=files.model_claim,
+        options=options,
     )
 
 
