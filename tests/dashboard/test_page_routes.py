@@ -88,7 +88,7 @@ def test_no_text_becomes_markup_and_files_are_small() -> None:
 
 def test_every_kind_of_event_has_its_colour() -> None:
     folder = Path(board.__file__).parent
-    source = "".join((folder / f"{name}.py").read_text() for name in ("board", "events"))
+    source = "".join((folder / f"{name}.py").read_text() for name in ("board", "snapshot"))
     tones = (
         (FOLDER / "panels/events_panel.js").read_text().partition("TONES = {")[2].partition("}")[0]
     )
