@@ -31,6 +31,7 @@ import re
 _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_STEERING}]")
 _UNPRINTABLE_OR_LINE = re.compile(f"[\n{_STEERING}]")
+BLANKED = dict.fromkeys((*range(32), *range(127, 160)), " ")  # for str.translate
 
 
 def printable(text: str, *, keeps_lines: bool = True) -> str:
@@ -41,6 +42,11 @@ def printable(text: str, *, keeps_lines: bool = True) -> str:
     """
     unprintable = _UNPRINTABLE if keeps_lines else _UNPRINTABLE_OR_LINE
     return unprintable.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def plain(text: str, limit: int = 300) -> str:
+    """Return one line without control characters, cut to `limit`: a server's text in a message."""
+    return " ".join(text.translate(BLANKED).split())[:limit]
 
 
 class MoeServeError(Exception):

@@ -19,12 +19,11 @@ from rich.console import Console
 
 from harness.environment import describe_environment
 from harness.spawn import spawned_server
-from moe_serve.bench.client.endpoint import Endpoint
+from moe_serve.bench.bench_run import run_bench
+from moe_serve.bench.client.endpoint import Endpoint, RunPlan
 from moe_serve.bench.report.compare import print_comparison
 from moe_serve.bench.report.report import Report
 from moe_serve.bench.report.report_table import print_report
-from moe_serve.bench.run import run_bench
-from moe_serve.bench.run_plan import RunPlan
 from moe_serve.bench.workload.workload import Lengths, Workload
 from moe_serve.errors import BenchError
 

@@ -17,12 +17,10 @@ from itertools import islice
 from typing import Protocol
 
 from moe_serve.bench.client.client_health import ClientHealth, HealthMeter
-from moe_serve.bench.client.endpoint import Endpoint
+from moe_serve.bench.client.endpoint import Endpoint, RunPlan
 from moe_serve.bench.client.load_client import LoadClient, RunProgress
 from moe_serve.bench.figures.request_record import RequestRecord
-from moe_serve.bench.run_plan import RunPlan
-from moe_serve.bench.workload.prompts import PromptMaker, TextScale
-from moe_serve.bench.workload.request import Ready
+from moe_serve.bench.workload.prompt_maker import PromptMaker, Ready, TextScale
 from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchServerError
 

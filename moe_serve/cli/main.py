@@ -31,7 +31,7 @@ from moe_serve.cli.serve.foreign_flags import ServerCommand
 from moe_serve.cli.serve.serve import serve
 from moe_serve.cli.timeline import timeline
 from moe_serve.cli.top.top import top
-from moe_serve.cli.trace.trace import trace
+from moe_serve.cli.trace.trace_commands import trace
 from moe_serve.config.logs import is_json_log
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError, printable
 from routing_predictor.traces.errors import RoutingError

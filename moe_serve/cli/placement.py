@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from moe_serve.cli.client.admin_client import URL, AdminClient, AdminKey, Url
+from moe_serve.cli.client.server_client import URL, AdminClient, AdminKey, Url
 from moe_serve.cli.console import wide_console
 from moe_serve.errors import RebalanceError
 

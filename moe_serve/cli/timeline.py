@@ -35,7 +35,7 @@ class TimelineOptions:
     step: int | None = option(
         None,
         help="Number of the step to summarise and draw. Cannot be combined with --steps.",
-        show_default="draw the middle one",
+        show_default="the middle one",
     )
     steps: str | None = option(
         None, metavar="A:B", help="Range of steps to summarise and draw; A and B are included."

@@ -1,17 +1,29 @@
-"""The FastAPI application: routes, middleware, error handlers."""
+"""The FastAPI application: routes, middleware, error handlers, OpenAPI schema.
+
+FastAPI's schema is corrected where it does not know how our routes work: they read their bodies
+themselves and answer errors with one envelope, never with FastAPI's 422. Some stream, and /metrics
+is text. Schemas with their own definitions ("$defs") get them moved to the document's components,
+where references can be followed.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import FastAPI
 
 from moe_serve import __version__
-from moe_serve.config.sections import ServerConfig
+from moe_serve.config.sections import LogConfig, ServerConfig
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
 from moe_serve.engine.tracing import Tracing
+from moe_serve.engine.watch.hang_watch import HangWatch
+from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.admin.control import placement_router, trace_router
 from moe_serve.http.admin.status import (
     LoadReportMiddleware,
@@ -21,14 +33,12 @@ from moe_serve.http.admin.status import (
     model_router,
     startup_router,
 )
-from moe_serve.http.anthropic.routes import messages_router
+from moe_serve.http.anthropic.message_routes import messages_router
 from moe_serve.http.dashboard.board import Board, dashboard_router
 from moe_serve.http.dashboard.facts import NO_FACTS, DashboardFacts
-from moe_serve.http.edge import EdgeMiddleware
-from moe_serve.http.gate.access_log import AccessLog
-from moe_serve.http.gate.auth import ApiKeyMiddleware
+from moe_serve.http.edge import AccessLog, EdgeMiddleware
+from moe_serve.http.gate.auth import ADMIN_PREFIX, OPEN_PATHS, ApiKeyMiddleware, KeyRing
 from moe_serve.http.gate.key_limits import KeyLimitMiddleware
-from moe_serve.http.gate.key_ring import KeyRing
 from moe_serve.http.gate.origins import ConfiguredCors, HostMiddleware
 from moe_serve.http.generation.assistant_formats import assistant_formats
 from moe_serve.http.generation.context import ServerContext
@@ -39,13 +49,129 @@ from moe_serve.http.metrics.page import MetricsPage
 from moe_serve.http.metrics.scrape import ScrapeSources
 from moe_serve.http.openai.chat_routes import chat_router
 from moe_serve.http.openai.completion_routes import completion_router
-from moe_serve.http.openai.responses.routes import responses_router
+from moe_serve.http.openai.responses.response_routes import responses_router
 from moe_serve.http.openai.tokens import render_router, token_router
-from moe_serve.http.openapi import honest_openapi
-from moe_serve.http.operations import Operations
 from moe_serve.http.pages.page_files import add_page_routes
-from moe_serve.http.schema.errors import HANDLED_ERRORS, error_handler
+from moe_serve.http.schema.api_error import HANDLED_ERRORS, error_handler
 from moe_serve.http.tracing.spans import SpanExport, SpanMiddleware
+
+_STREAMING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"}
+)
+_OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+_ERRORS = {"Error": _OPENAI_ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+_RANGES = {
+    "4XX": "The request is invalid or not allowed.",
+    "5XX": "The server failed, or cannot serve requests now.",
+}
+
+
+def honest_openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """Returns a function for `app.openapi` that makes FastAPI's document once and corrects it."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()  # FastAPI caches it, so this is done once
+        components = document.setdefault("components", {})
+        if "Error" not in components.get("schemas", {}):
+            _put_right(document, components)
+        return document
+
+    return openapi
+
+
+def _put_right(document: dict[str, Any], components: dict[str, Any]) -> None:
+    schemas: dict[str, Any] = {**_ERRORS}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            operation["responses"] = _responses(path, operation["responses"])
+            if path not in OPEN_PATHS:
+                kind = "adminKey" if path.startswith(ADMIN_PREFIX) else "apiKey"
+                operation["security"] = [{kind: []}, *([] if kind == "adminKey" else [{}])]
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json")
+            if body:
+                body["schema"] = _moved(body["schema"], operation["operationId"], schemas)
+    components["schemas"] = schemas
+    bearer = {"type": "http", "scheme": "bearer"}
+    components["securitySchemes"] = {"apiKey": bearer, "adminKey": bearer}
+
+
+def _responses(path: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The successful answers with their media types, and the error envelope for all others."""
+    found = {status: dict(answer) for status, answer in known.items() if status.startswith("2")}
+    for answer in found.values():
+        if path in _STREAMING:
+            stream = {"text/event-stream": {"schema": {"type": "string"}}}
+            answer["content"] = {**answer.get("content", {}), **stream}
+        elif path == "/metrics":
+            answer["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    envelope = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    for status, text in _RANGES.items():
+        found[status] = {"description": text, "content": envelope}
+    return found
+
+
+def _moved(schema: dict[str, Any], owner: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    """Moves the definitions of the schema to `schemas`, under unique names."""
+    names = {name: f"{owner}.{name}" for name in schema.get("$defs", {})}
+    for name, definition in schema.get("$defs", {}).items():
+        schemas[names[name]] = _renamed(definition, names)
+    rest = {key: value for key, value in schema.items() if key != "$defs"}
+    moved: dict[str, Any] = _renamed(rest, names)
+    return moved
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_renamed(item, names) for item in value]
+    if not isinstance(value, dict):
+        return value
+    renamed = {key: _renamed(item, names) for key, item in value.items()}
+    reference = renamed.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/$defs/"):
+        name = reference.removeprefix("#/$defs/")
+        renamed["$ref"] = f"#/components/schemas/{names[name]}"
+    return renamed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """The log configuration, the start's progress and the hang watch.
+
+    `hangs` None: there is no hang watch, and /admin/hang does not exist.
+    """
+
+    log: LogConfig = field(default_factory=LogConfig)
+    startup: Startup = field(default_factory=Startup)
+    hangs: HangWatch | None = None
 
 
 def create_app(

@@ -1,4 +1,7 @@
-"""The outermost middleware: request id, HTTP metrics and access log, last error boundary."""
+"""The outermost middleware: request id, HTTP metrics and access log, last error boundary.
+
+The access log has one line for each request, without headers, bodies and query strings.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,50 @@ import logging
 import time
 import uuid
 from collections import deque
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moe_serve.config.logs import current_request
-from moe_serve.http.gate.access_log import AccessLog
+from moe_serve.config.logs import ACCESS_LOG, current_request
 from moe_serve.http.metrics.metrics import ServerMetrics
-from moe_serve.http.schema.errors import internal_error
+from moe_serve.http.schema.api_error import internal_error
+
+_ACCESS_LOGGER = logging.getLogger(ACCESS_LOG)
+_MAX_PATH_CHARS = 200
+
+
+class AccessLog:
+    """Writes the access log. Paths that start with an entry of `exclude`, such as probes, get no
+    line."""
+
+    def __init__(self, exclude: Sequence[str]) -> None:
+        self._exclude = tuple(exclude)
+
+    def note(
+        self, method: str, path: str, status: int | None, seconds: float, request_id: str
+    ) -> None:
+        """Logs one request. `status` None: the client disconnected before an answer."""
+        if not _ACCESS_LOGGER.isEnabledFor(logging.INFO) or path.startswith(self._exclude):
+            return
+        shown = path[:_MAX_PATH_CHARS].encode("unicode_escape").decode()
+        fields = {
+            "method": method[:20],
+            "path": shown,
+            "status": status,
+            "seconds": round(seconds, 4),
+            "request_id": request_id,
+        }
+        _ACCESS_LOGGER.info(
+            "%s %s %s %.4f s %s",
+            fields["method"],
+            shown,
+            "-" if status is None else status,
+            seconds,
+            request_id,
+            extra={"fields": fields},
+        )
+
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_REQUEST_ID_CHARS = 128

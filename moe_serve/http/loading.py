@@ -18,13 +18,11 @@ from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.admin.status import startup_json
 from moe_serve.http.edge import request_id_of
-from moe_serve.http.gate.auth import ApiKeyMiddleware
-from moe_serve.http.gate.key_ring import KeyRing
+from moe_serve.http.gate.auth import ApiKeyMiddleware, KeyRing
 from moe_serve.http.gate.origins import ConfiguredCors, HostMiddleware
-from moe_serve.http.schema.errors import ApiError, retry_headers
+from moe_serve.http.schema.api_error import ApiError, retry_headers
 from moe_serve.http.wire.httptools_protocol import GuardedHttpToolsProtocol
-from moe_serve.http.wire.tls import Tls
-from moe_serve.http.wire.uvicorn_server import ClosingServer, uvicorn_config
+from moe_serve.http.wire.uvicorn_server import ClosingServer, Tls, uvicorn_config
 
 _RETRY_S = 2.0
 

@@ -22,11 +22,46 @@ from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.errors import ConfigError, EngineDeadError
 from moe_serve.http.generation.generation import GenerationService
-from moe_serve.http.metrics.loop_lag import LoopLag
 from moe_serve.http.metrics.metrics import ServerMetrics
-from moe_serve.http.schema.errors import ApiError, draining_error, engine_dead_error
-from moe_serve.http.wire.tls import Tls
-from moe_serve.http.wire.uvicorn_server import ClosingServer, uvicorn_config
+from moe_serve.http.schema.api_error import ApiError, draining_error, engine_dead_error
+from moe_serve.http.wire.uvicorn_server import ClosingServer, Tls, uvicorn_config
+
+PERIOD_S = 0.02
+_MAX_MISSED = 3000  # a minute; longer blocks are not counted to the end
+
+
+class LoopLag:
+    """Calls `observe` with the lag of every tick from `start` to `stop`, both on the loop's
+    thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, observe: Callable[[float], None]) -> None:
+        self._loop = loop
+        self._observe = observe
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._due = self._loop.time() + PERIOD_S
+        self._timer = self._loop.call_at(self._due, self._tick)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        for lag in lags(self._due, now):
+            self._observe(lag)
+        self._due += PERIOD_S * (1 + max(0, int((now - self._due) / PERIOD_S)))
+        self._timer = self._loop.call_at(self._due, self._tick)
+
+
+def lags(due: float, now: float) -> list[float]:
+    """The lags of the first due tick and of those missed since, the longest first."""
+    count = min(_MAX_MISSED, 1 + max(0, int((now - due) / PERIOD_S)))
+    return [max(0.0, now - due - i * PERIOD_S) for i in range(count)]
+
 
 _ENGINE_CHECK_S = 1.0
 # The engine's thread and the event loop's thread take turns holding the GIL. With Python's default

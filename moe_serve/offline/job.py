@@ -26,7 +26,7 @@ _END_TOKENS = 64  # a prompt's last tokens show whether reasoning has begun
 
 
 @dataclass(slots=True)
-class Answer:
+class GrowingAnswer:
     """One of a prompt's answers while it grows."""
 
     request: GenerationRequest
@@ -46,7 +46,7 @@ class Job:
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    answers: list[Answer]
+    answers: list[GrowingAnswer]
     start_time: float
     first_token_time: float | None = None
     end_time: float = 0.0
@@ -128,7 +128,7 @@ def make_output(job: Job, tokenizer: Tokenizer) -> RequestOutput:
     )
 
 
-def _completion(index: int, answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
+def _completion(index: int, answer: GrowingAnswer, tokenizer: Tokenizer) -> CompletionOutput:
     params, entries = answer.request.params, answer.logprobs
     return CompletionOutput(
         index=index,

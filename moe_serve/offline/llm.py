@@ -49,7 +49,7 @@ from moe_serve.errors import (
     InvalidRequestError,
 )
 from moe_serve.offline.job import (
-    Answer,
+    GrowingAnswer,
     Job,
     Prompt,
     as_prompts,
@@ -261,7 +261,7 @@ class LLM:
         others = replace(rules, prompt_logprobs=None)  # equal for every choice
         stem = f"offline-{next(self._ids)}"
         answers = [
-            Answer(
+            GrowingAnswer(
                 GenerationRequest(
                     request_id=f"{stem}-{choice}",
                     prompt_token_ids=ids,
@@ -329,7 +329,7 @@ class LLM:
                 progress.update(task, speed=f"{num_tokens / seconds:.0f} tok/s")
         self._engine.check_integrity()
 
-    def _take(self, job: Job, answer: Answer, delta: TokenDelta) -> bool:
+    def _take(self, job: Job, answer: GrowingAnswer, delta: TokenDelta) -> bool:
         """Add a delta to its answer. Returns True if the answer is complete."""
         if delta.finish_reason is FinishReason.ERROR:
             raise GenerationError(f"{delta.request_id}: {delta.error}.")

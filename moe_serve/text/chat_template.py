@@ -142,19 +142,6 @@ class ChatTemplate:
         )
         return self._text(self._renderer.render(order))
 
-    def render_to_continue(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return the prompt text up to the end of the last message's content, for the model to
-        continue.
-        """
-        order = self.order(messages, continues=True, tools=tools, options=options)
-        return self._text(self._renderer.render(order))
-
     async def render_order(self, order: bytes) -> str:
         """Render the result of `order` without blocking the event loop.
 

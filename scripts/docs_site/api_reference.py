@@ -17,9 +17,8 @@ from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.tracing import Tracing
 from moe_serve.engine.watch.hang_watch import HangWatch
-from moe_serve.http.app import create_app
+from moe_serve.http.app import Operations, create_app
 from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.http.operations import Operations
 from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.traces.recording import TraceHeader
 

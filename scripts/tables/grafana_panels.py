@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_serve.http.metrics.rows import PREFIX
+from moe_serve.http.metrics.scrape import PREFIX
 
 CHOSEN = 'model_name=~"$model_name",instance=~"$instance"'
 _METRIC = re.compile(r"<(\w+)(?:\|([^>]+))?>")

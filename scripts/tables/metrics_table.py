@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_serve.http.metrics.rows import MetricRow
+from moe_serve.http.metrics.scrape import MetricRow
 from moe_serve.http.metrics.table import METRICS
 from tables.page_block import PageBlock
 

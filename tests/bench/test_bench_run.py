@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
+from moe_serve.bench.bench_run import run_bench
 from moe_serve.bench.client import client_health
 from moe_serve.bench.client.client_health import allow_open_files
 from moe_serve.bench.client.connection import Target
-from moe_serve.bench.client.endpoint import Endpoint
+from moe_serve.bench.client.endpoint import Endpoint, RunPlan
 from moe_serve.bench.report.report import Report, read_report
-from moe_serve.bench.run import run_bench
-from moe_serve.bench.run_plan import RunPlan
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
 from moe_serve.cli.main import main
 from moe_serve.errors import BenchError, BenchServerError
@@ -335,7 +334,7 @@ def test_ctrl_c_reports_what_had_ended(tmp_path: Path) -> None:
 
 def test_it_needs_neither_torch_nor_the_engine() -> None:
     code = (
-        "import sys, moe_serve.cli.bench.bench_plan, moe_serve.bench.run; "
+        "import sys, moe_serve.cli.bench.bench_plan, moe_serve.bench.bench_run; "
         "import moe_serve.bench.report.html_page; "
         "print([m for m in sys.modules if m in ('torch', 'matplotlib', 'moe_serve.engine')])"
     )

@@ -13,7 +13,7 @@ import pytest
 from moe_serve.bench import load
 from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.load import Collected, WallTimer, closed_loop, open_loop
-from moe_serve.bench.workload.request import Ready
+from moe_serve.bench.workload.prompt_maker import Ready
 
 
 class FakeTimer:

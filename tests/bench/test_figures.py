@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from moe_serve.bench.client.client_health import ClientHealth
 from moe_serve.bench.client.server_metrics import Metrics, ServerSide
 from moe_serve.bench.figures.over_time import RunTimeline
-from moe_serve.bench.figures.slo import Goodput, Slo
-from moe_serve.bench.figures.spread import Spread, quantiles_ms
-from moe_serve.bench.figures.summary import Samples, notes_of, summarize
+from moe_serve.bench.figures.summary import (
+    Goodput,
+    Samples,
+    Slo,
+    Spread,
+    notes_of,
+    quantiles_ms,
+    summarize,
+)
 from moe_serve.bench.report.compare import change_intervals, compare, differing_settings
 from moe_serve.errors import BenchError
 from tests.support.bench.records import record, report

@@ -14,8 +14,14 @@ import numpy as np
 import pytest
 
 from moe_serve.bench.client.endpoint import Endpoint
-from moe_serve.bench.workload.prompts import FilePrompt, PromptMaker, TextScale, read_prompts
-from moe_serve.bench.workload.request import Block, Slot
+from moe_serve.bench.workload.prompt_maker import (
+    Block,
+    FilePrompt,
+    PromptMaker,
+    Slot,
+    TextScale,
+    read_prompts,
+)
 from moe_serve.bench.workload.trace_rows import Trace, TraceCut, TraceRow, read_trace
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
 from moe_serve.errors import BenchError

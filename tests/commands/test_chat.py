@@ -12,14 +12,14 @@ import httpx
 import pytest
 
 from moe_serve.cli import chat as chat_module
-from moe_serve.cli.chat import Conversation, chat
-from moe_serve.cli.client import chat_client
-from moe_serve.cli.client.chat_client import (
+from moe_serve.cli.chat import (
     AnswerTiming,
     ChatClient,
     ChatError,
     ChatOptions,
+    Conversation,
     Message,
+    chat,
 )
 from moe_serve.cli.main import main
 
@@ -85,7 +85,7 @@ def test_the_speed_is_of_all_tokens_that_were_counted(monkeypatch: pytest.Monkey
     usage = {"choices": [], "usage": {"completion_tokens": 9}}
     answer = events(thought, thought, piece("a"), piece("b"), usage)
     ticking = SimpleNamespace(perf_counter=lambda: float(next(clock)))
-    monkeypatch.setattr(chat_client, "time", ticking)
+    monkeypatch.setattr(chat_module, "time", ticking)
     timing = AnswerTiming()
     with client_of(ScriptedServer(httpx.Response(200, content=answer))) as client:
         said = client.answer("tiny", [Message(role="user", content="hi")], ChatOptions(), timing)

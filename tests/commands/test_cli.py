@@ -19,8 +19,8 @@ from rich.console import Console
 from moe_serve import __version__
 from moe_serve.cli.main import app, main
 from moe_serve.cli.serve.foreign_flags import ADVICE
-from moe_serve.cli.serve.listening import is_loopback
 from moe_serve.cli.serve.ready import curl_line, loading_bar, print_ready, server_url
+from moe_serve.cli.serve.serve import is_loopback
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import Config
 from moe_serve.config.sources import load_config, variable_name

@@ -12,8 +12,7 @@ import yaml
 
 from moe_serve.cli.launch import launch, launch_node
 from moe_serve.cli.launch.launch_node import config_of_node_0, find_secret
-from moe_serve.cli.launch.launch_options import LaunchOptions
-from moe_serve.cli.launch.launch_request import LaunchRequest, launch_request
+from moe_serve.cli.launch.launch_options import LaunchOptions, LaunchRequest, launch_request
 from moe_serve.cli.main import main
 from moe_serve.cli.options import build_options, setting_keys
 from moe_serve.cli.serve.serve import ServeOptions

@@ -29,7 +29,7 @@ from experts.placement.solution import Progress, Solution, Solver
 from experts.placement.solvers.references.plain import Linear
 from experts.placement.solvers.search.solver import Search
 from moe_serve.cli.main import app, main
-from moe_serve.cli.place import place_compare, place_plan, place_solve
+from moe_serve.cli.place import place_plan
 from moe_serve.cli.place.place import spread
 from moe_serve.cluster.members.cluster_model import placement_of
 from moe_serve.config.sections import ClusterConfig, ModelConfig
@@ -269,7 +269,7 @@ def test_ctrl_c_writes_the_best_so_far(
 def test_ctrl_c_in_a_comparison_is_told(
     loads: list[Path], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = place_compare.make_solver
+    usual = place_plan.make_solver
 
     class Interrupted(Search):
         def solve(self, problem: PlacementProblem, **rest: Any) -> Solution:
@@ -279,7 +279,7 @@ def test_ctrl_c_in_a_comparison_is_told(
     def make(name: str, num_groups: int) -> Solver:
         return Interrupted() if name == "search" else usual(name, num_groups)
 
-    monkeypatch.setattr(place_compare, "make_solver", make)
+    monkeypatch.setattr(place_plan, "make_solver", make)
     assert run("compare", "--load", *loads, "--devices", 4) == 130
     printed = capsys.readouterr()
     assert "round-robin" in printed.out and "ending with the best plan so far" in printed.err
@@ -607,10 +607,10 @@ def test_progress_without_a_terminal_and_with_one(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """A line now and then, also while the solver reports nothing yet; a bar on a terminal."""
-    monkeypatch.setattr(place_solve, "_FIRST_LINE_S", 0.01)
-    monkeypatch.setattr(place_solve, "_NEXT_LINE_S", 0.01)
+    monkeypatch.setattr(place_plan, "_FIRST_LINE_S", 0.01)
+    monkeypatch.setattr(place_plan, "_NEXT_LINE_S", 0.01)
     told = Progress(objective=1.02, bound=1.0, done=0.5, seconds=1.0)
-    with place_solve._progress("search") as show:
+    with place_plan._progress("search") as show:
         time.sleep(0.2)
         show(told)
         time.sleep(0.2)
@@ -618,8 +618,8 @@ def test_progress_without_a_terminal_and_with_one(
     assert lines[0] == "search: 0 s, first plan"
     assert lines[-1] == "search: 0 s, 50% done, objective 1.0200, bound 1.0000, gap 2.00%"
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(place_solve, "Console", partial(Console, force_terminal=True))
-    with place_solve._progress("search") as show:
+    monkeypatch.setattr(place_plan, "Console", partial(Console, force_terminal=True))
+    with place_plan._progress("search") as show:
         show(told)
         time.sleep(0.2)
     assert "objective 1.0200" in capsys.readouterr().err

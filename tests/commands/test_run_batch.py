@@ -19,10 +19,14 @@ import httpx
 import pytest
 
 from moe_serve.cli.main import main
-from moe_serve.cli.run_batch.batch_lines import BatchLine, BatchRow, read_line
-from moe_serve.cli.run_batch.batch_output import BatchOutput
-from moe_serve.cli.run_batch.batch_run import AHEAD_LINES, BatchCount, run_lines
-from moe_serve.cli.run_batch.batch_target import NUM_TRIES, BatchTarget
+from moe_serve.cli.run_batch.batch_output import BatchLine, BatchOutput, BatchRow, read_line
+from moe_serve.cli.run_batch.batch_run import (
+    AHEAD_LINES,
+    NUM_TRIES,
+    BatchCount,
+    BatchTarget,
+    run_lines,
+)
 from moe_serve.errors import ConfigError, EngineDeadError
 
 ROOT = Path(__file__).resolve().parents[2]

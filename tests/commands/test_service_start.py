@@ -13,8 +13,8 @@ import pytest
 
 from moe_serve.cli.main import main
 from moe_serve.cli.serve import service
-from moe_serve.cli.serve.listening import check_is_guarded
-from moe_serve.cli.serve.service_start import ServiceStart
+from moe_serve.cli.serve.serve import check_is_guarded
+from moe_serve.cli.serve.service import ServiceStart
 from moe_serve.config.sections import Config, ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.server import bind

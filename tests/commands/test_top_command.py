@@ -27,11 +27,16 @@ from rich.console import Console
 
 from moe_serve.cli.client.server_client import NotReachedError
 from moe_serve.cli.main import main
-from moe_serve.cli.top.heat_strip import bar, folded, heat_strip, sparkline
-from moe_serve.cli.top.server_answer import Answer
 from moe_serve.cli.top.top import top
-from moe_serve.cli.top.top_source import TopSource
-from moe_serve.cli.top.top_tables import hottest_line, layer_loads
+from moe_serve.cli.top.top_source import StateView, TopSource
+from moe_serve.cli.top.top_tables import (
+    bar,
+    folded,
+    heat_strip,
+    hottest_line,
+    layer_loads,
+    sparkline,
+)
 from moe_serve.cli.top.top_view import frame
 from moe_serve.errors import ConfigError
 
@@ -78,7 +83,7 @@ def state(num_layers: int = 3, num_experts: int = 8, started: float = 1.0) -> di
 
 def drawn(content: Any, width: int = 140, height: int = 50, **options: Any) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, highlight=False)
-    console.print(frame(Answer(content), console, **options))
+    console.print(frame(StateView(content), console, **options))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -125,10 +130,10 @@ def test_a_strip_of_experts() -> None:
 
 
 def test_the_hottest_experts() -> None:
-    loads = layer_loads(Answer({"load": [[1, 3], [0, 0], [9, 0]]}))
+    loads = layer_loads(StateView({"load": [[1, 3], [0, 0], [9, 0]]}))
     assert hottest_line(loads) == "hottest: 2/0 100%  0/1 75%  0/0 25%  2/1 0%"
     assert [round(load.unevenness, 2) for load in loads] == [1.5, 0.0, 2.0]
-    named = layer_loads(Answer({"load": [[1, 3], [9, 0]], "layers": [3, 4]}))
+    named = layer_loads(StateView({"load": [[1, 3], [9, 0]], "layers": [3, 4]}))
     assert hottest_line(named) == "hottest: 4/0 100%  3/1 75%  3/0 25%  4/1 0%"
 
 

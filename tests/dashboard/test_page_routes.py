@@ -10,8 +10,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.http.dashboard import board
-from moe_serve.http.gate.auth import ApiKeyMiddleware
-from moe_serve.http.gate.key_ring import KeyRing
+from moe_serve.http.gate.auth import ApiKeyMiddleware, KeyRing
 from moe_serve.http.pages.page_files import FOLDER, PAGE_FILES, add_page_routes
 
 PAGES = ("/dashboard", "/dashboard/playground")
@@ -89,7 +88,7 @@ def test_no_text_becomes_markup_and_files_are_small() -> None:
 
 def test_every_kind_of_event_has_its_colour() -> None:
     folder = Path(board.__file__).parent
-    source = "".join((folder / f"{name}.py").read_text() for name in ("board", "events"))
+    source = "".join((folder / f"{name}.py").read_text() for name in ("board", "snapshot"))
     tones = (
         (FOLDER / "panels/events_panel.js").read_text().partition("TONES = {")[2].partition("}")[0]
     )

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from moe_serve.http.metrics.rows import MODEL_LABEL, PREFIX
+from moe_serve.http.metrics.scrape import MODEL_LABEL, PREFIX
 from moe_serve.http.metrics.table import METRICS
 from tables import grafana_dashboard, metrics_table
 from tables.grafana_panels import query_text

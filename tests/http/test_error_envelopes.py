@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_serve.http.schema import body as body_module
+from moe_serve.http.schema import json_body
 from moe_serve.http.wire.httptools_protocol import GuardedHttpToolsProtocol
 
 KEY = b"Authorization: Bearer one\r\n"
@@ -71,7 +71,7 @@ def test_the_envelope(
 ) -> None:
     if status == 408:  # here, and only here, the server waits for nobody for long
         monkeypatch.setattr(GuardedHttpToolsProtocol, "head_timeout_s", 0.3)
-        monkeypatch.setattr(body_module, "BODY_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(json_body, "BODY_TIMEOUT_S", 0.3)
     got, headers, body = exchange(port, request_bytes)
     assert (got, body["error"]["code"]) == (status, code)
     assert set(body) == {"error"}

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.http.gate.auth import OPEN_PATHS
-from moe_serve.http.schema.errors import is_anthropic
+from moe_serve.http.schema.api_error import is_anthropic
 from moe_serve.text import stop_strings
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -22,8 +22,7 @@ from moe_serve.config.logs import ACCESS_LOG, JsonFormatter, current_request, se
 from moe_serve.config.sections import LogConfig, ServerConfig
 from moe_serve.config.sources import wants_json_log
 from moe_serve.errors import ConfigError, printable
-from moe_serve.http.app import create_app
-from moe_serve.http.operations import Operations
+from moe_serve.http.app import Operations, create_app
 
 
 @pytest.fixture

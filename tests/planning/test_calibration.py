@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_serve.cli.calibrate import us
 from moe_serve.cli.main import main
@@ -15,10 +18,16 @@ from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import AttentionCost
 from moe_serve.planning.calibration import fit_attention
 from moe_serve.planning.calibration_file import read_calibration, write_calibration
-from moe_serve.planning.measure import AttentionSample, ExpertSample, fit_experts, random_choices
+from moe_serve.planning.measure import (
+    AttentionSample,
+    ExpertSample,
+    fit,
+    fit_experts,
+    random_choices,
+)
 from moe_serve.planning.measured_model import load_measured_model
-from moe_serve.planning.model_facts import weight_bytes
 from moe_serve.planning.natural_steps import natural_rows
+from moe_serve.planning.plan_memory import weight_bytes
 from tests.support.cluster.calibrations import cpu_calibration
 
 
@@ -147,3 +156,27 @@ def test_a_router_with_favourites_has_fewer_effective_experts() -> None:
 
     samples = [sample(rows, activated(20.0, rows)) for rows in (1, 4, 16, 64)]
     assert fit_experts(32, 4, samples).num_effective == pytest.approx(20.0, rel=0.01)
+
+
+@given(coefficients=st.lists(st.floats(0.01, 10), min_size=3, max_size=3))
+def test_finds_a_linear_law(coefficients: list[float]) -> None:
+    x = np.array([1.0, 2, 4, 8, 16, 32])
+    columns = np.column_stack([np.ones(6), x, np.sqrt(x)])
+    found = fit(columns, columns @ coefficients)
+    assert found.coefficients == pytest.approx(coefficients, rel=1e-3, abs=1e-6)
+    assert found.r_squared == pytest.approx(1.0)
+    assert found.max_error < 1e-6
+
+
+def test_no_coefficient_is_negative() -> None:
+    """The exact line through these has a negative slope."""
+    found = fit(np.array([[1.0, 1.0], [1.0, 2.0]]), np.array([2.0, 1.0]))
+    assert min(found.coefficients) == 0.0
+    assert found.coefficients[0] > 0
+
+
+def test_small_measurements_count_as_much_as_large_ones() -> None:
+    columns = np.array([[1.0], [1000.0]])
+    found = fit(columns, np.array([1.0, 2000.0]))
+    assert abs(found.errors[0]) == pytest.approx(abs(found.errors[1]), rel=0.5)
+    assert found.median_error <= found.max_error

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from moe_serve.cli.serve.listening import check_is_guarded
+from moe_serve.cli.serve.serve import check_is_guarded
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app

@@ -13,8 +13,8 @@ import pytest
 from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import PlanFacts
 from experts.placement.plan_file import read_placement
-from moe_serve.cli.place import plan_files
-from moe_serve.cli.run_batch.batch_lines import BatchRow, read_line
+from moe_serve.cli.place import place_inputs
+from moe_serve.cli.run_batch.batch_output import BatchRow, read_line
 from moe_serve.cli.trace.trace_record import read_prompts
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.sampling.grammar.source_check import check_source
@@ -87,11 +87,11 @@ PLACEMENT = (
 PLAN = PlanFacts(num_devices=2, num_experts=4)
 READERS: tuple[tuple[str, str, Callable[[Path], Any]], ...] = (
     ("placement.json", PLACEMENT, read_placement),
-    ("plan.json", '{"physical_to_logical_map": [[N]]}', lambda p: plan_files.read_plan(p, PLAN)),
+    ("plan.json", '{"physical_to_logical_map": [[N]]}', lambda p: place_inputs.read_plan(p, PLAN)),
     (
         "plan.yaml",
         "num_slots: N\ninitial_global_assignments:\n  N: [N]\n",
-        lambda path: plan_files.read_plan(path, PLAN),
+        lambda path: place_inputs.read_plan(path, PLAN),
     ),
     ("calibration.json", '{"schema": N}', read_calibration),
     ("card.json", '{"version": N}', read_card),

@@ -18,10 +18,10 @@ from experts.placement.plan_file import read_placement
 from experts.placement.problem.workloads import read_workloads
 from moe_serve import LLM
 from moe_serve.bench.report import report
-from moe_serve.bench.workload import prompts, trace_rows
+from moe_serve.bench.workload import prompt_maker, trace_rows
 from moe_serve.cache.model_identity import model_identity
-from moe_serve.cli.place import plan_files
-from moe_serve.cli.place.cluster_reader import read_cluster
+from moe_serve.cli.place import place_inputs
+from moe_serve.cli.place.place_inputs import read_cluster
 from moe_serve.cli.trace import trace_record
 from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.launch.cluster_file import read_cluster_file
@@ -29,7 +29,7 @@ from moe_serve.cluster.launch.hosts import read_hostfile
 from moe_serve.cluster.members.preflight import file_marks
 from moe_serve.config.sources import load_config, read_secret_file
 from moe_serve.errors import CheckpointError, MoeServeError
-from moe_serve.http.wire.tls import Tls
+from moe_serve.http.wire.uvicorn_server import Tls
 from moe_serve.learn.documents import read_documents
 from moe_serve.model.checkpoint.demo import demo_model_folder
 from moe_serve.pipeline.timeline.timeline_reader import read_timeline
@@ -62,8 +62,8 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "load.csv": lambda path: read_workloads([path], 1, None),
     "load.safetensors": lambda path: read_workloads([path], 1, None),
     "placement.json": read_placement,
-    "plan.json": lambda path: plan_files.read_plan(path, PlanFacts(num_devices=2, num_experts=4)),
-    "prompts.jsonl": prompts.read_prompts,
+    "plan.json": lambda path: place_inputs.read_plan(path, PlanFacts(num_devices=2, num_experts=4)),
+    "prompts.jsonl": prompt_maker.read_prompts,
     "prompts.txt": trace_record.read_prompts,
     "report.json": report.read_report,
     "rows.csv": trace_rows.read_trace,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -98,21 +99,26 @@ def test_a_slow_template_is_stopped() -> None:
         ChatTemplate(source, max_seconds=0.2).render(CHAT)
 
 
+def continued(template: ChatTemplate, chat: list[dict[str, Any]]) -> str:
+    """The prompt up to the end of the last message's content."""
+    return asyncio.run(template.render_order(template.order(chat, continues=True)))
+
+
 @pytest.mark.parametrize("content", ["I am", "<", "m", "im_end", "a ", "assistant", "user\n\n"])
 def test_a_message_goes_on_where_its_content_ends(content: str) -> None:
     """Also where the template has the same text behind it, or trims it."""
     chat = [*CHAT, {"role": "assistant", "content": content}]
     before = "<|im_start|>user\nlast<|im_end|>\n<|im_start|>assistant\n"
     template = ChatTemplate(TEMPLATES["chatml"])
-    assert template.render_to_continue(chat).endswith(before + content)
+    assert continued(template, chat).endswith(before + content)
     trimming = ChatTemplate(TEMPLATES["chatml"].replace("m['content']", "(m['content'] | trim)"))
-    assert trimming.render_to_continue(chat).endswith(before + content.strip())
+    assert continued(trimming, chat).endswith(before + content.strip())
 
 
 def test_a_message_that_is_not_shown_cannot_go_on() -> None:
     for source in ("{{ messages[0].content }}", "{{ messages[-1].content | upper }}", "x"):
         with pytest.raises(InvalidRequestError, match="does not show the last message"):
-            ChatTemplate(source).render_to_continue(CHAT)
+            continued(ChatTemplate(source), CHAT)
 
 
 def test_loading(tmp_path: Path) -> None:

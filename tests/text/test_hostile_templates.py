@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from moe_serve.errors import CheckpointError, InvalidRequestError, ServerOverloadedError
-from moe_serve.text.chat_environment import chat_environment
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.template_limits import DEADLINE
 from moe_serve.text.template_renderer import QUICK, SLOW
+from moe_serve.text.template_worker import chat_environment
 
 MIB = 1024 * 1024
 MANY = "((range(100000) | list) * 80)"

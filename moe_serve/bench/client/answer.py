@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.bench.client.plain_text import plain
 from moe_serve.bench.figures.request_record import RequestRecord
-from moe_serve.errors import BenchStreamError
+from moe_serve.errors import BenchStreamError, plain
 
 MAX_EVENT_BYTES = 16 * 2**20
 MAX_BODY_BYTES = 64 * 2**20
@@ -74,7 +73,7 @@ class SseParser:
         return event
 
 
-class _Message(msgspec.Struct):
+class _AnswerMessage(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -90,8 +89,8 @@ class _Message(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Message | None = None
-    message: _Message | None = None
+    delta: _AnswerMessage | None = None
+    message: _AnswerMessage | None = None
 
     @property
     def has_tokens(self) -> bool:

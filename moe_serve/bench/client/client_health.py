@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_serve.bench.figures.request_record import RequestRecord
-from moe_serve.bench.figures.spread import Spread
+from moe_serve.bench.figures.summary import Spread
 
 _LAG_STEP_S = 0.02
 # Above these a warning says that the client is the bottleneck.

@@ -1,4 +1,4 @@
-"""The form of a request on the wire: the route, and the JSON around the prompt."""
+"""The plan of a run against one server, and the form of its requests on the wire."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from moe_serve.bench.workload.request import Prompt
+from moe_serve.bench.figures.summary import Slo
+from moe_serve.bench.workload.prompt_maker import DataKind, Prompt
+from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchError
 
 EndpointName = Literal["completions", "chat"]
@@ -67,3 +69,20 @@ class Endpoint:
         if not isinstance(prompt, str):
             raise BenchError("the workload has token ids: they take --endpoint completions.")
         return {"messages": [{"role": "user", "content": prompt}]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """The options of a run. `url` and other fields are as the user gave them, without anything the
+    server reported."""
+
+    url: str
+    workload: Workload
+    endpoint: Endpoint  # its model is taken from the server if it is ""
+    api_key: str | None = None
+    data: DataKind = "words"
+    vocab_size: int = 1000
+    timeout_s: float = 600.0
+    num_warm_up: int | None = None
+    max_in_flight: int | None = None  # only in an open loop
+    slo: Slo | None = None

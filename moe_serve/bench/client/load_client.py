@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moe_serve.bench.client.answer import AnswerReader
 from moe_serve.bench.client.connection import Clock, ConnectionPool, Target
 from moe_serve.bench.figures.request_record import RequestRecord
-from moe_serve.bench.workload.request import Ready
+from moe_serve.bench.workload.prompt_maker import Ready
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
-"""The figures of one run."""
+"""The figures of one run: the spread of each latency, and the answers that met the limits."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,8 +10,118 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_serve.bench.figures.request_record import RequestRecord
-from moe_serve.bench.figures.slo import Goodput, Slo
-from moe_serve.bench.figures.spread import Spread
+from moe_serve.errors import BenchError
+
+PERCENTILES = (50, 90, 95, 99)
+# The quantiles a report keeps, enough to draw a distribution: every half percent.
+QUANTILE_STEPS = tuple(i / 200 for i in range(201))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Mean and percentiles of a latency. Percentiles between two values are interpolated, as numpy
+    does by default."""
+
+    num: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values_s: Sequence[float] | np.ndarray) -> Spread | None:
+        """Computes the spread of values in seconds; None if there are none."""
+        if len(values_s) == 0:
+            return None
+        values_ms = np.asarray(values_s, dtype=np.float64) * 1e3
+        p50, p90, p95, p99 = np.percentile(values_ms, PERCENTILES)
+        return cls(
+            num=len(values_ms),
+            mean=float(values_ms.mean()),
+            p50=float(p50),
+            p90=float(p90),
+            p95=float(p95),
+            p99=float(p99),
+            max=float(values_ms.max()),
+        )
+
+
+def quantiles_ms(values_s: Sequence[float] | np.ndarray) -> list[float]:
+    """Returns the quantiles at QUANTILE_STEPS; empty if there are no values."""
+    if len(values_s) == 0:
+        return []
+    values_ms = np.asarray(values_s, dtype=np.float64) * 1e3
+    return [round(float(value), 4) for value in np.quantile(values_ms, QUANTILE_STEPS)]
+
+
+_TERM = re.compile(r"(ttft|tpot|e2e)=([0-9]+(?:\.[0-9]+)?)(ms|s)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Latency limits in seconds; None sets no limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Parses "ttft=500ms,tpot=50ms,e2e=5s" or some of these terms."""
+        limits: dict[str, float] = {}
+        for term in text.replace(" ", "").split(","):
+            match = _TERM.fullmatch(term)
+            if match is None or match[1] in limits:
+                raise BenchError(
+                    f"--slo cannot be {text!r}: it takes ttft=500ms,tpot=50ms,e2e=5s, "
+                    "or some of these, each once."
+                )
+            limits[match[1]] = float(match[2]) / (1e3 if match[3] == "ms" else 1.0)
+        return cls(ttft_s=limits.get("ttft"), tpot_s=limits.get("tpot"), e2e_s=limits.get("e2e"))
+
+    def is_met(self, record: RequestRecord) -> bool:
+        """Whether the request met the limits, counted from when it was due. A failed request never
+        does.
+
+        A latency that an answer does not have cannot miss its limit: an answer of one token has no
+        TPOT.
+        """
+        pairs = (
+            (record.ttft_s, self.ttft_s),
+            (record.tpot_s, self.tpot_s),
+            (record.e2e_s, self.e2e_s),
+        )
+        return record.is_ok and all(
+            value is None or limit is None or value <= limit for value, limit in pairs
+        )
+
+    def __str__(self) -> str:
+        limits = (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("e2e", self.e2e_s))
+        return ", ".join(f"{name} {1e3 * s:g} ms" for name, s in limits if s is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """The share and rate of requests that met the limits, among all that ended, failed ones
+    included."""
+
+    slo: str
+    num_good: int
+    share: float
+    requests_per_s: float
+
+    @classmethod
+    def of(cls, slo: Slo, records: Sequence[RequestRecord], duration_s: float) -> Goodput:
+        num_good = sum(slo.is_met(record) for record in records)
+        return cls(
+            slo=str(slo),
+            num_good=num_good,
+            share=num_good / len(records) if records else 0.0,
+            requests_per_s=num_good / duration_s if duration_s > 0 else 0.0,
+        )
+
 
 _MANY_TOKENS_PER_EVENT = 1.2
 _SHORT_ANSWERS = 0.9

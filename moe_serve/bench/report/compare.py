@@ -28,7 +28,7 @@ _STYLES = {"better": "green", "worse": "red"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pool:
+class _PooledRuns:
     """All values of a run in order, each with the request it belongs to."""
 
     values_V: np.ndarray
@@ -36,7 +36,7 @@ class _Pool:
     num_requests: int
 
     @classmethod
-    def of(cls, groups: Sequence[np.ndarray]) -> _Pool:
+    def of(cls, groups: Sequence[np.ndarray]) -> _PooledRuns:
         values_V = np.concatenate(groups)
         request_V = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         order_V = np.argsort(values_V, kind="stable")
@@ -80,7 +80,7 @@ def change_intervals(
     """
     num_values = sum(len(group) for group in (*a, *b))
     num = max(_MIN_RESAMPLES, min(_NUM_RESAMPLES, _MAX_WEIGHTS // num_values))
-    old, new = _Pool.of(a).statistics(num, rng), _Pool.of(b).statistics(num, rng)
+    old, new = _PooledRuns.of(a).statistics(num, rng), _PooledRuns.of(b).statistics(num, rng)
     intervals = {}
     for name in old:
         if old[name].min() > 0:

@@ -6,16 +6,131 @@ dark mode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from moe_serve.bench.figures.spread import QUANTILE_STEPS
+from moe_serve.bench.figures.summary import QUANTILE_STEPS
 from moe_serve.bench.report.compare import compare, comparison_cells, differing_settings
 from moe_serve.bench.report.report import Report
 from moe_serve.bench.report.report_table import latency_rows, report_facts
-from moe_serve.bench.report.svg_plot import Axis, PlotLine, plot
 from moe_serve.errors import BenchError
+
+_WIDTH, _HEIGHT = 520, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 40
+_TICKS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlotLine:
+    """One line of a plot; `name` is its CSS class in the page: a or b."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """The range and scale of one direction. A logarithmic axis begins above 0."""
+
+    label: str
+    low: float
+    high: float
+    is_log: bool = False
+
+    def place(self, value: float) -> float:
+        """Maps a value to [0, 1]: 0 at `low`, 1 at `high`. Values outside are put on the edge."""
+        low, high, value = self.low, self.high, min(max(value, self.low), self.high)
+        if self.is_log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return (value - low) / (high - low)
+
+    def ticks(self) -> list[float]:
+        if self.is_log:
+            return _log_ticks(self.low, self.high)
+        step = nice_step(self.high - self.low)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [i * step for i in range(first, last + 1)]
+
+
+def nice_step(length: float) -> float:
+    """Returns 1, 2 or 5 times a power of ten, so that about five steps make `length`."""
+    raw = length / _TICKS
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+
+
+def plot(title: str, x: Axis, y: Axis, lines: Sequence[PlotLine]) -> str:
+    """Draws one picture; `title` is the text for screen readers."""
+    inner_w, inner_h = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def across(value: float) -> float:
+        return _LEFT + inner_w * x.place(value)
+
+    def down(value: float) -> float:
+        return _TOP + inner_h * (1.0 - y.place(value))
+
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">',
+        *_x_axis(x, across),
+        *_y_axis(y, down),
+    ]
+    for line in lines:
+        points = " ".join(
+            f"{across(a):.1f},{down(b):.1f}" for a, b in zip(line.xs, line.ys, strict=True)
+        )
+        parts.append(f'<polyline class="line {escape(line.name)}" points="{points}"/>')
+    parts.append("</svg>")
+    return "".join(parts)
+
+
+def _x_axis(axis: Axis, across: Callable[[float], float]) -> list[str]:
+    bottom = _HEIGHT - _BOTTOM
+    parts = []
+    for tick in axis.ticks():
+        at = across(tick)
+        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}"/>')
+        parts.append(_text(at, bottom + 16, "middle", tick_label(tick)))
+    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, "middle", axis.label))
+    return parts
+
+
+def _y_axis(axis: Axis, down: Callable[[float], float]) -> list[str]:
+    right = _WIDTH - _RIGHT
+    parts = []
+    for tick in axis.ticks():
+        at = down(tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(_text(_LEFT - 6, at + 4, "end", tick_label(tick)))
+    middle = (_TOP + _HEIGHT - _BOTTOM) / 2
+    parts.append(
+        f'<text transform="translate(13 {middle:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{escape(axis.label)}</text>"
+    )
+    return parts
+
+
+def _text(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def tick_label(value: float) -> str:
+    """Formats a number: 12000 as 12k, 0.30000000000000004 as 0.3."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:g}k"
+    return f"{round(value, 10):g}"
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Returns 1, 2 and 5 times the powers of ten, or the powers alone if these are many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if math.log10(high / low) < 3 else (1,)
+    ticks = [m * 10.0**p for p in powers for m in factors]
+    return [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
+
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5a6577; --rule: #d9dee6;

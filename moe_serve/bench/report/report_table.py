@@ -12,7 +12,7 @@ from rich.text import Text
 
 from moe_serve.bench.client.load_client import RunProgress
 from moe_serve.bench.client.server_metrics import ServerSide
-from moe_serve.bench.figures.spread import Spread
+from moe_serve.bench.figures.summary import Spread
 from moe_serve.bench.report.report import Report
 
 _REFRESH_PER_S = 4

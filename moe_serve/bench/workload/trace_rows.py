@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
-from moe_serve.bench.workload.request import Block, Prompt
+from moe_serve.bench.workload.prompt_maker import Block, Prompt
 from moe_serve.errors import BenchError
 from moe_serve.regular_file import regular_file
 

@@ -8,8 +8,7 @@ from itertools import count
 
 import numpy as np
 
-from moe_serve.bench.workload.prompts import FilePrompt
-from moe_serve.bench.workload.request import Block, Slot
+from moe_serve.bench.workload.prompt_maker import Block, FilePrompt, Slot
 from moe_serve.bench.workload.trace_rows import Trace, TraceCut
 from moe_serve.errors import BenchError
 

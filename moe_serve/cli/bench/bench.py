@@ -15,8 +15,8 @@ from moe_serve.cli.options import with_options
 from moe_serve.errors import BenchError, BenchServerError
 
 if TYPE_CHECKING:
+    from moe_serve.bench.client.endpoint import RunPlan
     from moe_serve.bench.report.report import Report
-    from moe_serve.bench.run_plan import RunPlan
 
 EXIT_ERRORS = 1
 EXIT_INTERRUPTED = 130
@@ -107,8 +107,8 @@ def _measure(plan: RunPlan) -> Report:
     """Runs one benchmark; a server that cannot be reached ends the command with exit code 1."""
     from rich.console import Console
 
+    from moe_serve.bench.bench_run import run_bench
     from moe_serve.bench.report.report_table import LiveLine
-    from moe_serve.bench.run import run_bench
 
     try:
         with LiveLine(Console(stderr=True)) as live:

@@ -49,7 +49,7 @@ class ServerOptions:
     )
     model: str | None = option(
         None,
-        show_default="the first it serves",
+        show_default="the first model that the server lists",
         help="Model name to request.",
         rich_help_panel=SERVER,
     )

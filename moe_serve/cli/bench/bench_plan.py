@@ -10,10 +10,9 @@ from typing import Any
 
 import typer
 
-from moe_serve.bench.client.endpoint import Endpoint
-from moe_serve.bench.figures.slo import Slo
-from moe_serve.bench.run_plan import RunPlan
-from moe_serve.bench.workload.prompts import read_prompts
+from moe_serve.bench.client.endpoint import Endpoint, RunPlan
+from moe_serve.bench.figures.summary import Slo
+from moe_serve.bench.workload.prompt_maker import read_prompts
 from moe_serve.bench.workload.trace_rows import Trace, TraceCut, read_trace
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
 from moe_serve.cli.bench.bench_options import BenchOptions, TraceOptions

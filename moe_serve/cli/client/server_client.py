@@ -1,18 +1,18 @@
-"""The HTTP client of the commands that talk to a running server: address, key, trust, and errors in
-words."""
+"""The HTTP clients of the commands that talk to a running server, and their errors in words."""
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import httpx
+import typer
 
-from moe_serve.bench.client.plain_text import plain
-from moe_serve.config.sources import read_first_key
-from moe_serve.errors import ConfigError, MoeServeError
+from moe_serve.config.sources import ADMIN_KEY_VARIABLE, read_first_key
+from moe_serve.errors import ConfigError, MoeServeError, plain
 
 _LONGEST = 2000  # characters of a message from the server
 
@@ -168,3 +168,60 @@ def no_connection(url: str, error: Exception) -> str:
             "the authority that signed it."
         )
     return f"no server answers at {url}: start one with `moe-serve serve`."
+
+
+Url = Annotated[str, typer.Option(help="URL of the server.")]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=ADMIN_KEY_VARIABLE,
+        help="Admin key of the server (one of its server.admin_keys), or @FILE with the key.",
+    ),
+]
+URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminClient:
+    """A client of the /admin routes. `error` is the exception class for a refusal."""
+
+    url: str
+    key: str | None
+    error: Callable[[str], MoeServeError]
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        fields: frozenset[str],
+        body: Mapping[str, object] | None = None,
+    ) -> Mapping[str, Any]:
+        """Returns the server's answer, which must have these fields. If the server cannot be
+        reached, the command ends with exit code 1."""
+        try:
+            with self._client() as client:
+                answer = client.request(method, f"/admin/{path}", body)
+            content = answer.json()
+            if answer.is_error:
+                raise self.error(refusal(answer, "it gives no reason."))
+            if isinstance(content, dict) and content.keys() >= fields:
+                return content
+            why = f"{self.url} answers, but not like moe-serve."
+        except NotReachedError as error:
+            if isinstance(error.__cause__, httpx.LocalProtocolError):
+                raise self.error("the admin key holds a character that cannot be sent.") from None
+            why = str(error)
+        except ValueError:
+            why = f"{self.url} answers, but not like moe-serve."
+        typer.echo(f"error: {why}", err=True)
+        raise typer.Exit(1)
+
+    def _client(self) -> ServerClient:
+        try:
+            ServerAddress.parse(self.url, None)
+        except ConfigError:
+            raise self.error(f"{self.url} is not a URL such as {URL}.") from None
+        client = ServerClient(self.url, None, timeout=60.0)
+        if (key := sent_key(self.key)) is not None:
+            client.authorise(key)
+        return client

@@ -14,8 +14,8 @@ import psutil
 import typer
 
 from moe_serve.cli.console import optional_output
-from moe_serve.cli.launch.launch_request import LaunchRequest
-from moe_serve.cli.serve.listening import check_can_listen, check_is_guarded
+from moe_serve.cli.launch.launch_options import LaunchRequest
+from moe_serve.cli.serve.serve import check_can_listen, check_is_guarded
 from moe_serve.cli.serve.service import run_service
 from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.channel import Channel
@@ -73,8 +73,8 @@ def find_secret(
 ) -> ClusterSecret:
     """Returns the secret that all nodes share, and puts it into the environment, where the engine
     reads it."""
-    if request.secret_file is not None:
-        environ[CLUSTER_SECRET_VARIABLE] = f"@{request.secret_file}"
+    if (file := request.options.nodes.secret_file) is not None:
+        environ[CLUSTER_SECRET_VARIABLE] = f"@{file}"
     secret = read_secret(environ)
     if secret is None and node.num_nodes > 1:
         raise ConfigError(

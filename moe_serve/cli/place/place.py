@@ -97,7 +97,7 @@ def _read(options: PlanOptions) -> ProblemWithSources:
 @with_options(CompareOptions)
 def compare(options: CompareOptions) -> None:
     """Compare the planned placement with all reference methods on the same loads."""
-    from moe_serve.cli.place.place_compare import run_compare
+    from moe_serve.cli.place.place_plan import run_compare
 
     if not run_compare(options):
         raise typer.Exit(_EXIT_INTERRUPTED)

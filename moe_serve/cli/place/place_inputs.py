@@ -1,17 +1,29 @@
-"""Turns the options of `moe-serve place` into requests for problems, checked before a file of loads
-is read."""
+"""Reads the inputs of `moe-serve place`: its options, plan files of any format, cluster files."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
 
-from experts.placement.problem.cluster_devices import ClusterDevices
+import msgspec
+import numpy as np
+import yaml
+
+from experts.placement.errors import NotAPlanError, PlacementError
+from experts.placement.formats import trtllm
+from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
+from experts.placement.formats.plan_text import parse_content, parse_text
+from experts.placement.problem.cluster_devices import ClusterDevice, ClusterDevices
 from experts.placement.problem.limits import Grouping, Pin
 from experts.placement.problem.model_facts import ModelFacts
+from experts.placement.problem.workloads import holds_loads
 from experts.placement.sources import JudgedPlanRequest, ProblemRequest
-from moe_serve.cli.place.cluster_reader import read_cluster
 from moe_serve.cli.place.place_options import (
     CompareOptions,
     DeviceOptions,
@@ -20,8 +32,179 @@ from moe_serve.cli.place.place_options import (
     PlanOptions,
     ShowOptions,
 )
-from moe_serve.cli.place.plan_files import read_plan
+from moe_serve.cluster.launch.cluster_file import parse_cluster_file
+from moe_serve.config.yaml_nodes import plain_value, read_yaml, value_place
 from moe_serve.errors import ConfigError
+from moe_serve.regular_file import regular_file
+from routing_predictor.importers.torch_file import read_torch_file
+from routing_predictor.traces.errors import TraceError
+
+MAX_DEVICES = 2**14
+
+
+class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One device. `slots` is the number of expert copies in a layer; without it slots are shared
+    out evenly."""
+
+    slots: int | None = None
+    speed: float = 1.0
+    memory_gib: float | None = None  # for routed experts
+
+
+class DeviceNodeEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One node. `devices` is a list of devices, or a number of identical ones that have the node's
+    other values."""
+
+    devices: Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)] | tuple[DeviceEntry, ...]
+    name: str = ""
+    slots: int | None = None
+    speed: float = 1.0
+    memory_gib: float | None = None
+
+    @property
+    def entries(self) -> tuple[ClusterDevice, ...]:
+        if not isinstance(self.devices, int):
+            return tuple(_device(entry) for entry in self.devices)
+        return (_device(self),) * self.devices
+
+
+class PlacementCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file. Bandwidths are those of one device, in 10^9 bytes per second."""
+
+    nodes: tuple[DeviceNodeEntry, ...]
+    name: str = ""
+    gb_per_s_in_node: float = 100.0
+    gb_per_s_between_nodes: float = 25.0
+
+
+def read_cluster(path: Path) -> ClusterDevices:
+    """Reads a cluster file, of `place` or of `launch`. Raises ConfigError."""
+    return _devices_of(_read_file(path), str(path))
+
+
+def _device(entry: DeviceEntry | DeviceNodeEntry) -> ClusterDevice:
+    return ClusterDevice(slots=entry.slots, speed=entry.speed, memory_gib=entry.memory_gib)
+
+
+def _devices_of(cluster: PlacementCluster, source: str) -> ClusterDevices:
+    nodes = [node.entries for node in cluster.nodes]
+    if not nodes or not all(nodes):
+        raise ConfigError(
+            f"{source}: it must have at least one node, and each node at least one device."
+        )
+    for memory_gib in (entry.memory_gib for node in nodes for entry in node):
+        if memory_gib is not None and not 0 < memory_gib < float("inf"):
+            raise ConfigError(
+                f"{source}: memory_gib is {memory_gib}; it is above 0 and finite, or left out."
+            )
+    return ClusterDevices(
+        entries=tuple(entry for node in nodes for entry in node),
+        nodes=tuple(number for number, node in enumerate(nodes) for _ in node),
+        source=source,
+        gb_per_s_in_node=cluster.gb_per_s_in_node,
+        gb_per_s_between_nodes=cluster.gb_per_s_between_nodes,
+    )
+
+
+def _read_file(path: Path) -> PlacementCluster:
+    """Reads a cluster file. Raises ConfigError."""
+    root = None
+    try:
+        text = regular_file(path).read_text("utf-8")
+        root = read_yaml(text, str(path))
+        content = plain_value(root)
+        if isinstance(content, dict) and "coordinator" in content:
+            return _launched(text, path)
+        return msgspec.convert(content, PlacementCluster)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the cluster file {path}: {reason}.") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the cluster file {path} is not valid YAML: {reason}") from None
+    except (msgspec.ValidationError, RecursionError) as error:
+        place = value_place(root, str(error), str(path))
+        raise ConfigError(f"the cluster file {path} is wrong: {error}{place}.") from None
+
+
+def _launched(text: str, path: Path) -> PlacementCluster:
+    """Reads a cluster file of `moe-serve launch`, whose expert ranks are numbered over the nodes in
+    order."""
+    cluster = parse_cluster_file(text, str(path))
+    ranks = [rank for node in cluster.nodes for rank in node.expert_ranks]
+    if ranks != sorted(ranks):
+        raise ConfigError(f"{path}: the expert ranks {ranks} do not ascend from node to node.")
+    return PlacementCluster(
+        name=cluster.name,
+        nodes=tuple(
+            DeviceNodeEntry(name=node.name, devices=len(node.expert_ranks))
+            for node in cluster.nodes
+            if node.expert_ranks
+        ),
+    )
+
+
+_YAML = (".yaml", ".yml")
+_GIVE = (
+    "give what `moe-serve place --out` or --export wrote, or a plan of SGLang, vLLM, TensorRT-LLM "
+    "or vLLM-Ascend."
+)
+_YAML_PLAN = re.compile(rf"^{trtllm.ASSIGNMENTS}:", re.MULTILINE)  # whatever its file is called
+
+
+def read_plan(path: Path, facts: PlanFacts) -> EnginePlan:
+    """Reads a plan. Raises ConfigError if the file cannot be read, NotAPlanError if it is not a
+    plan, PlacementError if the plan does not fit `facts`."""
+    try:
+        if path.suffix == ".pt":
+            return parse_content(_plain(read_torch_file(path)), facts)
+        text = regular_file(path).read_text("utf-8")
+        if path.suffix in _YAML or _YAML_PLAN.search(text):
+            content = plain_value(read_yaml(text, str(path), is_large=True))
+            return parse_content(content, facts)
+        return parse_text(text, facts)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise _no_plan(path, "It is not UTF-8 text.") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise _no_plan(path, f"It is not valid YAML ({reason}).") from None
+    except TraceError as error:
+        raise ConfigError(f"{error}.") from None
+    except NotAPlanError as error:
+        raise _no_plan(path, str(error)) from None
+    except PlacementError as error:
+        raise PlacementError(f"{path}: {error}") from None
+
+
+def _no_plan(path: Path, reason: str) -> NotAPlanError:
+    """Returns an error that says what the file is instead, and what to give."""
+    if holds_loads(path):
+        return NotAPlanError(f"{path} holds recorded loads and is not a plan; {_GIVE}")
+    return NotAPlanError(
+        f"{path} is not a plan: {reason[0].lower()}{reason[1:].removesuffix('.')}; {_GIVE}"
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file completely or not at all. Raises ConfigError."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a name that is too long cannot be removed either
+            aside.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def _plain(content: object) -> object:
+    """Converts the arrays of a recording to lists."""
+    if not isinstance(content, dict):
+        return content
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in content.items()}
+
 
 _PIN = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})@(\d{1,9})", re.ASCII)
 

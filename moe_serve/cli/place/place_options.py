@@ -29,9 +29,8 @@ def _replicas() -> int | None:
     return option(
         None,
         min=0,
-        help="Number of replicas in a layer: expert slots of all devices beyond one slot "
-        "per expert.",
-        show_default="0, or what the cluster's slots leave",
+        help="Number of extra copies of experts (replicas) in each layer, on all devices together.",
+        show_default="0, or as many as the slots in --cluster allow",
         rich_help_panel=_DEVICES,
     )
 
@@ -40,8 +39,8 @@ def _groups() -> int | None:
     return option(
         None,
         min=1,
-        help="Number of groups of consecutive experts, of which the router chooses some. "
-        "Default: groups do not limit the plan.",
+        help="Number of groups into which the model divides its experts; its router chooses "
+        "groups first. Default: groups do not limit the plan.",
         rich_help_panel=_LIMITS,
     )
 
@@ -59,17 +58,17 @@ def _batch_size() -> int:
         64,
         min=1,
         max=2**20,
-        help="Number of tokens in one step, for the steps that are simulated and for "
-        "--balance activated.",
+        help="Number of tokens in one step. Sets the size of simulated steps, and how many "
+        "distinct experts a step is expected to read.",
     )
 
 
-def _seconds() -> float | None:
+def _seconds(default: str) -> float | None:
     return option(
         None,
         min=0.0,
         help="Time limit of the solver in seconds; the best plan found so far is used.",
-        show_default="120, or 600 for --objective fan-out; most plans take far less",
+        show_default=f"{default}; most plans take far less",
     )
 
 
@@ -183,23 +182,22 @@ class LimitOptions:
 
     current: Path | None = option(
         None,
-        help="Plan that is in use now, in any known format. It is the start that "
-        "--max-moves counts from.",
+        help="Plan that is in use now, in any known format; --max-moves limits the changes to it.",
         rich_help_panel=_LIMITS,
     )
     max_moves: int | None = option(
         None,
         min=0,
-        help="Largest number of expert copies in a layer that may be placed where "
-        "--current has none. Default: no limit.",
+        help="Largest number of expert copies in each layer that may be on a device where "
+        "--current does not have them. Default: no limit.",
         rich_help_panel=_LIMITS,
     )
     pin: list[str] | None = option(
         None,
         "--pin",
         metavar="[LAYER:]EXPERT@DEVICE",
-        help="Copy that the plan must contain: this expert on this device, in one layer or"
-        " in all. May be given more than once.",
+        help="Put a copy of this expert on this device, in one layer or in all layers. May be "
+        "given more than once.",
         rich_help_panel=_LIMITS,
     )
     groups: int | None = _groups()
@@ -207,7 +205,7 @@ class LimitOptions:
         1,
         "--max-nodes-per-group",
         min=1,
-        help="Largest number of nodes that may hold copies of one group of --groups.",
+        help="With --groups: largest number of nodes that may hold experts of one group.",
         rich_help_panel=_LIMITS,
     )
     fill: bool = option(
@@ -237,15 +235,15 @@ class PlanOptions:
     slack: float = option(
         0.03,
         min=0.0,
-        help="Increase of the largest load that --objective fan-out may cost, as a share: "
-        "0.03 is 3%.",
+        help="With --objective fan-out: how much larger the largest load may become than in "
+        "the balanced plan, as a share; 0.03 is 3%.",
     )
     solver: Solver = option(
         "search",
         help="Method: search; ilp (tighter bounds, takes longer); or a reference, linear, "
         "round-robin, eplb or eplb-hierarchical (references balance slots only).",
     )
-    seconds: float | None = _seconds()
+    seconds: float | None = _seconds("120, or 600 for --objective fan-out")
     out: Path | None = option(
         None,
         help="JSON file for the plan; `moe-serve serve --placement` reads it. Default: the"
@@ -260,8 +258,8 @@ class PlanOptions:
     is_quick: bool = option(
         False,
         "--quick",
-        help="Skip the evaluation on held-out scenarios, the plans with other numbers of "
-        "replicas and the plan of EPLB.",
+        help="Report the plan only: no evaluation on held-out scenarios, no comparison with "
+        "other numbers of replicas or with EPLB.",
     )
 
 
@@ -282,7 +280,7 @@ class CompareOptions:
         help="Plans in any known format to include in the comparison. Several files may "
         "follow one flag.",
     )
-    seconds: float | None = _seconds()
+    seconds: float | None = _seconds("120")
     as_json: Path | None = _as_json()
 
 
@@ -295,7 +293,9 @@ class ShowOptions:
     model: ModelFactsOptions
     devices: DeviceOptions
     before: Path | None = option(
-        None, help="Plan that it replaces.", show_default="equal runs of experts"
+        None,
+        help="Earlier plan to compare the plan with.",
+        show_default="an equal number of consecutive experts on each device",
     )
     batch_size: int = _batch_size()
     heatmap: Path | None = option(

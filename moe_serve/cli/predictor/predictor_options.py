@@ -83,8 +83,8 @@ class EvaluateOptions:
     )
     trace: list[Path] | None = option(
         None,
-        help="Traces to evaluate predictions from a request's own history on (instead of a folder "
-        "and --texts). May be given more than once.",
+        help="Traces on which to evaluate predictions from each request's own earlier tokens "
+        "(instead of a folder and --texts). May be given more than once.",
     )
     drop_label: str = option(
         "",

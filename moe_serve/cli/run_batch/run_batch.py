@@ -18,8 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moe_serve.cli.client.server_client import sent_key
 from moe_serve.cli.options import REQUIRED, option, with_options
 from moe_serve.cli.run_batch.batch_output import BatchOutput
-from moe_serve.cli.run_batch.batch_run import BatchCount, run_lines
-from moe_serve.cli.run_batch.batch_target import OWN_URL, BatchTarget
+from moe_serve.cli.run_batch.batch_run import OWN_URL, BatchCount, BatchTarget, run_lines
 from moe_serve.config.sources import API_KEY_VARIABLE, load_config
 from moe_serve.errors import ConfigError
 
@@ -117,7 +116,7 @@ def _run_here(
     config = load_config(flags=flags, environ=os.environ, file=config_file).config
 
     # Imported late, as it is slow: mistakes above must be reported at once.
-    from moe_serve.cli.run_batch.offline_app import offline_app
+    from moe_serve.cli.serve.service import offline_app
 
     with offline_app(config) as app:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -1,12 +1,19 @@
 """Serves in one process: loads, listens, prints the ready message and serves until told to stop.
 
+`offline_app` runs the same application without a socket, for `run-batch`.
+
 This module imports everything heavy, so `serve` imports it only when it has something to serve.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 
 from fastapi import FastAPI
 from rich.console import Console
@@ -14,24 +21,104 @@ from rich.console import Console
 from moe_serve.cli.console import optional_output
 from moe_serve.cli.serve.model_files import ModelFiles
 from moe_serve.cli.serve.ready import curl_line, loading_bar, print_ready, server_url
-from moe_serve.cli.serve.service_start import ServiceStart
 from moe_serve.cluster.build import build_any_engine
-from moe_serve.config.logs import is_json_log, set_up_logs
-from moe_serve.config.sections import Config, EngineConfig
+from moe_serve.config.logs import STARTUP_LOG, is_json_log, set_up_logs
+from moe_serve.config.sections import Config, EngineConfig, ServerConfig
 from moe_serve.config.sources import DEFAULT_SOURCE, ConfigEntry
 from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.engine_facts import EngineFacts
+from moe_serve.engine.request.request import MIN_PRIORITY
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import make_tracing
 from moe_serve.engine.watch.hang_watch import HangWatch
-from moe_serve.http.app import create_app
+from moe_serve.engine.watch.startup import Startup
+from moe_serve.http.app import Operations, create_app
 from moe_serve.http.dashboard.facts import dashboard_facts
-from moe_serve.http.operations import Operations
+from moe_serve.http.loading import LoadingServer
 from moe_serve.http.pages.page_files import PAGE_FILES
-from moe_serve.http.server import run_server
+from moe_serve.http.server import bind, run_server
 from moe_serve.http.tracing.spans import make_span_export
 from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.planning.plan_memory import plan_memory
+
+_log = logging.getLogger(STARTUP_LOG)
+_SIGTERM_STATUS = 128 + signal.SIGTERM
+
+
+class ServiceStart:
+    """Use it with `with`, load the model, and take the listener by `hand_over`; without that the
+    port is closed.
+
+    Raises ConfigError if the address, a file of keys or a certificate cannot be used.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._loading, self._stack = contextlib.ExitStack(), contextlib.ExitStack()
+        self.startup = Startup()
+
+    def __enter__(self) -> ServiceStart:
+        server = self._config.server
+        with contextlib.ExitStack() as stack:
+            self._listener = stack.enter_context(bind(server.host, server.port))
+            loading = LoadingServer(self._listener, server, self.startup)
+            stack.enter_context(_ending_at_sigterm())
+            self._loading.enter_context(loading)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loading.close()
+        self._stack.close()
+
+    def plan_memory(self, *, has_local_ranks: bool) -> None:
+        """Reports the planned memory before anything is read; raises ConfigError if it does not
+        fit."""
+        plan = self.startup.plan = plan_memory(self._config.engine, has_local_ranks=has_local_ranks)
+        for line in plan.lines():
+            _log.info("memory: %s", line)
+        plan.check()
+        self.startup.begin("loading")
+
+    def progress(self, show: LoadProgress | None) -> LoadProgress:
+        """The callback for the loader; clients that ask over HTTP see its progress too."""
+
+        def note(done: int, total: int) -> None:
+            self.startup.note_progress(done, total)
+            if show is not None:
+                show(done, total)
+
+        return note
+
+    def hand_over(self) -> socket.socket:
+        """Ends the loading: clients that connect from now on wait for the next server. Until that
+        listens to signals, a SIGTERM still ends the start."""
+        self.startup.begin("ready")
+        self._loading.close()
+        return self._listener
+
+
+@contextlib.contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """Ends the start at SIGTERM while no server listens to the signal: before one does, and after
+    it has served.
+
+    Resources that are open at that moment are closed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(_SIGTERM_STATUS)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
 
 BuildEngine = Callable[[EngineConfig, LoadProgress | None], BuiltEngine]
 
@@ -173,3 +260,33 @@ def _routes(app: FastAPI) -> str:
     """Returns the routes of the OpenAPI schema, which is built now instead of at the first request
     for it."""
     return ", ".join(path for path in app.openapi()["paths"] if "{" not in path)
+
+
+@contextlib.contextmanager
+def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterator[FastAPI]:
+    """Loads the model, and releases it at the end. Other processes cannot reach it, so it needs no
+    key."""
+    set_up_logs(config.log)
+    files = ModelFiles.load(config)
+    with loading_bar(Console(stderr=True)) as progress:
+        built = build(config.engine, progress)
+    engine = AsyncEngine(built, config.engine.scheduler)
+    try:
+        server = ServerConfig(  # only settings that shape answers
+            is_strict=config.server.is_strict,
+            max_body_bytes=config.server.max_body_bytes,
+            tool_parser=config.server.tool_parser,
+            reasoning_parser=config.server.reasoning_parser,
+            grammar_in_reasoning=config.server.grammar_in_reasoning,
+            key_min_priority=MIN_PRIORITY,  # the whole file belongs to one user
+            force_include_usage=config.server.force_include_usage,
+            request_metrics=config.server.request_metrics,
+        )
+        model = files.served(engine, built, config)
+        app = create_app(engine, model, server, grammars=built.grammars)
+        try:
+            yield app
+        finally:
+            app.state.gate.close()
+    finally:
+        engine.close()

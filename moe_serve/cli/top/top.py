@@ -19,8 +19,7 @@ from rich.live import Live
 
 from moe_serve.cli.client.server_client import NotReachedError, sent_key
 from moe_serve.cli.options import option, with_options
-from moe_serve.cli.top.server_answer import Answer
-from moe_serve.cli.top.top_source import TopSource
+from moe_serve.cli.top.top_source import StateView, TopSource
 from moe_serve.cli.top.top_view import frame
 from moe_serve.config.sources import API_KEY_VARIABLE
 from moe_serve.errors import ConfigError
@@ -63,7 +62,7 @@ def top(options: TopOptions) -> None:
             raise typer.Exit(1) from None
 
 
-def _print_once(console: Console, source: TopSource, state: Answer) -> None:
+def _print_once(console: Console, source: TopSource, state: StateView) -> None:
     if source.is_plain:  # speeds are differences of two looks
         time.sleep(1.0)
         state = source.fetch()
@@ -72,7 +71,7 @@ def _print_once(console: Console, source: TopSource, state: Answer) -> None:
     console.print(frame(state, console, is_bounded=False))
 
 
-def _watch(console: Console, source: TopSource, state: Answer, interval: float) -> None:
+def _watch(console: Console, source: TopSource, state: StateView, interval: float) -> None:
     live = Live(console=console, screen=True, auto_refresh=False)
     with single_keys():
         try:  # not `with`: Ctrl-C may arrive while it starts
@@ -82,7 +81,7 @@ def _watch(console: Console, source: TopSource, state: Answer, interval: float) 
             live.stop()
 
 
-def _follow(live: Live, source: TopSource, state: Answer, interval: float) -> None:
+def _follow(live: Live, source: TopSource, state: StateView, interval: float) -> None:
     """Updates the view until q is typed. A server that goes away is waited for."""
     console, trouble = live.console, ""
     next_look, size = time.monotonic() + interval, None

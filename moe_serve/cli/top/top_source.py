@@ -8,14 +8,51 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from moe_serve.bench.client.server_metrics import Metrics
 from moe_serve.cli.client.server_client import NotReachedError, ServerClient
-from moe_serve.cli.top.server_answer import Answer
-from moe_serve.errors import ConfigError
+from moe_serve.errors import BLANKED, ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """A JSON value; `at` follows names: answer.at("requests").number("running")."""
+
+    content: Any
+
+    def at(self, *names: str) -> StateView:
+        content = self.content
+        for name in names:
+            content = content.get(name) if isinstance(content, Mapping) else None
+        return StateView(content)
+
+    @property
+    def is_there(self) -> bool:
+        return self.content is not None
+
+    @property
+    def items(self) -> list[StateView]:
+        return [StateView(item) for item in self.content] if isinstance(self.content, list) else []
+
+    def number(self, *names: str) -> float | None:
+        content = self.at(*names).content
+        is_number = isinstance(content, int | float) and not isinstance(content, bool)
+        return float(content) if is_number else None
+
+    def text(self, *names: str) -> str | None:
+        """Returns the text without characters that could steer the terminal."""
+        content = self.at(*names).content
+        return content.translate(BLANKED) if isinstance(content, str) else None
+
+    def numbers(self, *names: str) -> list[float]:
+        """Returns the numbers of a list and skips other items."""
+        found = [item.number() for item in self.at(*names).items]
+        return [number for number in found if number is not None]
+
 
 MAX_EVENTS = 200
 _TIMEOUT_S = 5.0
@@ -41,21 +78,21 @@ class TopSource:
     def __exit__(self, *exception: object) -> None:
         self._server.close()
 
-    def fetch(self) -> Answer:
+    def fetch(self) -> StateView:
         """Returns the state now, with the events so far. Raises NotReachedError, ConfigError."""
         response = self._server.request("GET", f"/dashboard/state?since={self._since}")
         if response.status_code == 404:
             return self._from_metrics()
         self.is_plain = False
         try:
-            state = Answer(self._checked(response).json())
+            state = StateView(self._checked(response).json())
         except ValueError:
             raise self._strange() from None
         if not state.at("requests").is_there:
             raise self._strange()
         return self._with_events(state)
 
-    def _with_events(self, state: Answer) -> Answer:
+    def _with_events(self, state: StateView) -> StateView:
         started, before = state.number("server", "started"), self._started
         if before is not None and started != before:  # its events are numbered anew
             # Once: behind a load balancer every answer may be of another server.
@@ -65,9 +102,9 @@ class TopSource:
         news = state.at("events").items
         self._events = [*self._events, *(event.content for event in news)][-MAX_EVENTS:]
         self._since = int(max((event.number("seq") or 0 for event in news), default=self._since))
-        return Answer({**state.content, "events": self._events})
+        return StateView({**state.content, "events": self._events})
 
-    def _from_metrics(self) -> Answer:
+    def _from_metrics(self) -> StateView:
         response = self._checked(self._server.request("GET", "/metrics"))
         metrics, now = Metrics.parse(response.text), time.monotonic()
         if metrics.total("engine_steps_total") is None:
@@ -76,7 +113,7 @@ class TopSource:
         self.is_plain = True
         names = (dict(labels).get("model_name") for _, labels in metrics.values)
         model = next(filter(None, names), "?")
-        return Answer(_state_of(model, metrics, now, before))
+        return StateView(_state_of(model, metrics, now, before))
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 401:

@@ -10,8 +10,63 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.cli.top.heat_strip import bar, heat_strip
-from moe_serve.cli.top.server_answer import Answer
+from moe_serve.cli.top.top_source import StateView
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+_COLOURS = ("grey50", "deep_sky_blue3", "green3", "yellow3", "dark_orange", "red1")
+_WIDEST = 3  # columns of one value
+_HOT = 3.0  # times the mean: as hot as it is shown
+
+
+def heat_strip(values: Sequence[float], width: int) -> Text:
+    """Returns one to three characters for each value, or one for the largest of several values if
+    there is no room.
+
+    The height is the value's share of the largest, the colour its ratio to the mean.
+    """
+    cells = folded(values, width)
+    mean = sum(values) / len(values) if values else 0.0
+    num_columns = max(1, min(_WIDEST, width // max(1, len(cells))))
+    strip = Text(no_wrap=True)
+    for value in cells:
+        strip.append(block(value, max(cells)) * num_columns, style=_colour(value, mean))
+    return strip
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draws the last `width` values, scaled to the largest of them."""
+    shown = values[-width:]
+    return "".join(block(value, max(shown)) for value in shown)
+
+
+def bar(share: float, width: int) -> str:
+    """Draws a share of 0 to 1 as a bar."""
+    num_full = round(max(0.0, min(1.0, share)) * width)
+    return "█" * num_full + "░" * (width - num_full)
+
+
+def block(value: float, top: float) -> str:
+    """Returns a block character; it is empty only for 0."""
+    if value <= 0 or top <= 0:
+        return BLOCKS[0]
+    return BLOCKS[max(1, round(min(1.0, value / top) * (len(BLOCKS) - 1)))]
+
+
+def folded(values: Sequence[float], width: int) -> list[float]:
+    """Returns at most `width` values, each the largest of its run.
+
+    5 values in 3:  [0 1] [2 3] [4]
+    """
+    if len(values) <= width:
+        return list(values)
+    run = -(-len(values) // width)
+    return [max(values[i : i + run]) for i in range(0, len(values), run)]
+
+
+def _colour(value: float, mean: float) -> str:
+    heat = value / mean / _HOT if mean > 0 else 0.0
+    return _COLOURS[min(len(_COLOURS) - 1, int(heat * len(_COLOURS)))]
+
 
 _NUM_HOTTEST = 6
 _JUSTIFIED: tuple[JustifyMethod, ...] = ("right", "left", "right", "right")
@@ -32,7 +87,7 @@ class LayerLoad:
         return max(self.rows) * len(self.rows) / total if total else 0.0
 
 
-def layer_loads(experts: Answer) -> list[LayerLoad]:
+def layer_loads(experts: StateView) -> list[LayerLoad]:
     activated, layers = experts.numbers("activated_mean"), experts.numbers("layers")
     found = []
     for i, rows in enumerate(experts.at("load").items):
@@ -44,7 +99,7 @@ def layer_loads(experts: Answer) -> list[LayerLoad]:
     return found
 
 
-def experts_table(experts: Answer, width: int, height: int) -> RenderableType:
+def experts_table(experts: StateView, width: int, height: int) -> RenderableType:
     """Returns at most `height` lines. If not all layers fit, the most even ones are left out."""
     loads = layer_loads(experts)
     if not any(sum(load.rows) for load in loads):
@@ -78,7 +133,7 @@ def hottest_line(loads: list[LayerLoad]) -> str:
     return "hottest: " + "  ".join(f"{layer}/{e} {share:.0%}" for share, layer, e in best)
 
 
-def ranks_table(ranks: Sequence[Answer]) -> Table:
+def ranks_table(ranks: Sequence[StateView]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("rank", "phase", "share of rows", "busy", "restarts", style="dim")
     for rank in ranks:
@@ -94,7 +149,7 @@ def ranks_table(ranks: Sequence[Answer]) -> Table:
     return table
 
 
-def placement_lines(state: Answer) -> list[Text]:
+def placement_lines(state: StateView) -> list[Text]:
     """Returns one line each for the placement and the predictor, if the server has them."""
     lines = []
     placement, predictor = state.at("placement"), state.at("predictor")

@@ -10,9 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.cli.top.heat_strip import bar, sparkline
-from moe_serve.cli.top.server_answer import Answer
-from moe_serve.cli.top.top_tables import experts_table, placement_lines, ranks_table
+from moe_serve.cli.top.top_source import StateView
+from moe_serve.cli.top.top_tables import bar, experts_table, placement_lines, ranks_table, sparkline
 
 _NARROW = 130  # columns below which the figures are one column, not two
 _MAX_EVENTS = 4
@@ -21,7 +20,7 @@ _ALL = 10_000  # lines
 
 
 def frame(
-    state: Answer, console: Console, *, is_bounded: bool = True, trouble: str | None = None
+    state: StateView, console: Console, *, is_bounded: bool = True, trouble: str | None = None
 ) -> Group:
     """Draws a frame as wide as the console; with `is_bounded` also as high, and then some layers
     are left out.
@@ -56,7 +55,7 @@ def _panel(title: str, content: RenderableType) -> Panel:
     return Panel(content, title=title, title_align="left", border_style="dim")
 
 
-def _title(state: Answer, trouble: str | None) -> Text:
+def _title(state: StateView, trouble: str | None) -> Text:
     server = state.at("server")
     title = Text.assemble(("moe-serve", "bold"), f" {server.text('version') or ''}")
     is_ready = server.at("is_ready").content
@@ -74,7 +73,7 @@ def _title(state: Answer, trouble: str | None) -> Text:
     return title
 
 
-def _model(server: Answer) -> str:
+def _model(server: StateView) -> str:
     return server.text("model") or "?"
 
 
@@ -87,7 +86,7 @@ def _uptime(seconds: float | None) -> str:
     )
 
 
-def _requests(state: Answer) -> Text:
+def _requests(state: StateView) -> Text:
     requests = state.at("requests")
     running, most = requests.number("running"), requests.number("max_running")
     line = _label("requests")
@@ -103,7 +102,7 @@ def _requests(state: Answer) -> Text:
     return line
 
 
-def _tokens(state: Answer) -> Text:
+def _tokens(state: StateView) -> Text:
     line = _label("tokens")
     for index, (key, name) in enumerate((("generated", "generated"), ("prompt", "of prompts"))):
         line.append("" if index == 0 else "\n" + " " * 9)
@@ -116,7 +115,7 @@ def _tokens(state: Answer) -> Text:
     return line
 
 
-def _latency(state: Answer) -> Text:
+def _latency(state: StateView) -> Text:
     line = _label("latency")
     for index, (key, name) in enumerate((("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"))):
         line.append("" if index == 0 else "\n" + " " * 9)
@@ -131,7 +130,7 @@ def _latency(state: Answer) -> Text:
     return line
 
 
-def _cache(state: Answer) -> Text:
+def _cache(state: StateView) -> Text:
     line = _label("KV")
     kv = state.at("kv")
     for index, tier in enumerate(kv.at("tiers").items):
@@ -158,7 +157,7 @@ def _cache(state: Answer) -> Text:
     return line
 
 
-def _experts_title(state: Answer) -> str:
+def _experts_title(state: StateView) -> str:
     experts = state.at("experts")
     num_experts, top_k = experts.number("num_experts"), experts.number("top_k")
     return (
@@ -168,7 +167,7 @@ def _experts_title(state: Answer) -> str:
     )
 
 
-def _ranks(state: Answer) -> list[Panel]:
+def _ranks(state: StateView) -> list[Panel]:
     ranks, lines = state.at("ranks").items, placement_lines(state)
     if not ranks and not lines:
         return []
@@ -176,7 +175,7 @@ def _ranks(state: Answer) -> list[Panel]:
     return [_panel("ranks and placement", content)]
 
 
-def _events(state: Answer) -> list[Panel]:
+def _events(state: StateView) -> list[Panel]:
     events = state.at("events").items[-_MAX_EVENTS:]
     if not events:
         return []

@@ -18,7 +18,7 @@ from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import MIN_RATE, Tracing, TracingStatus
 from moe_serve.errors import InvalidRequestError, RebalanceError
 from moe_serve.http.gate.auth import ADMIN_PREFIX
-from moe_serve.http.schema.body import read_json_bytes, read_json_object
+from moe_serve.http.schema.json_body import read_json_bytes, read_json_object
 
 _FIELDS = ("sample_rate", "weights")
 _START_SCHEMA = {

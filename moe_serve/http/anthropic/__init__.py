@@ -1,10 +1,8 @@
 """Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, built on the chat.
 
-body.py            the request body
-content.py         converts messages made of blocks to the messages of a chat
-tools.py           converts tools and tool_choice to those of a chat
-to_chat.py         converts a request to a chat
-content_blocks.py  the answer as blocks, and the events of a stream
-run.py             runs one message from start to end
-routes.py          the routes
+message_body.py     the request body
+message_content.py  converts messages made of blocks to the messages of a chat
+message_chat.py     converts a request and its tools to a chat
+message_answer.py   runs one message; the answer as blocks, and the events of a stream
+message_routes.py   the routes
 """

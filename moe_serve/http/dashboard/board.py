@@ -11,20 +11,29 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from moe_serve import __version__
-from moe_serve.engine.routes.placement_control import PlacementControl
+from moe_serve.engine.request.stats import EngineStats
+from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
+from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.dashboard import parts
-from moe_serve.http.dashboard.events import EventLog, EventWatch
-from moe_serve.http.dashboard.facts import DashboardFacts
-from moe_serve.http.dashboard.snapshot import INTERVAL_S, History, Snapshot, Sources
-from moe_serve.http.gate.readiness import is_ready
+from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
+from moe_serve.http.dashboard.snapshot import (
+    INTERVAL_S,
+    EventLog,
+    EventWatch,
+    History,
+    Snapshot,
+    Sources,
+)
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.metrics.scrape import RankSharer, RankShares
+from moe_serve.http.metrics.recent import WINDOW_S as LATENCY_WINDOW_S
+from moe_serve.http.metrics.recent import RecentRequests
+from moe_serve.http.metrics.scrape import RankSharer, RankShares, is_ready, oldest_waiting_s
 
 _log = logging.getLogger(__name__)
 
@@ -101,24 +110,24 @@ class Board:
         state = {
             "server": self._server_part(now),
             "now": now.at,
-            "requests": parts.requests_part(stats, recent, facts),
+            "requests": requests_part(stats, recent, facts),
             "tokens": {
                 "prompt_total": stats.counts.num_prompt_tokens,
                 "generated_total": stats.counts.num_generated_tokens,
             },
-            "latency": parts.latency_part(recent),
-            "kv": parts.kv_part(stats, facts.cache.page_size),
-            "experts": parts.experts_part(load, counts),
-            "expert_memory": parts.memory_part(stats),
-            "ranks": parts.ranks_part(stats, shares),
-            "placement": parts.placement_part(now.placement, shares),
-            "predictor": parts.predictor_part(stats, facts.predictor),
+            "latency": latency_part(recent),
+            "kv": kv_part(stats, facts.cache.page_size),
+            "experts": experts_part(load, counts),
+            "expert_memory": memory_part(stats),
+            "ranks": ranks_part(stats, shares),
+            "placement": placement_part(now.placement, shares),
+            "predictor": predictor_part(stats, facts.predictor),
             "step": None if facts.last_step is None else facts.last_step(),
             "history": self._history.columns(),
         }
         return msgspec.json.encode(state)
 
-    def _server_part(self, now: Snapshot) -> parts.Part:
+    def _server_part(self, now: Snapshot) -> Part:
         return {
             "name": "moe-serve",
             "version": __version__,
@@ -148,3 +157,119 @@ def dashboard_router(board: Board) -> APIRouter:
         return Response(body, media_type="application/json", headers=headers)
 
     return router
+
+
+Part = dict[str, Any]
+
+
+def requests_part(stats: EngineStats, recent: RecentRequests, facts: DashboardFacts) -> Part:
+    return {
+        "running": stats.load.num_running,
+        "waiting": stats.load.num_waiting,
+        "oldest_waiting_s": round(oldest_waiting_s(stats), 3),
+        "finished_total": recent.num_finished,
+        "failed_total": recent.num_failed,
+        "rejected_total": recent.num_rejected,
+        "max_running": facts.max_running,
+        "max_waiting": facts.max_waiting,
+    }
+
+
+def latency_part(recent: RecentRequests) -> Part:
+    return {
+        "window_s": LATENCY_WINDOW_S,
+        "ttft_ms": recent.first_tokens.look(),
+        "tpot_ms": recent.next_tokens.look(),
+    }
+
+
+def kv_part(stats: EngineStats, page_size: int) -> Part:
+    """The KV cache. `used`: pages of sequences; `cached`: pages in the prefix cache, in use or
+    not."""
+    queried = stats.counts.num_queried_tokens
+    memory = {
+        "name": "memory",
+        "pages": stats.load.num_pages,
+        "used": stats.load.num_used_pages,
+        "cached": stats.load.num_cached_pages,
+    }
+    return {
+        "page_tokens": page_size,
+        "tiers": [memory],
+        "prefix_hit_rate": stats.counts.num_hit_tokens / queried if queried else None,
+    }
+
+
+def experts_part(load: ExpertLoad | None, counts: ExpertCounts | None) -> Part | None:
+    if load is None or counts is None:
+        return None
+    mean = counts.activated_mean
+    return {
+        "num_layers": load.num_layers,
+        "layers": load.layers,
+        "num_experts": load.num_experts,
+        "top_k": load.top_k,
+        "window_s": WINDOW_S,
+        "num_tokens": counts.num_tokens,
+        "num_steps": counts.num_steps,
+        "load": counts.rows_LE.tolist(),
+        "activated_mean": None if mean is None else [round(each, 3) for each in mean.tolist()],
+    }
+
+
+def memory_part(stats: EngineStats) -> Part | None:
+    memory = stats.expert_memory
+    if memory is None:
+        return None
+    return {
+        "resident_bytes": memory.resident_bytes,
+        "budget_bytes": memory.budget_bytes,
+        "hit_rate": memory.hit_rate,
+    }
+
+
+def ranks_part(stats: EngineStats, shares: RankShares | None) -> list[Part]:
+    """The ranks. `load` is an expert rank's share of rows, or an attention rank's share of
+    sequences."""
+    loads: dict[str, float] = {}
+    if shares is not None and shares.shares is not None:
+        loads = {f"expert-{rank}": share for rank, share in enumerate(shares.shares)}
+    running = sum(rank.load.num_running for rank in stats.ranks)
+    if running:
+        loads |= {rank.name: rank.load.num_running / running for rank in stats.ranks}
+    return [
+        {
+            "name": rank.name,
+            "kind": rank.pool,
+            "phase": rank.phase,
+            "load": loads.get(rank.name),
+            "busy": rank.busy_ratio,
+            "restarts": rank.num_restarts,
+        }
+        for rank in stats.members
+    ]
+
+
+def placement_part(brief: PlacementBrief | None, shares: RankShares | None) -> Part | None:
+    if brief is None:
+        return None
+    last = brief.last
+    return {
+        "version": brief.version,
+        "balance": None if shares is None else shares.balance,
+        "num_replicas": 0 if shares is None else shares.num_replicas,
+        "age_s": round(brief.age_s, 1),
+        "state": brief.state,
+        "last_move": None if last is None else f"{last.outcome}: {last.text}",
+    }
+
+
+def predictor_part(stats: EngineStats, facts: PredictorFacts | None) -> Part | None:
+    if facts is None or stats.batching is None:
+        return None
+    return {
+        "kind": facts.kind,
+        "recall": stats.batching.recall,
+        "floor": facts.floor,
+        "is_acting": facts.is_followed and bool(stats.batching.is_predictor_on),
+    }

@@ -1,18 +1,23 @@
-"""Snapshots of the server's state, and one sample per second of the last five minutes."""
+"""Snapshots of the server's state, a history of the last five minutes, and the log of events.
+
+Events are found by comparing snapshots, so the other parts of the server do not need to know them.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.request.stats import EngineStats
-from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
+from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl, PlanOutcome
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.metrics.recent import RecentRequests
+from moe_serve.http.metrics.scrape import OUTAGE_S
 
 INTERVAL_S = 1.0
 _NUM_SAMPLES = 300
@@ -107,3 +112,117 @@ def _sample(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
         "tpot_ms": now.tpot_ms,
         "kv_used": stats.load.num_used_pages,
     }
+
+
+MAX_EVENTS = 200
+_OVERLOAD_S = 10.0  # rejections closer together than this are one event
+_FAILURES: tuple[PlanOutcome, ...] = ("aborted", "planner")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One event. `kind` comes from a closed set; `text` is one sentence."""
+
+    seq: int  # the first event has 1
+    time: float  # seconds since 1970
+    kind: str
+    text: str
+
+
+class EventLog:
+    """A log of events. Any thread may add and read."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._num_events = 0
+
+    def add(self, kind: str, text: str) -> None:
+        with self._lock:
+            self._num_events += 1
+            event = Event(seq=self._num_events, time=self._clock(), kind=kind, text=text)
+            self._events.append(event)
+
+    def since(self, seq: int) -> list[Event]:
+        """The events after `seq`, oldest first. All events if `seq` comes from an earlier server
+        run."""
+        with self._lock:
+            events, newest = list(self._events), self._num_events
+        return [event for event in events if event.seq > seq or seq > newest]
+
+
+class EventWatch:
+    """Compares each snapshot with the previous one and adds events, at most a second late.
+
+    Not thread-safe: only the sampler calls it.
+    """
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._before: Snapshot | None = None
+        self._rejected_at: float | None = None
+
+    def look(self, now: Snapshot) -> None:
+        before, self._before = self._before, now
+        if before is None:
+            return
+        self._ranks(before.stats, now.stats)
+        self._engine(before.stats, now.stats)
+        if before.placement is not None and now.placement is not None:
+            self._placement(before.placement, now.placement)
+        if now.is_draining and not before.is_draining:
+            self._log.add("draining", "The server is shutting down and accepts no new requests.")
+        if now.num_rejected > before.num_rejected and not now.is_draining:
+            self._overload(before, now)
+
+    def _ranks(self, before: EngineStats, now: EngineStats) -> None:
+        num_lost, loss = now.num_lost_ranks - before.num_lost_ranks, now.last_loss.rstrip(".")
+        if num_lost == 1:
+            self._log.add("rank_lost", f"A rank was lost: {loss}.")
+        elif num_lost > 1:
+            self._log.add("rank_lost", f"{num_lost} ranks were lost, the last one: {loss}.")
+        phases = {rank.name: rank.phase for rank in before.members}
+        for rank in now.members:
+            was_away = phases.get(rank.name, "serving") != "serving"
+            if was_away and rank.phase == "serving":
+                self._log.add("rank_back", f"{rank.name} is serving again.")
+
+    def _engine(self, before: EngineStats, now: EngineStats) -> None:
+        if before.outage_s <= OUTAGE_S < now.outage_s:
+            self._log.add("outage", "Ranks that every step needs are missing: requests wait.")
+        if now.outage_s <= OUTAGE_S < before.outage_s:
+            self._log.add(
+                "outage_over", f"Steps continue after an outage of {before.outage_s:.0f} s."
+            )
+        if before.is_alive and not now.is_alive:
+            self._log.add("engine_died", f"The engine has stopped: {now.death or 'it is gone'}.")
+        was_on = None if before.batching is None else before.batching.is_predictor_on
+        stats = now.batching
+        if stats is None or was_on is None or stats.is_predictor_on in (None, was_on):
+            return
+        recall = "unknown" if stats.recall is None else f"{stats.recall:.2f}"
+        kind = "predictor_on" if stats.is_predictor_on else "predictor_off"
+        what = "is used again" if stats.is_predictor_on else "is no longer used"
+        self._log.add(kind, f"The predictor {what}: its recall is {recall}.")
+
+    def _placement(self, before: PlacementBrief, now: PlacementBrief) -> None:
+        def num_more(outcome: PlanOutcome) -> int:
+            return now.num_plans.get(outcome, 0) - before.num_plans.get(outcome, 0)
+
+        text = "" if now.last is None else f": {now.last.text.rstrip('.')}"
+        if num_more("moved") > 0:
+            self._log.add("rebalanced", f"Experts have moved, version {now.version}{text}.")
+        if any(num_more(outcome) > 0 for outcome in _FAILURES):
+            self._log.add("rebalance_failed", f"No experts have moved{text}.")
+
+    def _overload(self, before: Snapshot, now: Snapshot) -> None:
+        last, self._rejected_at = self._rejected_at, now.at
+        if last is None or now.at - last > _OVERLOAD_S:
+            count = now.num_rejected - before.num_rejected
+            waiting = now.stats.load.num_waiting
+            self._log.add(
+                "overload",
+                f"{count} requests were not accepted, with {now.stats.load.num_running} sequences "
+                f"running and {waiting} waiting.",
+            )

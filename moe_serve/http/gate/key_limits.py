@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.gate.auth import ADMIN_PREFIX, KEY_IN_SCOPE
-from moe_serve.http.schema.errors import ApiError, retry_headers
+from moe_serve.http.schema.api_error import ApiError, retry_headers
 
 _CONCURRENT_RETRY_S = 1.0
 

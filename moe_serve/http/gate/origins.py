@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.http.gate.auth import ADMIN_PREFIX
-from moe_serve.http.schema.errors import ApiError
+from moe_serve.http.schema.api_error import ApiError
 
 # names that cannot be registered, such as host.docker.internal
 _PRIVATE = (".localhost", ".internal")

@@ -22,8 +22,8 @@ from moe_serve.http.schema.field_types import (
     NumChatLogprobs,
     StopList,
     StopTokenIds,
+    StrictSchema,
 )
-from moe_serve.http.schema.strict_schema import StrictSchema
 from moe_serve.http.schema.structured import ResponseFormat, wished_constraint
 from moe_serve.http.schema.template_options import ReasoningEffort, TemplateOptions
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools

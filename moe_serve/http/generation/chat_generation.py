@@ -9,6 +9,7 @@ from moe_serve.engine.request.request import FinishReason, GenerationRequest, To
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.engine.request.thought_counter import ThoughtCounter
 from moe_serve.engine.sampling.thinking_limit import counting_markers, limiting_markers
+from moe_serve.http.generation.answer_sequence import Piece
 from moe_serve.http.generation.assistant_formats import answer_constraint
 from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.context import ServerContext
@@ -19,12 +20,11 @@ from moe_serve.http.generation.requests import (
     build_engine_requests,
     resolve_rules,
 )
-from moe_serve.http.generation.sequence import Piece
 from moe_serve.http.generation.usage import Usage
 from moe_serve.http.metrics.metrics import CallOutcome
 from moe_serve.http.schema.structured import is_response_format
-from moe_serve.text.assistant.delta import NOTHING, AssistantDelta, joined
 from moe_serve.text.assistant.formats import ParserPlan
+from moe_serve.text.assistant.outbox import NOTHING, AssistantDelta, joined
 from moe_serve.text.assistant.parser import AssistantParser
 from moe_serve.text.tokenizer import Tokenizer
 

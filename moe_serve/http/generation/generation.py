@@ -18,11 +18,11 @@ from moe_serve.engine.request.request import (
 )
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.gate.key_limits import KeyAccount, current_account
-from moe_serve.http.generation.sequence import Piece, SequenceProgress
+from moe_serve.http.generation.answer_sequence import Piece, SequenceProgress
 from moe_serve.http.generation.usage import Usage, llama_timings, timing_of
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
-from moe_serve.http.schema.errors import ApiError, draining_error, engine_dead_error
+from moe_serve.http.schema.api_error import ApiError, draining_error, engine_dead_error
 from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.tokenizer import Tokenizer
 

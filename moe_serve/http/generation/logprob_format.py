@@ -1,4 +1,10 @@
-"""Formats token log probabilities in OpenAI's two shapes, and those of prompts in vLLM's."""
+"""Formats what answers report about tokens: log probabilities and the experts that computed them.
+
+Log probabilities have OpenAI's two shapes, those of prompts vLLM's. `return_routed_experts` adds
+
+    "routed_experts": [[[k ids] for each layer with routed experts] for each token]
+    "routed_tokens":  ["The", " king", ...]      the same tokens, as text
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.engine.request.request import TokenLogprob
+from moe_serve.engine.request.request import TokenExperts, TokenLogprob
 from moe_serve.text.tokenizer import Tokenizer
 
 # formatted on the event loop; more would block it for milliseconds or seconds
@@ -105,3 +111,34 @@ def _by_id(entry: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, Any] |
         }
         for token, logprob, rank in found
     }
+
+
+IDS_PER_LOGPROB = 64  # this many take about as long to write as one log probability
+
+
+def num_expert_ids(experts: Sequence[TokenExperts] | None) -> int:
+    """Counts the expert ids to write."""
+    return sum(each.num_ids for each in experts or ())
+
+
+def routed_fields(
+    experts: Sequence[TokenExperts], token_ids: Sequence[int], tokenizer: Tokenizer
+) -> dict[str, msgspec.Raw]:
+    """The two fields of a choice, as JSON: as Python lists an answer would be ten times as
+    large."""
+    tokens = [tokenizer.token_text(token) for token in token_ids]
+    rows = b",".join(msgspec.json.encode(each.lists()) for each in experts)
+    return {
+        "routed_experts": msgspec.Raw(b"[" + rows + b"]"),
+        "routed_tokens": msgspec.Raw(msgspec.json.encode(tokens)),
+    }
+
+
+def routed_json(
+    experts: Sequence[TokenExperts] | None, token_ids: Sequence[int], tokenizer: Tokenizer
+) -> bytes:
+    """The two fields for a chunk of a stream, as JSON to append to its other fields; empty for
+    None."""
+    if experts is None:
+        return b""
+    return b"," + msgspec.json.encode(routed_fields(experts, token_ids, tokenizer))[1:-1]

@@ -14,8 +14,7 @@ import msgspec
 from moe_serve.engine.request.sampling_params import MAX_CHOICES
 from moe_serve.errors import ContextLengthError, InvalidRequestError
 from moe_serve.http.generation.chat import Chat, Truncation
-from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.http.generation.text_threads import MAX_INLINE_CHARS
+from moe_serve.http.generation.served_model import MAX_INLINE_CHARS, ServedModel
 from moe_serve.http.schema.chat_messages import ChatMessage
 
 _MAX_CUT_BYTES = 262_144  # of a text that is truncated after tokenization, if the context is small

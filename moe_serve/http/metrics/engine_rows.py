@@ -7,8 +7,7 @@ from experts.memory.memory_stats import MemoryStats
 from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.stats import EngineStats, PolicyStats, PoolStats
 from moe_serve.engine.request.step_tokens import BOUNDS
-from moe_serve.http.metrics.rows import MetricRow, Samples, ScrapePart
-from moe_serve.http.metrics.scrape import Scrape
+from moe_serve.http.metrics.scrape import MetricRow, Samples, Scrape, ScrapePart
 
 
 def _step_tokens(stats: EngineStats) -> Histogram:

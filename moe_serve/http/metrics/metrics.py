@@ -16,7 +16,7 @@ from moe_serve.engine.request.request import FinishReason
 from moe_serve.http.gate.key_limits import KeyRefusal
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.recent import RecentRequests
-from moe_serve.http.metrics.rows import MODEL_LABEL, PREFIX
+from moe_serve.http.metrics.scrape import MODEL_LABEL, PREFIX
 from moe_serve.http.metrics.table import METRICS
 
 _ROUTES = frozenset(

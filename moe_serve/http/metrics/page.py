@@ -24,8 +24,15 @@ from prometheus_client.registry import Collector
 from moe_serve.cache.histogram import Histogram
 from moe_serve.config.sections import MetricsAlias
 from moe_serve.http.metrics.metrics import ServerMetrics
-from moe_serve.http.metrics.rows import MODEL_LABEL, PREFIX, MetricRow, Value
-from moe_serve.http.metrics.scrape import Scrape, Scraper, ScrapeSources
+from moe_serve.http.metrics.scrape import (
+    MODEL_LABEL,
+    PREFIX,
+    MetricRow,
+    Scrape,
+    Scraper,
+    ScrapeSources,
+    Value,
+)
 from moe_serve.http.metrics.table import METRICS
 
 ALIAS_PREFIX = "vllm:"

@@ -20,8 +20,16 @@ from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.metrics.engine_rows import ENGINE_ROWS
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.recent import TokenGaps
-from moe_serve.http.metrics.rows import Buckets, Kind, MetricRow, Samples, ScrapePart
-from moe_serve.http.metrics.scrape import ExpertScrape, RankShares, Scrape
+from moe_serve.http.metrics.scrape import (
+    Buckets,
+    ExpertScrape,
+    Kind,
+    MetricRow,
+    RankShares,
+    Samples,
+    Scrape,
+    ScrapePart,
+)
 
 _trace = ScrapePart[TracingStatus](lambda scrape: scrape.tracing, "trace_")
 _TRACE_ROWS = (

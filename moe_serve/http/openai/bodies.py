@@ -29,10 +29,10 @@ from moe_serve.http.schema.field_types import (
     RequestId,
     StopList,
     StopTokenIds,
+    StrictSchema,
     WordList,
 )
 from moe_serve.http.schema.parameters import check_extra_fields
-from moe_serve.http.schema.strict_schema import StrictSchema
 from moe_serve.http.schema.structured import StructuredFields
 from moe_serve.http.schema.template_options import ReasoningEffort, TemplateOptions
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools

@@ -8,17 +8,21 @@ from typing import Any
 import msgspec
 
 from moe_serve.http.generation.chat_generation import ChatPiece
-from moe_serve.http.generation.logprob_format import chat_logprobs, prompt_logprobs
-from moe_serve.http.generation.routed_experts import routed_fields, routed_json
+from moe_serve.http.generation.logprob_format import (
+    chat_logprobs,
+    prompt_logprobs,
+    routed_fields,
+    routed_json,
+)
 from moe_serve.http.generation.usage import Usage
-from moe_serve.http.openai.answers import ChatChoice
-from moe_serve.http.openai.chunk_format import (
+from moe_serve.http.openai.answers import (
+    ChatChoice,
     ChunkWriter,
     ResponseHead,
     timing_fields,
     usage_fields,
 )
-from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
+from moe_serve.text.assistant.outbox import AssistantDelta, CallDelta
 from moe_serve.text.tokenizer import Tokenizer
 
 _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'

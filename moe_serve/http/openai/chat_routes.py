@@ -14,13 +14,12 @@ from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.chat_generation import ChatGeneration, start_chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
-from moe_serve.http.openai.answers import collect_chat, written_answer
+from moe_serve.http.openai.answers import ResponseHead, collect_chat, written_answer
 from moe_serve.http.openai.bodies import ChatBody
 from moe_serve.http.openai.chat_format import ChatChunks, chat_response
-from moe_serve.http.openai.chunk_format import ResponseHead
-from moe_serve.http.schema.body import read_json_object
+from moe_serve.http.schema.field_types import parse_body
+from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
-from moe_serve.http.schema.strict_schema import parse_body
 from moe_serve.text.tokenizer import Tokenizer
 
 

@@ -9,13 +9,17 @@ from typing import Any
 import msgspec
 
 from moe_serve.engine.request.request import TokenLogprob
-from moe_serve.http.generation.logprob_format import completion_logprobs, prompt_logprobs
+from moe_serve.http.generation.answer_sequence import Piece
+from moe_serve.http.generation.logprob_format import (
+    completion_logprobs,
+    prompt_logprobs,
+    routed_fields,
+    routed_json,
+)
 from moe_serve.http.generation.prompts import Prompt
-from moe_serve.http.generation.routed_experts import routed_fields, routed_json
-from moe_serve.http.generation.sequence import Piece
 from moe_serve.http.generation.usage import Usage
-from moe_serve.http.openai.answers import Choice
-from moe_serve.http.openai.chunk_format import (
+from moe_serve.http.openai.answers import (
+    Choice,
     ChunkWriter,
     ResponseHead,
     timing_fields,

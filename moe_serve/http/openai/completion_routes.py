@@ -25,7 +25,7 @@ from moe_serve.http.generation.requests import (
 )
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
 from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.http.openai.answers import collect, written_answer
+from moe_serve.http.openai.answers import ResponseHead, collect, written_answer
 from moe_serve.http.openai.bodies import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
@@ -33,11 +33,10 @@ from moe_serve.http.openai.bodies import (
     is_chat,
 )
 from moe_serve.http.openai.chat_routes import answer_chat, read_chat
-from moe_serve.http.openai.chunk_format import ResponseHead
 from moe_serve.http.openai.completion_format import CompletionFormat, EchoedPrompt, echoed_prompt
-from moe_serve.http.schema.body import read_json_object
+from moe_serve.http.schema.field_types import parse_body
+from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
-from moe_serve.http.schema.strict_schema import parse_body
 from moe_serve.text.tokenizer import Tokenizer
 
 _MAX_INLINE_TOKENS = 2048

@@ -33,10 +33,9 @@ from moe_serve.http.openai.bodies import (
     CompletionBody,
     is_chat,
 )
-from moe_serve.http.schema.body import read_json_object
-from moe_serve.http.schema.field_types import Int, at_most
+from moe_serve.http.schema.field_types import Int, StrictSchema, at_most, parse_body
+from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import check_fields, ignored_header
-from moe_serve.http.schema.strict_schema import StrictSchema, parse_body
 
 MAX_DETOKENIZED = 262_144  # ids of one request
 _MAX_INLINE_TOKENS = 2048

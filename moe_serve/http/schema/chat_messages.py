@@ -8,9 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.schema.field_types import Content
+from moe_serve.http.schema.field_types import Content, StrictSchema
 from moe_serve.http.schema.parameters import check_extra_message_fields, check_fields
-from moe_serve.http.schema.strict_schema import StrictSchema
 from moe_serve.http.schema.tool_fields import CallList
 
 _PART_FIELDS = frozenset({"type", "text"})

@@ -1,4 +1,4 @@
-"""Types of request fields that need checks beyond pydantic's own, and their error messages.
+"""The base of all request schemas: strict types, checks beyond pydantic's own, error messages.
 
 Sizes are checked before anything else: a body of 4 MiB can hold a million items or names. Checking
 each of them, or collecting a million errors, would block the event loop for seconds.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from moe_serve.engine.request.request import MAX_PRIORITY, MIN_PRIORITY
@@ -197,3 +197,30 @@ def _shown(value: Any) -> str:
     elif not (value is None or isinstance(value, float)):
         return ""
     return f", got {msgspec.json.encode(value).decode()}"
+
+
+class StrictSchema(BaseModel):
+    """A schema with strict types: `"1"` and true are not integers.
+
+    Undeclared fields are kept in `model_extra`.
+    """
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_num_fields(cls, value: Any) -> Any:
+        return check_num_fields(value)
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(schema: type[Body], content: Mapping[str, Any]) -> Body:
+    """Returns the validated request, or raises InvalidRequestError for the first invalid field."""
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise misfit(error.errors(include_url=False, include_context=False)[0]) from None

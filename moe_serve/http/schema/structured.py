@@ -11,8 +11,7 @@ from pydantic import Field
 
 from moe_serve.engine.request.constraint import Constraint, ConstraintKind
 from moe_serve.errors import InvalidGrammarError, InvalidRequestError
-from moe_serve.http.schema.field_types import ChoiceList
-from moe_serve.http.schema.strict_schema import StrictSchema
+from moe_serve.http.schema.field_types import ChoiceList, StrictSchema
 
 _Wish = tuple[str, ConstraintKind, Any]  # field name, kind of constraint, value
 

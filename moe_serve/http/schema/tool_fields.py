@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.schema.field_types import at_most
-from moe_serve.http.schema.strict_schema import StrictSchema
+from moe_serve.http.schema.field_types import StrictSchema, at_most
 from moe_serve.text.assistant.tool import Tool
 
 MAX_TOOLS = 128

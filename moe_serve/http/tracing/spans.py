@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_serve import __version__
 from moe_serve.errors import ConfigError
-from moe_serve.http.generation.request_trace import RequestTrace, open_trace
+from moe_serve.http.generation.answer_sequence import RequestTrace, open_trace
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.metrics import route_label
 

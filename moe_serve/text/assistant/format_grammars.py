@@ -9,10 +9,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moe_serve.text.assistant import deepseek, glm, harmony, hermes, mistral, qwen_xml
+from moe_serve.text.assistant import (
+    deepseek_format,
+    harmony_format,
+    mistral_format,
+    tag_formats,
+)
 from moe_serve.text.assistant.spelling import Spelling, quoted, text_up_to
-from moe_serve.text.assistant.tool import Tool
-from moe_serve.text.assistant.typed_arguments import is_text
+from moe_serve.text.assistant.tool import Tool, is_text
 
 MAX_CALLS = 16  # of one forced answer
 # Without it an undecided model writes white space until the end.
@@ -30,23 +34,29 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 def hermes_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
     rules = _alternatives(tools, is_parallel, '"\\n"')
+    opening, closing = spell(tag_formats.OPEN), spell(tag_formats.CLOSE)
     for i, tool in enumerate(tools):
         head = quoted(f'\n{{"name": {quoted(tool.name)}, "arguments": ')
         tail = quoted("}\n")
-        rules.append(f"call_{i}: {spell(hermes.OPEN)} {head} args_{i} {tail} {spell(hermes.CLOSE)}")
+        rules.append(f"call_{i}: {opening} {head} args_{i} {tail} {closing}")
         rules.append(f"args_{i}: {json_rule(tool.parameters)}")
     return rules
 
 
 def mistral_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
     """Build the newer form if the vocabulary has its marker, else the older one, a list."""
-    is_newer = mistral.ARGS in spell.special_ids
+    is_newer = mistral_format.ARGS in spell.special_ids
     rules = _alternatives(tools, is_parallel, "" if is_newer else '", "')
     if not is_newer:
-        rules[0] = f'start: {spell(mistral.CALLS)} "[" calls "]"'
+        rules[0] = f'start: {spell(mistral_format.CALLS)} "[" calls "]"'
     for i, tool in enumerate(tools):
         if is_newer:
-            parts = [spell(mistral.CALLS), quoted(tool.name), spell(mistral.ARGS), f"args_{i}"]
+            parts = [
+                spell(mistral_format.CALLS),
+                quoted(tool.name),
+                spell(mistral_format.ARGS),
+                f"args_{i}",
+            ]
         else:
             head = f'{{"name": {quoted(tool.name)}, "arguments": '
             parts = [quoted(head), f"args_{i}", '"}"']
@@ -72,11 +82,17 @@ def _deepseek_calls(
 ) -> list[str]:
     kind, heads, tail = form
     rules = _alternatives(tools, is_parallel, '"\\n"' if kind else "")
-    rules[0] = f"start: {spell(deepseek.CALLS_BEGIN)} calls {spell(deepseek.CALLS_END)}"
+    rules[0] = (
+        f"start: {spell(deepseek_format.CALLS_BEGIN)} calls {spell(deepseek_format.CALLS_END)}"
+    )
     for i, tool in enumerate(tools):
-        parts = [spell(deepseek.CALL_BEGIN), quoted(kind or tool.name), spell(deepseek.SEPARATOR)]
+        parts = [
+            spell(deepseek_format.CALL_BEGIN),
+            quoted(kind or tool.name),
+            spell(deepseek_format.SEPARATOR),
+        ]
         parts += [quoted(heads[i])] if heads else []
-        parts += [f"args_{i}", *([quoted(tail)] if tail else []), spell(deepseek.CALL_END)]
+        parts += [f"args_{i}", *([quoted(tail)] if tail else []), spell(deepseek_format.CALL_END)]
         rules.append(f"call_{i}: {' '.join(parts)}")
         rules.append(f"args_{i}: {json_rule(tool.parameters)}")
     return rules
@@ -87,8 +103,8 @@ def harmony_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> 
     rules = _alternatives(tools, False, "")
     for i, tool in enumerate(tools):
         head = quoted(f"commentary to=functions.{tool.name} ")
-        parts = [spell(harmony.CHANNEL), head, spell(harmony.CONSTRAIN), '"json"']
-        rules.append(f"call_{i}: {' '.join(parts)} {spell(harmony.MESSAGE)} args_{i}")
+        parts = [spell(harmony_format.CHANNEL), head, spell(harmony_format.CONSTRAIN), '"json"']
+        rules.append(f"call_{i}: {' '.join(parts)} {spell(harmony_format.MESSAGE)} args_{i}")
         rules.append(f"args_{i}: {json_rule(tool.parameters)}")
     return rules
 
@@ -96,17 +112,20 @@ def harmony_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> 
 def qwen_xml_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
     rules = _alternatives(tools, is_parallel, '"\\n"')
     for i, tool in enumerate(tools):
-        head, tail = quoted(f"\n<function={tool.name}>\n"), quoted(qwen_xml.END_FUNCTION + "\n")
+        head, tail = (
+            quoted(f"\n<function={tool.name}>\n"),
+            quoted(tag_formats.END_FUNCTION + "\n"),
+        )
         names = " ".join(_argument_names(i, tool))
-        begin, close = spell(qwen_xml.OPEN), spell(qwen_xml.CLOSE)
+        begin, close = spell(tag_formats.OPEN), spell(tag_formats.CLOSE)
         rules.append(f"call_{i}: {begin} {head} {names} {tail} {close}")
         for k, key in enumerate(tool.properties):
-            opening = quoted(f"{qwen_xml.PARAMETER}{key}>\n")
+            opening = quoted(f"{tag_formats.PARAMETER}{key}>\n")
             rules.append(f'arg_{i}_{k}: {opening} value_{i}_{k} "\\n"')
             # A text ends with the marker, with or without a line break before it: the parser ends
             # it there.
             before = "" if _is_free_text(tool.properties[key]) else "\n"
-            end = before + qwen_xml.END_PARAMETER
+            end = before + tag_formats.END_PARAMETER
             rules += _value_rules(f"value_{i}_{k}", tool, key, end, spell)
     return rules
 
@@ -116,11 +135,19 @@ def glm_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list
     for i, tool in enumerate(tools):
         names = " ".join(_argument_names(i, tool))
         head = quoted(tool.name + "\n")
-        rules.append(f"call_{i}: {spell(glm.OPEN)} {head} {names} {spell(glm.CLOSE)}")
+        rules.append(
+            f"call_{i}: {spell(tag_formats.OPEN)} {head} {names} {spell(tag_formats.CLOSE)}"
+        )
         for k, key in enumerate(tool.properties):
-            parts = [spell(glm.KEY), quoted(key), spell(glm.END_KEY), '"\\n"', spell(glm.VALUE)]
+            parts = [
+                spell(tag_formats.KEY),
+                quoted(key),
+                spell(tag_formats.END_KEY),
+                '"\\n"',
+                spell(tag_formats.VALUE),
+            ]
             rules.append(f'arg_{i}_{k}: {" ".join(parts)} value_{i}_{k} "\\n"')
-            rules += _value_rules(f"value_{i}_{k}", tool, key, glm.END_VALUE, spell)
+            rules += _value_rules(f"value_{i}_{k}", tool, key, tag_formats.END_VALUE, spell)
     return rules
 
 
@@ -184,14 +211,14 @@ def harmony_lead(spell: Spelling, *, has_analysis: bool, is_final: bool) -> str:
 
     `is_final`: the answer is a message of the channel `final`; otherwise it contains its own heads.
     """
-    analysis = " ".join(map(spell, (harmony.CHANNEL, "analysis", harmony.MESSAGE)))
-    final = " ".join(map(spell, (harmony.CHANNEL, "final", harmony.MESSAGE)))
+    analysis = " ".join(map(spell, (harmony_format.CHANNEL, "analysis", harmony_format.MESSAGE)))
+    final = " ".join(map(spell, (harmony_format.CHANNEL, "final", harmony_format.MESSAGE)))
     parts = ["analysis?"] if has_analysis else []
     parts += [final] if is_final else []
     rules = [f"start: {' '.join([*parts, '@answer'])}"]
     if has_analysis:
-        rules.append(f'analysis: {analysis} thought {spell(harmony.START)} "assistant"')
-        rules += text_up_to("thought", harmony.END, spell)
+        rules.append(f'analysis: {analysis} thought {spell(harmony_format.START)} "assistant"')
+        rules += text_up_to("thought", harmony_format.END, spell)
     return _lines(*rules)
 
 

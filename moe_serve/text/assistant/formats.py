@@ -7,19 +7,16 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from moe_serve.text.assistant import (
-    deepseek,
+    deepseek_format,
     format_grammars,
-    glm,
-    harmony,
-    hermes,
-    mistral,
-    qwen_xml,
+    harmony_format,
+    mistral_format,
+    tag_formats,
 )
 from moe_serve.text.assistant.format_grammars import harmony_lead, thinking_lead
 from moe_serve.text.assistant.outbox import Outbox, new_call_id
-from moe_serve.text.assistant.parser import AssistantParser, PlainParser
+from moe_serve.text.assistant.parser import AssistantParser, PlainParser, ThinkingParser
 from moe_serve.text.assistant.spelling import Spelling
-from moe_serve.text.assistant.thinking import ThinkingParser
 from moe_serve.text.assistant.tool import Tool
 
 
@@ -71,7 +68,7 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return harmony.MARKERS if self.is_harmony else (self.opening, self.closing)
+        return harmony_format.MARKERS if self.is_harmony else (self.opening, self.closing)
 
     def within(self, begun: str) -> ReasoningFormat:
         """Return the format for an answer that continues this text."""
@@ -100,45 +97,54 @@ class ReasoningFormat:
         """
         if not self.is_harmony:
             return ThoughtEnds(self.opening, (self.closing,))
-        begun = harmony.START + "assistant"
-        following = begun if can_call else begun + harmony.CHANNEL + "final" + harmony.MESSAGE
-        opening = harmony.CHANNEL + "analysis" + harmony.MESSAGE
-        return ThoughtEnds(opening, harmony.BODY_ENDS, following, can_reopen=True)
+        begun = harmony_format.START + "assistant"
+        following = (
+            begun if can_call else begun + harmony_format.CHANNEL + "final" + harmony_format.MESSAGE
+        )
+        opening = harmony_format.CHANNEL + "analysis" + harmony_format.MESSAGE
+        return ThoughtEnds(opening, harmony_format.BODY_ENDS, following, can_reopen=True)
 
     def is_part_of(self, grammar: str) -> bool:
         """Return whether a grammar itself states what comes after the reasoning."""
-        return (harmony.MESSAGE if self.is_harmony else self.closing) in grammar
+        return (harmony_format.MESSAGE if self.is_harmony else self.closing) in grammar
 
 
 def _harmony_parser(outbox: Outbox, _: Mapping[str, Tool]) -> AssistantParser:
-    return harmony.HarmonyParser(outbox, has_tools=True, has_reasoning=True)
+    return harmony_format.HarmonyParser(outbox, has_tools=True, has_reasoning=True)
 
 
 def _deepseek(has_code_block: bool) -> MakeToolParser:
-    return lambda out, _: deepseek.DeepSeekParser(out, has_code_block=has_code_block)
+    return lambda out, _: deepseek_format.DeepSeekParser(out, has_code_block=has_code_block)
 
 
 _DEEPSEEK_MARKERS = (
-    *(deepseek.CALLS_BEGIN, deepseek.CALLS_END),
-    *(deepseek.CALL_BEGIN, deepseek.CALL_END, deepseek.SEPARATOR),
+    *(deepseek_format.CALLS_BEGIN, deepseek_format.CALLS_END),
+    *(deepseek_format.CALL_BEGIN, deepseek_format.CALL_END, deepseek_format.SEPARATOR),
 )
 _HERMES = ToolFormat(
-    markers=(hermes.OPEN, hermes.CLOSE),
-    make=lambda out, _: hermes.HermesParser(out),
+    markers=(tag_formats.OPEN, tag_formats.CLOSE),
+    make=lambda out, _: tag_formats.HermesParser(out),
     write_calls=format_grammars.hermes_calls,
 )
 _QWEN_XML = ToolFormat(
-    markers=(qwen_xml.OPEN, qwen_xml.CLOSE),
-    make=qwen_xml.QwenXmlParser,
+    markers=(tag_formats.OPEN, tag_formats.CLOSE),
+    make=tag_formats.QwenXmlParser,
     write_calls=format_grammars.qwen_xml_calls,
 )
 _GLM = ToolFormat(
-    markers=(glm.OPEN, glm.CLOSE, glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE),
-    make=glm.GlmParser,
+    markers=(
+        tag_formats.OPEN,
+        tag_formats.CLOSE,
+        tag_formats.KEY,
+        tag_formats.END_KEY,
+        tag_formats.VALUE,
+        tag_formats.END_VALUE,
+    ),
+    make=tag_formats.GlmParser,
     write_calls=format_grammars.glm_calls,
 )
 _HARMONY = ToolFormat(
-    markers=harmony.MARKERS,
+    markers=harmony_format.MARKERS,
     make=_harmony_parser,
     write_calls=format_grammars.harmony_calls,
     is_harmony=True,
@@ -161,10 +167,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "glm45": _GLM,
     "glm47": _GLM,
     "mistral": ToolFormat(
-        markers=(mistral.CALLS, mistral.CALL_ID, mistral.ARGS),
-        make=lambda out, _: mistral.MistralParser(out),
+        markers=(mistral_format.CALLS, mistral_format.CALL_ID, mistral_format.ARGS),
+        make=lambda out, _: mistral_format.MistralParser(out),
         write_calls=format_grammars.mistral_calls,
-        make_id=mistral.new_mistral_id,
+        make_id=mistral_format.new_mistral_id,
     ),
     "openai": _HARMONY,
     "gpt-oss": _HARMONY,
@@ -184,15 +190,15 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 def tool_format_of(template: str) -> str | None:
     """Return the name of the format that a chat template uses, by the markers in its text."""
-    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+    if harmony_format.CHANNEL in template and harmony_format.MESSAGE in template:
         return "openai"
-    if deepseek.CALL_BEGIN in template:
+    if deepseek_format.CALL_BEGIN in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     for marker, name in (
-        (glm.KEY, "glm45"),
-        (qwen_xml.FUNCTION, "qwen3_coder"),
-        (mistral.CALLS, "mistral"),
-        (hermes.OPEN, "hermes"),
+        (tag_formats.KEY, "glm45"),
+        (tag_formats.FUNCTION, "qwen3_coder"),
+        (mistral_format.CALLS, "mistral"),
+        (tag_formats.OPEN, "hermes"),
     ):
         if marker in template:
             return name
@@ -203,7 +209,7 @@ def reasoning_format_of(template: str) -> str | None:
     """Return the reasoning format of a chat template in the same way; each prompt's end then tells
     whether reasoning has begun.
     """
-    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+    if harmony_format.CHANNEL in template and harmony_format.MESSAGE in template:
         return "openai_gptoss"
     if "[THINK]" in template:
         return "mistral"
@@ -254,7 +260,7 @@ class ParserPlan:
         has_calls_only = self.is_forced and (is_harmony or not speaks_harmony)
         outbox = Outbox(make_id, self.max_calls, has_calls_only=has_calls_only)
         if speaks_harmony:
-            return harmony.HarmonyParser(
+            return harmony_format.HarmonyParser(
                 outbox, has_tools=called is not None, has_reasoning=is_harmony
             )
         answer = PlainParser() if called is None else called.make(outbox, self.tools or {})

@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.anthropic.content import ContentReader
-from moe_serve.http.anthropic.content_blocks import ContentBlocks, call_input
-from moe_serve.http.anthropic.tools import chat_tool_choice, chat_tools
-from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
+from moe_serve.http.anthropic.message_answer import ContentBlocks, call_input
+from moe_serve.http.anthropic.message_chat import chat_tool_choice, chat_tools
+from moe_serve.http.anthropic.message_content import ContentReader
+from moe_serve.text.assistant.outbox import AssistantDelta, CallDelta
 
 PATH = "/v1/messages"
 HI: dict[str, Any] = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}

@@ -16,8 +16,7 @@ from moe_serve.engine.request.stats import (
     RankStatus,
 )
 from moe_serve.engine.routes.placement_control import OUTCOMES, LastPlan, PlacementBrief
-from moe_serve.http.dashboard.events import MAX_EVENTS, EventLog, EventWatch
-from moe_serve.http.dashboard.snapshot import History, Snapshot
+from moe_serve.http.dashboard.snapshot import MAX_EVENTS, EventLog, EventWatch, History, Snapshot
 from moe_serve.http.metrics.recent import RecentTimes
 
 STATS = EngineStats(

@@ -18,9 +18,9 @@ from starlette.testclient import TestClient
 from moe_serve.cli.client.server_client import sent_key
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
-from moe_serve.http.gate import key_ring
+from moe_serve.http.gate import auth
+from moe_serve.http.gate.auth import KeyRing
 from moe_serve.http.gate.key_limits import Allowance, KeyAccount
-from moe_serve.http.gate.key_ring import KeyRing
 
 MakeApp = Callable[..., FastAPI]
 
@@ -28,7 +28,7 @@ MakeApp = Callable[..., FastAPI]
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is looked at for every key."""
-    monkeypatch.setattr(key_ring, "_LOOK_S", 0.0)
+    monkeypatch.setattr(auth, "_LOOK_S", 0.0)
 
 
 def write(path: Path, text: str) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.anthropic.body import MessagesBody
-from moe_serve.http.anthropic.to_chat import translate as translate_message
+from moe_serve.http.anthropic.message_body import MessagesBody
+from moe_serve.http.anthropic.message_chat import translate as translate_message
 from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.chat_fields import EXTENSIONS, ChatFields
 from moe_serve.http.openai.bodies import ChatBody
-from moe_serve.http.openai.responses.body import ResponsesBody
-from moe_serve.http.openai.responses.to_chat import translate as translate_response
-from moe_serve.http.schema.strict_schema import parse_body
+from moe_serve.http.openai.responses.response_body import ResponsesBody
+from moe_serve.http.openai.responses.response_chat import translate as translate_response
+from moe_serve.http.schema.field_types import parse_body
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "weather", "parameters": SCHEMA}

@@ -22,7 +22,7 @@ from moe_serve.http.generation.generation import Generation, GenerationService
 from moe_serve.http.generation.prompts import Prompt
 from moe_serve.http.generation.requests import build_engine_requests
 from moe_serve.http.metrics.metrics import ServerMetrics
-from moe_serve.http.schema.errors import ApiError
+from moe_serve.http.schema.api_error import ApiError
 from tests.support.http.waiting import wait_until
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

@@ -11,12 +11,12 @@ from starlette.testclient import TestClient
 from moe_serve.engine.request.request import DecodingRules, GenerationRequest, TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
+from moe_serve.http.generation.answer_sequence import Piece
 from moe_serve.http.generation.chat import AnswerOptions
 from moe_serve.http.generation.context import EngineLimits
 from moe_serve.http.generation.generation import SharedPromptLogprobs
 from moe_serve.http.generation.prompts import Prompt
 from moe_serve.http.generation.requests import build_engine_requests
-from moe_serve.http.generation.sequence import Piece
 from moe_serve.http.openai.bodies import CompletionBody
 from moe_serve.text.text_stream import TextDelta
 

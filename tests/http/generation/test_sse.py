@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_serve.http.generation.sse import SseResponse
+from moe_serve.http.generation.respond import SseResponse
 
 SCOPE: dict[str, Any] = {"type": "http"}
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_serve.http.metrics.loop_lag import PERIOD_S, LoopLag, lags
+from moe_serve.http.server import PERIOD_S, LoopLag, lags
 
 
 def test_missed_ticks_count_with_their_own_lag() -> None:

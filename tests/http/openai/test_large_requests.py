@@ -15,8 +15,8 @@ from moe_serve.errors import InvalidRequestError
 from moe_serve.http.generation import respond
 from moe_serve.http.openai import answers as answer
 from moe_serve.http.openai.bodies import ChatBody, CompletionBody
-from moe_serve.http.schema.body import parse_json_object
-from moe_serve.http.schema.strict_schema import parse_body
+from moe_serve.http.schema.field_types import parse_body
+from moe_serve.http.schema.json_body import parse_json_object
 
 MANY = 500_000
 USER = {"role": "user", "content": "a"}

@@ -17,9 +17,8 @@ from starlette.testclient import TestClient
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.app import create_app
-from moe_serve.http.generation import text_threads
-from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.http.generation.text_threads import TextThreads
+from moe_serve.http.generation import served_model
+from moe_serve.http.generation.served_model import ServedModel, TextThreads
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 
@@ -113,7 +112,7 @@ def test_each_size_has_threads_of_its_own() -> None:
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_threads, "_MAX_WAITING_CHARS", 10_000)
+    monkeypatch.setattr(served_model, "_MAX_WAITING_CHARS", 10_000)
     texts, go_on = TextThreads(), threading.Event()
 
     async def ask() -> bool:

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app
-from moe_serve.http.generation.request_trace import current_trace
+from moe_serve.http.generation.answer_sequence import current_trace
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.tracing import spans as span_export
 from moe_serve.http.tracing.spans import SpanExport, make_span_export

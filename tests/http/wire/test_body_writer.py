@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moe_serve.http.generation import sse
+from moe_serve.http.generation import respond
 from moe_serve.http.wire.body_writer import BodyWriter, body_writer_of, offer_body_writer
 
 FIELDS = {
@@ -109,7 +109,7 @@ def test_a_stream_is_the_same_bytes(
     assert len(written) > least, "it went through the layers: nothing is shown"
     assert chunks_of(direct).endswith(b"data: [DONE]\n\n")
     written.clear()
-    monkeypatch.setattr(sse, "body_writer_of", lambda scope: None)
+    monkeypatch.setattr(respond, "body_writer_of", lambda scope: None)
     assert _MADE.sub(b"", stream()) == _MADE.sub(b"", direct)
     assert not written
 

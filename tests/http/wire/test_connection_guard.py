@@ -16,9 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_serve.http.wire.connection_guard import LEAST_TAKEN_BYTES, ConnectionGuard
-from moe_serve.http.wire.head_check import MAX_HEAD_BYTES
-from moe_serve.http.wire.httptools_protocol import GuardedHttpToolsProtocol
+from moe_serve.http.wire.httptools_protocol import MAX_HEAD_BYTES, GuardedHttpToolsProtocol
+from moe_serve.http.wire.transports import LEAST_TAKEN_BYTES, ConnectionGuard
 
 GET = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"
 HEAD_TIMEOUT_S = 0.5

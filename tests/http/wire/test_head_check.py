@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from moe_serve.http.wire.head_check import MAX_HEAD_BYTES, head_error
-from moe_serve.http.wire.httptools_protocol import GuardedHttpToolsProtocol
+from moe_serve.http.wire.httptools_protocol import (
+    MAX_HEAD_BYTES,
+    GuardedHttpToolsProtocol,
+    head_error,
+)
 
 KEY = b"Authorization: Bearer one\r\n"
 JSON = b"Content-Type: application/json\r\n"

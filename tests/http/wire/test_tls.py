@@ -19,16 +19,20 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_serve.cli.client.chat_client import ChatClient
-from moe_serve.cli.run_batch.batch_target import BatchTarget
+from moe_serve.cli.chat import ChatClient
+from moe_serve.cli.run_batch.batch_run import BatchTarget
 from moe_serve.cli.top.top_source import TopSource
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app
-from moe_serve.http.wire import tls, transports
-from moe_serve.http.wire.connection_guard import LEAST_TAKEN_BYTES
-from moe_serve.http.wire.tls import Tls
-from moe_serve.http.wire.transports import PatientTransport, has_arrived, num_arrived
+from moe_serve.http.wire import transports, uvicorn_server
+from moe_serve.http.wire.transports import (
+    LEAST_TAKEN_BYTES,
+    PatientTransport,
+    has_arrived,
+    num_arrived,
+)
+from moe_serve.http.wire.uvicorn_server import Tls
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes them")
 
@@ -78,7 +82,7 @@ def test_a_new_certificate_is_taken_and_a_broken_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    monkeypatch.setattr(uvicorn_server, "_CERTIFICATE_LOOK_S", 0.0)
     cert, key = tmp_path / "server.crt", tmp_path / "server.key"
     shutil.copy(pairs[0][0], cert)
     shutil.copy(pairs[0][1], key)
@@ -107,7 +111,7 @@ def test_a_certificate_of_another_kind_takes_the_place_of_the_old_one(
     pairs: list[tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A context has room for one of each kind, and would go on showing the old one."""
-    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    monkeypatch.setattr(uvicorn_server, "_CERTIFICATE_LOOK_S", 0.0)
     rsa = make_pair(tmp_path, "rsa", "rsa:2048")
     for old, new in ((pairs[0], rsa), (rsa, pairs[0])):
         cert, key = tmp_path / "server.crt", tmp_path / "server.key"
@@ -124,7 +128,7 @@ def test_a_certificate_of_another_kind_takes_the_place_of_the_old_one(
 def test_an_authority_that_is_taken_away_lets_nobody_in(
     pairs: list[tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    monkeypatch.setattr(uvicorn_server, "_CERTIFICATE_LOOK_S", 0.0)
     (cert, key), other = pairs
     authorities = tmp_path / "authorities.crt"
     put(cert, authorities)

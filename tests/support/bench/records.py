@@ -9,8 +9,7 @@ from typing import Any
 from moe_serve.bench.client.client_health import ClientHealth
 from moe_serve.bench.figures.over_time import RunTimeline
 from moe_serve.bench.figures.request_record import RequestRecord
-from moe_serve.bench.figures.spread import quantiles_ms
-from moe_serve.bench.figures.summary import Samples, summarize
+from moe_serve.bench.figures.summary import Samples, quantiles_ms, summarize
 from moe_serve.bench.report.report import Report
 
 

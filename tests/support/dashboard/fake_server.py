@@ -14,8 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
-from moe_serve.http.gate.auth import ApiKeyMiddleware
-from moe_serve.http.gate.key_ring import KeyRing
+from moe_serve.http.gate.auth import ApiKeyMiddleware, KeyRing
 from moe_serve.http.pages.page_files import add_page_routes
 from moe_serve.http.server import bind
 from tests.support.dashboard.fake_state import NUM_EXPERTS, NUM_LAYERS, TOP_K, fake_state

@@ -16,7 +16,7 @@ from moe_serve.config.sections import ReasoningParserName, ToolParserName
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.sampling.grammar.compiler import compile_constraint
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, vocabulary_of
-from moe_serve.text.assistant import harmony, hermes
+from moe_serve.text.assistant import harmony_format, tag_formats
 from moe_serve.text.assistant.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -139,11 +139,11 @@ def test_the_configuration_names_every_format() -> None:
     ("template", "tools", "reasoning"),
     [
         ("{{ messages }}", None, None),
-        (hermes.OPEN + "</think>", "hermes", "qwen3"),
-        (hermes.OPEN + "<function=", "qwen3_coder", None),
-        (hermes.OPEN + "<arg_key><think></think>", "glm45", "qwen3"),
+        (tag_formats.OPEN + "</think>", "hermes", "qwen3"),
+        (tag_formats.OPEN + "<function=", "qwen3_coder", None),
+        (tag_formats.OPEN + "<arg_key><think></think>", "glm45", "qwen3"),
         ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
-        (harmony.CHANNEL + harmony.MESSAGE, "openai", "openai_gptoss"),
+        (harmony_format.CHANNEL + harmony_format.MESSAGE, "openai", "openai_gptoss"),
         ("<\uff5ctool\u2581call\u2581begin\uff5c>```json", "deepseek_v3", None),
         ("<\uff5ctool\u2581call\u2581begin\uff5c></think>", "deepseek_v31", "qwen3"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_serve.text.assistant.deepseek import (
+from moe_serve.text.assistant.deepseek_format import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,

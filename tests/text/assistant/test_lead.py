@@ -16,8 +16,7 @@ import moe_serve
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.sampling.grammar.compiler import compile_constraint
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, vocabulary_of
-from moe_serve.text.assistant import harmony
-from moe_serve.text.assistant.delta import AssistantDelta, joined
+from moe_serve.text.assistant import harmony_format
 from moe_serve.text.assistant.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -25,10 +24,11 @@ from moe_serve.text.assistant.formats import (
     ParserPlan,
     ReasoningFormat,
 )
+from moe_serve.text.assistant.outbox import AssistantDelta, joined
 from moe_serve.text.tokenizer import Tokenizer
 
 FILE = str(Path(moe_serve.__file__).parent / "demo_model" / "tokenizer.json")
-MARKERS = ("<think>", "</think>", "[THINK]", "[/THINK]", *harmony.MARKERS)
+MARKERS = ("<think>", "</think>", "[THINK]", "[/THINK]", *harmony_format.MARKERS)
 EOS_ID = 2
 ANSWER, JSON, ALL = GrammarScope.ANSWER, GrammarScope.JSON, GrammarScope.ALL
 THINK, QWEN, R1 = ReasoningFormat(), REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_serve.text.assistant.deepseek import (
+from moe_serve.text.assistant.deepseek_format import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,
@@ -18,14 +18,16 @@ from moe_serve.text.assistant.deepseek import (
     SEPARATOR,
     DeepSeekParser,
 )
-from moe_serve.text.assistant.glm import GlmParser
-from moe_serve.text.assistant.harmony import HarmonyParser
-from moe_serve.text.assistant.hermes import HermesParser
-from moe_serve.text.assistant.mistral import MistralParser
+from moe_serve.text.assistant.harmony_format import HarmonyParser
+from moe_serve.text.assistant.mistral_format import MistralParser
 from moe_serve.text.assistant.outbox import Outbox
-from moe_serve.text.assistant.parser import AssistantParser, PlainParser, ReadingParser
-from moe_serve.text.assistant.qwen_xml import QwenXmlParser
-from moe_serve.text.assistant.thinking import ThinkingParser
+from moe_serve.text.assistant.parser import (
+    AssistantParser,
+    PlainParser,
+    ReadingParser,
+    ThinkingParser,
+)
+from moe_serve.text.assistant.tag_formats import GlmParser, HermesParser, QwenXmlParser
 from moe_serve.text.assistant.tool import Tool
 
 WEATHER = {

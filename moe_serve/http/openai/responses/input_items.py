@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.openai.responses.body import MAX_ITEMS
+from moe_serve.http.openai.responses.response_body import MAX_ITEMS
 from moe_serve.http.schema.parameters import check_fields
 
 Item = dict[str, Any]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from moe_serve.http.openai.responses.input_items import Item, new_id
-from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
+from moe_serve.text.assistant.outbox import AssistantDelta, CallDelta
 
 Event = dict[str, Any]
 Logprobs = Sequence[Mapping[str, Any]]

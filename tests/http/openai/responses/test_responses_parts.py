@@ -11,10 +11,14 @@ from pydantic import TypeAdapter
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.openai.responses.input_items import chat_messages, input_items
 from moe_serve.http.openai.responses.output_items import OutputItems
-from moe_serve.http.openai.responses.store import ResponseStore, StoredResponse
-from moe_serve.http.openai.responses.tools import chat_response_format, chat_tool_choice, chat_tools
-from moe_serve.http.schema.errors import ApiError
-from moe_serve.text.assistant.delta import AssistantDelta, CallDelta
+from moe_serve.http.openai.responses.response_chat import (
+    chat_response_format,
+    chat_tool_choice,
+    chat_tools,
+)
+from moe_serve.http.openai.responses.response_store import ResponseStore, StoredResponse
+from moe_serve.http.schema.api_error import ApiError
+from moe_serve.text.assistant.outbox import AssistantDelta, CallDelta
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
