@@ -32,6 +32,8 @@ from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.epoch_maker import EpochMaker
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.sections import TransportName
+from moe_serve.engine.drafting.build import drafting_maker
+from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.build import MakePolicy
@@ -109,8 +111,17 @@ class StartedRanks:
         self.witness = RankWitness(self._roster, coordinator, stacks)
         identity = self._model.checkpoint.page_identity(self.first_loaded.report)
 
+        checkpoint = self._model.checkpoint
+        make_drafting = drafting_maker(
+            self._model.config.speculation,
+            self._model.spec.vocab_size,
+            checkpoint.eos_token_ids,
+            checkpoint.max_model_len,
+        )
+
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
-            return self._engine(executor, ids, identity, routes, make_policy())
+            drafting = make_drafting()
+            return self._engine(executor, ids, identity, routes, make_policy(), drafting)
 
         def close() -> None:
             rebalancer.close()
@@ -161,6 +172,7 @@ class StartedRanks:
         identity: bytes,
         routes: RouteListeners,
         policy: BatchPolicy,
+        drafting: Drafting | None,
     ) -> Engine:
         """Makes the engine of one attention rank: scheduler, pages and prefixes."""
         config, checkpoint = self._model.config, self._model.checkpoint
@@ -180,6 +192,7 @@ class StartedRanks:
             ids=ids,
             policy=policy,
             routes=routes,
+            drafting=drafting,
         )
 
 

@@ -1,7 +1,7 @@
 """The table of configuration keys, derived from the dataclasses in `sections.py`, and their ranges.
 
 A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
-`cluster`, `trace`, `server`, `log`), so `scheduler.max_num_seqs` is
+`predictor`, `speculation`, `cluster`, `trace`, `server`, `log`), so `scheduler.max_num_seqs` is
 `Config.engine.scheduler.max_num_seqs`. A new field in `sections.py` is a new key automatically;
 only its range is written here.
 """
@@ -44,6 +44,10 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "pipeline.micro_batches": (1, 4),
     "predictor.min_recall": (0.0, 1.0),
     "predictor.refresh_tokens": (1, 2**20),
+    "speculation.max_tokens": (1, 16),
+    "speculation.prompt_lookup_min": (1, 64),
+    "speculation.prompt_lookup_max": (1, 64),
+    "speculation.suffix_max_tokens": (1024, 2**28),
     "cluster.attention_ranks": (0, 4096),
     "cluster.expert_ranks": (0, 4096),
     "cluster.attention_tp": (1, 64),

@@ -21,6 +21,7 @@ RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
 PredictorMode = Literal["off", "observe", "act"]
+SpeculationMethod = Literal["off", "auto", "ngram", "suffix"]
 TransportName = Literal["auto", "host", "nccl"]
 RebalanceName = Literal["off", "manual", "auto"]
 ToolParserName = Literal[
@@ -157,6 +158,22 @@ class PredictorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Drafted tokens, of which a step verifies several. They never change an answer."""
+
+    method: SpeculationMethod = "off"  # the drafters; auto: all that cost nothing
+    max_tokens: int = 16  # most drafted tokens of a request in one step
+    is_adaptive: bool = True  # only drafts that measured times show to pay; else all
+    prompt_lookup_min: int = 2  # least tokens that must agree in a request's own text
+    prompt_lookup_max: int = 5  # most tokens that are compared there
+    suffix_max_tokens: int = 1_000_000  # tokens of past answers that are kept, in all
+
+    @property
+    def is_on(self) -> bool:
+        return self.method != "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that the engine (offline or behind HTTP) needs."""
 
@@ -165,6 +182,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 

@@ -7,16 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from experts.expert_stage import ExpertStage
+from experts.memory.expert_memory import ExpertMemory
 from moe_kernels.choice import default_num_threads
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.sizing import check_page_size
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.drafting.build import drafting_maker, finds_forced
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
-from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_executor import LocalExecutor, StepRunner
 from moe_serve.engine.execute.step_timeline import StepTimeline, StepWatch
 from moe_serve.engine.memory.allocator import keep_freed_memory
 from moe_serve.engine.opened_model import OpenedModel, device_of, model_folder
@@ -70,15 +72,14 @@ def build_engine(
     eos, grammars = model.eos_token_ids, model.grammars()
     tap, routes, log = RouteTap(spec.router.num_experts), RouteListeners(), StageLog()
     make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
+    make_drafting = drafting_maker(config.speculation, spec.vocab_size, eos, max_model_len)
     next_layer = open_next_layer(config, model.folder, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part, transport = model.load_attention(config), _local_transport(loader, experts, config)
     pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
-    cuts = config.pipeline.num_in_one_process
+    cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
-    watch, masks = StepWatch(log), AnswerMasks(spec.vocab_size, eos, grammars)
-    sampler = make_sampler(eos, loader.kernels)
-    executor = LocalExecutor(runner, sampler, tap, experts.memory, masks, watch)
+    executor = _executor(config, model, runner, grammars, tap, experts.memory, watch)
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
     engine = Engine(
         executor,
@@ -93,6 +94,7 @@ def build_engine(
         sampled_pages=SampledPages(config.cache.metrics_sample),
         policy=make_policy(),
         routes=routes,
+        drafting=make_drafting(),
     )
     layout = EngineFacts.of(
         model,
@@ -113,6 +115,21 @@ def build_engine(
         grammars=grammars,
         activity=LocalActivity(executor, log),
     )
+
+
+def _executor(
+    config: EngineConfig,
+    model: OpenedModel,
+    runner: StepRunner,
+    grammars: Grammars,
+    tap: RouteTap,
+    memory: ExpertMemory | None,
+    watch: StepWatch,
+) -> LocalExecutor:
+    eos, kernels = model.eos_token_ids, model.loader.kernels
+    masks = AnswerMasks(model.spec.vocab_size, eos, grammars)
+    sampler, is_forcing = make_sampler(eos, kernels), finds_forced(config)
+    return LocalExecutor(runner, sampler, tap, memory, masks, watch, is_forcing)
 
 
 def _opened(

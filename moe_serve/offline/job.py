@@ -156,3 +156,29 @@ def _logprobs(
     }
     text = tokenizer.token_text(entry.token_id)
     return described | {entry.token_id: Logprob(entry.logprob, entry.rank, text)}
+
+
+def check_prompt(ids: tuple[int, ...], params: SamplingParams, vocab_size: int, limit: int) -> None:
+    """Raise InvalidRequestError or ContextLengthError for a prompt that the model cannot
+    read."""
+    if not ids:
+        raise InvalidRequestError("The prompt is empty.", param="prompts")
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise InvalidRequestError(
+                f"A token id must be an integer, got {token!r}.", param="prompts"
+            )
+    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"Token id {wrong} is outside the vocabulary [0, {vocab_size - 1}].",
+            param="prompts",
+        )
+    wanted = len(ids) + (params.max_tokens or 1)
+    if wanted > limit:
+        raise ContextLengthError(
+            f"The prompt has {len(ids)} tokens and max_tokens is {params.max_tokens or 1}: "
+            f"{wanted} together, but the context is {limit} tokens.",
+            param="prompts",
+        )
+    params.check_vocabulary(vocab_size)

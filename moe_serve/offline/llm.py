@@ -35,6 +35,8 @@ from moe_serve.config.sections import (
     PipelineConfig,
     PredictorConfig,
     SchedulerConfig,
+    SpeculationConfig,
+    SpeculationMethod,
 )
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.opened_model import model_folder
@@ -43,7 +45,6 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.errors import (
-    ContextLengthError,
     EngineDeadError,
     GenerationError,
     InvalidRequestError,
@@ -53,6 +54,7 @@ from moe_serve.offline.job import (
     Job,
     Prompt,
     as_prompts,
+    check_prompt,
     check_text_length,
     make_output,
     resolve_rules,
@@ -70,6 +72,8 @@ from moe_serve.text.tokenizer import Tokenizer
 
 class LLM:
     """A loaded model. `close()` (or `with`) frees its memory."""
+
+    _ids = itertools.count()  # of requests
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class LLM:
         predictor: str | None = None,
         num_threads: int | None = None,
         cuda_graphs: CudaGraphsName = "auto",
+        speculation: SpeculationMethod = "off",
     ) -> None:
         config = EngineConfig(
             model=ModelConfig(
@@ -115,6 +120,7 @@ class LLM:
             ),
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor),
+            speculation=SpeculationConfig(method=speculation),
             cluster=ClusterConfig(
                 attention_ranks=attention_ranks,
                 expert_ranks=expert_ranks,
@@ -123,14 +129,12 @@ class LLM:
             ),
         )
         checked = check_engine_config(config, "LLM")
-        # First, so that missing files are reported before weights are read and ranks start.
-        self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))
+        self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
         self._open_engine: DrivenEngine | None = built.engine
         self.layout = built.layout
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
         self._gate = GrammarGate(built.grammars)
-        self._ids = itertools.count()
 
     def __enter__(self) -> LLM:
         return self
@@ -255,7 +259,7 @@ class LLM:
     def _job(self, prompt: Prompt, params: SamplingParams, cache_salt: str, continues: bool) -> Job:
         is_text = isinstance(prompt, str)
         ids = tuple(self._encoded(prompt) if isinstance(prompt, str) else prompt)
-        self._check(ids, params)
+        check_prompt(ids, params, self.layout.vocab_size, self.layout.max_model_len)
         vocab_size, gate = self.layout.vocab_size, self._gate
         rules = resolve_rules(params, ids, self.tokenizer, vocab_size, gate, self._reasoning)
         others = replace(rules, prompt_logprobs=None)  # equal for every choice
@@ -283,30 +287,6 @@ class LLM:
         """The format of the reasoning that the chat template shows."""
         source = "" if self._template is None else self._template.source
         return REASONING_FORMATS.get(reasoning_format_of(source) or "none")
-
-    def _check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
-        vocab_size, limit = self.layout.vocab_size, self.layout.max_model_len
-        if not ids:
-            raise InvalidRequestError("The prompt is empty.", param="prompts")
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise InvalidRequestError(
-                    f"A token id must be an integer, got {token!r}.", param="prompts"
-                )
-        wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"Token id {wrong} is outside the vocabulary [0, {vocab_size - 1}].",
-                param="prompts",
-            )
-        wanted = len(ids) + (params.max_tokens or 1)
-        if wanted > limit:
-            raise ContextLengthError(
-                f"The prompt has {len(ids)} tokens and max_tokens is {params.max_tokens or 1}: "
-                f"{wanted} together, but the context is {limit} tokens.",
-                param="prompts",
-            )
-        params.check_vocabulary(vocab_size)
 
     def _run(self, jobs: list[Job], use_progress_bar: bool) -> None:
         """Step until every answer is complete. Ctrl-C leaves through `generate`, which aborts the

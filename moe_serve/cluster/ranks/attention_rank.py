@@ -33,6 +33,7 @@ from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work, tokens_of
 from moe_serve.cluster.ranks.rank_loading import loaded_message, open_rank
 from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.drafting.build import finds_forced
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_outcome import StepOutcome
@@ -141,7 +142,13 @@ class AttentionRank:
         part, tap = self._part, RouteTap(self._spec.router.num_experts)
         beside = (self._log, tap, self._next_layer)
         pipeline = Pipeline(part.stage, transport, part.cache, loader.device, *beside)
-        self._executor = LocalExecutor(pipeline, self._sampler, tap, masks=self._masks)
+        self._executor = LocalExecutor(
+            pipeline,
+            self._sampler,
+            tap,
+            masks=self._masks,
+            finds_forced=finds_forced(self._configure.config),
+        )
 
     def leave(self) -> None:
         """Closes the epoch's connections; ranks that wait for this one wake."""

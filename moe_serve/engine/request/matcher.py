@@ -46,10 +46,27 @@ class SequenceMatcher:
         finally:
             self.cpu_s += time.thread_time() - clock
 
-    def _fill(self, answer: list[int], bits_W: NDArray[np.uint32]) -> str | None:
+    def forced(self, answer: list[int], most: int) -> tuple[int, ...]:
+        """Return tokens that spell what the grammar forces after the answer, at most `most`. The
+        model may spell it otherwise. Empty if nothing is forced, or following costs too much."""
+        if self.cpu_s > MAX_FOLLOW_S:
+            return ()
+        clock = time.thread_time()
+        try:
+            self._read(answer)
+            if self._matcher.is_error() or self._matcher.is_stopped():
+                return ()
+            return tuple(self._matcher.compute_ff_tokens()[:most])
+        finally:
+            self.cpu_s += time.thread_time() - clock
+
+    def _read(self, answer: list[int]) -> None:
         self.go_back(len(answer))
         self._matcher.consume_tokens(answer[self._num_read :])
         self._num_read = len(answer)
+
+    def _fill(self, answer: list[int], bits_W: NDArray[np.uint32]) -> str | None:
+        self._read(answer)
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(bits_W.ctypes.data, bits_W.nbytes)
         if not self._matcher.is_error():

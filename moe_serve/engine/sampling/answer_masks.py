@@ -9,7 +9,7 @@ C rows with a mask, W words of 32 tokens each (on a little-endian machine).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_kernels.interface.token_sampler import TokenMasks, num_words
+from moe_serve.engine.request.draft_counts import MAX_DRAFT
 from moe_serve.engine.request.matcher import SequenceMatcher
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.thought_counter import ThoughtCounter
 from moe_serve.engine.sampling.grammar.grammars import Grammars
+from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.engine.sampling.sampling_point import SamplingPoint
 from moe_serve.errors import InvalidGrammarError
 
@@ -76,6 +78,22 @@ class AnswerMasks:
             if points[row].rules.constraint is not None:
                 costs[row] = MaskCost(time.thread_time() - cpu, time.perf_counter() - clock)
         return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures, costs)
+
+    def forced(
+        self, runs: Mapping[int, Rows[Sampled]], sequences: Mapping[int, Sequence]
+    ) -> dict[int, tuple[int, ...]]:
+        """Return what grammars force behind the tokens just sampled, by sequence id. These tokens
+        are drafts: the model may spell the same text otherwise."""
+        found: dict[int, tuple[int, ...]] = {}
+        for key, run in runs.items():
+            sequence = sequences[key]
+            if sequence.matcher is None or not run[-1].is_valid or run[-1].token_id in self._eos:
+                continue
+            answer = sequence.token_ids[sequence.num_prompt_tokens :]
+            tokens = sequence.matcher.forced([*answer, *(s.token_id for s in run)], MAX_DRAFT)
+            if tokens:
+                found[key] = tokens
+        return found
 
     def _fill(self, point: SamplingPoint, bits_W: NDArray[np.uint32]) -> str | None:
         """Fill the mask of one row. Returns the reason if no token is allowed."""

@@ -1,0 +1,50 @@
+"""Builds what the configured method of speculation needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moe_serve.config.sections import EngineConfig, SpeculationConfig
+from moe_serve.engine.drafting.draft import Drafter
+from moe_serve.engine.drafting.drafting import Drafting
+from moe_serve.engine.drafting.own_text import OwnText
+from moe_serve.engine.drafting.past_answers import PastAnswers
+from moe_serve.engine.drafting.prediction import Predictions
+from moe_serve.engine.request.sequence import StopRule
+from moe_serve.errors import ConfigError
+
+MakeDrafting = Callable[[], Drafting | None]
+
+
+def drafting_maker(
+    config: SpeculationConfig, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int
+) -> MakeDrafting:
+    """Return a function that builds an engine's drafting, or None if speculation is off. Several
+    engines share the past answers. Raises ConfigError for lengths that contradict each other."""
+    if not config.is_on:
+        return lambda: None
+    shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
+    if shortest > longest:
+        raise ConfigError(
+            f"speculation.prompt_lookup_min is {shortest} and must be at most "
+            f"speculation.prompt_lookup_max, which is {longest}."
+        )
+    past = None if config.method == "ngram" else PastAnswers(config.suffix_max_tokens)
+
+    def make() -> Drafting:
+        drafters: list[Drafter] = [Predictions(), OwnText(shortest, longest, max_model_len)]
+        return Drafting(
+            drafters if past is None else [*drafters, past],
+            StopRule(eos_token_ids, max_model_len),
+            vocab_size=vocab_size,
+            max_tokens=config.max_tokens,
+            is_adaptive=config.is_adaptive,
+            past_answers=past,
+        )
+
+    return make
+
+
+def finds_forced(config: EngineConfig) -> bool:
+    """Return whether executors draft what grammars force."""
+    return config.speculation.method == "auto"
