@@ -22,7 +22,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # with it, decorated kernels would not
 
 import triton
 
-from kernel_compilation import cache, table
+from kernel_compilation import pool, table
 from kernel_compilation.cover import broken_rules, covering
 from kernel_compilation.facts import CompiledFacts
 from kernel_compilation.pool import Job, run_jobs
@@ -34,7 +34,7 @@ FACT_COLUMNS = ("regs", "stack", "shared", "mma", "wgmma", "tcgen05", "TMA", "sp
 def main() -> int:
     arguments = parse_arguments()
     if arguments.no_cache:
-        shutil.rmtree(cache.facts_folder(), ignore_errors=True)
+        shutil.rmtree(pool.facts_folder(), ignore_errors=True)
     cases = {case.name: case for case in find_cases() if arguments.only in case.name}
     jobs = [
         Job(name, target)

@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from expert_memory.texts import draw, token_streams
+from expert_memory.rounds import draw, token_streams
 from experts.placement.plan_file import write_placement
 from experts.placement.problem.placement import Placement
 from harness.environment import describe_environment
-from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.rebalance.load_window import LoadWindow
 from moe_serve.cluster.rebalance.planner import PlanAnswer, PlanJob, plan_in_process
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,
@@ -45,7 +45,7 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.routes.placement_control import PlacementControl
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
 _LOOK_S = 0.5  # between two looks at the balance

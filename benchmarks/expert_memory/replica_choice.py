@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from expert_memory.rounds import interval
-from expert_memory.texts import draw, token_streams
+from expert_memory.rounds import draw, token_streams
 from experts.placement.replicas.replica_choice import LayerChoice, ReplicaPolicy
 from harness.environment import describe_environment
+from harness.interval import Interval
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.offline.llm import LLM
 from moe_serve.pipeline.transport import LocalTransport
@@ -127,8 +127,8 @@ def _measured(
         "extra_copies_a_rank": extra,
         "rows": rows,
         "policy": policy,
-        "activated_of_busiest": str(interval(activated)),
-        "choices_of_busiest": str(interval(tokens)),
+        "activated_of_busiest": str(Interval.of(activated)),
+        "choices_of_busiest": str(Interval.of(tokens)),
         "median_us": round(float(np.median(seconds)) * 1e6, 1),
     }
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.environment import describe_environment
-from moe_serve.cluster.build import build_any_engine
+from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,

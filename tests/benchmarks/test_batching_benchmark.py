@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batching import batching, cost, queue
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 
 PREDICTOR = str(demo_model_folder() / "predictor")
 TEXTS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from moe_serve.cache.kv_cache import num_pages
 from moe_serve.cache.prefix_cache import PagePool
-from moe_serve.cache.sizing import num_pages
 from moe_serve.config.sections import CacheConfig
 from moe_serve.errors import ConfigError
 

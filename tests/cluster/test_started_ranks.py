@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moe_serve.cluster import build, started_ranks
-from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster import started_ranks
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.errors import CheckpointError, ClusterError, ConfigError
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 from tests.support.cluster.layouts import config, requests, serve
@@ -48,7 +48,8 @@ def raising(error: Exception) -> Any:
 
 
 def test_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "check_next_layer", raising(ConfigError("the test refuses it")))
+    refuse = raising(ConfigError("the test refuses it"))
+    monkeypatch.setattr(started_ranks, "check_next_layer", refuse)
     with pytest.raises(ConfigError, match="the test refuses it"):
         build_cluster(OF)
 

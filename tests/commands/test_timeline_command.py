@@ -12,7 +12,7 @@ import pytest
 from moe_serve.cli.main import main
 from moe_serve.pipeline.timeline.timeline import Role, Track
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
-from pictures.simulated_timeline import SimulatedPipeline
+from pictures.timeline_figure import SimulatedPipeline
 
 Capture = pytest.CaptureFixture[str]
 

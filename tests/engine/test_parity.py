@@ -13,7 +13,7 @@ import transformers
 from moe_kernels.choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.offline.llm import LLM

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from experts.expert_stage import ExpertStage
 from moe_kernels.choice import KernelsName, native_refusal
-from moe_kernels.cpu.native_library import NativeLibrary
+from moe_kernels.cpu.cpu_library import NativeLibrary
 from moe_serve.model.checkpoint.checkpoint import Checkpoint
 from moe_serve.model.load.loader import ModelLoader
 from tests.support.families.case import TINY, Case

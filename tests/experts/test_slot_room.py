@@ -7,7 +7,7 @@ from collections.abc import KeysView
 import pytest
 import torch
 
-from experts.layer_banks import LayerBanks
+from experts.expert_layer import LayerBanks
 from experts.memory.slot_table import ExpertKey
 from experts.slot_room import SlotRoom
 from moe_kernels.choice import choose_kernels

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.devices import Devices
+from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.placement import Placement
-from experts.placement.problem.token_choices import TokenChoices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

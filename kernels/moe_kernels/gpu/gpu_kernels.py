@@ -14,8 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_kernels.gpu.expert_bank import GroupedExpertBank, stacked_experts
-from moe_kernels.gpu.expert_slots import GroupedSlots
+from moe_kernels.gpu.expert_bank import GroupedExpertBank, GroupedSlots, stacked_experts
 from moe_kernels.gpu.grouped_gemm import api, linear
 from moe_kernels.gpu.grouped_gemm.api import Chip, chip_of
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
@@ -35,11 +34,11 @@ from moe_kernels.gpu.rows.api import Addends, add, rms_norm
 from moe_kernels.gpu.sampling.token_sampler import GpuTokenSampler
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
+    DecodeRoom,
     LatentShape,
     QKNormWeights,
     StepRows,
 )
-from moe_kernels.interface.fixed_attention import DecodeRoom
 from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertWeights,
@@ -47,7 +46,7 @@ from moe_kernels.interface.kernels import (
     LayerFrontParts,
     SplitMLP,
 )
-from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout
 from moe_kernels.interface.routing import RouterShape
 
 # What the interpreter, which computes on the CPU, is told to be. No tile size may be chosen by the

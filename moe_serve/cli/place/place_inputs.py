@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from experts.placement.problem.cluster_devices import ClusterDevices
-from experts.placement.problem.limits import Grouping, Pin
 from experts.placement.problem.model_facts import ModelFacts
+from experts.placement.problem.plan_limits import Grouping, Pin
 from experts.placement.sources import JudgedPlanRequest, ProblemRequest
 from moe_serve.cli.place.cluster_reader import read_cluster
 from moe_serve.cli.place.place_options import (

@@ -12,7 +12,7 @@ from rich.console import Console
 from moe_serve.cli.serve.model_files import ModelFiles
 from moe_serve.cli.serve.ready import loading_bar
 from moe_serve.cli.serve.service import BuildEngine
-from moe_serve.cluster.build import build_any_engine
+from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.logs import set_up_logs
 from moe_serve.config.sections import Config, ServerConfig
 from moe_serve.engine.async_engine import AsyncEngine

@@ -15,7 +15,7 @@ from moe_serve.cli.console import optional_output
 from moe_serve.cli.serve.model_files import ModelFiles
 from moe_serve.cli.serve.ready import curl_line, loading_bar, print_ready, server_url
 from moe_serve.cli.serve.service_start import ServiceStart
-from moe_serve.cluster.build import build_any_engine
+from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.logs import is_json_log, set_up_logs
 from moe_serve.config.sections import Config, EngineConfig
 from moe_serve.config.sources import DEFAULT_SOURCE, ConfigEntry
@@ -31,7 +31,7 @@ from moe_serve.http.operations import Operations
 from moe_serve.http.pages.page_files import PAGE_FILES
 from moe_serve.http.server import run_server
 from moe_serve.http.tracing.spans import make_span_export
-from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.load.weight_reader import LoadProgress
 
 BuildEngine = Callable[[EngineConfig, LoadProgress | None], BuiltEngine]
 

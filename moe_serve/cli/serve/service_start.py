@@ -15,7 +15,7 @@ from moe_serve.config.sections import Config
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.loading import LoadingServer
 from moe_serve.http.server import bind
-from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.planning.plan_memory import plan_memory
 
 _log = logging.getLogger(STARTUP_LOG)

@@ -18,14 +18,13 @@ from moe_serve.engine.request.stats import MicroBatchReason, PoolStats
 from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.micro_batch_choice import (
     MAX_MICRO_BATCHES,
     MicroBatchChoice,
     MicroBatchChooser,
 )
 from moe_serve.pipeline.costs.online_costs import OnlineCosts
-from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts, StepTiming
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts, StepTiming
 from moe_serve.pipeline.timeline.timeline import Role, Track, decode_records
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 from moe_serve.planning.calibration_file import read_calibration

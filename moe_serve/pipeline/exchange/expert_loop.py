@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experts.expert_stage import ExpertStage
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import ExpertStage, RoutedRows
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, FramePool
 from moe_serve.pipeline.exchange.next_layer import together
 from moe_serve.pipeline.exchange.row_split import RowSplit

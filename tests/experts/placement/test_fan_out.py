@@ -11,9 +11,9 @@ import pytest
 from experts.placement.errors import PlacementError
 from experts.placement.judge.fan_out import measure_fan_out
 from experts.placement.problem.devices import Device, Devices, even_devices
+from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.placement import Placement, contiguous
-from experts.placement.problem.token_choices import TokenChoices
-from experts.placement.solvers.fan_out.relabel import relabelled
+from experts.placement.solvers.fan_out.neighbours import relabelled
 
 
 def choices_of(rows: list[list[list[int]]], num_experts: int) -> TokenChoices:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from placement import placement
-from placement.judge import average, scenario, without
-from placement.synthetic import distances, workloads
-from placement.trace import read_halves
+from placement.inputs import distances, read_halves, workloads
+from placement.part import average, scenario, without
 
 
 def test_a_part_prints_its_rows_and_whether_bars_are_met(

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.gpu.paged_attention.heuristics import AttentionConfig
-from moe_kernels.interface.attention_shape import AttentionShape, StepRows
-from moe_kernels.interface.fixed_attention import DecodeRoom
+from moe_kernels.interface.attention_shape import AttentionShape, DecodeRoom, StepRows
 
 TILE_FIELDS = 6  # sequence, first token, tokens, first position; of items: first item, items
 ITEM_FIELDS = 2  # tile, split

@@ -19,8 +19,7 @@ from moe_kernels.gpu.paged_attention.plan import (
     plan_sizes,
 )
 from moe_kernels.graphs.graph_sizes import GraphSize
-from moe_kernels.interface.attention_shape import AttentionShape, StepRows
-from moe_kernels.interface.fixed_attention import DecodeRoom
+from moe_kernels.interface.attention_shape import AttentionShape, DecodeRoom, StepRows
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=4, head_dim=128)  # 8 tokens x 8 heads a tile

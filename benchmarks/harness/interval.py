@@ -1,4 +1,4 @@
-"""Means with intervals over draws."""
+"""Means over draws or rounds, with intervals."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class Interval:
         """Every draw is independent of the others."""
         found = interval(np.array(values, dtype=np.float64), np.arange(len(values)))
         return Interval(found.mean, found.low, found.high)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
     def percent_below_one(self) -> str:
         """Format a ratio as the share it saves: "12.1% [11.0, 13.2]"."""

@@ -19,7 +19,7 @@ from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress, Solution, Solver
 from experts.placement.solvers.ilp.layer_state import LayerState, Proof
 from experts.placement.solvers.ilp.layer_task import layer_tasks
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.search.search_solver import Search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Both ends of a new connection prove that they know the cluster secret before anything else.
+"""The bytes of a control connection: both ends prove that they know the cluster secret, and then
+send messages in frames.
 
     accepting  -> MAGIC, nonce a (32 random bytes)
     connecting -> MAGIC, nonce c, HMAC(secret, "connecting", a, c)
@@ -8,7 +9,10 @@ The sizes are fixed, so an unknown peer can make this process hold 68 bytes and 
 are part of both proofs, so a recorded exchange is worthless against a fresh nonce. The role is part
 of them too, so sending our own proof back (reflection) fails. The connecting side proves itself
 first: an unknown peer gets no proof to attack. The proofs authenticate; they do not encrypt what
-follows.
+follows: frames of 8 bytes of header and the msgpack of one message.
+
+    0      3         4             8
+    | MSC  | version | length u32  | payload, `length` bytes ...
 """
 
 from __future__ import annotations
@@ -16,10 +20,59 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import struct
 import time
+from collections.abc import Iterator
 
-from moe_serve.cluster.control.frame import MAGIC, NAME, PROTOCOL_VERSION
 from moe_serve.cluster.control.secret import ClusterSecret
+
+PROTOCOL_VERSION = 1
+NAME = b"MSC"
+MAGIC = NAME + bytes([PROTOCOL_VERSION])
+MAX_FRAME_BYTES = 64 * 2**20
+_HEADER = struct.Struct(">4sI")
+
+
+class BrokenStreamError(Exception):
+    """The stream does not hold frames. It must end: the start of the next frame is unknown."""
+
+
+def frame(payload: bytes) -> bytes:
+    assert len(payload) <= MAX_FRAME_BYTES, f"a control message of {len(payload)} bytes"
+    return _HEADER.pack(MAGIC, len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts a byte stream into payloads; holds at most one incomplete frame.
+
+    A length above `max_frame_bytes` is refused when its header is seen, before its bytes are read.
+    """
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def payloads(self) -> Iterator[bytes]:
+        """Yields every complete payload; raises BrokenStreamError at the first wrong header."""
+        while len(self._buffer) >= _HEADER.size:
+            magic, length = _HEADER.unpack_from(self._buffer)
+            if magic != MAGIC:
+                raise BrokenStreamError(f"a frame that starts with {bytes(magic)!r}")
+            if length > self._max_frame_bytes:
+                raise BrokenStreamError(
+                    f"a frame of {length} bytes, the limit is {self._max_frame_bytes}"
+                )
+            end = _HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            with memoryview(self._buffer) as view:  # one copy, not two
+                payload = bytes(view[_HEADER.size : end])
+            del self._buffer[:end]
+            yield payload
+
 
 NONCE_BYTES = 32
 _PROOF_BYTES = 32

@@ -17,7 +17,7 @@ from experts.placement.solution import Progress, Solution, judged
 Ints = NDArray[np.int64]
 
 
-class Linear:
+class Consecutive:
     """Assigns consecutive runs of experts to the devices; remaining slots get the first experts
     again."""
 

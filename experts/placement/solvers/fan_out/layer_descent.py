@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.solvers.fan_out.layer_search import LayerSearch
-from experts.placement.solvers.fan_out.neighbours import Neighbours
-from experts.placement.solvers.fan_out.relabel import best_labels
+from experts.placement.solvers.fan_out.neighbours import Neighbours, best_labels
 
 _MAX_PROOFS = 3  # rounds of exact programs
 

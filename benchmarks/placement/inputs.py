@@ -1,20 +1,27 @@
-"""Loads made up after what was measured on DeepSeek-V3, with a written seed.
+"""The loads of the benchmark: made up after what was measured on DeepSeek-V3, with a written seed,
+and from a recorded routing of gpt-oss-20b, split in two halves by prompt.
 
-S scenarios, L layers, E experts, F domains.
+S scenarios, L layers, E experts, F domains, N tokens, K choices.
 
 Zipf: expert of rank r has weight r^-0.8, in random order, and a million choices are drawn; it
 overstates skew. Workloads: each layer has a common popularity (log-normal) and each of four domains
 (say code, chat, mathematics, other languages) its own on top; a workload mixes domains unevenly and
 is prefill or decode, which shift some experts as well. So the hottest expert has 5 to 10 times the
 mean, workloads are 0.03 to 0.2 apart in total variation, and those of a kind are near each other.
+
+The recording is an npz with `experts` [N, L, K], `sample` [N] and `sample_name`, of which the last
+field between bars says whether the answer repeats itself; those are left out.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.loads import ExpertLoads, TokenChoices
 
 Floats = NDArray[np.float64]
 SEED = 20240601
@@ -67,4 +74,53 @@ def _loads(counts_SLE: Floats) -> ExpertLoads:
     names = tuple(f"{('decode', 'prefill')[s % 2]} {s // 2}" for s in range(len(counts_SLE)))
     return ExpertLoads(
         counts_SLE=counts_SLE, layers=tuple(range(counts_SLE.shape[1])), scenarios=names
+    )
+
+
+_NUM_EXPERTS, _NUM_GROUPS = 32, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halves:
+    """All tokens, and those of prompts with even and odd numbers; of the first half also the loads
+    of its prompts in four groups, as scenarios."""
+
+    whole: TokenChoices
+    planned: TokenChoices
+    held_out: TokenChoices
+    planned_groups: ExpertLoads
+
+
+def read_halves(path: Path) -> Halves:
+    """Read both halves from the npz of the trace."""
+    with np.load(path, allow_pickle=False) as archive:
+        experts_NLK, sample_N = archive["experts"], archive["sample"]
+        repeats = np.array([name.split("|")[-1] == "True" for name in archive["sample_name"]])
+    kept_N = ~repeats[sample_N]
+    experts_NLK, sample_N = experts_NLK[kept_N], sample_N[kept_N]
+    # Prompts are numbered anew, so that both halves have as many.
+    prompt_N = np.unique(sample_N, return_inverse=True)[1]
+    half_N, group_N = prompt_N % 2, prompt_N // 2 % _NUM_GROUPS
+    groups = [
+        _choices(experts_NLK[(half_N == 0) & (group_N == group)]).loads(f"group {group}")
+        for group in range(_NUM_GROUPS)
+        if ((half_N == 0) & (group_N == group)).any()
+    ]
+    return Halves(
+        whole=_choices(experts_NLK),
+        planned=_choices(experts_NLK[half_N == 0]),
+        held_out=_choices(experts_NLK[half_N == 1]),
+        planned_groups=ExpertLoads(
+            counts_SLE=np.concatenate([group.counts_SLE for group in groups]),
+            layers=groups[0].layers,
+            scenarios=tuple(group.scenarios[0] for group in groups),
+        ),
+    )
+
+
+def _choices(experts_NLK: NDArray[np.integer]) -> TokenChoices:
+    return TokenChoices(
+        expert_ids_NLK=experts_NLK,
+        num_experts=_NUM_EXPERTS,
+        layers=tuple(range(experts_NLK.shape[1])),
     )

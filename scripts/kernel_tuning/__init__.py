@@ -1,1 +1,0 @@
-"""The search of `scripts/tune_kernels.py`: which tiles to try, and what each takes."""
