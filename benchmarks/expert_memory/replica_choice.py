@@ -10,7 +10,6 @@ rank that has least of the load without it. Micro-batches are drawn from the row
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from expert_memory.rounds import draw, token_streams
 from experts.placement.replicas.replica_choice import LayerChoice, ReplicaPolicy
-from harness.environment import describe_environment
+from harness.environment import write_report
 from harness.interval import Interval
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
@@ -53,10 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for policy in POLICIES:
                 found.append(_measured(choices, placement, rows, policy, options, extra))
                 print(found[-1], flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"environment": describe_environment(), "ranks": options.ranks, "found": found}
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(options.json, {"ranks": options.ranks, "found": found})
     return 0
 
 

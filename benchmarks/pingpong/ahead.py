@@ -9,7 +9,6 @@ per step are medians of the runs, and so are the ratios of neighbouring runs. To
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.environment import describe_environment
+from harness.environment import write_report
 from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.sections import (
     CacheConfig,
@@ -62,10 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for num_sequences in options.sequences:
                 rows.append(_measured(engines, options, num_micro_batches, num_sequences))
                 print(rows[-1], flush=True)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"environment": describe_environment(), "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(options.json, {"rows": [asdict(row) for row in rows]})
     return 0
 
 

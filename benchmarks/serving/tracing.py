@@ -13,7 +13,6 @@ Prompts are random token ids, answers are not cut short.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from harness.environment import describe_environment
+from harness.environment import write_report
 from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.sections import (
     CacheConfig,
@@ -119,11 +118,8 @@ def main(words: Sequence[str] | None = None) -> int:
             f"cost {figure.cost}   of CPU time {figure.cpu_cost}   "
             f"own {figure.own_share:.2%}"
         )
-    if arguments.json:
-        named = {name: asdict(figure) for name, figure in figures.items()}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"environment": describe_environment(), "figures": named, "rounds": rounds}
-        arguments.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    named = {name: asdict(figure) for name, figure in figures.items()}
+    write_report(arguments.json, {"figures": named, "rounds": rounds})
     return 0
 
 

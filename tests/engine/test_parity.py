@@ -19,7 +19,7 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.offline.llm import LLM
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
-from tests.support.families.most_likely import most_likely
+from tests.support.families.parity import most_likely
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 VARIANTS = ["qwen3_moe", "qwen3_moe-biased", "mixtral", "mixtral-window", "olmoe", "olmoe-clipped"]

@@ -35,7 +35,7 @@ _MAX_OPEN = 8  # steps whose expert ranks have not all reported
 
 
 @dataclass(slots=True)
-class _OpenStep:
+class _OpenPoolStep:
     """A step until all ranks have reported on it."""
 
     loads: Sequence[BatchLoad]
@@ -72,8 +72,8 @@ class PoolWatch:
     ) -> None:
         self._chooser, self._fixed, self._writer = chooser, fixed, writer
         self._recent = RecentPools()
-        self._open: dict[int, _OpenStep] = {}
-        self._next: _OpenStep | None = None
+        self._open: dict[int, _OpenPoolStep] = {}
+        self._next: _OpenPoolStep | None = None
         self._memories: dict[str, MemoryStats] = {}  # expert rank -> its memory
         self._past = MemoryStats()  # counts of lost ranks
 
@@ -88,7 +88,7 @@ class PoolWatch:
             most = max(load.num_sequences for load in loads)
             choice = MicroBatchChoice(min(self._fixed, most), (), "predicted best")
         self._recent.count_step(choice.num_micro_batches, reason)
-        self._next = _OpenStep(loads, choice, num_expert_ranks)
+        self._next = _OpenPoolStep(loads, choice, num_expert_ranks)
         return choice.num_micro_batches
 
     def began(self, step: int) -> None:
@@ -174,7 +174,7 @@ class PoolWatch:
         counted = self._memories.pop(name)
         self._past += replace(counted, budget_bytes=0, resident_bytes=0)
 
-    def _close(self, step: int, opened: _OpenStep) -> None:
+    def _close(self, step: int, opened: _OpenPoolStep) -> None:
         if not opened.seconds or len(opened.experts) < opened.num_expert_ranks:
             return
         del self._open[step]

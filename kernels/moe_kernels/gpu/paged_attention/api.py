@@ -18,7 +18,7 @@ from moe_kernels.gpu.paged_attention.heuristics import (
     attention_config,
 )
 from moe_kernels.gpu.paged_attention.kernel import attend_items, attend_tiles, join_items
-from moe_kernels.gpu.paged_attention.plan import (
+from moe_kernels.gpu.paged_attention.launch_plan import (
     PagedPlan,
     PlanSizes,
     Slab,

@@ -17,8 +17,8 @@ from moe_kernels.interface.quantised_matrix import (
     PackedLayout,
 )
 from moe_kernels.reference.torch_kernels import TorchKernels
+from tests.support.kernels.kernel_sets import ids_of
 from tests.support.kernels.quantised_matrices import KINDS, Kind, rounded_once
-from tests.support.kernels.routed_ids import ids_of
 
 GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2e-2}

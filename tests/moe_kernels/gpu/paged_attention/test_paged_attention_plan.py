@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_kernels.gpu.paged_attention import plan as plan_module
+from moe_kernels.gpu.paged_attention import launch_plan as plan_module
 from moe_kernels.gpu.paged_attention.api import config_of
 from moe_kernels.gpu.paged_attention.compile_cases import CASES
-from moe_kernels.gpu.paged_attention.plan import (
+from moe_kernels.gpu.paged_attention.launch_plan import (
     Slab,
     decode_sizes,
     partial_rows,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.gpu.sampling.api import adjust, sample, score_tokens, uniform
-from moe_kernels.gpu.sampling.rows import Adjustments, SamplingRows
+from moe_kernels.gpu.sampling.sampling_rows import Adjustments, SamplingRows
 from moe_kernels.interface.token_sampler import (
     SampledStep,
     SamplingStep,

@@ -1,6 +1,6 @@
 """The process of one rank: connects to its coordinator, loads as told, and obeys until it ends.
 
-    python -m moe_serve.cluster.ranks.worker --coordinator HOST:PORT --role expert --rank 0 \\
+    python -m moe_serve.cluster.ranks.rank_worker --coordinator HOST:PORT --role expert --rank 0 \\
       --host ADDRESS
 """
 
@@ -181,7 +181,9 @@ class Worker:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns exit code 0 when told to stop, 1 when the coordinator was lost."""
-    parser = argparse.ArgumentParser(prog="moe_serve.cluster.ranks.worker", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="moe_serve.cluster.ranks.rank_worker", description=__doc__
+    )
     parser.add_argument("--coordinator", required=True, help="HOST:PORT")
     parser.add_argument("--role", required=True, choices=("attention", "expert"))
     parser.add_argument("--rank", required=True, type=int)
