@@ -28,7 +28,7 @@ from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.pipeline.transport import LocalTransport
 from moe_serve.planning.calibration_file import (
     SCHEMA,
-    CalibratedModel,
+    ModelFacts,
     Calibration,
     FitReport,
     MachineFacts,
@@ -55,8 +55,8 @@ from moe_serve.planning.measure import (
     time_experts,
 )
 from moe_serve.planning.measured_model import LayerKind, MeasuredModel, load_measured_model
+from moe_serve.planning.model_facts import weight_bytes
 from moe_serve.planning.natural_steps import DecodeSample, decode_steps, natural_rows
-from moe_serve.planning.weight_bytes import weight_bytes
 
 Progress = Callable[[str, float], None]  # (name of the measurement, share done)
 
@@ -289,10 +289,10 @@ def _report(name: str, found: Fit) -> FitReport:
     )
 
 
-def _model_facts(model: MeasuredModel) -> CalibratedModel:
+def _model_facts(model: MeasuredModel) -> ModelFacts:
     spec, itemsize = model.spec, model.dtype.itemsize
     weights = weight_bytes(model.folder, spec, itemsize)
-    return CalibratedModel(
+    return ModelFacts(
         name=model.folder.resolve().name,
         identity=model_identity(model.folder).hex(),
         family=spec.family,

@@ -16,7 +16,7 @@ _MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibratedModel:
+class ModelFacts:
     """The measured checkpoint. Bytes are those of the weights as loaded; `identity` is
     hexadecimal."""
 
@@ -61,7 +61,7 @@ class Calibration:
     host."""
 
     schema: int
-    model: CalibratedModel
+    model: ModelFacts
     machine: MachineFacts
     costs: StageCosts
     network: LinkCosts

@@ -18,7 +18,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts, step_time
 from moe_serve.pipeline.costs.step_seconds import simulate_layers
-from moe_serve.planning.calibration_file import CalibratedModel, Calibration
+from moe_serve.planning.calibration_file import ModelFacts, Calibration
 
 MAX_BATCH = 65536
 MAX_DEVICES = 1024
@@ -115,7 +115,7 @@ class _Candidate:
         seconds = simulate_layers(layers, self.ranks.num_attention, self.ranks.num_experts)
         return seconds + costs.fixed_seconds(loads)
 
-    def bytes_per_device(self, model: CalibratedModel, batch: int, context: int) -> tuple[int, int]:
+    def bytes_per_device(self, model: ModelFacts, batch: int, context: int) -> tuple[int, int]:
         """Returns the bytes of a device that holds requests, and of one that holds experts only."""
         kv = -(-batch // self.num_holders) * context * model.kv_token_bytes
         if self.kind == "disaggregated":

@@ -18,7 +18,7 @@ from moe_serve.engine.opened_model import ServedCheckpoint, device_of
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.frames.wire import make_wire_format
-from moe_serve.planning.weight_bytes import WeightBytes, weight_bytes
+from moe_serve.planning.model_facts import WeightBytes, weight_bytes
 
 SERVER = "server"
 

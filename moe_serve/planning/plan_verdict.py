@@ -15,7 +15,7 @@ from moe_serve.planning.layout_planner import PlannedLayout, PlanRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutVerdict:
+class Verdict:
     """`gain` is that of the best split over the best layout of whole models, in tokens per second,
     or in speed of a step if a rate was requested. None if one of the two cannot be used."""
 
@@ -24,7 +24,7 @@ class LayoutVerdict:
     sentence: str
 
 
-def verdict(layouts: Sequence[PlannedLayout], request: PlanRequest) -> LayoutVerdict:
+def verdict(layouts: Sequence[PlannedLayout], request: PlanRequest) -> Verdict:
     """Compares layouts as planned for `request`, best first."""
     layouts = [layout for layout in layouts if layout.is_served]
     usable = [layout for layout in layouts if not layout.reason]
@@ -32,7 +32,7 @@ def verdict(layouts: Sequence[PlannedLayout], request: PlanRequest) -> LayoutVer
     whole = next((x for x in usable if x.kind != "disaggregated"), None)
     if split is None and whole is None:
         why = "; ".join(f"{x.name}: {x.reason}" for x in _one_each(layouts))
-        return LayoutVerdict(
+        return Verdict(
             is_worth_it=False,
             gain=None,
             sentence=f"no layout of these devices can do this ({why})",
@@ -40,14 +40,14 @@ def verdict(layouts: Sequence[PlannedLayout], request: PlanRequest) -> LayoutVer
     if whole is None:
         assert split is not None, "one of the two is there"
         why = "; ".join(f"{x.name}: {x.reason}" for x in layouts if x.kind != "disaggregated")
-        return LayoutVerdict(
+        return Verdict(
             is_worth_it=True,
             gain=None,
             sentence=f"only disaggregation can do this: {_figures(split)} ({why})",
         )
     if split is None:
         why = next((x.reason for x in layouts if x.kind == "disaggregated"), "it needs 2 devices")
-        return LayoutVerdict(
+        return Verdict(
             is_worth_it=False,
             gain=None,
             sentence=f"disaggregation cannot do this here ({why}): {_figures(whole)}",
@@ -55,7 +55,7 @@ def verdict(layouts: Sequence[PlannedLayout], request: PlanRequest) -> LayoutVer
     return _compared(split, whole, has_rate=request.rate is not None)
 
 
-def _compared(split: PlannedLayout, whole: PlannedLayout, *, has_rate: bool) -> LayoutVerdict:
+def _compared(split: PlannedLayout, whole: PlannedLayout, *, has_rate: bool) -> Verdict:
     speed = whole.step_s / split.step_s
     gain = speed if has_rate else split.tokens_per_s / whole.tokens_per_s
     parts = (
@@ -65,13 +65,13 @@ def _compared(split: PlannedLayout, whole: PlannedLayout, *, has_rate: bool) -> 
     )
     percent = f"{100 * (gain - 1):+.0f}%"
     if gain > 1:
-        return LayoutVerdict(
+        return Verdict(
             is_worth_it=True,
             gain=gain,
             sentence=f"disaggregation wins: {_figures(split)} against {_figures(whole)} "
             f"({percent}: {parts})",
         )
-    return LayoutVerdict(
+    return Verdict(
         is_worth_it=False,
         gain=gain,
         sentence=f"disaggregation is not worth it here: {_figures(whole)}, "

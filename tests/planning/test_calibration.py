@@ -17,8 +17,8 @@ from moe_serve.planning.calibration import fit_attention
 from moe_serve.planning.calibration_file import read_calibration, write_calibration
 from moe_serve.planning.measure import AttentionSample, ExpertSample, fit_experts, random_choices
 from moe_serve.planning.measured_model import load_measured_model
+from moe_serve.planning.model_facts import weight_bytes
 from moe_serve.planning.natural_steps import natural_rows
-from moe_serve.planning.weight_bytes import weight_bytes
 from tests.support.cluster.calibrations import cpu_calibration
 
 

@@ -13,7 +13,7 @@ from moe_serve.pipeline.costs.cost_model import (
 )
 from moe_serve.planning.calibration_file import (
     SCHEMA,
-    CalibratedModel,
+    ModelFacts,
     Calibration,
     FitReport,
     MachineFacts,
@@ -69,7 +69,7 @@ def calibration_of(
     link = LinkCosts(attention=Line(0.0, 0.0), experts=Line(0.0, 0.0), transfer=transfer)
     return Calibration(
         schema=SCHEMA,
-        model=CalibratedModel(
+        model=ModelFacts(
             name="made-up",
             identity="00",
             family="qwen3_moe",
