@@ -3,7 +3,8 @@
     python scripts/make_random_model.py build/random-1b
     python scripts/make_random_model.py build/tiny --family mixtral --num-layers 2 --width 64
 
-The defaults make a Qwen3-MoE of 1.26 B parameters in bf16. Same flags and seed, same files.
+The defaults make a Qwen3-MoE of 1.26 B parameters in bf16. The same flags and seed give the same
+files.
 
 The tensors are created and written shard by shard; one shard is in memory at a time. D model width,
 F expert width, E experts, V vocabulary.
@@ -27,7 +28,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The defaults make a Qwen3-MoE of 1.26 B parameters."""
+    """The sizes of a model; the defaults make a Qwen3-MoE of 1.26 B parameters."""
 
     num_layers: int = 16
     width: int = 1024

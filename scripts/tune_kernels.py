@@ -1,16 +1,18 @@
-"""Searches the fastest tiles of the grouped products on this GPU, and keeps those that beat the
-heuristics.
+"""Searches the fastest tiles of the grouped products on this GPU, and keeps those that are faster
+than the heuristics' choice.
 
     python scripts/tune_kernels.py                        search and print
-    python scripts/tune_kernels.py --write                and into kernels/moe_kernels/gpu/tuned/
+    python scripts/tune_kernels.py --write                also write kernels/moe_kernels/gpu/tuned/
     python scripts/tune_kernels.py --layers olmoe --dry-run --capability 90
 
-`--dry-run` lists what would be tried, and needs no GPU. A table is for one device and one triton.
-With `--write` it is written after each product, and a later run goes on where this one ended
-(`--again` begins anew): products that the heuristics serve best have an empty entry.
+`--dry-run` lists the tiles to try, and needs no GPU. A table is for one device and one version of
+triton. With `--write` it is written after each product, and a later run continues after the last
+one (`--again` starts anew). A product whose fastest tiles are the heuristics' choice has an empty
+entry.
 
-What decides a row's bits (`block_c`, and `block_m`, which the batch may choose) stays as the
-heuristics have it; outputs of a tile, warps, stages, the order of tiles and TMA are searched.
+Settings that determine a row's bits (`block_c`, and `block_m`, which the batch may choose) stay as
+the heuristics have them. The search varies outputs of a tile, warps, stages, the order of tiles,
+and TMA.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The figures as tables, and activated experts against running requests as a picture."""
+"""Prints the results as tables, and plots the number of activated experts over the number of
+running requests.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from harness.interval import Interval
 
 @dataclass(frozen=True, slots=True)
 class SplitRow:
-    """A policy at one number of running requests, over all draws."""
+    """The results of a policy with one number of running requests, over all draws."""
 
     size: int
     policy: str
@@ -41,7 +43,7 @@ class SplitRow:
 
 @dataclass(frozen=True, slots=True)
 class QueueRow:
-    """A policy with a pool of waiting requests, over all runs."""
+    """The results of a policy with a pool of waiting requests, over all runs."""
 
     size: int
     pool: int
@@ -69,7 +71,7 @@ class QueueRow:
 
 @dataclass(slots=True)
 class BatchingReport:
-    """Everything that was measured."""
+    """All results of a run."""
 
     environment: dict[str, str]
     num_groups: int
@@ -178,7 +180,7 @@ _STYLES = {
 
 
 def plot_counts(report: BatchingReport, path: Path) -> None:
-    """Left: one set of requests, split. Right: with the largest queue that was counted."""
+    """Draws two plots: one set of requests, split; and the largest queue that was counted."""
     import matplotlib
 
     matplotlib.use("Agg")

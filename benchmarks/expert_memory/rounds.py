@@ -1,5 +1,5 @@
-"""Prompts of mixed domains (pieces of texts in turn, drawn with a seed), and engines that differ
-only in their expert memory and take turns at the same requests.
+"""Prompts of mixed domains (pieces of the texts in turn, drawn with a seed), and engines that
+differ only in their expert memory and take turns at the same requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUILT_IN = (
 
 
 def token_streams(paths: Sequence[Path], tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of each text: of the files (.xz too), or built in."""
+    """Returns the tokens of each text: of the given files (.xz too), or of built-in texts."""
     texts = [_text(path) for path in paths] or [text * 40 for text in BUILT_IN]
     return [tokenizer.encode(text) for text in texts]
 
@@ -41,7 +41,7 @@ def token_streams(paths: Sequence[Path], tokenizer: Tokenizer) -> list[list[int]
 def draw(
     streams: Sequence[Sequence[int]], count: int, num_tokens: int, seed: int
 ) -> list[tuple[int, ...]]:
-    """Draw `count` pieces from the streams in turn."""
+    """Draws `count` pieces from the streams in turn."""
     rng = np.random.default_rng(seed)
     pieces = []
     for index in range(count):
@@ -63,7 +63,7 @@ TOLD = ", told"  # suffix of the name of an engine that gets request predictions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One engine over all rounds."""
+    """The results of one engine over all rounds."""
 
     name: str
     tokens_per_s: Interval
@@ -74,7 +74,7 @@ class Outcome:
     megabytes_read_per_token: Interval
     prefetched: int
     prefetch_hits: int
-    read_over_untold: Interval | None = None  # bytes over the same policy's that is told nothing
+    read_over_untold: Interval | None = None  # bytes relative to the policy without predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def run_rounds(
     rounds: Sequence[Sequence[tuple[int, ...]]],
     num_tokens: int,
 ) -> list[Outcome]:
-    """The first round warms up. Raises if two engines answer differently."""
+    """Runs all rounds; the first one is a warm-up. Raises if two engines answer differently."""
     turns: dict[str, list[_Turn]] = {name: [] for name in engines}
     for number, prompts in enumerate(rounds):
         order = list(engines)[:: 1 if number % 2 else -1]

@@ -15,10 +15,10 @@ OWN, PEER = "moe-serve", "transformers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrant:
-    """One engine in one setting.
+    """One engine with one setting.
 
-    `weights`: of moe-serve's experts, "" for the model's dtype. `experts`: the implementation of
-    transformers. `is_captured`: CUDA graphs, or torch.compile, are wanted.
+    `weights` is the format of moe-serve's experts, "" for the model's dtype. `experts` is the
+    implementation of transformers. `is_captured` requests CUDA graphs, or torch.compile.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """`folder` holds a config.json and nothing else."""
+    """The work for one entrant; `folder` contains only a config.json."""
 
     entrant: Entrant
     folder: str
@@ -55,7 +55,8 @@ class Job:
 class Outcome:
     """The results of an entrant so far, written after each kind of work.
 
-    `failures`: by kind of work; `error`: the reason why there are no results, or no more.
+    `failures` has the reasons by kind of work. `error` is the reason why there are no results, or
+    no more.
     """
 
     facts: dict[str, str] = field(default_factory=dict)

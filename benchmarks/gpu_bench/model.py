@@ -1,5 +1,9 @@
-"""The models that are measured: a config.json in a folder, what follows from it, and random weights
-made on the device, tensor by tensor, without a checkpoint on disk.
+"""The measured models: a config.json in a folder, the sizes derived from it, and random weights,
+created on the device tensor by tensor: a model of any size without a checkpoint.
+
+A weight depends only on its name, its shape and the seed, so two engines that request the same
+names get the same model. Scales keep activations and logits near 1 at any depth. N outputs, K
+inputs.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ def model_names() -> list[str]:
 
 
 def write_model(folder: Path, name: str, *, is_tiny: bool) -> None:
-    """The config of `configs/models/`, with a tiny model's sizes if wanted (Qwen3-MoE only)."""
+    """Writes the config of `configs/models/`; with tiny sizes on request (only Qwen3-MoE)."""
     config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))
     if is_tiny:
         if config["model_type"] != "qwen3_moe":
@@ -68,7 +72,9 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def stored_weights(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this config has, experts in the family's first layout."""
+    """Returns every tensor of a checkpoint with this config, experts in the family's first
+    layout.
+    """
     config = HFConfig.read(folder)
     family = family_of(config)
     names = family.names_in(lambda _: True)
@@ -77,7 +83,9 @@ def stored_weights(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def model_size(folder: Path, dtype: str, expert_bits: float | None = None) -> ModelSize:
-    """Parameters by what a token touches. `expert_bits`: of an expert's weight, if packed."""
+    """Counts the parameters that a token touches; `expert_bits` is the size of a packed expert
+    weight.
+    """
     spec = read_spec(folder)
     counts = {"expert": 0, "dense": 0, "head": 0, "embedding": 0}
     for name, shape in stored_weights(folder).items():
@@ -121,7 +129,7 @@ _EXPONENT_BIAS = 127
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFormat:
-    """A storage format of the experts' matrices. `bits`: of a weight, as the kernels hold it."""
+    """A storage format of the experts' matrices; `bits` is the size of a weight in the kernels."""
 
     form: MatrixForm
     table: ByteTable
@@ -145,9 +153,10 @@ EXPERT_FORMATS: Mapping[str, ExpertFormat] = {
 
 
 class RandomWeights:
-    """A WeightSource for `build_engine`: floats drawn in `dtype` for any dtype of the reader.
+    """A WeightSource for `build_engine`: floats drawn in `dtype`, whatever dtype the reader
+    requests.
 
-    `expert_format`: of the routed experts; "" for floats too.
+    `expert_format` is the format of the routed experts; "" gives floats for them too.
     """
 
     def __init__(
@@ -170,12 +179,12 @@ class RandomWeights:
         return self._dtype
 
     def expect(self, name: str, shape: Shape) -> None:
-        """Return True: every tensor exists."""
+        """Returns True: every tensor exists."""
 
     def read(
         self, name: str, shape: Shape, dtype: torch.dtype, expert: int | None = None
     ) -> Tensor:
-        """Draw a fused weight [E, ...] expert by expert: the same bits as single draws."""
+        """Draws a fused weight [E, ...] expert by expert, with the same bits as single draws."""
         if expert is None and len(shape) == 3:
             return torch.stack([self.read(name, shape, dtype, e) for e in range(shape[0])])
         shape = shape if expert is None else shape[1:]
@@ -194,7 +203,7 @@ class RandomWeights:
         return self._format.form if is_packed and self._format is not None else None
 
     def read_packed(self, name: str, shape: Shape, expert: int | None = None) -> QuantisedMatrix:
-        """Random codes with one scale for all."""
+        """Returns random codes with one scale for all."""
         assert self._format is not None, f"{name} is stored in floats"
         num_rows, num_columns = shape if expert is None else shape[1:]
         form, std = self._format.form, self._std(name, (num_rows, num_columns))
@@ -214,7 +223,7 @@ class RandomWeights:
         )
 
     def done(self, name: str, expert: int | None = None) -> None:
-        """Nothing is kept."""
+        """Does nothing: no state is kept."""
 
     def copying(self) -> RandomWeights:
         return self
@@ -222,7 +231,9 @@ class RandomWeights:
     def _codes(
         self, num_rows: int, num_columns: int, generator: torch.Generator
     ) -> tuple[Tensor, float]:
-        """Bytes [N, B], and what their values are to be times for a standard deviation of 1."""
+        """Returns bytes [N, B], and the factor that gives their values a standard deviation of
+        1.
+        """
         assert self._format is not None, "only for packed experts"
         values = self._format.form.values
         if values == "e4m3":  # random bytes would hold NaN
@@ -249,7 +260,7 @@ class RandomWeights:
 def random_weights(
     device: torch.device, dtype: torch.dtype, expert_format: str
 ) -> Callable[[Path, HFConfig], RandomWeights]:
-    """For `build_engine`'s `open_weights`: nothing of the folder but its config is read."""
+    """Opens random weights for `build_engine`; only the config of the folder is read."""
 
     def open_weights(folder: Path, config: HFConfig) -> RandomWeights:
         num_layers = config.positive_int("num_hidden_layers", "num_layers")

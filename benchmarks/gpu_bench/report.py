@@ -1,5 +1,5 @@
-"""Figures derived from an entrant's times, the file of results, which runs add to, and its table
-with the targets.
+"""The figures of an entrant from its times (rates, and their share of the device's limits), the
+file of results, to which runs add, and its table with the targets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ RATES = ("single_decode_tok_s", "batch_decode_tok_s", "batch_total_tok_s", "pref
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """From medians; None: not measured. Decode alone is a long answer less a one-token answer."""
+    """Figures from medians; None if not measured.
+
+    The time of decoding alone is that of a long answer minus that of a one-token answer.
+    """
 
     ttft_s: float | None
     batch_first_s: float | None  # until every prompt of the batch has its first token
@@ -52,13 +55,13 @@ def figures_of(outcome: Outcome, work: Work) -> Figures:
 
 
 def limits_of(machine: MachineLimits, size: ModelSize, work: Work) -> dict[str, float]:
-    """The best possible rates, tokens per second: activated weights and KV over the bandwidth."""
+    """Returns the best possible tokens per second: activated weights and KV over the bandwidth."""
     best = roofline(machine, size, work)
     return {name: float(getattr(best, name)) for name in RATES}
 
 
 def _rate(num_tokens: int, seconds: float | None, less: float | None) -> float | None:
-    """None too where the clock's noise swallowed the work."""
+    """Returns the rate, or None if the noise of the clock is larger than the work."""
     if seconds is None or less is None or seconds <= less:
         return None
     return num_tokens / (seconds - less)
@@ -78,7 +81,7 @@ _COLUMNS = (
 
 @dataclass(slots=True, kw_only=True)
 class ModelReport:
-    """One model's entrants. `limits`: by entrant, the best possible rates."""
+    """The entrants of one model; `limits` has the best possible rates by entrant."""
 
     model: str
     dtype: str
@@ -90,7 +93,7 @@ class ModelReport:
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def merge(self, path: Path) -> None:
-        """Take over earlier entrants, if they had the same work in the same dtype."""
+        """Takes over earlier entrants if they had the same work in the same dtype."""
         earlier = _read(path).get("models", {}).get(self.model)
         if earlier is None or (earlier["work"], earlier["dtype"]) != (
             asdict(self.work),
@@ -102,7 +105,7 @@ class ModelReport:
             self.limits[name] = entry["limits"]
 
     def write(self, path: Path) -> None:
-        """Other models in the file stay."""
+        """Writes the report of one model into the file; other models in the file stay."""
         content = _read(path)
         mine = {
             "dtype": self.dtype,
@@ -124,7 +127,7 @@ class ModelReport:
         path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
     def verdicts(self) -> dict[str, str]:
-        """Each target: met, missed, or not measured."""
+        """Returns each target with its result: met, missed, or not measured."""
         own = self._figures(BASE)
         peers = [self._figures(name) for name in self.outcomes if name.startswith("transformers")]
         found = {}
@@ -178,7 +181,7 @@ class ModelReport:
         return figures_of(outcome, self.work) if outcome else None
 
     def _agreement(self, name: str) -> str:
-        """Count the leading tokens that equal those of moe-serve in floats."""
+        """Counts the leading tokens that equal those of moe-serve in floats."""
         base = self.outcomes.get(BASE)
         mine = self.outcomes[name]
         has_same = mine.facts.get("weights") == "the same as ours" or name.endswith("no graphs")

@@ -12,7 +12,7 @@ from routing_predictor.judge.evaluate import interval
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and where it lies in 95 of 100 resamplings of the draws."""
+    """A mean, and the interval that contains 95 of 100 resamplings of the draws."""
 
     mean: float
     low: float
@@ -20,7 +20,7 @@ class Interval:
 
     @staticmethod
     def of(values: Sequence[float]) -> Interval:
-        """Every draw is independent of the others."""
+        """Builds the interval by resampling; draws are independent."""
         found = interval(np.array(values, dtype=np.float64), np.arange(len(values)))
         return Interval(found.mean, found.low, found.high)
 
@@ -28,6 +28,6 @@ class Interval:
         return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
     def percent_below_one(self) -> str:
-        """Format a ratio as the share it saves: "12.1% [11.0, 13.2]"."""
+        """Formats a ratio as the share that it saves: "12.1% [11.0, 13.2]"."""
         low, high = 100 * (1 - self.high), 100 * (1 - self.low)
         return f"{100 * (1 - self.mean):.1f}% [{low:.1f}, {high:.1f}]"

@@ -21,7 +21,7 @@ _ROUNDS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineLimits:
-    """With `num_threads` threads, the best of some rounds."""
+    """The best rates of some rounds, with `num_threads` threads."""
 
     num_threads: int
     read_gb_s: float  # 1e9 bytes per second
@@ -30,13 +30,15 @@ class MachineLimits:
     busy_cores: float = 0.0  # that others used just before: above a few tenths, measure again
 
     def gemm_gflop_s(self, dtype: str) -> float:
-        """The rate for weights of `dtype`; half precision may compute in fp32 if that is faster."""
+        """Returns the rate for weights of `dtype`; half precision may compute in fp32 if that is
+        faster.
+        """
         half = max(self.gemm_bf16_gflop_s, self.gemm_fp32_gflop_s)
         return self.gemm_fp32_gflop_s if dtype == "float32" else half
 
 
 def measure_limits(num_threads: int) -> MachineLimits:
-    """Takes about ten seconds; nothing else should run."""
+    """Measures the limits in about ten seconds; other programs should not run meanwhile."""
     torch.set_num_threads(num_threads)
     return MachineLimits(
         num_threads=num_threads,
@@ -48,7 +50,7 @@ def measure_limits(num_threads: int) -> MachineLimits:
 
 
 def _read_bandwidth() -> float:
-    """The better of a sum and a matrix-vector product over the same buffer."""
+    """Returns the better of a sum and a matrix-vector product over the same buffer."""
     width = 4096
     matrix = torch.ones(_READ_BYTES // 4 // width, width)
     vector = torch.ones(width)
@@ -72,7 +74,7 @@ def _best_time(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The least time of one step, and which limit sets it."""
+    """The least time of one step, and the limit that sets it."""
 
     seconds: float
     limit: str  # "memory" or "compute"
@@ -80,7 +82,9 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """The best possible figures. A model that fits the CPU's caches may beat a memory limit."""
+    """The best possible figures. A model that fits into the CPU's caches may exceed a memory
+    limit.
+    """
 
     ttft_s: float
     single_decode_tok_s: float
@@ -91,7 +95,7 @@ class Roofline:
 
 
 def roofline(machine: MachineLimits, size: ModelSize, work: Work) -> Roofline:
-    """Expected touched experts as if the router chose evenly."""
+    """Computes the limits; the number of touched experts is that of an even router."""
     first = _prefill(machine, size, 1, work.single_prompt)
     single = _decode(machine, size, 1, work.single_prompt + work.single_output / 2)
     batch = _decode(machine, size, work.batch_size, work.batch_prompt + work.batch_output / 2)
@@ -121,7 +125,9 @@ def _decode(machine: MachineLimits, size: ModelSize, num_rows: int, context: flo
 
 
 def _prefill(machine: MachineLimits, size: ModelSize, num_prompts: int, length: int) -> Bound:
-    """A row at position p attends to p + 1 tokens: length / 2 on average. One logit row each."""
+    """Returns the bound of a prompt: a row attends to half of its length on average; one row has
+    logits.
+    """
     num_rows = num_prompts * length
     flop = size.step_flop(num_rows, num_prompts, num_rows * length / 2)
     return _bound(machine, size, size.step_bytes(num_rows, 0), flop)

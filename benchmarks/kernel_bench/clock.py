@@ -18,8 +18,11 @@ _CPU_FLUSH_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Median and fastest of `num_runs`. `mode` is "graph" for a replayed CUDA graph, else "eager":
-    on a GPU the launches of the host are then part of the time."""
+    """The median and the fastest of `num_runs` runs.
+
+    `mode` is "graph" for a replayed CUDA graph, else "eager": on a GPU the time then includes the
+    host's launches.
+    """
 
     seconds: float
     fastest: float
@@ -29,7 +32,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """At least `min_runs`, then on until `seconds` are used or `max_runs` are done."""
+    """At least `min_runs` runs, then more until `seconds` are used or `max_runs` are done."""
 
     min_runs: int = 10
     max_runs: int = 200
@@ -37,7 +40,9 @@ class Budget:
 
 
 class Clock:
-    """Measures on one device. `flush_bytes` 0 leaves the caches as the last run left them."""
+    """Measures work on one device. With `flush_bytes` 0 the caches stay as the last run left
+    them.
+    """
 
     def __init__(
         self, device: torch.device, budget: Budget, flush_bytes: int | None = None
@@ -48,7 +53,9 @@ class Clock:
         self._flushed = torch.zeros(size // 4, dtype=torch.int32, device=device)
 
     def measure(self, work: Work, is_capturable: bool = True) -> Timing:
-        """`is_capturable`: the work asks nothing of the device, so that a graph can replay it."""
+        """Measures work; with `is_capturable` it never waits for the device, so that a graph can
+        replay it.
+        """
         for _ in range(_WARM_UPS):
             work()
         if self.device.type != "cuda":
@@ -76,7 +83,9 @@ class Clock:
         return time.perf_counter() - start
 
     def _time_on_device(self, work: Work) -> float:
-        """The flush keeps the device busy while the host queues the measured work."""
+        """Times work between two events; the flush keeps the device busy while the host queues
+        the work.
+        """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush()
         start.record()
@@ -90,14 +99,16 @@ class Clock:
 
 
 def _flush_size(device: torch.device) -> int:
-    """Four times the last cache, so that little of what was there stays."""
+    """Returns four times the size of the last cache, so that a flush leaves little of its
+    content.
+    """
     if device.type != "cuda":
         return _CPU_FLUSH_BYTES
     return 4 * int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _captured(work: Work) -> torch.cuda.CUDAGraph:
-    """Warmed up on a side stream first, as capturing wants it."""
+    """Captures the work as a graph, after a warm-up on a side stream, which capturing requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -135,7 +146,7 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The least time that work can take, and which limit sets it."""
+    """The least time of a piece of work, and the limit that sets it."""
 
     seconds: float
     set_by: str  # "memory" or "compute"
@@ -154,7 +165,7 @@ def measure_limits(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> DeviceLimi
 
 
 def bound(limits: DeviceLimits, num_bytes: float, num_operations: float) -> Bound:
-    """Bytes over bandwidth or operations over the matrix rate, whichever takes longer."""
+    """Returns bytes over bandwidth or operations over the matrix rate, whichever takes longer."""
     memory_s = num_bytes / (limits.copy_gb_s * 1e9)
     compute_s = num_operations / (limits.matrix_gflop_s * 1e9)
     if memory_s >= compute_s:

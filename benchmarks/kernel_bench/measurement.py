@@ -1,5 +1,5 @@
-"""Results: one row of the table per piece of work, one entry per contestant, kept in the device's
-folder `benchmarks/results/<device>/`.
+"""The results: one row of the table per piece of work, one entry per implementation, kept in the
+device's folder `benchmarks/results/<device>/`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from kernel_bench.clock import Bound, DeviceLimits, Timing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """`error`: of the result, relative to the reference; None without a reference.
-    `failure`: why there is no timing."""
+    """One timing. `error` is relative to the reference; None without a reference.
+
+    `failure` is the reason why there is no timing.
+    """
 
     contestant: str
     timing: Timing | None = None
@@ -54,13 +56,13 @@ class BenchReport:
 
 
 def relative_error(result: Tensor, reference: Tensor) -> float:
-    """|result - reference| / |reference|, both as one long vector."""
+    """Returns |result - reference| / |reference|, with both as one long vector."""
     difference = torch.linalg.vector_norm(result.double() - reference.double())
     return float(difference / torch.linalg.vector_norm(reference.double()))
 
 
 def last_line(error: Exception) -> str:
-    """Return the one-line text of a failure for the table."""
+    """Returns the text of a failure in one line for the table."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[-1] if text else ''}"[:200]
 
@@ -75,12 +77,16 @@ def device_name(device: torch.device) -> str:
 
 
 def device_folder(device: torch.device) -> str:
-    """The device's name as a folder's: "NVIDIA H200" -> "nvidia-h200"."""
+    """Returns the name of a device as a folder name: "NVIDIA H200" -> "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
 
 
 def write_kernels(report: BenchReport, path: Path, *, keeps_others: bool) -> None:
-    """`keeps_others`: what an earlier run in the same dtype measured of other shapes and tokens."""
+    """Writes the results of a device.
+
+    With `keeps_others`, results of an earlier run in the same dtype stay if they are for other
+    shapes or tokens.
+    """
     content = report.to_json()
     if keeps_others and path.exists():
         earlier: dict[str, Any] = json.loads(path.read_text("utf-8"))

@@ -1,7 +1,7 @@
-"""moe-serve and one peer, loaded side by side, taking turns at the same prompts.
+"""Loads moe-serve and one peer side by side, and gives them turns with the same prompts.
 
-Taking turns, so that a machine that is slow for a minute is slow for both. One peer at a time:
-all of them at once would not fit the memory. The peers on the command line:
+If the machine is slow for a minute, it is then slow for both. There is one peer at a time, because
+all of them together would not fit into memory. The peers on the command line:
 
 --peer transformers                    in this interpreter, its first variant
 --peer transformers/eager              another variant
@@ -101,7 +101,7 @@ class _Corner:
             self.error = str(error)
 
     def take_turn(self, kind: Kind, turn: Turn, is_timed: bool) -> None:
-        """A contestant that failed once sits out the rest."""
+        """Runs one turn; an engine that failed once gets no further turns."""
         if self.error is not None:
             return
         try:
@@ -130,7 +130,7 @@ class _Corner:
 
 
 def run_duel(entrants: Sequence[Entrant], setup: Setup) -> list[Result]:
-    """Load them one after the other, then each kind of work in turns. One result per entrant."""
+    """Loads both engines, then runs each kind of work in turns. Returns one result per entrant."""
     corners: list[_Corner] = []
     try:
         for entrant in entrants:
@@ -148,7 +148,9 @@ def run_duel(entrants: Sequence[Entrant], setup: Setup) -> list[Result]:
 
 
 def _take_turns(corners: list[_Corner], setup: Setup) -> None:
-    """Run each kind once to warm up and `repeat` times timed; the first turn alternates."""
+    """Runs each kind of work once to warm up and `repeat` times timed, with an alternating first
+    turn.
+    """
     rng = random.Random(setup.work.seed)
     for kind in setup.work.kinds():
         for round_ in range(setup.work.repeat + 1):
@@ -182,7 +184,9 @@ def _files(entrant: Entrant, setup: Setup) -> list[Path]:
 
 
 def _read_once(paths: Sequence[Path]) -> None:
-    """So that every engine loads from the page cache, not one from it and one from the disk."""
+    """Reads the files once, so that every engine loads from the page cache and none from the
+    disk.
+    """
     for path in paths:
         with path.open("rb") as file:
             while file.read(16 * 2**20):

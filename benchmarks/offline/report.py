@@ -1,5 +1,5 @@
-"""Everything that a run measured: one JSON file that a later run can add peers to, and tables with
-a row per engine, and the bars.
+"""All results of a run: one JSON file to which a later run can add peers, and the tables of
+`engine`, with a row per engine, and the targets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAME = ("model_name", "model", "num_threads", "work")  # what merged reports ha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duel:
-    """The machine just before it, and one result per engine."""
+    """The machine's limits just before the duel, and one result per engine."""
 
     machine: MachineLimits
     results: tuple[Result, ...]
@@ -41,7 +41,7 @@ class Duel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One run, or several of the same work on the same model with the same threads."""
+    """The results of one run, or of several runs of the same work on the same model and threads."""
 
     model_name: str
     model: ModelSize
@@ -51,12 +51,14 @@ class Report:
     duels: tuple[Duel, ...] = ()
 
     def with_duel(self, duel: Duel) -> Report:
-        """Replaces an earlier duel with the same peer."""
+        """Returns the report with this duel, which replaces an earlier one with the same peer."""
         kept = [earlier for earlier in self.duels if _peer_name(earlier) != _peer_name(duel)]
         return replace(self, duels=(*kept, duel))
 
     def merged(self, path: Path) -> Report:
-        """With the duels of an earlier report before its own; exits if that is of other work."""
+        """Returns the report with the duels of an earlier one first; exits if that had other
+        work.
+        """
         earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         mine = asdict(self)
         for key in _SAME:
@@ -65,7 +67,7 @@ class Report:
         return replace(self, duels=(*map(_read_duel, earlier["duels"]), *self.duels))
 
     def machine(self) -> MachineLimits:
-        """The median over the duels of each rate."""
+        """Returns the median of each rate over the duels."""
         names = [field.name for field in fields(MachineLimits) if field.name != "num_threads"]
         rates = {n: statistics.median(getattr(d.machine, n) for d in self.duels) for n in names}
         return MachineLimits(num_threads=self.num_threads, **rates)
@@ -74,11 +76,11 @@ class Report:
         return roofline(self.machine(), self.model, self.work)
 
     def own(self) -> Figures | None:
-        """moe-serve's over all its duels."""
+        """Returns moe-serve's figures over all its duels."""
         return figures_of([duel.own for duel in self.duels if duel.own], self.work)
 
     def comparisons(self) -> list[Comparison]:
-        """Compare the engines over the duels that both finished."""
+        """Compares the engines over the duels that both finished."""
         found = []
         for duel in self.duels:
             if duel.own and duel.peer:
@@ -93,7 +95,7 @@ class Report:
         return bars_of(self.own(), self.comparisons(), self.model.num_bytes, cache_bytes)
 
     def write(self, path: Path) -> None:
-        """Derived figures are included; a merge computes them again."""
+        """Writes the file with derived figures, which a merge computes again."""
         own = self.own()
         follows = {
             "limits": asdict(self.limits()),
@@ -131,7 +133,9 @@ _COLUMNS = (
 
 
 def print_tables(report: Report) -> None:
-    """The limits, moe-serve, every peer with its ratios, then the bars and what failed."""
+    """Prints the limits, moe-serve, every peer with its ratios, then the targets and the
+    failures.
+    """
     console = Console(width=max(_WIDTH, Console().width))
     machine, size = report.machine(), report.model
     console.print(
@@ -209,7 +213,9 @@ def _fractions(limits: Roofline, own: Figures) -> list[str]:
 
 
 def _agreement(own: Result, peer: Result) -> str:
-    """Same work? Compares the batch's answers: first tokens, and all of them."""
+    """Compares the answers of a batch, to check that both did the same work: first tokens, and
+    all tokens.
+    """
     pairs = list(zip(own.answers, peer.answers, strict=True))
     same_first = sum(a[0] == b[0] for a, b in pairs)
     same_all = sum(a == b for a, b in pairs)

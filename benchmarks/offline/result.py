@@ -1,5 +1,5 @@
-"""The measurements of one engine, the figures derived from them, and moe-serve compared with one
-peer from the turns that they took together, with the bars to clear.
+"""The measurements of one engine, and the comparison of moe-serve with one peer, from the turns
+that they took together, and with its targets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from harness.work import Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One engine in one duel. `error` says why it could not finish; the rest is then partial."""
+    """One engine in one duel. `error` is the reason if it could not finish; the other fields are
+    then partial.
+    """
 
     engine: str
     load_s: float = 0.0  # from the start of the process until it can take work
@@ -28,7 +30,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """From medians. Decode alone is the time of a long answer less that of a one-token answer."""
+    """Figures from medians.
+
+    The time of decoding alone is that of a long answer minus that of a one-token answer.
+    """
 
     ttft_s: float  # one prompt of `single_prompt` tokens, alone
     single_decode_tok_s: float
@@ -41,7 +46,7 @@ class Figures:
 
 
 def figures_of(results: Sequence[Result], work: Work) -> Figures | None:
-    """Compute an engine's figures over all its finished duels; None if no duel finished."""
+    """Computes an engine's figures over all its finished duels; None if no duel finished."""
     done = [result for result in results if result.error is None]
     if not done:
         return None
@@ -64,7 +69,7 @@ def figures_of(results: Sequence[Result], work: Work) -> Figures | None:
 
 
 def _rate(num_tokens: int, seconds: float) -> float:
-    """0 if the clock noise swallowed the work (sizes too small to measure)."""
+    """Returns the rate, or 0 if the work is too small compared with the noise of the clock."""
     return num_tokens / seconds if seconds > 0 else 0.0
 
 
@@ -78,14 +83,18 @@ MAX_LOAD_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Both finished. `own` are moe-serve's figures in this duel, not over all of them."""
+    """Figures of two engines that both finished; `own` has moe-serve's figures in this duel
+    only.
+    """
 
     peer: str
     own: Figures
     theirs: Figures
 
     def ratio(self, key: str) -> float | None:
-        """Above 1 means that moe-serve is better; None if a figure could not be measured."""
+        """Returns a ratio above 1 if moe-serve is better; None if a figure could not be
+        measured.
+        """
         own, theirs = float(getattr(self.own, key)), float(getattr(self.theirs, key))
         if not own or not theirs:
             return None
@@ -94,7 +103,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A target of moe-serve, and if it is met; None: not measured."""
+    """A target of moe-serve, and whether it was met; None if it was not measured."""
 
     what: str
     wanted: str
@@ -108,7 +117,7 @@ def bars_of(
     checkpoint_bytes: int,
     cache_bytes: int,
 ) -> list[Bar]:
-    """The best peer is the one with the smallest ratio."""
+    """Returns the targets; the best peer is the one with the smallest ratio."""
     llama = [c for c in comparisons if c.peer.startswith("llama.cpp")]
     return [
         _ratio_bar("one stream", "single_decode_tok_s", llama, MIN_SINGLE_RATIO),

@@ -1,5 +1,5 @@
-"""Prints the tables of `pingpong`, and draws the ablation: tokens per second over m, a curve for
-each delay.
+"""Prints the tables of `pingpong`, and plots the ablation: tokens per second over m, with a curve
+for each delay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COLORS = ("#1b6ca8", "#2a9d8f", "#e9a23b", "#c8553d", "#6d597a")
 
 
 def plot_ablation(found: Ablation, path: Path) -> None:
-    """Needs matplotlib; raises SystemExit where it is missing."""
+    """Draws the plot. Needs matplotlib; raises SystemExit if it is missing."""
     try:
         import matplotlib
 

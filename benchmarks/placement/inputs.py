@@ -1,16 +1,18 @@
-"""The loads of the benchmark: made up after what was measured on DeepSeek-V3, with a written seed,
-and from a recorded routing of gpt-oss-20b, split in two halves by prompt.
+"""The loads of the benchmark: invented ones with the statistics that were measured on DeepSeek-V3,
+from a fixed seed, and a recorded routing of gpt-oss-20b, split in two halves by prompt.
 
 S scenarios, L layers, E experts, F domains, N tokens, K choices.
 
-Zipf: expert of rank r has weight r^-0.8, in random order, and a million choices are drawn; it
-overstates skew. Workloads: each layer has a common popularity (log-normal) and each of four domains
-(say code, chat, mathematics, other languages) its own on top; a workload mixes domains unevenly and
-is prefill or decode, which shift some experts as well. So the hottest expert has 5 to 10 times the
-mean, workloads are 0.03 to 0.2 apart in total variation, and those of a kind are near each other.
+Zipf loads: the expert of rank r has the weight r^-0.8, in random order, and a million choices are
+drawn. This overstates skew. Workloads: each layer has a common popularity (log-normal), and each of
+four domains (for example code, chat, mathematics, other languages) adds its own. A workload mixes
+the domains unevenly and is prefill or decode, which shift some experts too. The hottest expert
+therefore has 5 to 10 times the mean. Workloads are 0.03 to 0.2 apart in total variation, and those
+of one kind are close to each other.
 
-The recording is an npz with `experts` [N, L, K], `sample` [N] and `sample_name`, of which the last
-field between bars says whether the answer repeats itself; those are left out.
+The npz of the recording has `experts` [N, L, K], `sample` [N] and `sample_name`. The last field of
+a name (fields are separated by bars) says whether the answer repeats itself; such answers are left
+out.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _NUM_DRAWS = 2_000_000
 
 
 def zipf_loads(num_layers: int, num_experts: int, exponent: float = 0.8) -> ExpertLoads:
-    """One scenario."""
+    """Returns the loads of one scenario."""
     random = np.random.default_rng(SEED)
     weights_E = 1.0 / np.arange(1, num_experts + 1) ** exponent
     counts_LE = np.stack(
@@ -44,7 +46,7 @@ def zipf_loads(num_layers: int, num_experts: int, exponent: float = 0.8) -> Expe
 
 
 def workloads(num_scenarios: int, num_layers: int, num_experts: int) -> ExpertLoads:
-    """Half of them prefill, half decode."""
+    """Returns scenarios of which half are prefill and half decode."""
     random = np.random.default_rng(SEED)
     common_LE = random.normal(0, _COMMON, (num_layers, num_experts))
     domains_FLE = random.normal(0, _DOMAIN, (_NUM_DOMAINS, num_layers, num_experts))
@@ -62,8 +64,10 @@ def workloads(num_scenarios: int, num_layers: int, num_experts: int) -> ExpertLo
 
 
 def distances(loads: ExpertLoads) -> Floats:
-    """[S, S]: total variation between two scenarios, the mean over layers: the share of choices
-    that would have to go to another expert."""
+    """Returns the total variation [S, S] between scenarios, as mean over layers.
+
+    This is the share of choices that would have to go to another expert.
+    """
     shares_SLE = loads.shares_SLE()
     return np.stack(
         [np.abs(shares_SLE - shares_LE).sum(axis=2).mean(axis=1) / 2 for shares_LE in shares_SLE]
@@ -82,8 +86,10 @@ _NUM_EXPERTS, _NUM_GROUPS = 32, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halves:
-    """All tokens, and those of prompts with even and odd numbers; of the first half also the loads
-    of its prompts in four groups, as scenarios."""
+    """All tokens, those of even prompts, and those of odd prompts.
+
+    For the first half there are also the loads of its prompts in four groups, as scenarios.
+    """
 
     whole: TokenChoices
     planned: TokenChoices

@@ -23,9 +23,13 @@ from experts.placement.solution import Solution
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """`trace`: an npz of a recorded routing, if there is one; `published`: the published
-    `eplb.py`, whose time says how fast the machine is; `quick`: few layers, to try it; `without`:
-    the parts of the solvers that the ablation leaves out one at a time, all if empty."""
+    """The input of a part.
+
+    `trace` is an npz of a recorded routing, if there is one. `published` is the published
+    `eplb.py`, which is timed as a measure of the machine's speed. `quick` uses few layers.
+    `without` names the parts of the solvers that the ablation leaves out one at a time; empty means
+    all.
+    """
 
     trace: Path | None = None
     published: Path | None = None
@@ -35,7 +39,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A target, and if it was met."""
+    """A target, and whether it was met."""
 
     name: str
     wanted: str
@@ -50,7 +54,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
-    """`rows` go to the JSON file as they are, and under `columns` to the screen."""
+    """A table of results: `rows` go to the JSON file, and are printed under `columns`."""
 
     title: str
     columns: tuple[str, ...]
@@ -64,8 +68,9 @@ Run = Callable[[Setting], Iterator[PartResult]]
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Times of one piece of work: wall time, and CPU time of this process, which other work on the
-    machine disturbs less."""
+    """The wall time of a piece of work, and the CPU time of this process, which other programs
+    affect less.
+    """
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -73,7 +78,7 @@ class Stopwatch:
 
 @contextmanager
 def timed() -> Iterator[Stopwatch]:
-    """Filled in at the end."""
+    """Yields a stopwatch whose times are set at the end of the block."""
     watch = Stopwatch()
     wall, cpu = time.perf_counter(), time.process_time()
     yield watch
@@ -83,7 +88,7 @@ def timed() -> Iterator[Stopwatch]:
 def balance_of(
     problem: PlacementProblem, solution: Solution, loads: ExpertLoads | None = None
 ) -> NDArray[np.float64]:
-    """[S, L]: mean load / largest load, on the problem's own loads or on others."""
+    """Returns mean load / largest load [S, L], on the problem's own loads or on others."""
     copies_LED = solution.copies_LED
     if copies_LED is None:
         copies_LED = copies_of(solution.placement, problem.loads.layers)
@@ -93,12 +98,12 @@ def balance_of(
 
 
 def figures(balance_SL: NDArray[np.float64]) -> str:
-    """Mean over layers / worst layer."""
+    """Formats the mean over layers and the worst layer."""
     return f"{balance_SL.mean():.4f}/{balance_SL.min():.4f}"
 
 
 def scenario(loads: ExpertLoads, index: int) -> ExpertLoads:
-    """One of several, by itself."""
+    """Returns the problem with a single one of its scenarios."""
     return ExpertLoads(
         counts_SLE=loads.counts_SLE[index : index + 1],
         layers=loads.layers,
@@ -107,7 +112,7 @@ def scenario(loads: ExpertLoads, index: int) -> ExpertLoads:
 
 
 def without(loads: ExpertLoads, index: int) -> ExpertLoads:
-    """All scenarios but one."""
+    """Returns the problem with all scenarios except one."""
     kept = [other for other in range(len(loads.scenarios)) if other != index]
     return ExpertLoads(
         counts_SLE=loads.counts_SLE[kept],
@@ -117,7 +122,7 @@ def without(loads: ExpertLoads, index: int) -> ExpertLoads:
 
 
 def average(loads: ExpertLoads) -> ExpertLoads:
-    """All scenarios as one, each with the same weight."""
+    """Returns the problem with the mean of all scenarios, each with the same weight."""
     return ExpertLoads(
         counts_SLE=loads.shares_SLE().mean(axis=0, keepdims=True),
         layers=loads.layers,

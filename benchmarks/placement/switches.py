@@ -1,4 +1,4 @@
-"""Switches single parts of the solvers off, so that their worth can be measured."""
+"""Switches single parts of the solvers off, to measure their effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experts.placement.solvers.search import descent, improve, search_solver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """A part that can be left out: where its code is, and the values that replace it."""
+    """A part that can be left out: the place of its code, and the values that replace it."""
 
     lines: str  # the code that only this part needs
     kind: str  # of problem that the part is for, see `ablation.py`
@@ -23,7 +23,7 @@ class Switch:
 
 
 _BEST_SWAPS = layer_search.best_swaps  # as it is while a switch replaces it
-_SHARP = 1e5  # cut to what exponents allow: hardly more than the peak itself counts
+_SHARP = 1e5  # limited by the range of exponents: only the peak matters
 
 
 def _sharp(**changes: Any) -> tuple[tuple[object, str, object], ...]:
@@ -42,19 +42,19 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 def _end(*_: object) -> None:
-    """End a search with what it has, as Ctrl-C does."""
+    """Ends a search with its present plan, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 def _one_step(cost_of: Any, device_C: Any, legal: Any, _patience: int, goes_on: Any) -> Any:
-    """Swap while each swap lowers the cost."""
+    """Swaps copies only while each swap lowers the cost."""
     return _BEST_SWAPS(cost_of, device_C, legal, 1, goes_on)
 
 
 def _in_one_go(
     self: Any, device_C: Any, crossing_CM: Any, patience: int, goes_on: Callable[[], bool]
 ) -> Any:
-    """Search a layer on devices from the start, without the stages of nodes and of single nodes."""
+    """Searches a layer on all devices from the start, without the stages of nodes."""
     patience = max(patience, len(device_C) // layer_search._COPIES_PER_PATIENCE)
     whole = self._cost(self._devices, self._weights, crossing_CM)
     found_C = _BEST_SWAPS(whole, device_C, self._limits.is_legal, patience, goes_on)

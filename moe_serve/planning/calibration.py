@@ -28,10 +28,10 @@ from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.pipeline.transport import LocalTransport
 from moe_serve.planning.calibration_file import (
     SCHEMA,
-    ModelFacts,
     Calibration,
     FitReport,
     MachineFacts,
+    ModelFacts,
 )
 from moe_serve.planning.exchange_timing import (
     EXCHANGES,

@@ -18,7 +18,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts, step_time
 from moe_serve.pipeline.costs.step_seconds import simulate_layers
-from moe_serve.planning.calibration_file import ModelFacts, Calibration
+from moe_serve.planning.calibration_file import Calibration, ModelFacts
 
 MAX_BATCH = 65536
 MAX_DEVICES = 1024

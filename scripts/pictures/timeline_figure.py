@@ -2,8 +2,8 @@
 
 PYTHONPATH=scripts python -m pictures.timeline_figure [FILE]
 
-The timeline is simulated, here and for tests: the stage times are made up, the order is that of the
-ping-pong pipeline.
+The timeline is simulated, and tests use the simulation, too. The times are invented; the order of
+stages is the pipeline's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StageTimes:
     slow_ranks: Mapping[Track, float] = field(default_factory=dict)  # times longer
 
     def part(self, num_micro_batches: int) -> float:
-        """A split costs: each half takes 0.55 of the whole."""
+        """Returns the time of a part of the batch; a half takes 0.55 of the whole."""
         return 1 / num_micro_batches + 0.05 * (num_micro_batches > 1)
 
 
@@ -63,7 +63,9 @@ class _Rank:
         self.until(stage, place, rows, self.now_ns + round(length_ns * spread * self._factor))
 
     def until(self, stage: Stage, place: tuple[int, int, int], rows: int, end_ns: int) -> None:
-        """`place`: step, layer, micro-batch. Waiting for an arrived message takes no time."""
+        """Waits for a message at `place` (step, layer, micro-batch); takes no time if it has
+        arrived.
+        """
         end_ns = max(end_ns, self.now_ns)
         self.record(stage, place, rows, self.now_ns, end_ns)
         self.now_ns = end_ns
@@ -99,12 +101,12 @@ class SimulatedPipeline:
         }
 
     def tracks(self) -> dict[Track, Records]:
-        """Everything so far."""
+        """Returns all events so far."""
         ranks = {Track(Role.COORDINATOR, 0): self._coordinator, **self._attention, **self._experts}
         return {track: np.array(rank.rows, RECORD_DTYPE) for track, rank in ranks.items()}
 
     def run_step(self, step: int, num_micro_batches: int, rows: int = 64) -> None:
-        """`rows`: of one attention rank and micro-batch."""
+        """Runs a step; `rows` is the number of one attention rank and micro-batch."""
         whole, begin_ns = (step, NO_LAYER, NO_MICRO_BATCH), self._coordinator.now_ns
         self._coordinator.run(Stage.SCHEDULE, whole, 0, 60_000)
         ranks = [*self._attention.values(), *self._experts.values()]
@@ -130,7 +132,7 @@ class SimulatedPipeline:
         self._coordinator.record(Stage.STEP, whole, 0, begin_ns, self._coordinator.now_ns)
 
     def _attend(self, place: tuple[int, int, int], rows: int, back_ns: int, m: int) -> int:
-        """-> when the last rank's rows are at the experts."""
+        """Returns the time at which the last rank's rows have reached the experts."""
         times = self.times
         self._combine(place, rows, back_ns)
         sent_ns = 0
@@ -143,7 +145,7 @@ class SimulatedPipeline:
         return sent_ns
 
     def _combine(self, place: tuple[int, int, int], rows: int, back_ns: int) -> None:
-        """The sums of the layer below come in."""
+        """Adds the sums of the layer below."""
         step, layer, index = place
         if layer == 0:
             return
@@ -152,7 +154,7 @@ class SimulatedPipeline:
             rank.run(Stage.COMBINE, (step, layer - 1, index), rows, self.times.copy_ns)
 
     def _multiply(self, place: tuple[int, int, int], rows: int, sent_ns: int, m: int) -> int:
-        """-> when the last rank's sums are at the attention ranks."""
+        """Returns the time at which the last rank's sums have reached the attention ranks."""
         times, back_ns = self.times, 0
         for rank in self._experts.values():
             rank.until(Stage.WAIT_DISPATCH, place, rows, sent_ns)

@@ -4,7 +4,8 @@
     PYTHONPATH=scripts python -m tables.config_table --write    put them into the page
 
 Keys, defaults and ranges come from the program, flags from `moe-serve serve`, meanings from the
-comments in configs/serve.yaml. tests/scripts/test_tables.py holds the page to this output.
+comments in configs/serve.yaml. tests/scripts/test_tables.py compares the page with this
+output.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):[^#]*(?:# *(?P<comment>.*))?")
 
 
 def comments(text: str) -> dict[str, str]:
-    """{"section": comment, "section.name": comment} of a YAML file of two levels."""
+    """Returns {"section": comment, "section.name": comment} of a YAML file of two levels."""
     found: dict[str, str] = {}
     section = ""
     for line in text.splitlines():

@@ -2,10 +2,11 @@
 
     PYTHONPATH=scripts python -m tables.model_table            print them
     PYTHONPATH=scripts python -m tables.model_table --write    put them into docs/guide/models.md
-    PYTHONPATH=scripts python -m tables.model_table --check    fail if the page says something else
+    PYTHONPATH=scripts python -m tables.model_table --check    fail if the page differs
 
-Names and architectures come from the registry, words from the first line of each family's file,
-models from the published configs in configs/models/, cases from tests/families/ and tests/engine/.
+Names and architectures come from the registry, descriptions from the first line of each family's
+file, models from the published configs in configs/models/, cases from tests/families/ and
+tests/engine/.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ _BF16 = 2  # bytes
 
 
 def num_parameters(family: Family, spec: ModelSpec) -> tuple[int, int]:
-    """All, and those that one token passes: every matrix but the embedding (unless it is the head,
-    too) and the experts that it did not choose.
+    """Returns the number of all parameters, and of those that one token uses.
+
+    A token uses every matrix except the embedding (unless it is also the head) and the experts that
+    it did not choose.
     """
     experts = family.names.experts[0]
     total = sum(math.prod(s.shape) for s in all_tensors(family.names, experts, spec))
@@ -161,7 +164,7 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def read(values: dict[str, Any]) -> tuple[Family, ModelSpec]:
-    """As the loader reads a config."""
+    """Reads a config as the loader does."""
     config = HFConfig(values, str(values["_name_or_path"]))
     family = family_of(config)
     spec = family.read_spec(config.text())

@@ -13,10 +13,10 @@ from moe_serve.pipeline.costs.cost_model import (
 )
 from moe_serve.planning.calibration_file import (
     SCHEMA,
-    ModelFacts,
     Calibration,
     FitReport,
     MachineFacts,
+    ModelFacts,
 )
 
 GIB = 2**30
