@@ -108,11 +108,10 @@ def _line(facts: CompiledFacts) -> str:
 
 def publish(rendered: str, arguments: argparse.Namespace) -> list[str]:
     """Writes the table, or prints the rows of the page that are outdated."""
-    before, shown, after = table.block(table.PAGE.read_text("utf-8"))
     if arguments.write:
-        table.PAGE.write_text(before + rendered + after, "utf-8")
+        table.BLOCK.write(rendered)
         return []
-    stale = table.stale_rows(shown, rendered)
+    stale = table.stale_rows(table.BLOCK.text(), rendered)
     hint = "run: python scripts/compile_kernels.py --write"
     return [f"docs/reference/kernel-coverage.md is out of date at {name}; {hint}" for name in stale]
 

@@ -15,8 +15,8 @@ from kernel_bench.expert_contestants import REFERENCE, ExpertContestant, Layer, 
 from kernel_bench.expert_work import LayerRows, LayerWeights, make_rows, make_weights
 from kernel_bench.measurement import Measurement, WorkResult, last_line, relative_error
 from kernel_bench.shapes import DecodeShape
-from moe_kernels.choice import choose_kernels
 from moe_kernels.gpu.expert_layers import ExpertLayerSizes
+from moe_kernels.kernel_choice import choose_kernels
 
 Say = Callable[[str], None]
 

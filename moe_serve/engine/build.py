@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from experts.expert_stage import ExpertStage
-from moe_kernels.choice import default_num_threads
+from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig

@@ -18,7 +18,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moe_serve.pipeline.timeline.pool_metrics import measure
-from moe_serve.pipeline.timeline.timeline import (
+from moe_serve.pipeline.timeline.timeline_plot import add_legend, describe, draw_rows
+from moe_serve.pipeline.timeline.timeline_recorder import (
     NO_LAYER,
     NO_MICRO_BATCH,
     RECORD_DTYPE,
@@ -27,7 +28,6 @@ from moe_serve.pipeline.timeline.timeline import (
     Stage,
     Track,
 )
-from moe_serve.pipeline.timeline.timeline_plot import add_legend, describe, draw_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from moe_serve.model.families import FAMILIES, Family, family_of
 from moe_serve.model.formats import FORMATS
 from moe_serve.model.rope import LinearScaling, Llama3Scaling, YarnScaling
 from moe_serve.model.spec import ModelSpec
+from tables.page_block import PageBlock
 
 _BF16 = 2  # bytes
 
@@ -150,9 +151,12 @@ def _extras(spec: ModelSpec) -> list[str]:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "guide" / "models.md"
 CONFIGS = ROOT / "configs" / "models"
-START, END = "<!-- model-table: start -->", "<!-- model-table: end -->"
+BLOCK = PageBlock(
+    page=ROOT / "docs" / "guide" / "models.md",
+    start="<!-- model-table: start -->",
+    end="<!-- model-table: end -->",
+)
 _HUB = "https://huggingface.co/"
 
 
@@ -225,26 +229,16 @@ def _model_row(repository: str, family: Family, spec: ModelSpec) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def block(page: str) -> tuple[str, str, str]:
-    """Returns the page before, between and after the markers."""
-    before, start, rest = page.partition(START)
-    between, end, after = rest.partition(END)
-    assert start and end, f"{PAGE.name} must hold the lines {START} and {END}"
-    return before + start + "\n\n", between.strip("\n") + "\n", "\n" + end + after
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="The tables of docs/guide/models.md.")
     parser.add_argument("--write", action="store_true", help="put them into the page")
     parser.add_argument("--check", action="store_true", help="fail if the page differs")
     arguments = parser.parse_args()
-    if not arguments.write and not arguments.check:
-        print(render())
-        return 0
-    before, shown, after = block(PAGE.read_text("utf-8"))
     if arguments.write:
-        PAGE.write_text(before + render() + after, "utf-8")
-    elif shown != render():
+        BLOCK.write(render())
+    elif not arguments.check:
+        print(render())
+    elif BLOCK.text() != render():
         print("docs/guide/models.md is out of date: write it anew with --write")
         return 1
     return 0

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from moe_serve.cli.main import main
-from moe_serve.pipeline.timeline.timeline import Role, Track
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
+from moe_serve.pipeline.timeline.timeline_recorder import Role, Track
 from pictures.timeline_figure import SimulatedPipeline
 
 Capture = pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from moe_kernels.choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder

@@ -10,8 +10,8 @@ import torch
 from experts.expert_layer import LayerBanks
 from experts.memory.slot_table import ExpertKey
 from experts.slot_room import SlotRoom
-from moe_kernels.choice import choose_kernels
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels
+from moe_kernels.kernel_choice import choose_kernels
 
 LAYERS, E, D, F, T, K = (1, 3), 6, 32, 32, 20, 2
 

@@ -23,11 +23,11 @@ from moe_serve.model.step_plan import RouteAsk
 RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ranks of the epoch
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Encodes the fields in order, without their names."""
 
 
-class Examine(Message, frozen=True):
+class Examine(ControlMessage, frozen=True):
     """Asks, before anything is loaded, which files the rank sees and which ports it reaches."""
 
     folder: str
@@ -35,7 +35,7 @@ class Examine(Message, frozen=True):
     timeout_s: float
 
 
-class Configure(Message, frozen=True):
+class Configure(ControlMessage, frozen=True):
     """Tells a rank what to load."""
 
     config: EngineConfig
@@ -48,7 +48,7 @@ class Configure(Message, frozen=True):
     num_slots: int = 0  # expert slots for all layers, if experts may move; 0: they stay
 
 
-class Join(Message, frozen=True):
+class Join(ControlMessage, frozen=True):
     """Tells a rank to meet the other members of a new epoch. It ends the epoch before."""
 
     epoch: int
@@ -102,7 +102,7 @@ class PageWork(msgspec.Struct, frozen=True, array_like=True):
     copy: Sequence[tuple[int, int]]
 
 
-class RunStep(Message, frozen=True):
+class RunStep(ControlMessage, frozen=True):
     """Tells an attention rank to run a step. `rows`: of each micro-batch, for every attention rank
     of the epoch. `after`: a step that had not ended when this was sent; this one goes on with its
     tokens, and fails if that step failed on this rank."""
@@ -119,7 +119,7 @@ class RunStep(Message, frozen=True):
     placement: int = 0  # a rank with another version ends
 
 
-class ServeStep(Message, frozen=True):
+class ServeStep(ControlMessage, frozen=True):
     """Tells an expert rank how many rows each attention rank will send and, where it has an expert
     memory, which experts these will probably need (`choice_packing.py`)."""
 
@@ -130,24 +130,24 @@ class ServeStep(Message, frozen=True):
     placement: int = 0  # a rank with another version ends
 
 
-class QueryPages(Message, frozen=True):
+class QueryPages(ControlMessage, frozen=True):
     """Asks for this page work, and then which pages hold only finite values."""
 
     page_work: Sequence[PageWork]
     pages: Sequence[int]
 
 
-class TakeExperts(Message, frozen=True):
+class TakeExperts(ControlMessage, frozen=True):
     """Tells an expert rank to load these experts too: layer -> experts."""
 
     experts: Mapping[int, Sequence[int]]
 
 
-class DropExperts(Message, frozen=True):
+class DropExperts(ControlMessage, frozen=True):
     """Tells an expert rank to keep only the experts first configured."""
 
 
-class StagePlacement(Message, frozen=True):
+class StagePlacement(ControlMessage, frozen=True):
     """Tells a rank to prepare a placement beside its steps and report when ready. The mappings hold
     only layers that change; `held` and `gained` (to be read) are this rank's, empty for an
     attention rank."""
@@ -159,17 +159,17 @@ class StagePlacement(Message, frozen=True):
     bytes_per_s: float
 
 
-class DropPlacement(Message, frozen=True):
+class DropPlacement(ControlMessage, frozen=True):
     """Tells a rank to drop the staged placement."""
 
 
-class SwitchPlacement(Message, frozen=True):
+class SwitchPlacement(ControlMessage, frozen=True):
     """Tells a rank to use the staged placement from the next step on."""
 
     placement: int
 
 
-class Stop(Message, frozen=True):
+class Stop(ControlMessage, frozen=True):
     """Tells a rank to exit."""
 
 
@@ -181,7 +181,7 @@ class FileMark(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
 
-class Hello(Message, frozen=True):
+class Hello(ControlMessage, frozen=True):
     """The first message of a rank."""
 
     name: str
@@ -191,7 +191,7 @@ class Hello(Message, frozen=True):
     probe_port: int = 0  # other ranks try it; open until the rank is configured
 
 
-class Examined(Message, frozen=True):
+class Examined(ControlMessage, frozen=True):
     """The answer to Examine; `why`: the files could not be read."""
 
     files: Sequence[FileMark]
@@ -199,14 +199,14 @@ class Examined(Message, frozen=True):
     why: str | None = None
 
 
-class Loading(Message, frozen=True):
+class Loading(ControlMessage, frozen=True):
     """Loading progress in tensors read: of the model's, and at the end of the rank's own."""
 
     done: int
     total: int
 
 
-class Loaded(Message, frozen=True):
+class Loaded(ControlMessage, frozen=True):
     """The rank is ready to join. `weights_hash` is the checkpoint's."""
 
     weights_hash: str
@@ -215,7 +215,7 @@ class Loaded(Message, frozen=True):
     gpu: str = ""  # its id, if NCCL reaches it
 
 
-class Joined(Message, frozen=True):
+class Joined(ControlMessage, frozen=True):
     """The rank is in the epoch's data group; `why`: it is not."""
 
     epoch: int
@@ -242,7 +242,7 @@ class Choices(msgspec.Struct, frozen=True, array_like=True):
     weights: bytes = b""  # float16; empty: not asked for
 
 
-class StepDone(Message, frozen=True):
+class StepDone(ControlMessage, frozen=True):
     """The tokens of an attention rank's step, by sequence id. See `StepOutcome`."""
 
     epoch: int
@@ -256,7 +256,7 @@ class StepDone(Message, frozen=True):
     mask_costs: Mapping[int, MaskCost] = {}
 
 
-class StepServed(Message, frozen=True):
+class StepServed(ControlMessage, frozen=True):
     """An expert rank has finished a step; `failure`: a layer of it raised."""
 
     epoch: int
@@ -267,7 +267,7 @@ class StepServed(Message, frozen=True):
     memory: MemoryStats | None = None  # set where the rank has an expert memory
 
 
-class StepFailed(Message, frozen=True):
+class StepFailed(ControlMessage, frozen=True):
     """A step failed on this rank. `peer`: the lost rank that caused it; None: computing raised."""
 
     epoch: int
@@ -276,19 +276,19 @@ class StepFailed(Message, frozen=True):
     peer: str | None
 
 
-class FinitePages(Message, frozen=True):
+class FinitePages(ControlMessage, frozen=True):
     """The answer to QueryPages."""
 
     is_finite: Sequence[bool]
 
 
-class TookExperts(Message, frozen=True):
+class TookExperts(ControlMessage, frozen=True):
     """The answer to TakeExperts and DropExperts; `why`: it failed."""
 
     why: str | None = None
 
 
-class Staged(Message, frozen=True):
+class Staged(ControlMessage, frozen=True):
     """The rank is ready for a placement and has read `num_bytes` for it; `why`: it failed."""
 
     placement: int
@@ -296,7 +296,7 @@ class Staged(Message, frozen=True):
     why: str | None = None
 
 
-class Heartbeat(Message, frozen=True):
+class Heartbeat(ControlMessage, frozen=True):
     """The rank is alive. `step`: the last one begun; `clock_ns`: its time.perf_counter_ns().
     `operation`: the current one, begun `operation_s` ago; empty between steps."""
 
@@ -306,7 +306,7 @@ class Heartbeat(Message, frozen=True):
     operation_s: float = 0.0
 
 
-class Unwell(Message, frozen=True):
+class Unwell(ControlMessage, frozen=True):
     """The rank exits for a reason that the user can act on."""
 
     why: str

@@ -8,11 +8,11 @@ No order names a program: an agent starts the worker of its own installation and
 
 from __future__ import annotations
 
-from moe_serve.cluster.control.messages import Message
+from moe_serve.cluster.control.messages import ControlMessage
 from moe_serve.cluster.control.rank_name import Role
 
 
-class NodeHello(Message, frozen=True):
+class NodeHello(ControlMessage, frozen=True):
     """The first message of an agent. `host`: its address as node 0 reaches it."""
 
     node_rank: int
@@ -22,11 +22,11 @@ class NodeHello(Message, frozen=True):
     version: str
 
 
-class NodeAlive(Message, frozen=True):
+class NodeAlive(ControlMessage, frozen=True):
     """Sent every ALIVE_PERIOD_S."""
 
 
-class RankEnded(Message, frozen=True):
+class RankEnded(ControlMessage, frozen=True):
     """A rank's process ended without an order. `start`: the number of that process."""
 
     role: Role
@@ -35,11 +35,11 @@ class RankEnded(Message, frozen=True):
     why: str
 
 
-class Welcome(Message, frozen=True):
+class Welcome(ControlMessage, frozen=True):
     """Node 0 has admitted the agent."""
 
 
-class StartRank(Message, frozen=True):
+class StartRank(ControlMessage, frozen=True):
     """Starts a process of a rank, and kills one of the same rank that still runs.
 
     `place`: the number of ranks before it on its node. `device`: its accelerator; None: the one at
@@ -57,14 +57,14 @@ class StartRank(Message, frozen=True):
     num_threads: int | None = None
 
 
-class KillRank(Message, frozen=True):
+class KillRank(ControlMessage, frozen=True):
     """Sends SIGKILL to the rank, if it runs."""
 
     role: Role
     index: int
 
 
-class Dismiss(Message, frozen=True):
+class Dismiss(ControlMessage, frozen=True):
     """Tells the agent to end all ranks and exit; `why` is None when the launch ended normally."""
 
     why: str | None = None

@@ -25,8 +25,8 @@ from moe_serve.pipeline.costs.micro_batch_choice import (
 )
 from moe_serve.pipeline.costs.online_costs import OnlineCosts
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts, StepTiming
-from moe_serve.pipeline.timeline.timeline import Role, Track, decode_records
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
+from moe_serve.pipeline.timeline.timeline_recorder import Role, Track, decode_records
 from moe_serve.planning.calibration_file import read_calibration
 
 _log = logging.getLogger(__name__)

@@ -48,7 +48,7 @@ from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import Operation, StageLog
-from moe_serve.pipeline.timeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
+from moe_serve.pipeline.timeline.timeline_recorder import NO_LAYER, NO_MICRO_BATCH, Stage
 from moe_serve.pipeline.transport import Transport
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_serve.engine.execute.step_executor import StepRunner
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.pipeline.timeline.timeline import (
+from moe_serve.pipeline.timeline.timeline_recorder import (
     RECORD_DTYPE,
     WAITING,
     Records,

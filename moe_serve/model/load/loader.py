@@ -12,8 +12,8 @@ from torch import Tensor
 
 from experts.expert_layer import LayerBanks
 from experts.expert_stage import ExpertStage
-from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels, Linear
+from moe_kernels.kernel_choice import KernelsName, choose_kernels, default_num_threads
 from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.checkpoint.manifest import (

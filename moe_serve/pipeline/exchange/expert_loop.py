@@ -28,7 +28,7 @@ from moe_serve.pipeline.frames.frame_header import Exchange, Leg
 from moe_serve.pipeline.frames.wire import WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.pipeline.timeline.timeline import Stage
+from moe_serve.pipeline.timeline.timeline_recorder import Stage
 
 _log = logging.getLogger(__name__)
 

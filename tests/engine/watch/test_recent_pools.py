@@ -7,7 +7,7 @@ import pytest
 from moe_serve.engine.request.stats import MicroBatchCount, PoolStats
 from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.pipeline.timeline.pool_metrics import measure
-from moe_serve.pipeline.timeline.timeline import Role, Stage, Track
+from moe_serve.pipeline.timeline.timeline_recorder import Role, Stage, Track
 from pictures.timeline_figure import SimulatedPipeline, StageTimes
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from moe_serve.errors import TimelineError
 from moe_serve.pipeline.timeline import timeline_file
-from moe_serve.pipeline.timeline.timeline import Records, Stage, Track
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 from moe_serve.pipeline.timeline.timeline_reader import Timeline, read_timeline
+from moe_serve.pipeline.timeline.timeline_recorder import Records, Stage, Track
 from pictures.timeline_figure import SimulatedPipeline
 from tests.support.pipeline.stage_rows import ATTENTION_0, EXPERT_0, records
 

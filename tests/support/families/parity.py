@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 import moe_serve  # its LLM when it is used: the kernels' tests need none of its packages
-from moe_kernels.choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.engine.request.sampling_params import SamplingParams

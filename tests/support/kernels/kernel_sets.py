@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.choice import KernelsName, choose_kernels, native_refusal
 from moe_kernels.interface.kernels import Kernels
+from moe_kernels.kernel_choice import KernelsName, choose_kernels, native_refusal
 
 _REFUSAL = native_refusal(torch.device("cpu"), torch.float32)
 KERNEL_SETS = [

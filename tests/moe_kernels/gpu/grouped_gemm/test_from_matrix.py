@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_kernels.choice import choose_kernels
 from moe_kernels.gpu.grouped_gemm.from_matrix import grouped_weight, joined, layout_of
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 from moe_kernels.interface.quantised_matrix import (
@@ -16,6 +15,7 @@ from moe_kernels.interface.quantised_matrix import (
     MatrixForm,
     PackedLayout,
 )
+from moe_kernels.kernel_choice import choose_kernels
 from moe_kernels.reference.torch_kernels import TorchKernels
 from tests.support.kernels.kernel_sets import ids_of
 from tests.support.kernels.quantised_matrices import KINDS, Kind, rounded_once
