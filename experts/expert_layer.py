@@ -1,14 +1,16 @@
-"""The interface of one layer's experts that the expert stage uses, wherever their weights are
-stored.
+"""The experts of one layer that the expert stage uses, and their weights in banks: those loaded at
+start and those taken over later.
 
-T rows, K choices per row, D model width.
+T rows, K choices per row, E experts of the layer, D model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moe_kernels.interface.kernels import ExpertBank
@@ -47,3 +49,95 @@ class ExpertLayer(Protocol):
         """Return the sums [T, D] in fp64 over the experts held here; id -1 marks a choice held
         elsewhere."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBank:
+    """A bank and the experts it contains."""
+
+    bank: ExpertBank
+    experts: frozenset[int]
+
+
+class LayerBanks:
+    """Implements ExpertLayer with banks of weights. The first bank holds the rank's own experts,
+    later ones replace experts of other ranks.
+
+    Sums over banks are exact (moe_kernels), so the distribution of experts over banks changes no
+    bit of the output.
+    """
+
+    def __init__(self, num_experts: int, width: int, device: torch.device) -> None:
+        self._width, self._device = width, device
+        self._banks: tuple[HeldBank, ...] = ()
+        self._num_own, self._is_room = 0, False
+        # [E + 1]: index of the bank that has an expert, -1 if none. The last entry is for id -1,
+        # which indexes it.
+        self._bank_E = torch.full((num_experts + 1,), -1, device=device)
+
+    @property
+    def held(self) -> frozenset[int]:
+        """All experts that are held here."""
+        return frozenset().union(*(each.experts for each in self._banks))
+
+    def put(self, bank: ExpertBank, experts: Collection[int]) -> None:
+        """Add a bank with the rank's own experts; it is never dropped."""
+        self.add(bank, experts)
+        self._num_own = len(self._banks)
+
+    def put_room(self, bank: ExpertBank, experts: Collection[int]) -> None:
+        """Set the bank whose experts are exchanged by `own`, with the rank's own experts."""
+        assert not self._banks, "the bank of a room must be the first bank of its layer"
+        self._banks, self._num_own, self._is_room = (HeldBank(bank, frozenset()),), 1, True
+        self.own(experts)
+
+    def own(self, experts: Collection[int]) -> None:
+        """See ExpertLayer.own. The bank must contain the experts already."""
+        assert self._is_room, "own() needs a bank made by put_room()"
+        self.drop_added()
+        table_E = torch.full_like(self._bank_E, -1)
+        table_E[torch.tensor(sorted(experts), dtype=torch.int64, device=self._device)] = 0
+        self._banks = (HeldBank(self._banks[0].bank, frozenset(experts)),)
+        self._bank_E = table_E
+
+    def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
+        """See ExpertLayer.take. Reads the weights at once."""
+        self.add(make_bank(), experts)
+
+    def add(self, bank: ExpertBank, experts: Collection[int]) -> None:
+        """Add a bank with experts that are not held yet."""
+        more = frozenset(experts)
+        assert more, "a bank needs at least one expert"
+        assert max(more) < len(self._bank_E) - 1, (
+            f"expert {max(more)} is not one of the layer's {len(self._bank_E) - 1}"
+        )
+        assert not more & self.held, f"experts {sorted(more & self.held)} are held already"
+        table_E = self._bank_E.clone()
+        table_E[torch.tensor(sorted(more), device=self._device)] = len(self._banks)
+        self._banks, self._bank_E = (*self._banks, HeldBank(bank, more)), table_E
+
+    def drop_added(self) -> None:
+        """Release the banks that were added after `put`."""
+        self._bank_E = torch.where(self._bank_E < self._num_own, self._bank_E, -1)
+        self._banks = self._banks[: self._num_own]
+
+    def total(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the rows' weighted sums [T, D], rounded to fp32."""
+        if len(self._banks) == 1:
+            return self._banks[0].bank(x_TD, expert_ids_TK, weights_TK)
+        return self.partial(x_TD, expert_ids_TK, weights_TK).float()
+
+    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the sums [T, D] in fp64 over the experts held here; id -1 marks a choice held
+        elsewhere."""
+        if len(self._banks) == 1:
+            return self._banks[0].bank.partial(x_TD, expert_ids_TK, weights_TK)
+        bank_TK = self._bank_E[expert_ids_TK]
+        if self._device.type == "cpu":  # on a GPU this check would wait for the device
+            missing = expert_ids_TK[(bank_TK < 0) & (expert_ids_TK >= 0)].unique().tolist()
+            assert not missing, f"rows were sent for experts {missing}, which are not here"
+        sum_TD = torch.zeros(len(x_TD), self._width, dtype=torch.float64, device=self._device)
+        for index, each in enumerate(self._banks):
+            ids_TK = torch.where(bank_TK == index, expert_ids_TK, -1)
+            sum_TD += each.bank.partial(x_TD, ids_TK, weights_TK)
+        return sum_TD

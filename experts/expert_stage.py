@@ -7,6 +7,7 @@ model width.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,6 +15,19 @@ from experts.expert_layer import ExpertLayer, MakeBank
 from experts.memory.expert_memory import ExpertMemory
 from experts.slot_room import SlotRoom
 from moe_kernels.interface.kernels import ExpertBank
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """Routed rows, made by the router: T rows, D model width, K choices. All tensors are on one
+    device.
+
+    `expert_ids_TK` ascends within a row, which fixes the order of the weighted sum.
+    """
+
+    x_TD: Tensor  # the model's dtype, normalised
+    expert_ids_TK: Tensor  # int64, global expert ids
+    weights_TK: Tensor  # fp32
 
 
 class ExpertStage:

@@ -23,7 +23,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # with it, decorated kernels would not
 
 import triton
 
-from kernel_compilation import cache, table
+from kernel_compilation import pool, table
 from kernel_compilation.cover import broken_rules, covering
 from kernel_compilation.facts import CompiledFacts
 from kernel_compilation.pool import Job, run_jobs
@@ -35,7 +35,7 @@ FACT_COLUMNS = ("regs", "stack", "shared", "mma", "wgmma", "tcgen05", "TMA", "sp
 def main() -> int:
     arguments = parse_arguments()
     if arguments.no_cache:
-        shutil.rmtree(cache.facts_folder(), ignore_errors=True)
+        shutil.rmtree(pool.facts_folder(), ignore_errors=True)
     cases = {case.name: case for case in find_cases() if arguments.only in case.name}
     jobs = [
         Job(name, target)
@@ -109,11 +109,10 @@ def _line(facts: CompiledFacts) -> str:
 
 def publish(rendered: str, arguments: argparse.Namespace) -> list[str]:
     """Writes the table, or prints the rows of the page that are outdated."""
-    before, shown, after = table.block(table.PAGE.read_text("utf-8"))
     if arguments.write:
-        table.PAGE.write_text(before + rendered + after, "utf-8")
+        table.BLOCK.write(rendered)
         return []
-    stale = table.stale_rows(shown, rendered)
+    stale = table.stale_rows(table.BLOCK.text(), rendered)
     hint = "run: python scripts/compile_kernels.py --write"
     return [f"docs/reference/kernel-coverage.md is out of date at {name}; {hint}" for name in stale]
 

@@ -21,10 +21,10 @@ from demo_model.evaluation import (
     MIN_GAIN,
     DomainResult,
     DomainScore,
+    ExpertUse,
     evaluate,
     trigram_bits_per_byte,
 )
-from demo_model.expert_use import ExpertUse
 from demo_model.export import TrainedWeights, load_exported
 from demo_model.network import Shape
 from demo_model.plots import TrainingLog, plot_expert_use, plot_training

@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
+from make_random_model import Sizes, write_random_model
 from moe_serve import LLM, SamplingParams
-from random_model.families import Sizes
-from random_model.writer import write_random_model
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for the tiny models that the tests write

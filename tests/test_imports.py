@@ -320,7 +320,8 @@ def test_start_loads_nothing_heavy(module: str) -> None:
 def test_an_engine_on_a_cpu_loads_no_triton() -> None:
     """Its kernels are imported by who chose them."""
     code = (
-        "import sys, torch, moe_serve.engine.build; from moe_kernels.choice import choose_kernels; "
+        "import sys, torch, moe_serve.engine.build; "
+        "from moe_kernels.kernel_choice import choose_kernels; "
         "choose_kernels(torch.device('cpu'), torch.float32, 'torch'); "
         "print([m for m in sys.modules if m == 'triton' or m.startswith('moe_kernels.gpu')])"
     )

@@ -24,14 +24,13 @@ from safetensors.torch import load_file, save_file
 
 from batching.cost import time_joins, time_splits
 from batching.duel import Rival, pages_for, run_duel
-from batching.plot import plot_counts
 from batching.queue import count_queue
-from batching.report import BatchingReport, QueueRow, SplitRow, print_report
+from batching.report import BatchingReport, QueueRow, SplitRow, plot_counts, print_report
 from batching.requests import Routed
 from batching.splits import count_bursts, count_splits
 from harness.environment import describe_environment
-from moe_serve.cache.model_identity import model_identity
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.cache.page_key import model_identity
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from routing_predictor.traces.card import PredictorKind, read_card, write_card
 
 PARTS = ("splits", "queue", "cost", "throughput")

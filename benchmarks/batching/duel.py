@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batching.interval import Interval
 from batching.queue import SHORTEST
 from batching.requests import LONGEST, PREFIX, Request
+from harness.interval import Interval
 from moe_serve import LLM, SamplingParams
 from moe_serve.config.sections import BatchPolicyName
 from moe_serve.offline.outputs import RequestOutput

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expert_memory.rounds import TOLD, Outcome, run_rounds
-from expert_memory.texts import draw, token_streams
-from harness.environment import describe_environment
+from expert_memory.rounds import TOLD, Outcome, draw, run_rounds, token_streams
+from harness.environment import write_report
+from make_random_model import Sizes, write_random_model
 from moe_serve.config.sections import (
     CacheConfig,
     EngineConfig,
@@ -37,13 +37,10 @@ from moe_serve.config.sections import (
 )
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
-from moe_serve.model.checkpoint.checkpoint import Checkpoint, Shape
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import Checkpoint, Shape, demo_model_folder
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.load.weight_reader import OpenWeights, WeightReader
 from moe_serve.text.tokenizer import Tokenizer
-from random_model.families import Sizes
-from random_model.writer import write_random_model
 
 NEXT_LAYER = "next-layer"
 POLICIES = ("lru", "frequency", "prefetch", "predicted", NEXT_LAYER)
@@ -58,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     tier = Tier(latency_s=options.latency_us * 1e-6, bytes_per_s=options.gigabytes_per_s * 1e9)
     report: dict[str, object] = {
-        "environment": describe_environment(),
         "model": "random, " + str(asdict(WIDE)) if options.random else "demonstration",
         "tier": str(tier),
         "share": options.share,
@@ -93,9 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print(batch, tier, outcomes)
         for engine in engines.values():
             engine.close()
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(options.json, report)
     return 0
 
 

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from expert_memory.texts import draw, token_streams
+from expert_memory.rounds import draw, token_streams
 from experts.placement.plan_file import write_placement
 from experts.placement.problem.placement import Placement
-from harness.environment import describe_environment
-from moe_serve.cluster.build import build_cluster
+from harness.environment import write_report
 from moe_serve.cluster.rebalance.load_window import LoadWindow
 from moe_serve.cluster.rebalance.planner import PlanAnswer, PlanJob, plan_in_process
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,
@@ -46,7 +46,7 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.routes.placement_control import PlacementControl
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
 _LOOK_S = 0.5  # between two looks at the balance
@@ -92,10 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             built.engine.close()
     report = _report(run, options) | {"status": asdict(status)}
     print(json.dumps({k: v for k, v in report.items() if k != "looks"}, indent=1))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        whole = {"environment": describe_environment(), **report}
-        options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_report(options.json, report)
     is_well = not run.num_wrong and not run.num_failed and status.num_plans["moved"] > 0
     return 0 if is_well else 1
 

@@ -11,7 +11,6 @@ are drawn from the rows of all prompts.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +18,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from expert_memory.rounds import interval
-from expert_memory.texts import draw, token_streams
+from expert_memory.rounds import draw, token_streams
 from experts.placement.replicas.replica_choice import LayerChoice, ReplicaPolicy
-from harness.environment import describe_environment
+from harness.environment import write_report
+from harness.interval import Interval
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.offline.llm import LLM
 from moe_serve.pipeline.transport import LocalTransport
@@ -54,10 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for policy in POLICIES:
                 found.append(_measured(choices, placement, rows, policy, options, extra))
                 print(found[-1], flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"environment": describe_environment(), "ranks": options.ranks, "found": found}
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(options.json, {"ranks": options.ranks, "found": found})
     return 0
 
 
@@ -128,8 +124,8 @@ def _measured(
         "extra_copies_a_rank": extra,
         "rows": rows,
         "policy": policy,
-        "activated_of_busiest": str(interval(activated)),
-        "choices_of_busiest": str(interval(tokens)),
+        "activated_of_busiest": str(Interval.of(activated)),
+        "choices_of_busiest": str(Interval.of(tokens)),
         "median_us": round(float(np.median(seconds)) * 1e6, 1),
     }
 

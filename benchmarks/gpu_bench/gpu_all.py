@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
-from gpu_bench.entrants import DEFAULT
+from gpu_bench.job import DEFAULT
 from harness.environment import child_environment
-from kernel_bench.results_file import RESULTS, device_folder
+from kernel_bench.measurement import RESULTS, device_folder
 from kernel_bench.shapes import GPU_DECODES, GPU_LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,20 +20,24 @@ from pathlib import Path
 
 import torch
 
-from gpu_bench.entrants import ALL, DEFAULT, entrant_of
-from gpu_bench.figures import limits_of
-from gpu_bench.job import Entrant, Job, Outcome
-from gpu_bench.model import model_names, model_size, read_spec, write_model
-from gpu_bench.random_weights import EXPERT_FORMATS
-from gpu_bench.report import ModelReport
+from gpu_bench.job import ALL, DEFAULT, Entrant, Job, Outcome, entrant_of
+from gpu_bench.model import EXPERT_FORMATS, model_names, model_size, read_spec, write_model
+from gpu_bench.report import ModelReport, limits_of
 from gpu_bench.worker import run_job, told
 from harness.environment import child_environment, describe_environment
 from harness.machine import MachineLimits
 from harness.model_size import ModelSize
 from harness.work import Work
-from kernel_bench.clock import Budget, Clock
-from kernel_bench.limits import CPU_SIZES, CUDA_SIZES, SMOKE_SIZES, DeviceLimits, measure_limits
-from kernel_bench.results_file import RESULTS, device_folder, device_name
+from kernel_bench.clock import (
+    CPU_SIZES,
+    CUDA_SIZES,
+    SMOKE_SIZES,
+    Budget,
+    Clock,
+    DeviceLimits,
+    measure_limits,
+)
+from kernel_bench.measurement import RESULTS, device_folder, device_name
 
 _WORK = Work(
     single_prompt=512, single_output=128, batch_size=64, batch_prompt=512, batch_output=128,

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, StaticCache
 
 from gpu_bench.job import Job
-from gpu_bench.model import stored_weights
-from gpu_bench.random_weights import RandomWeights, Shape
+from gpu_bench.model import RandomWeights, Shape, stored_weights
 
 _GATE_UP, _DOWN = ".gate_up_proj", ".down_proj"
 

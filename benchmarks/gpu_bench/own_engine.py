@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from gpu_bench.job import Job
-from gpu_bench.random_weights import random_weights
+from gpu_bench.model import random_weights
 from moe_serve.config.sections import (
     CacheConfig,
     DeviceName,

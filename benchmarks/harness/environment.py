@@ -1,11 +1,14 @@
-"""Describes the machine (versions, CPU), and sets up the environments of child processes."""
+"""Describes the machine in reports, and sets up the environments of child processes."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = ("moe-serve", "torch", "transformers", "safetensors")
 
@@ -20,6 +23,14 @@ def describe_environment() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
     }
+
+
+def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
+    """Write the report of a benchmark and its machine as JSON; does nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = {"environment": describe_environment(), **report}
+        path.write_text(json.dumps(whole, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def child_environment(num_threads: int | None = None) -> dict[str, str]:

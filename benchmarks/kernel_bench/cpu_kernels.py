@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from harness.machine import MachineLimits, measure_limits
-from moe_kernels.choice import choose_kernels
 from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights, StepRows
 from moe_kernels.interface.kernels import (
     AttentionCall,
@@ -29,6 +28,7 @@ from moe_kernels.interface.kernels import (
     Kernels,
     KVPages,
 )
+from moe_kernels.kernel_choice import choose_kernels
 from moe_kernels.reference.norm import rotary_table
 
 D, F, E, K = 1024, 768, 32, 4

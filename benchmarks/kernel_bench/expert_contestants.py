@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_bench.expert_work import LayerRows, LayerWeights
-from moe_kernels.choice import KernelsName, choose_kernels, native_refusal
+from moe_kernels.kernel_choice import KernelsName, choose_kernels, native_refusal
 from moe_kernels.reference.expert_mlp import activate, combine_choices
 
 Layer = Callable[[LayerRows], Tensor]

@@ -21,10 +21,24 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.environment import describe_environment
-from kernel_bench.clock import Budget, Clock
-from kernel_bench.limits import CPU_SIZES, CUDA_SIZES, SMOKE_SIZES, DeviceLimits, measure_limits
-from kernel_bench.measurement import BenchReport, Measurement, WorkResult
-from kernel_bench.results_file import RESULTS, device_folder, device_name, write_kernels
+from kernel_bench.clock import (
+    CPU_SIZES,
+    CUDA_SIZES,
+    SMOKE_SIZES,
+    Budget,
+    Clock,
+    DeviceLimits,
+    measure_limits,
+)
+from kernel_bench.measurement import (
+    RESULTS,
+    BenchReport,
+    Measurement,
+    WorkResult,
+    device_folder,
+    device_name,
+    write_kernels,
+)
 from kernel_bench.runner import run_decode, run_layer
 from kernel_bench.shapes import (
     ALL_TOKENS,

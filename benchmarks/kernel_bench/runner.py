@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from kernel_bench import decode_work, expert_work
-from kernel_bench.clock import Clock
+from kernel_bench.clock import Clock, DeviceLimits, bound
 from kernel_bench.decode_work import SDPA, make_scene, own_decode, sdpa_decode
 from kernel_bench.expert_contestants import REFERENCE, ExpertContestant, Layer, contestants
 from kernel_bench.expert_work import LayerRows, LayerWeights, make_rows, make_weights
-from kernel_bench.limits import DeviceLimits, bound
 from kernel_bench.measurement import Measurement, WorkResult, last_line, relative_error
 from kernel_bench.shapes import DecodeShape
-from moe_kernels.choice import choose_kernels
 from moe_kernels.gpu.expert_layers import ExpertLayerSizes
+from moe_kernels.kernel_choice import choose_kernels
 
 Say = Callable[[str], None]
 

@@ -1,7 +1,11 @@
 """Loads moe-serve and one peer side by side, and gives them turns with the same prompts.
 
 If the machine is slow for a minute, it is then slow for both. There is one peer at a time, because
-all of them together would not fit into memory.
+all of them together would not fit into memory. The peers on the command line:
+
+--peer transformers                    in this interpreter, its first variant
+--peer transformers/eager              another variant
+--peer vllm/eager=envs/vllm/bin/python in an environment of its own
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +23,42 @@ from harness.work import Kind, Work, make_prompts
 
 from .contestant import Contestant, ContestantError
 from .job import Job, Ready, Turn
-from .peers import OWN, Entrant
 from .result import Result
+
+OWN = "moe-serve"
+VARIANTS = {
+    "llama.cpp": ("",),
+    "vllm": ("compiled", "eager"),
+    "vllm-zentorch": ("compiled", "eager"),
+    "transformers": ("grouped_mm", "eager", "batched_mm"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant:
+    """An engine, its variant, and the interpreter that has it installed."""
+
+    engine: str
+    variant: str = ""
+    python: str = sys.executable
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}/{self.variant}" if self.variant else self.engine
+
+
+def parse_peer(text: str) -> Entrant:
+    """`NAME[/VARIANT][=PYTHON]`. Raises what argparse turns into a message."""
+    name, _, python = text.partition("=")
+    engine, _, variant = name.partition("/")
+    if engine not in VARIANTS:
+        raise ArgumentTypeError(f"{engine!r} is none of {', '.join(VARIANTS)}")
+    variants = VARIANTS[engine]
+    if variant and variant not in variants:
+        choices = ", ".join(v for v in variants if v) or "none"
+        raise ArgumentTypeError(f"{engine} has no variant {variant!r}: {choices}")
+    return Entrant(engine=engine, variant=variant or variants[0], python=python or sys.executable)
+
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 # Import the worker and then leave the path as it was: a peer may import a package that has the name

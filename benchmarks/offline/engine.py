@@ -19,10 +19,8 @@ from harness.environment import describe_environment
 from harness.machine import measure_limits
 from harness.model_size import read_model_size
 from harness.work import DTYPES, Work
-from offline.duel import Setup, run_duel
-from offline.engine_table import print_tables
-from offline.peers import OWN, Entrant, parse_peer
-from offline.report import Duel, Report
+from offline.duel import OWN, Entrant, Setup, parse_peer, run_duel
+from offline.report import Duel, Report, print_tables
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ per step, and ratios of neighbouring runs, are medians. Tokens are compared.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.environment import describe_environment
-from moe_serve.cluster.build import build_any_engine
+from harness.environment import write_report
+from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,
@@ -64,10 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for num_sequences in options.sequences:
                 rows.append(_measured(engines, options, num_micro_batches, num_sequences))
                 print(rows[-1], flush=True)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"environment": describe_environment(), "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(options.json, {"rows": [asdict(row) for row in rows]})
     return 0
 
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import StageCosts
-from moe_serve.pipeline.costs.step_costs import Ranks
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks
 from moe_serve.pipeline.costs.step_seconds import step_seconds
 from moe_serve.planning.calibration import CalibrationRequest, calibrate
 

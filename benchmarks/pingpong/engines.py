@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.rank_starter import LocalStarter
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,
@@ -36,14 +36,13 @@ from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.micro_batch_choice import (
     MAX_MICRO_BATCHES,
     MicroBatchChoice,
     MicroBatchChooser,
 )
 from moe_serve.pipeline.costs.online_costs import OnlineCosts
-from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepTiming
 from moe_serve.planning.measure import usual
 
 COLOCATED = "colocated"

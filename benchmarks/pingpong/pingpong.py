@@ -20,17 +20,15 @@ from pathlib import Path
 import psutil
 
 from harness.environment import describe_environment
+from make_random_model import Sizes, write_random_model
 from pingpong.ablation import DELAYS, MICRO_BATCHES, Ablation, run_ablation
 from pingpong.calibrated import expected_steps
 from pingpong.deepspeed_layer import DeepSpeedTimes, time_deepspeed
 from pingpong.engines import EngineTimes, loaded_engines, time_engines
 from pingpong.pair import started_pair
-from pingpong.plot import plot_ablation
 from pingpong.report import PairReport
-from pingpong.table import print_report
+from pingpong.table import plot_ablation, print_report
 from pingpong.way import OneHost, Way, cable, why_no_cable
-from random_model.families import Sizes
-from random_model.writer import write_random_model
 
 # On the CPUs tried, T_a and T_e of this model are within a few percent of each other.
 SIZES = Sizes(

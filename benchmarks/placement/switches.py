@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from experts.placement.solvers.fan_out import descent as fan_out_descent
-from experts.placement.solvers.fan_out import layer_search, swaps
-from experts.placement.solvers.fan_out import state as fan_out_state
+from experts.placement.solvers.fan_out import fan_out_solver, layer_descent, layer_search
 from experts.placement.solvers.ilp import layer_state
-from experts.placement.solvers.search import descent, improve, solver
+from experts.placement.solvers.search import descent, improve, search_solver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +22,7 @@ class Switch:
     patches: tuple[tuple[object, str, object], ...]
 
 
+_BEST_SWAPS = layer_search.best_swaps  # as it is while a switch replaces it
 _SHARP = 1e5  # limited by the range of exponents: only the peak matters
 
 
@@ -33,9 +32,9 @@ def _sharp(**changes: Any) -> tuple[tuple[object, str, object], ...]:
     return tuple((improve, name, _replaced(getattr(improve, name), changes)) for name in names)
 
 
-def _replaced(stage: descent.Stage, changes: Mapping[str, Any]) -> descent.Stage:
+def _replaced(stage: descent.DescentStage, changes: Mapping[str, Any]) -> descent.DescentStage:
     fields = {name: getattr(stage, name) for name in ("sharpness", "least", "sizes", "num_pairs")}
-    return descent.Stage(**{**fields, **changes})
+    return descent.DescentStage(**{**fields, **changes})
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -49,7 +48,7 @@ def _end(*_: object) -> None:
 
 def _one_step(cost_of: Any, device_C: Any, legal: Any, _patience: int, goes_on: Any) -> Any:
     """Swaps copies only while each swap lowers the cost."""
-    return swaps.best_swaps(cost_of, device_C, legal, 1, goes_on)
+    return _BEST_SWAPS(cost_of, device_C, legal, 1, goes_on)
 
 
 def _in_one_go(
@@ -58,13 +57,13 @@ def _in_one_go(
     """Searches a layer on all devices from the start, without the stages of nodes."""
     patience = max(patience, len(device_C) // layer_search._COPIES_PER_PATIENCE)
     whole = self._cost(self._devices, self._weights, crossing_CM)
-    found_C = swaps.best_swaps(whole, device_C, self._limits.is_legal, patience, goes_on)
+    found_C = _BEST_SWAPS(whole, device_C, self._limits.is_legal, patience, goes_on)
     is_under = whole.overload(found_C) <= layer_search._EPSILON
     is_better = whole.cost(found_C) < whole.cost(device_C) - layer_search._EPSILON
     return found_C if is_under and is_better else device_C
 
 
-_FAN_OUT_CLASS, _DESCENT = layer_search.LayerSearch, fan_out_descent.Descent
+_FAN_OUT_CLASS, _DESCENT = layer_search.LayerSearch, layer_descent.Descent
 SWITCHES: Mapping[str, Switch] = {
     "annealing": Switch(
         lines="search/folding.py, _fold",
@@ -81,7 +80,7 @@ SWITCHES: Mapping[str, Switch] = {
         lines="_BROAD", kind="many", patches=((improve, "_BROAD", improve._NARROW),)
     ),
     "kicks": Switch(
-        lines="search/kick.py, _round, _kick",
+        lines="kick_swap, kick_recount, _round, _kick",
         kind="one many",
         patches=((improve, "_round", _end),),
     ),
@@ -112,12 +111,14 @@ SWITCHES: Mapping[str, Switch] = {
         patches=((improve, "without_replicas", lambda state: state),),
     ),
     "renaming": Switch(
-        lines="search/relabel.py",
+        lines="search/search_solver.py:relabelled",
         kind="anew",
-        patches=((solver, "relabelled", lambda _, copies_LED: copies_LED),),
+        patches=((search_solver, "relabelled", lambda _, copies_LED: copies_LED),),
     ),
     "exact small layers": Switch(
-        lines="ilp/small_layers.py", kind="small", patches=((solver, "solve_small", _nothing),)
+        lines="ilp/small_layers.py",
+        kind="small",
+        patches=((search_solver, "solve_small", _nothing),),
     ),
     "whole programs": Switch(
         lines="LayerState._whole as a program",
@@ -140,9 +141,9 @@ SWITCHES: Mapping[str, Switch] = {
         patches=((_FAN_OUT_CLASS, "improved", _in_one_go),),
     ),
     "bundles at first": Switch(
-        lines="fan_out/relabel.py:relabelled",
+        lines="fan_out/neighbours.py:relabelled",
         kind="fan-out",
-        patches=((fan_out_state, "relabelled", lambda placement, *_: placement),),
+        patches=((fan_out_solver, "relabelled", lambda placement, *_: placement),),
     ),
     "bundles in each sweep": Switch(
         lines="Descent._traded",

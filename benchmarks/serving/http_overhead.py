@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from harness.environment import describe_environment
+from harness.environment import write_report
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.request.request import GenerationRequest
@@ -54,9 +53,7 @@ def main() -> int:
         served.stop()
     report = _report(rounds)
     _print(report, arguments)
-    if arguments.json:
-        whole = {"environment": describe_environment(), **report, "rounds": rounds}
-        arguments.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.json, {**report, "rounds": rounds})
     return 1 if report["speed_ratio"][2] < 1 - arguments.max_loss else 0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from harness.environment import describe_environment
+from harness.environment import write_report
 from harness.spawn import spawned_server
 from serving.many_streams import bodies, stream_all
 from soak.sample import buckets_of, quantile_of_buckets
@@ -34,9 +33,7 @@ def main() -> int:
         asyncio.run(stream_all(url, bodies(8, 16, 8, _VOCAB_SIZE, 0)))  # warm
         rounds = [_round(url, arguments, seed) for seed in range(1, arguments.rounds + 1)]
     _print(rounds, arguments)
-    if arguments.json:
-        whole = {"environment": describe_environment(), "rounds": rounds}
-        arguments.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.json, {"rounds": rounds})
     is_good = all(
         not item["num_errors"] and item["lag_p99_s"] <= arguments.max_lag for item in rounds
     )

@@ -14,7 +14,6 @@ answers have their full length.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from harness.environment import describe_environment
-from moe_serve.cluster.build import build_any_engine
+from harness.environment import write_report
+from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,
@@ -120,11 +119,8 @@ def main(words: Sequence[str] | None = None) -> int:
             f"cost {figure.cost}   of CPU time {figure.cpu_cost}   "
             f"own {figure.own_share:.2%}"
         )
-    if arguments.json:
-        named = {name: asdict(figure) for name, figure in figures.items()}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"environment": describe_environment(), "figures": named, "rounds": rounds}
-        arguments.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    named = {name: asdict(figure) for name, figure in figures.items()}
+    write_report(arguments.json, {"figures": named, "rounds": rounds})
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import statistics
 import time
@@ -23,7 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from harness.environment import describe_environment
+from harness.environment import write_report
 from soak.load import Tally, answers_of, keep_asking, questions
 from soak.served import Served, Usage
 
@@ -137,9 +136,7 @@ def main() -> int:
         log = served.log
     report = _report(run, status, num_left, log, arguments)
     _print(console, report)
-    if arguments.json:
-        whole = {"environment": describe_environment(), **report}
-        arguments.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.json, report)
     if arguments.log:
         arguments.log.write_text(log, encoding="utf-8")
     for problem in report["problems"]:

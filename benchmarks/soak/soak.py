@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from harness.environment import describe_environment
+from harness.environment import write_report
 from soak.sample import Sample, SettleRule, take_sample, trend_of
 from soak.served import Served
 from soak.visitors import LIMIT_S, VISITORS, Host
@@ -52,9 +51,7 @@ def main() -> int:
     }
     report["problems"] = _problems(report, arguments)
     _print(console, report)
-    if arguments.json:
-        whole = {"environment": describe_environment(), **report}
-        arguments.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.json, report)
     if arguments.log:
         arguments.log.write_text(log, encoding="utf-8")
     if arguments.plot:

@@ -16,12 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experts.memory.expectation import Expectation, Hint
+from experts.memory.expectation import Expectation, Hint, Transitions
 from experts.memory.memory_policy import MemoryPolicy
 from experts.memory.memory_stats import MemoryCounts, MemoryStats
 from experts.memory.reader_threads import ReaderThreads
 from experts.memory.slot_table import ExpertKey, SlotState, SlotTable
-from experts.memory.transitions import Transitions
 from moe_kernels.interface.kernels import ExpertSlots, ExpertWeights, SlotBank
 
 _NUM_READERS = 1  # reader threads in addition to the thread that runs stages

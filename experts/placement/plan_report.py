@@ -12,8 +12,7 @@ from experts.placement.judge.copies import copies_of
 from experts.placement.judge.held_out import HeldOut, NamedPlanner, hold_out
 from experts.placement.judge.moves import Moves, count_moves
 from experts.placement.judge.plan_judge import Ints, Judge, Judged
-from experts.placement.judge.redundancy import Redundancy
-from experts.placement.judge.replicas_worth import ReplicaVerdict, judge_replicas
+from experts.placement.judge.replicas_worth import Redundancy, ReplicaVerdict, judge_replicas
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Solution, Solver
 from experts.placement.solvers.choice import REFERENCES, make_solver

@@ -17,8 +17,8 @@ from experts.placement.errors import PlacementError, PlacementInputError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, only_layers
 from experts.placement.formats.plan_text import parse_text
 from experts.placement.problem.cluster_devices import ClusterDevices
-from experts.placement.problem.limits import Grouping, Move, Pin
 from experts.placement.problem.model_facts import ModelFacts
+from experts.placement.problem.plan_limits import Grouping, Move, Pin
 from experts.placement.problem.problem import Balance, PlacementProblem
 from experts.placement.problem.workloads import Workloads, read_workloads
 from experts.placement.solvers.choice import engine_default

@@ -1,4 +1,4 @@
-"""The tensors behind the KV pages of one attention rank.
+"""The tensors behind the KV pages of one attention rank, and the number of pages.
 
 P pages (plus the empty page 0 and a scratch page) of S tokens, Hkv key/value heads, D head width. A
 model with latent attention has one "head", the latent with the shared key, and no
@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_kernels.interface.kernels import KVPages
+from moe_kernels.interface.kernels import Kernels, KVPages
+from moe_serve.config.sections import CacheConfig
+from moe_serve.errors import ConfigError
 from moe_serve.model.spec import ModelSpec
 
 _PAGES_AT_ONCE = 256  # pages of a layer that `finite` copies at a time
@@ -114,3 +116,48 @@ def _zeroed_pages(
     if spec.latent is not None:
         return KVPages(keys, keys[..., : a.value_width])
     return KVPages(keys, torch.zeros((*shape, a.value_width), dtype=dtype, device=device))
+
+
+_DEFAULT_SHARE = 0.3  # maximum share of the available memory
+
+
+def num_pages(
+    config: CacheConfig,
+    *,
+    bytes_per_token: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    available_bytes: int,
+) -> int:
+    """Return the configured pages, or enough for `max_num_seqs` half-long requests within 30% of
+    memory.
+
+    Raises ConfigError if one request of `max_model_len` tokens does not fit.
+    """
+    page_size = config.page_size
+    page_bytes = bytes_per_token * page_size
+    if config.num_pages is not None:
+        count = config.num_pages
+    elif config.memory_bytes is not None:
+        count = config.memory_bytes // page_bytes
+    else:
+        wanted = -(-max_num_seqs * max_model_len // (2 * page_size))
+        affordable = int(available_bytes * _DEFAULT_SHARE) // page_bytes
+        count = min(max(wanted, -(-max_model_len // page_size)), affordable)
+    if count * page_size < max_model_len:
+        raise ConfigError(
+            f"the KV cache has {count} pages of {page_size} tokens ({count * page_size} tokens, "
+            f"{page_bytes} bytes each page), which is too small for one request of max_model_len "
+            f"({max_model_len}) tokens: lower max_model_len or give the cache more."
+        )
+    return count
+
+
+def check_page_size(page_size: int, kernels: Kernels) -> None:
+    """Raise ConfigError if the kernels cannot read pages of this many tokens."""
+    if page_size < kernels.least_page_size:
+        raise ConfigError(
+            f"cache.page_size is {page_size}, but the kernels ({kernels.name}) read pages of at "
+            f"least {kernels.least_page_size} tokens: set it to {kernels.least_page_size} or more, "
+            "or set model.kernels to 'torch'."
+        )

@@ -1,7 +1,10 @@
-"""The processes of a cluster and everything they need here: listener, store, membership."""
+"""Builds a cluster of ranks and the engine that drives them, from a configuration: the processes
+and everything they need here (listener, store, membership).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -19,27 +22,32 @@ from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_sec
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
-from moe_serve.cluster.members.pool_watch import PoolWatch
+from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
 from moe_serve.cluster.members.roster import RankState, Roster
 from moe_serve.cluster.rebalance.mover import Mover
-from moe_serve.cluster.rebalance.planner import Plan
+from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
 from moe_serve.cluster.rebalance.rebalancer import Rebalancer, make_mover, make_rebalancer
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.epoch_maker import EpochMaker
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
-from moe_serve.config.sections import TransportName
+from moe_serve.config.sections import EngineConfig, TransportName
+from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.drafting.build import drafting_maker
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.engine_facts import EngineFacts, memory_line
+from moe_serve.engine.execute.next_layer_prediction import check_next_layer
 from moe_serve.engine.routes.route_records import RouteListeners
-from moe_serve.engine.schedule.policy.build import MakePolicy
+from moe_serve.engine.schedule.policy.build import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.errors import ConfigError
-from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.load.weight_reader import LoadProgress
+from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 from moe_serve.pipeline.links.meeting import MeetingPlace
 
 MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
@@ -247,3 +255,56 @@ def _line(state: RankState) -> str:
     if link.operation:
         at = f"{link.operation}, for {link.operation_s + age:.1f} s"
     return f"{state.name}: {state.phase.value}, last heard of {age:.1f} s ago; {at}"
+
+
+def build_cluster(
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    make_starter: MakeStarter = LocalStarter,
+    watch_for: Callable[[EngineConfig, ClusterModel], PoolWatch] = make_watch,
+    plan: Plan = plan_in_process,
+) -> BuiltEngine:
+    """Starts the ranks, waits until they have loaded, and makes the engine.
+
+    Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
+    """
+    clock = time.monotonic()
+    model = ClusterModel.read(config)
+    routes, loads = RouteListeners(), RankLoads(model.placement)
+    make_policy = policy_maker(config, model.folder, model.spec, routes, loads)
+    check_next_layer(config, model.folder, model.spec)
+    with contextlib.ExitStack() as opened:  # closed again if a later part is refused
+        watch = watch_for(config, model)
+        opened.callback(watch.close)
+        ranks = StartedRanks(model)
+        opened.callback(ranks.close)
+        ranks.current.on_switch(loads.use)
+        ranks.start(make_starter, progress)
+        engine = ranks.engine(watch, routes, make_policy, plan)
+        opened.pop_all()
+    cuts, checkpoint = config.pipeline.micro_batches, model.checkpoint
+    layout = EngineFacts.of(
+        checkpoint,
+        ranks.first_loaded.report,
+        page_size=config.cache.page_size,
+        micro_batches=MAX_MICRO_BATCHES if cuts == "auto" else cuts,
+        load_seconds=time.monotonic() - clock,
+        expert_memory=memory_line(config.model),
+        cluster=config.cluster,
+    )
+    return BuiltEngine(
+        engine,
+        layout,
+        model.spec,
+        routes,
+        placement=ranks.rebalancer,
+        last_step=watch.last_step,
+        grammars=checkpoint.grammars(),  # to check requests; ranks have own
+        activity=ranks.witness,
+    )
+
+
+def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
+    """Loads the model here, or starts ranks that do."""
+    build = build_cluster if config.cluster.is_disaggregated else build_engine
+    return build(config, progress)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from experts.expert_stage import ExpertStage
 from experts.memory.expert_memory import ExpertMemory
-from moe_kernels.choice import default_num_threads
+from moe_kernels.kernel_choice import default_num_threads
+from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
-from moe_serve.cache.sizing import check_page_size
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.drafting.build import drafting_maker, finds_forced
 from moe_serve.engine.driven_engine import DrivenEngine
@@ -31,8 +31,7 @@ from moe_serve.engine.schedule.policy.build import policy_maker
 from moe_serve.engine.watch.hang_watch import ActivityReport, LocalActivity
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.model.load.model_tensors import LoadProgress
-from moe_serve.model.load.weight_reader import OpenWeights, open_checkpoint
+from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from moe_serve import __version__
-from moe_serve.cache.model_identity import Digest, add_weight_file
+from moe_serve.cache.page_key import Digest, add_weight_file
 from moe_serve.config.sections import Config
 from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.errors import CheckpointError

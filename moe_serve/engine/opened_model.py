@@ -7,20 +7,18 @@ from pathlib import Path
 
 import torch
 
-from moe_serve.cache.kv_cache import KVCache
-from moe_serve.cache.model_identity import model_identity
-from moe_serve.cache.sizing import num_pages
+from moe_serve.cache.kv_cache import KVCache, num_pages
+from moe_serve.cache.page_key import model_identity
 from moe_serve.config.sections import EngineConfig, ModelConfig
 from moe_serve.engine.memory.free_memory import free_bytes
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import read_vocabulary
 from moe_serve.errors import CheckpointError, ConfigError
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.checkpoint.hf_config import HFConfig, generation_eos_token_ids
 from moe_serve.model.families import family_of
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.model.load.model_tensors import LoadProgress
-from moe_serve.model.load.weight_reader import OpenWeights, open_checkpoint
+from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.gather import Gather

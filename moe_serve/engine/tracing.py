@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moe_serve.cache.model_identity import model_identity
+from moe_serve.cache.page_key import model_identity
 from moe_serve.config.sections import EngineConfig, TraceConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.request.placement_version import placement_version

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from experts.expert_stage import ExpertStage
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.cache.model_identity import model_identity
+from moe_serve.cache.page_key import model_identity
 from moe_serve.config.sections import CacheConfig, ModelConfig
 from moe_serve.engine.execute.layer_routers import check_routers, layer_routers
 from moe_serve.engine.opened_model import OpenedModel, model_folder

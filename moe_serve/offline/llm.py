@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from rich.progress import Progress, TextColumn
 
-from moe_serve.cluster.build import build_any_engine
+from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import (
     BatchPolicyName,

@@ -22,7 +22,7 @@ from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.next_layer import NextLayer
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.pipeline.timeline.timeline import NO_LAYER, Stage
+from moe_serve.pipeline.timeline.timeline_recorder import NO_LAYER, Stage
 from moe_serve.pipeline.transport import Transport
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import RoutedRows
 from moe_serve.model.step_plan import MicroBatch, StepPlan
 
 MAX_BYTE_EXPERTS = 256

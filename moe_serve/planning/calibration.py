@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from moe_serve import __version__
-from moe_serve.cache.model_identity import model_identity
+from moe_serve.cache.page_key import model_identity
 from moe_serve.errors import ConfigError
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import (
     AttentionCost,
     ExpertCost,
@@ -25,6 +24,7 @@ from moe_serve.pipeline.costs.cost_model import (
     LinkCosts,
     StageCosts,
 )
+from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.pipeline.transport import LocalTransport
 from moe_serve.planning.calibration_file import (
     SCHEMA,

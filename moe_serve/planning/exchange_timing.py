@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import RoutedRows
 from moe_serve.child_python import module_command
 from moe_serve.cluster.control.meeting_store import StoreServer, connect_store
 from moe_serve.cluster.control.secret import new_secret, secret_from_environment

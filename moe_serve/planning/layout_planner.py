@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_serve.errors import ConfigError
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
-from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts, step_time
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts, step_time
 from moe_serve.pipeline.costs.step_seconds import simulate_layers
 from moe_serve.planning.calibration_file import CalibratedModel, Calibration
 

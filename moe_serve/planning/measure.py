@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import RoutedRows
 from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import Experts
+from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.planning.measured_model import LayerKind, MeasuredModel
 
 _LONG_S = 1.0

@@ -9,13 +9,13 @@ import psutil
 import torch
 
 from experts.expert_stage import ExpertStage
-from moe_kernels.choice import default_num_threads
 from moe_kernels.interface.kernels import Kernels
+from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config.sections import CacheConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention_stage import AttentionStage
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experts.expert_stage import ExpertStage
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import ExpertStage, RoutedRows
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor

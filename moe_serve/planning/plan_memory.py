@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from experts.placement.problem.placement import Placement
-from moe_serve.cache.sizing import num_pages
+from moe_serve.cache.kv_cache import num_pages
 from moe_serve.cluster.members.cluster_model import num_slots, placement_of
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.next_layer_prediction import num_foreseen

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from routing_predictor.importers.engine_loads import import_trtllm, import_vllm
 from routing_predictor.importers.plain import (
     import_csv,
     import_npy,
     import_npz,
     import_token_lines,
 )
-from routing_predictor.importers.sglang import import_sglang
+from routing_predictor.importers.sglang_recorder import import_sglang
 from routing_predictor.importers.tables import Imported, ImportOptions, read_json, read_json_lines
-from routing_predictor.importers.trtllm import import_trtllm
-from routing_predictor.importers.vllm import import_vllm
 from routing_predictor.traces.errors import TraceError
 
 Importer = Callable[[Sequence[Path], ImportOptions], Imported]

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.metadata import read_tensors, write_tensors
-from routing_predictor.traces.trace import RoutingTrace
-from routing_predictor.traces.trace_stats import windows
 
 FORMAT, VERSION = "moe-serve expert load", 1
 _MOST = 2.0**53  # limit on counts; beyond it floats skip whole numbers
@@ -56,19 +54,6 @@ class ExpertLoad:
         """[L, E]: the sum over all steps."""
         summed: NDArray[np.float64] = self.counts_SLE.sum(axis=0)
         return summed
-
-
-def load_of_trace(trace: RoutingTrace, num_windows: int = 1) -> ExpertLoad:
-    """Count a trace's choices, in equal runs of its tokens."""
-    if not trace.num_tokens:
-        raise TraceError("the trace has no tokens")
-    return ExpertLoad(
-        counts_SLE=windows(trace, num_windows).astype(np.float64),
-        layers=trace.layers,
-        source="trace",
-        model=trace.model,
-        model_identity=trace.model_identity,
-    )
 
 
 def write_load(load: ExpertLoad, path: Path) -> int:

@@ -10,7 +10,7 @@ import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from .expert_use import ExpertUse
+from .evaluation import ExpertUse
 
 _CEILING = 6.0  # the colour scale ends at this multiple of the even share
 Curve = tuple[list[int], list[float]]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .evaluation import MIN_GAIN, REFERENCE_TRIGRAM, DomainScore
-from .expert_use import ExpertUse
-from .model_card import num_parameters
+from .evaluation import MIN_GAIN, REFERENCE_TRIGRAM, DomainScore, ExpertUse
+from .export import num_parameters
 from .network import Shape
 from .plots import TrainingLog
 from .samples import CHAT, SEED, TEMPERATURE, TOP_P, Answer, Sample

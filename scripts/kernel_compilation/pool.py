@@ -1,8 +1,12 @@
-"""Compiles in parallel; a job is a case's name and a target, because kernels cannot be pickled."""
+"""Compiles in parallel, and caches the facts of compiled kernels in the user's cache folder, one
+small JSON file each. A job is a case's name and a target, because kernels cannot be pickled.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import multiprocessing
 import os
 import tempfile
@@ -10,11 +14,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from kernel_compilation import cache
 from kernel_compilation.compilation import cache_key, compile_case
 from kernel_compilation.facts import CompiledFacts
+from moe_kernels.cpu.cpu_library import cache_folder
 from moe_kernels.gpu.compile_case import CompileCase, find_cases
+
+_FIELDS = {field.name for field in dataclasses.fields(CompiledFacts)}
+
+
+def facts_folder() -> Path:
+    """Returns the cache folder, beside the compiled CPU kernels."""
+    return cache_folder() / "kernel-facts"
+
+
+def load(key: str, folder: Path) -> CompiledFacts | None:
+    """Return the facts under this key; None if absent or written by another version."""
+    try:
+        found = json.loads((folder / f"{key}.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return CompiledFacts(**found) if isinstance(found, dict) and set(found) == _FIELDS else None
+
+
+def store(key: str, facts: CompiledFacts, folder: Path) -> None:
+    """Writes the file completely or not at all, because two processes may compile the same
+    kernel."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, name = tempfile.mkstemp(dir=folder, suffix=".part")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(dataclasses.asdict(facts), file)
+    Path(name).replace(folder / f"{key}.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +63,7 @@ def run_jobs(
     """Yields cached results first, and the others when they are ready."""
     missing = []
     for job in jobs:
-        facts = cache.load(cache_key(cases[job.case], job.target), cache.facts_folder())
+        facts = load(cache_key(cases[job.case], job.target), facts_folder())
         if facts is None:
             missing.append(job)
         else:
@@ -76,7 +107,7 @@ def _compile(job: Job) -> Outcome:
     except Exception as error:  # triton's compiler passes on any exception of its passes
         lines = f"{type(error).__name__}: {error}".strip().splitlines()
         return Outcome(None, lines[-1] if len(lines) > 1 else lines[0], False)
-    cache.store(cache_key(case, job.target), facts, cache.facts_folder())
+    store(cache_key(case, job.target), facts, facts_folder())
     return Outcome(facts, "", False)
 
 

@@ -7,9 +7,13 @@ from pathlib import Path
 
 from kernel_compilation.facts import CompiledFacts
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase
+from tables.page_block import PageBlock
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "kernel-coverage.md"
-START, END = "<!-- compile-table: start -->", "<!-- compile-table: end -->"
+BLOCK = PageBlock(
+    page=Path(__file__).resolve().parents[2] / "docs" / "reference" / "kernel-coverage.md",
+    start="<!-- compile-table: start -->",
+    end="<!-- compile-table: end -->",
+)
 Facts = Mapping[tuple[str, int], CompiledFacts]
 
 
@@ -47,14 +51,6 @@ def _cell(facts: CompiledFacts | None) -> str:
     parts += [f"{kind} x{num}" for kind, num in kinds.items() if num > 0]
     parts += [f"**{facts.stack} B of stack**"] if facts.stack else []
     return ", ".join(parts)
-
-
-def block(page: str) -> tuple[str, str, str]:
-    """Returns the page before, between and after the markers."""
-    before, start, rest = page.partition(START)
-    between, end, after = rest.partition(END)
-    assert start and end, f"{PAGE.name} must hold the lines {START} and {END}"
-    return before + start + "\n\n", between.strip("\n") + "\n", "\n" + end + after
 
 
 def stale_rows(shown: str, rendered: str) -> list[str]:

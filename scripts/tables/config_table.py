@@ -4,7 +4,7 @@
     PYTHONPATH=scripts python -m tables.config_table --write    put them into the page
 
 Keys, defaults and ranges come from the program, flags from `moe-serve serve`, meanings from the
-comments in configs/serve.yaml. tests/scripts/test_config_table.py compares the page with this
+comments in configs/serve.yaml. tests/scripts/test_tables.py compares the page with this
 output.
 """
 

@@ -1,4 +1,6 @@
-"""`benchmarks/run.py batching` runs, and counts what it says it counts. No timing is asserted."""
+"""`benchmarks/run.py batching` counts what it says it counts, and the predictor benchmark and its
+picture run. No timing is asserted.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from batching import batching, cost, queue
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from batching import batching, cost, queue, request_prediction
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
+from pictures import predictor_figure
 
 PREDICTOR = str(demo_model_folder() / "predictor")
 TEXTS = {
@@ -67,3 +70,31 @@ def test_texts_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         batching.main(["--parts", "splits"])
     assert "give --texts" in capsys.readouterr().err
+
+
+def test_figure(tmp_path: Path) -> None:
+    layers = {str(layer): [0.5, 0.4, 0.6] for layer in range(3)}
+    calibration = {"error": 0.01, "predicted": [0.1, 0.6], "observed": [0.1, 0.5]}
+    verdict = {"overlap": {"layers": layers}, "calibration": calibration}
+    verdicts = {"request": {"request predictor": verdict, "marginal": verdict}}
+    path, out = tmp_path / "evaluation.json", tmp_path / "figure.png"
+    path.write_text(json.dumps({"verdicts": verdicts}))
+    predictor_figure.main([str(path), "--out", str(out)])
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_benchmark_prints_every_cell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_prediction, "BATCHES", (1, 2))
+    monkeypatch.setattr(request_prediction, "LENGTHS", (4, 600))
+    request_prediction.main([])
+    _, header, first, second, _, *learning = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].split() for line in learning] == [
+        [str(layers), "layers", "x", str(experts), "experts"]
+        for layers, experts, _ in request_prediction.SHAPES
+    ]
+    assert header.split() == ["requests", "4", "tokens", "600", "tokens"]
+    for line, batch in ((first, "1"), (second, "2")):
+        cells = line.split()
+        assert cells[0] == batch and all(int(cell) > 0 for cell in cells[1:])

@@ -20,12 +20,11 @@ from safetensors.torch import save_file
 from harness.machine import MachineLimits
 from harness.model_size import ModelSize
 from harness.work import Work, make_prompts
-from offline.comparison import Bar, Comparison, bars_of
 from offline.contestant import Contestant, ContestantError, TreeMemory
+from offline.duel import OWN, parse_peer
 from offline.job import Job, Ready, Turn
-from offline.peers import OWN, parse_peer
 from offline.report import Duel, Report
-from offline.result import Figures, Result, figures_of
+from offline.result import Bar, Comparison, Figures, Result, bars_of, figures_of
 from offline.worker import serve
 from safetensors_file import read_tensors
 

@@ -10,8 +10,8 @@ import pytest
 
 from expert_memory import expert_memory, replica_choice
 from expert_memory.expert_memory import Tier
-from expert_memory.texts import draw
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from expert_memory.rounds import draw
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 
 
 def test_policies_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,16 +11,19 @@ import pytest
 import torch
 
 from gpu_bench import gpu_all, gpu_engine
-from gpu_bench.entrants import ENTRANTS, entrant_of
-from gpu_bench.figures import figures_of
 from gpu_bench.gpu_all import Piece, Record
-from gpu_bench.job import Job, Outcome
-from gpu_bench.model import model_names, model_size, stored_weights, write_model
-from gpu_bench.random_weights import EXPERT_FORMATS, RandomWeights
-from gpu_bench.report import ModelReport
+from gpu_bench.job import ENTRANTS, Job, Outcome, entrant_of
+from gpu_bench.model import (
+    EXPERT_FORMATS,
+    RandomWeights,
+    model_names,
+    model_size,
+    stored_weights,
+    write_model,
+)
+from gpu_bench.report import ModelReport, figures_of
 from gpu_bench.worker import run_job
-from harness.machine import MachineLimits
-from harness.roofline import roofline
+from harness.machine import MachineLimits, roofline
 from harness.work import Work
 
 CPU = torch.device("cpu")

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from kernel_bench import kernels as kernels_benchmark
-from kernel_bench.clock import Budget, Clock
+from kernel_bench.clock import Budget, Clock, DeviceLimits, bound
 from kernel_bench.expert_contestants import BOUND, contestants
 from kernel_bench.expert_work import least_bytes, make_rows, make_weights, operations
-from kernel_bench.limits import DeviceLimits, bound
 from kernel_bench.shapes import LAYERS
 from moe_kernels.gpu.expert_layers import ExpertLayerSizes
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_serve.cache.model_identity import model_identity
-from moe_serve.cache.page_key import following_keys, root_key, token_array
+from moe_serve.cache.page_key import following_keys, model_identity, root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.prefix_tree import PrefixTree, num_in_common
 

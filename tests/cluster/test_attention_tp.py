@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import ClusterConfig, EngineConfig, PipelineConfig
 from moe_serve.engine.request.request import TokenDelta

@@ -12,7 +12,7 @@ import pytest
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.request import DecodingRules, FinishReason, GenerationRequest
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 from tests.support.cluster.fault_drive import FaultDrive, fault_config, undisturbed
 from tests.support.cluster.layouts import colocated, config, on_ranks, requests

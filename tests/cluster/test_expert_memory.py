@@ -13,8 +13,8 @@ import transformers
 
 from experts.memory.expectation import Hint
 from experts.memory.expert_memory import ExpertMemory
-from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.ranks.choice_packing import pack_needed, unpack_needed
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import (
     BatchPolicyName,
     EngineConfig,
@@ -27,7 +27,7 @@ from moe_serve.engine.execute.next_layer_prediction import check_next_layer
 from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.errors import ConfigError
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
 from moe_serve.planning.calibration import CalibrationRequest, calibrate
 from tests.support.cluster.layouts import Answer, colocated, config, requests, serve

@@ -17,7 +17,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cluster.members import membership as membership_module
 from moe_serve.cluster.ranks.expert_rank import ExpertRank
 from moe_serve.cluster.ranks.mirror import Mirrors
-from moe_serve.cluster.ranks.worker import Worker
+from moe_serve.cluster.ranks.rank_worker import Worker
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.opened_model import model_folder

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.config.sections import BatchPolicyName
 from tests.support.cluster.layouts import Answer, colocated, config, requests

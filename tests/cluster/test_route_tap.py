@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.ranks.choice_packing import pack_choices, unpack_choices
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.sequence import Sequence

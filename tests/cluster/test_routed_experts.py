@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine

@@ -19,7 +19,7 @@ from tests.support.server import server_process
 FLAGS = ("--attention-ranks", "1", "--expert-ranks", "2", "--num-threads", "1")
 WAIT_S = 90.0
 HEARTBEAT_S = 1.5
-RANK_MODULE = "moe_serve.cluster.ranks.worker"
+RANK_MODULE = "moe_serve.cluster.ranks.rank_worker"
 pytestmark = pytest.mark.timeout(400)
 
 

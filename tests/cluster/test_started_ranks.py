@@ -1,18 +1,19 @@
-"""Where a cluster cannot start, nothing of it goes on listening."""
+"""A cluster that cannot start leaves nothing that listens; NCCL needs a GPU for each rank."""
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from moe_serve.cluster import build, started_ranks
-from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster import started_ranks
+from moe_serve.cluster.started_ranks import build_cluster, check_transport
+from moe_serve.config.sections import TransportName
 from moe_serve.errors import CheckpointError, ClusterError, ConfigError
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 from tests.support.cluster.layouts import config, requests, serve
@@ -48,7 +49,8 @@ def raising(error: Exception) -> Any:
 
 
 def test_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "check_next_layer", raising(ConfigError("the test refuses it")))
+    refuse = raising(ConfigError("the test refuses it"))
+    monkeypatch.setattr(started_ranks, "check_next_layer", refuse)
     with pytest.raises(ConfigError, match="the test refuses it"):
         build_cluster(OF)
 
@@ -95,3 +97,29 @@ def test_a_timeline_on_a_full_disk_keeps_nobody_from_ending(
     finally:
         engine.close()
     assert f"the timeline {path} is incomplete, as it could not be written: No space" in caplog.text
+
+
+OWN = {"attention-0": "GPU-a", "expert-0": "GPU-b"}
+SHARED = {"attention-0": "GPU-a", "expert-0": "GPU-a"}
+MIXED = {"attention-0": "GPU-a", "expert-0": "", "expert-1": ""}
+
+
+@pytest.mark.parametrize("gpus", [SHARED, MIXED])
+def test_what_nccl_refuses_the_others_do(gpus: Mapping[str, str]) -> None:
+    def is_possible(wanted: TransportName) -> bool:
+        try:
+            check_transport(wanted, gpus)
+        except ConfigError:
+            return False
+        return True
+
+    found = {wanted: is_possible(wanted) for wanted in get_args(TransportName)}
+    assert found == {"auto": True, "host": True, "nccl": False}
+
+
+def test_nccl_wants_a_gpu_for_each() -> None:
+    check_transport("nccl", OWN)
+    with pytest.raises(ConfigError, match="attention-0 and expert-0 share a GPU"):
+        check_transport("nccl", SHARED)
+    with pytest.raises(ConfigError, match="and expert-0, expert-1 has no CUDA GPU"):
+        check_transport("nccl", MIXED)

@@ -17,9 +17,9 @@ from moe_serve.cli.doctor.machine import Backend, MachineReport
 from moe_serve.cli.doctor.model_check import check_model
 from moe_serve.cli.main import main
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.planning import plan_memory
-from tests.support.server.own_port import port_of_ones_own
+from tests.support.server.server_process import port_of_ones_own
 
 Capture = pytest.CaptureFixture[str]
 GOOD: dict[str, Any] = {

@@ -26,15 +26,15 @@ from experts.placement.plan_file import read_placement, write_placement
 from experts.placement.problem.placement import contiguous
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress, Solution, Solver
-from experts.placement.solvers.references.plain import Linear
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.references.engine_defaults import Consecutive
+from experts.placement.solvers.search.search_solver import Search
 from moe_serve.cli.main import app, main
 from moe_serve.cli.place import place_plan
 from moe_serve.cli.place.place import spread
 from moe_serve.cluster.members.cluster_model import placement_of
 from moe_serve.config.sections import ClusterConfig, ModelConfig
 from moe_serve.engine.opened_model import ServedCheckpoint
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT / "configs" / "placement" / "demo-model.safetensors"
@@ -375,7 +375,7 @@ def test_replicas_are_copies_and_not_empty_slots(
     plan = placement_of_copies(copies_LED, (0, 1, 2))
 
     def few(self: Search, problem: PlacementProblem, **_: object) -> Solution:
-        linear = Linear().solve(problem)
+        linear = Consecutive().solve(problem)
         return replace(linear, placement=plan) if problem.num_replicas == 16 else linear
 
     monkeypatch.setattr(Search, "solve", few)

@@ -18,7 +18,7 @@ from moe_serve.engine.schedule.policy.build import open_request_predictor
 from moe_serve.errors import ConfigError
 from moe_serve.learn.documents import cut_into_pieces, read_documents
 from moe_serve.learn.predictor_data import PredictorModel
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.judge import rivals
 from routing_predictor.traces.trace import RoutingTrace

@@ -19,7 +19,7 @@ from moe_serve.config.sections import Config, ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.server import bind
 from moe_serve.planning import plan_memory
-from tests.support.server.own_port import port_of_ones_own
+from tests.support.server.server_process import port_of_ones_own
 
 
 @pytest.fixture

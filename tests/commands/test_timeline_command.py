@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from moe_serve.cli.main import main
-from moe_serve.pipeline.timeline.timeline import Role, Track
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
-from pictures.simulated_timeline import SimulatedPipeline
+from moe_serve.pipeline.timeline.timeline_recorder import Role, Track
+from pictures.timeline_figure import SimulatedPipeline
 
 Capture = pytest.CaptureFixture[str]
 

@@ -13,8 +13,7 @@ from selenium.webdriver.common.keys import Keys
 
 from pictures.headless_chromium import console_errors
 from tests.support.dashboard.page_checks import num_updates, run_script, status, text, wait_for
-from tests.support.server.own_port import port_of_ones_own
-from tests.support.server.server_process import ServerProcess
+from tests.support.server.server_process import ServerProcess, port_of_ones_own
 
 NUM_LAYERS, TOP_K = 6, 4
 

@@ -17,7 +17,7 @@ from moe_serve.config.sections import Config, ServerConfig
 from moe_serve.engine import fingerprint
 from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.engine.fingerprint import checkpoint_digest, system_fingerprint
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 
 WEIGHTS = "model.safetensors"
 

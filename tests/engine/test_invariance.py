@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from moe_kernels.choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.offline.llm import LLM
 from moe_serve.offline.outputs import RequestOutput

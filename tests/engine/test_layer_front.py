@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.choice import native_refusal
+from moe_kernels.kernel_choice import native_refusal
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels.choice import KernelsName, native_refusal
-from moe_serve.cluster.build import build_cluster
+from moe_kernels.kernel_choice import KernelsName, native_refusal
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import CacheConfig, EngineConfig, PageSize
 from moe_serve.engine.build import build_engine

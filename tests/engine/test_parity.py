@@ -10,16 +10,16 @@ import pytest
 import torch
 import transformers
 
-from moe_kernels.choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.offline.llm import LLM
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
-from tests.support.families.most_likely import most_likely
+from tests.support.families.parity import most_likely
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 VARIANTS = ["qwen3_moe", "qwen3_moe-biased", "mixtral", "mixtral-window", "olmoe", "olmoe-clipped"]

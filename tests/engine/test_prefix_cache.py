@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_kernels.choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams

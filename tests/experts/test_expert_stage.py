@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor
 
 from experts.expert_stage import ExpertStage
-from moe_kernels.choice import KernelsName, native_refusal
-from moe_kernels.cpu.native_library import NativeLibrary
+from moe_kernels.cpu.cpu_library import NativeLibrary
+from moe_kernels.kernel_choice import KernelsName, native_refusal
 from moe_serve.model.checkpoint.checkpoint import Checkpoint
 from moe_serve.model.load.loader import ModelLoader
 from tests.support.families.case import TINY, Case

@@ -7,11 +7,11 @@ from collections.abc import KeysView
 import pytest
 import torch
 
-from experts.layer_banks import LayerBanks
+from experts.expert_layer import LayerBanks
 from experts.memory.slot_table import ExpertKey
 from experts.slot_room import SlotRoom
-from moe_kernels.choice import choose_kernels
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels
+from moe_kernels.kernel_choice import choose_kernels
 
 LAYERS, E, D, F, T, K = (1, 3), 6, 32, 32, 20, 2
 

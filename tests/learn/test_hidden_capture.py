@@ -14,7 +14,7 @@ from moe_serve.engine.opened_model import OpenedModel
 from moe_serve.errors import ConfigError
 from moe_serve.learn.documents import TextPiece
 from moe_serve.learn.predictor_data import PredictorModel
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.step_plan import MicroBatch, RouteAsk, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap

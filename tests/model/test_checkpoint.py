@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.families import FAMILIES
 from moe_serve.model.load.loader import ModelLoader
 

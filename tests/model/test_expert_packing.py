@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout
 from moe_kernels.reference.torch_kernels import TorchKernels
 from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.engine.request.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.checkpoint.expert_shape import read_expert_shape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families import family_of

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_kernels import choice
-from moe_kernels.choice import choose_kernels
+from moe_kernels import kernel_choice
 from moe_kernels.cpu import cpu_library
 from moe_kernels.cpu.native_kernels import NativeKernels
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 from moe_kernels.interface.routing import RouterShape
+from moe_kernels.kernel_choice import choose_kernels
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 CPU = torch.device("cpu")
@@ -143,7 +143,7 @@ def test_a_build_is_kept_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None
     cpu_library.load_cpu_library.cache_clear()
     assert cpu_library.load_cpu_library().refusal is None
     assert [p.stat().st_mtime_ns for p in cpu_library.cache_folder().iterdir()] == [stamp]
-    assert choice.native_refusal(CPU, torch.bfloat16) is None
+    assert kernel_choice.native_refusal(CPU, torch.bfloat16) is None
 
 
 @needs_native

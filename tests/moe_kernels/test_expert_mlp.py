@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.choice import KernelsName
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from moe_kernels.kernel_choice import KernelsName
 from moe_kernels.reference.expert_mlp import routed_experts_reference
 from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_kernels.choice import KernelsName
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, GatedActivation
+from moe_kernels.kernel_choice import KernelsName
 from moe_kernels.reference.expert_mlp import combine_choices, routed_experts_reference
 from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 

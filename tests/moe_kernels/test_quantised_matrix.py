@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_kernels.interface.byte_table import E4M3, UINT4
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.quantised_matrix import E4M3, UINT4
 from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp
 from tests.support.kernels.quantised_matrices import KINDS, Kind
 

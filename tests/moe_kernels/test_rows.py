@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_kernels.choice import KernelsName, choose_kernels
+from moe_kernels.kernel_choice import KernelsName, choose_kernels
 from moe_kernels.reference.linear import PlainLinear, make_linear
 from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from moe_serve.cli.calibrate import us
 from moe_serve.cli.main import main
-from moe_serve.model.checkpoint.demo import demo_model_folder
-from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.pipeline.costs.cost_model import AttentionCost
+from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.planning.calibration import fit_attention
 from moe_serve.planning.calibration_file import read_calibration, write_calibration
 from moe_serve.planning.measure import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kernel_compilation import cache, table
+from kernel_compilation import pool, table
 from kernel_compilation.cover import broken_rules, covering
 from kernel_compilation.facts import CompiledFacts, count_instructions, read_resources
 from kernel_compilation.pool import Job
@@ -141,11 +141,11 @@ def test_stale_rows_are_named() -> None:
 
 
 def test_facts_come_back_from_the_cache(tmp_path: Path) -> None:
-    cache.store("key", GOOD, tmp_path)
-    assert cache.load("key", tmp_path) == GOOD
+    pool.store("key", GOOD, tmp_path)
+    assert pool.load("key", tmp_path) == GOOD
     (tmp_path / "old.json").write_text('{"registers": 1}', "utf-8")
-    assert cache.load("old", tmp_path) is None, "facts of another version must not be used"
-    assert cache.load("missing", tmp_path) is None
+    assert pool.load("old", tmp_path) is None, "facts of another version must not be used"
+    assert pool.load("missing", tmp_path) is None
 
 
 def test_a_case_names_its_own_arguments() -> None:

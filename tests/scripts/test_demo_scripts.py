@@ -11,14 +11,26 @@ import torch
 from safetensors.torch import load_file
 
 from demo_model.corpus import chats_of, render_chat
-from demo_model.evaluation import trigram_bits_per_byte, window_spans
-from demo_model.expert_use import ExpertUse
-from demo_model.hf_format import CHAT_TEMPLATE, from_hf, hf_names, model_config, to_hf
-from demo_model.model_card import model_card, num_parameters
+from demo_model.evaluation import ExpertUse, trigram_bits_per_byte, window_spans
+from demo_model.export import (
+    CHAT_TEMPLATE,
+    from_hf,
+    hf_names,
+    model_card,
+    model_config,
+    num_parameters,
+    to_hf,
+)
 from demo_model.network import Network, Shape
 from demo_model.plots import TrainingLog
-from random_model.families import FAMILIES, Sizes, TensorSpec, tensor_specs
-from random_model.writer import split_into_shards, write_random_model
+from make_random_model import (
+    FAMILIES,
+    Sizes,
+    TensorSpec,
+    split_into_shards,
+    tensor_specs,
+    write_random_model,
+)
 
 TINY = Shape(
     vocab_size=64, width=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,

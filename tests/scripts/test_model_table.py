@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_serve.model.families import FAMILIES
-from tables import model_facts, model_table
+from tables import model_table
 
 # In billions, as their makers state them: parameters, and those that a token passes.
 STATED = {
@@ -25,8 +25,7 @@ STATED = {
 
 
 def test_the_page_holds_the_generated_tables() -> None:
-    _, shown, _ = model_table.block(model_table.PAGE.read_text("utf-8"))
-    assert shown == model_table.render(), "run tables.model_table --write"
+    assert model_table.BLOCK.text() == model_table.render(), "run tables.model_table --write"
 
 
 def test_every_family_says_what_is_particular() -> None:
@@ -46,6 +45,6 @@ def test_every_family_has_a_case() -> None:
 def test_sizes_are_those_that_were_published(repository: str) -> None:
     family, spec = model_table.read(model_table.published()[repository])
     for found, stated in zip(
-        model_facts.num_parameters(family, spec), STATED[repository], strict=True
+        model_table.num_parameters(family, spec), STATED[repository], strict=True
     ):
         assert found / 1e9 == pytest.approx(stated, rel=0.05), f"{repository}: {found / 1e9:.2f} B"

@@ -15,7 +15,7 @@ import forbidden_calls
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 from tests.support.security.real_server import BOTH, RealServer, refused
 

@@ -19,8 +19,7 @@ from moe_serve.cli.trace.trace_record import read_prompts
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.sampling.grammar.source_check import check_source
 from moe_serve.errors import CheckpointError, InvalidGrammarError, MoeServeError
-from moe_serve.model.checkpoint.checkpoint import Checkpoint
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import Checkpoint, demo_model_folder
 from moe_serve.model.checkpoint.hf_config import HFConfig, generation_eos_token_ids
 from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile
 from moe_serve.planning.calibration_file import read_calibration

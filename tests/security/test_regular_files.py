@@ -19,7 +19,7 @@ from experts.placement.problem.workloads import read_workloads
 from moe_serve import LLM
 from moe_serve.bench.report import report
 from moe_serve.bench.workload import prompt_maker, trace_rows
-from moe_serve.cache.model_identity import model_identity
+from moe_serve.cache.page_key import model_identity
 from moe_serve.cli.place import place_inputs
 from moe_serve.cli.place.place_inputs import read_cluster
 from moe_serve.cli.trace import trace_record
@@ -31,7 +31,7 @@ from moe_serve.config.sources import load_config, read_secret_file
 from moe_serve.errors import CheckpointError, MoeServeError
 from moe_serve.http.wire.uvicorn_server import Tls
 from moe_serve.learn.documents import read_documents
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.pipeline.timeline.timeline_reader import read_timeline
 from moe_serve.planning.calibration_file import read_calibration
 from moe_serve.text.chat_template import ChatTemplate

@@ -19,8 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.server.own_port import port_of_ones_own
-from tests.support.server.server_process import ROOT, SERVE, server_environment
+from tests.support.server.server_process import ROOT, SERVE, port_of_ones_own, server_environment
 
 FLAGS = (
     "--attention-ranks",

@@ -14,22 +14,18 @@ import numpy as np
 
 from experts.placement.judge.fan_out import measure_fan_out
 from experts.placement.problem.devices import even_devices
-from experts.placement.problem.limits import Move
-from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.loads import ExpertLoads, TokenChoices
+from experts.placement.problem.plan_limits import Move
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.problem.token_choices import TokenChoices
 from experts.placement.solution import Progress, Solution, Solver
-from experts.placement.solvers.fan_out.options import FanOutOptions
-from experts.placement.solvers.fan_out.solver import FanOutSolver
-from experts.placement.solvers.ilp.solver import IlpSolver
+from experts.placement.solvers.fan_out.fan_out_solver import FanOutOptions, FanOutSolver
+from experts.placement.solvers.ilp.ilp_solver import IlpSolver
 from experts.placement.solvers.search import watch
 from experts.placement.solvers.search.improve import Effort
-from experts.placement.solvers.search.solver import Search
-from placement.judge import balance_of, figures, scenario
-from placement.part import PartResult, Setting
+from experts.placement.solvers.search.search_solver import Search
+from placement.inputs import read_halves, workloads, zipf_loads
+from placement.part import PartResult, Setting, balance_of, figures, scenario
 from placement.switches import SWITCHES, without
-from placement.synthetic import workloads, zipf_loads
-from placement.trace import read_halves
 
 _COLUMNS = ("problem", "without", "balance", "gap", "figure", "CPU s", "budget")
 _ENDLESS = 1_000_000  # rounds: the budget ends them

@@ -16,13 +16,11 @@ from experts.placement.judge.bound import lower_bound
 from experts.placement.problem.devices import even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.references.eplb_solver import Eplb
-from experts.placement.solvers.references.plain import Linear
-from experts.placement.solvers.search.solver import Search
-from placement.judge import balance_of, figures
-from placement.part import Bar, PartResult, Setting
-from placement.synthetic import workloads, zipf_loads
-from placement.trace import read_halves
+from experts.placement.solvers.references.engine_defaults import Consecutive
+from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.search.search_solver import Search
+from placement.inputs import read_halves, workloads, zipf_loads
+from placement.part import Bar, PartResult, Setting, balance_of, figures
 
 Floats = NDArray[np.float64]
 _TRACE_CELLS = ((8, 0), (8, 8), (16, 0), (16, 16), (32, 0), (32, 32))
@@ -147,7 +145,7 @@ def _cell(
     num_nodes = max(1, num_devices // 8)
     devices = even_devices(num_devices, num_nodes, loads.num_experts + num_replicas)
     problem = PlacementProblem(loads=loads, devices=devices)
-    linear, eplb = Linear().solve(problem), Eplb().solve(problem)  # EPLB: of the average
+    linear, eplb = Consecutive().solve(problem), Eplb().solve(problem)  # EPLB: of the average
     search = Search().solve(problem)
     eplb_L = balance_of(problem, eplb, judged_on)[0]
     search_L = balance_of(problem, search, judged_on)[0]

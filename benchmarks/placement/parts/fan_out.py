@@ -15,12 +15,12 @@ from experts.placement.judge.fan_out import FanOut, measure_fan_out
 from experts.placement.problem.devices import Devices, even_devices
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.fan_out.relabel import relabelled
-from experts.placement.solvers.fan_out.solver import FanOutSolver
-from experts.placement.solvers.references.eplb_solver import Eplb
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.fan_out.fan_out_solver import FanOutSolver
+from experts.placement.solvers.fan_out.neighbours import relabelled
+from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.search.search_solver import Search
+from placement.inputs import Halves, read_halves
 from placement.part import Bar, PartResult, Setting, Stopwatch, timed
-from placement.trace import Halves, read_halves
 
 _CELLS = ((8, 2), (16, 4))  # devices, nodes; the targets are for the first
 _COLUMNS = (

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from experts.placement.problem.devices import even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.problem import Move, PlacementProblem
-from experts.placement.solvers.ilp.solver import IlpSolver
-from experts.placement.solvers.search.solver import Search
-from placement.judge import balance_of, figures, scenario
-from placement.part import Bar, PartResult, Setting, timed
-from placement.synthetic import workloads
-from placement.trace import read_halves
+from experts.placement.solvers.ilp.ilp_solver import IlpSolver
+from experts.placement.solvers.search.search_solver import Search
+from placement.inputs import read_halves, workloads
+from placement.part import Bar, PartResult, Setting, balance_of, figures, scenario, timed
 
 _CELLS = ((4, 0), (8, 0), (8, 8), (16, 16))  # devices, replicas
 _COLUMNS = ("loads", "devices", "replicas", "moves", "search", "ilp", "gap", "s", "proof")

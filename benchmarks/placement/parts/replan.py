@@ -9,14 +9,13 @@ import numpy as np
 
 from experts.placement.judge.copies import copies_of
 from experts.placement.problem.devices import even_devices
-from experts.placement.problem.limits import Move
 from experts.placement.problem.placement import Placement
+from experts.placement.problem.plan_limits import Move
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.references.eplb_solver import Eplb
-from experts.placement.solvers.search.solver import Search
-from placement.judge import balance_of, figures, scenario
-from placement.part import Bar, PartResult, Setting
-from placement.synthetic import distances, workloads
+from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.search.search_solver import Search
+from placement.inputs import distances, workloads
+from placement.part import Bar, PartResult, Setting, balance_of, figures, scenario
 
 _PAIRS = ((0, 1), (2, 7), (4, 5))
 _BUDGETS = (4, 8, 16)

@@ -11,11 +11,20 @@ import numpy as np
 from experts.placement.problem.devices import even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.references.eplb_solver import Eplb
-from experts.placement.solvers.search.solver import Search
-from placement.judge import average, balance_of, figures, scenario, without
-from placement.part import Bar, PartResult, Setting, timed
-from placement.synthetic import distances, workloads
+from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.search.search_solver import Search
+from placement.inputs import distances, workloads
+from placement.part import (
+    Bar,
+    PartResult,
+    Setting,
+    average,
+    balance_of,
+    figures,
+    scenario,
+    timed,
+    without,
+)
 
 _NUM_SCENARIOS, _NUM_DEVICES, _NUM_REPLICAS = 12, 32, 32
 

@@ -10,10 +10,10 @@ from experts.placement.problem.devices import even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Solution
-from experts.placement.solvers.references.eplb_solver import Eplb
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.search.search_solver import Search
+from placement.inputs import workloads
 from placement.part import Bar, PartResult, Setting, Stopwatch, timed
-from placement.synthetic import workloads
 
 _REPEATS = 5
 _CELLS = ((8, 0), (8, 32), (16, 32), (32, 32), (64, 64), (128, 128))

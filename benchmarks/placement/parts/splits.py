@@ -13,15 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.problem.devices import even_devices
+from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.problem.token_choices import TokenChoices
 from experts.placement.replicas.lp_split import LpSplit
 from experts.placement.replicas.replica_choice import LayerChoice, ReplicaPolicy
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.search.search_solver import Search
+from placement.inputs import Halves, read_halves, workloads
 from placement.part import Bar, PartResult, Setting
-from placement.synthetic import workloads
-from placement.trace import Halves, read_halves
 
 _CELLS = ((8, 8), (16, 16), (16, 32))  # devices, replicas
 _BATCHES = (64, 1024, 16384)

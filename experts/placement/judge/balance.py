@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.judge.copy_load import CopyLoad
+from experts.placement.judge.copies import CopyLoad
 from experts.placement.problem.problem import PlacementProblem
 
 Array = NDArray[np.float64]

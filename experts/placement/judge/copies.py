@@ -1,17 +1,21 @@
-"""A plan as an array: the number of copies of each expert on each device.
+"""The copies of a plan: their number on each device, and the load that one copy adds to its device.
 
-L layers, E experts of a layer, D devices, C slots of the device that has most.
+S scenarios, L layers, E experts of a layer, D devices, C slots of the device that has most. Both
+kinds of balance depend only on the share of an expert and its number of copies, so solvers, bounds
+and reports differ between the kinds only through `CopyLoad`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.problem.placement import Placement
+from experts.placement.problem.problem import PlacementProblem
 
 
 def copies_of(placement: Placement, layers: Sequence[int]) -> NDArray[np.int64]:
@@ -48,3 +52,43 @@ def placement_of(copies_LED: NDArray[np.int64], layers: Sequence[int]) -> Placem
 def num_layers_with_repeats(copies_LED: NDArray[np.int64]) -> int:
     """Number of layers in which a device holds an expert twice."""
     return int((copies_LED > 1).any(axis=(1, 2)).sum())
+
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyLoad:
+    """The load of a copy. `tokens`: the share over the number of copies. `activated`: the
+    probability that a batch of B tokens reaches the copy, 1 - (1 - p / copies)^B, where p is the
+    probability that a token chooses the expert."""
+
+    shares_SLE: Array  # sum to 1 in every layer
+    num_draws: float | None = None  # B, for `activated`
+    top_k: int = 1
+
+    @classmethod
+    def of(cls, problem: PlacementProblem) -> CopyLoad:
+        """Make the load for the kind of balance that the problem asks for."""
+        if problem.balance == "tokens":
+            return cls(shares_SLE=problem.loads.shares_SLE())
+        assert problem.top_k is not None, "PlacementProblem checks that activated has top_k"
+        return cls(
+            shares_SLE=problem.loads.shares_SLE(),
+            num_draws=float(problem.batch_size),
+            top_k=problem.top_k,
+        )
+
+    def each(self, shares: Array, copies: NDArray[np.integer] | int) -> Array:
+        """Return the load of one copy, for shares and numbers of copies that broadcast."""
+        if self.num_draws is None:
+            return shares / copies
+        chance = np.minimum(shares * self.top_k, 1.0) / copies
+        # an expert that every token chooses gives log 0, and load 1
+        with np.errstate(divide="ignore"):
+            return -np.expm1(self.num_draws * np.log1p(-chance))
+
+    def totals(self) -> Array:
+        """Total load of all devices with one copy of each expert, the reference for relative
+        loads."""
+        return np.asarray(self.each(self.shares_SLE, 1).sum(axis=2))

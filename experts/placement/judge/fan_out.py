@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.devices import Devices
+from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.placement import Placement
-from experts.placement.problem.token_choices import TokenChoices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,6 @@ class FanOut:
     devices_per_token_L: NDArray[np.float64]  # distinct devices; a row is sent once to each
     nodes_per_token_L: NDArray[np.float64]  # distinct nodes
     cross_node_pairs_L: NDArray[np.float64]  # of L - 1 pairs of layers, see `cross_node_pairs`
-    cross_device_pairs_L: NDArray[np.float64]
     ingress_LD: NDArray[np.float64]  # rows that a device receives, per token
     num_nodes: int
 
@@ -43,17 +42,7 @@ class FanOut:
         """Share of pairs (expert of a layer, expert of the next) of one token that are on two
         nodes: the traffic if a row went from an expert straight to the next layer's expert, without
         returning home."""
-        return _mean_or_zero(self.cross_node_pairs_L)
-
-    @property
-    def cross_device_pairs(self) -> float:
-        """The same as `cross_node_pairs`, for devices."""
-        return _mean_or_zero(self.cross_device_pairs_L)
-
-    @property
-    def extra_nodes_per_token(self) -> float:
-        """Nodes beyond one: rows that must cross even if the token's home is one of these nodes."""
-        return self.nodes_per_token - 1.0
+        return float(self.cross_node_pairs_L.mean()) if len(self.cross_node_pairs_L) else 0.0
 
     @property
     def cross_node_rows(self) -> float:
@@ -62,20 +51,13 @@ class FanOut:
         `devices_per_token`."""
         return self.devices_per_token * (1.0 - 1.0 / self.num_nodes)
 
-    @property
-    def ingress_balance(self) -> float:
-        """Mean ingress over the largest ingress of a device, mean over layers."""
-        largest_L = np.maximum(self.ingress_LD.max(axis=1), np.finfo(np.float64).tiny)
-        return float((self.ingress_LD.mean(axis=1) / largest_L).mean())
-
 
 def measure_fan_out(placement: Placement, choices: TokenChoices, devices: Devices) -> FanOut:
     """Measure the fan-out of a placement. Raises PlacementError unless it is for these layers and
     devices."""
     _check_same(placement, choices, devices)
     node_D = np.array([device.node for device in devices.devices])
-    devices_L, nodes_L, ingress_LD = [], [], []
-    node_pairs_L, device_pairs_L = [], []
+    devices_L, nodes_L, ingress_LD, node_pairs_L = [], [], [], []
     before_NK: NDArray[np.int64] | None = None
     for index, layer in enumerate(choices.layers):
         device_NK = placement.assign(layer, choices.expert_ids_NLK[:, index].astype(np.int64))
@@ -86,13 +68,11 @@ def measure_fan_out(placement: Placement, choices: TokenChoices, devices: Device
         ingress_LD.append(ingress_D / len(device_NK))
         if before_NK is not None:
             node_pairs_L.append(_crossing(node_D[before_NK], node_D[device_NK]))
-            device_pairs_L.append(_crossing(before_NK, device_NK))
         before_NK = device_NK
     return FanOut(
         devices_per_token_L=np.array(devices_L),
         nodes_per_token_L=np.array(nodes_L),
         cross_node_pairs_L=np.array(node_pairs_L),
-        cross_device_pairs_L=np.array(device_pairs_L),
         ingress_LD=np.array(ingress_LD),
         num_nodes=devices.num_nodes,
     )
@@ -120,7 +100,3 @@ def _crossing(here_NK: NDArray[np.int64], next_NK: NDArray[np.int64]) -> float:
     top_k = here_NK.shape[1]
     num_crossing = sum(int((here_NK != next_NK[:, k : k + 1]).sum()) for k in range(top_k))
     return num_crossing / float(here_NK.size * top_k)
-
-
-def _mean_or_zero(of_L: NDArray[np.float64]) -> float:
-    return float(of_L.mean()) if len(of_L) else 0.0

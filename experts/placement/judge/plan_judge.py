@@ -18,8 +18,8 @@ from experts.placement.judge.balance import (
 from experts.placement.judge.copies import num_layers_with_repeats, placement_of
 from experts.placement.judge.fan_out import measure_fan_out
 from experts.placement.judge.steps import StepBalance, draw_steps, step_balance
+from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.problem.token_choices import TokenChoices
 
 Ints = NDArray[np.int64]
 

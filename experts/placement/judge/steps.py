@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.problem.token_choices import TokenChoices
 from experts.placement.replicas.lp_split import LpSplit
 
 _MOST_TOKENS, _MOST_STEPS, _FEWEST_STEPS = 2**16, 32, 4

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.devices import Devices
-from experts.placement.problem.limits import Grouping, Move, Pin
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.memory_slots import copies_in_memory
+from experts.placement.problem.plan_limits import Grouping, Move, Pin, copies_in_memory
 
 _MOST_PLACES = 2**26  # limit on experts x devices over all layers: a table of them takes 512 MiB
 _MOST_PACKED = 2**35  # limit on the steps of a first packing: about two minutes

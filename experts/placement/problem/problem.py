@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from experts.placement.errors import PlacementError
 from experts.placement.problem import feasible
 from experts.placement.problem.devices import Devices
-from experts.placement.problem.limits import Grouping, Move, Pin
 from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.memory_slots import slots_by_layer
+from experts.placement.problem.plan_limits import Grouping, Move, Pin, slots_by_layer
 
 # tokens: rows a device computes (prefill, large batches). activated: the expected number of experts
 # that a batch of `batch_size` tokens activates on a device, whose weights it then reads (decode).

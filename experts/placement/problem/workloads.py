@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.errors import PlacementInputError
-from experts.placement.problem.loads import ExpertLoads
-from experts.placement.problem.token_choices import TokenChoices
+from experts.placement.problem.loads import ExpertLoads, TokenChoices
+from routing_predictor.importers.engine_loads import META
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import Imported, ImportOptions, read_json
-from routing_predictor.importers.trtllm import META
 from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.load_file import FORMAT, ExpertLoad, read_load
 from routing_predictor.traces.metadata import read_metadata

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.errors import PlacementError
-from experts.placement.replicas.least_tokens import poured
+from experts.placement.replicas.greedy_choices import poured
 
 _SWEEPS = 4  # rounds of pairwise levelling before paths finish the work
 

@@ -13,8 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.replicas.fewest_activated import FewestActivated
-from experts.placement.replicas.least_tokens import LeastTokens
+from experts.placement.replicas.greedy_choices import FewestActivated, LeastTokens
 from experts.placement.replicas.lp_split import LpSplit
 
 ReplicaPolicy = Literal["round-robin", "fewest-activated", "least-tokens", "lp", "auto"]

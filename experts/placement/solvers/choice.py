@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from experts.placement.errors import PlacementInputError
 from experts.placement.problem.devices import Devices
+from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.problem.token_choices import TokenChoices
 from experts.placement.solution import Solver
-from experts.placement.solvers.fan_out.solver import FanOutOptions, FanOutSolver
-from experts.placement.solvers.ilp.solver import IlpSolver
-from experts.placement.solvers.references.eplb_solver import Eplb
-from experts.placement.solvers.references.plain import Linear, RoundRobin
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.fan_out.fan_out_solver import FanOutOptions, FanOutSolver
+from experts.placement.solvers.ilp.ilp_solver import IlpSolver
+from experts.placement.solvers.references.engine_defaults import Consecutive, RoundRobin
+from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.search.search_solver import Search
 
 REFERENCES = ("linear", "round-robin", "eplb", "eplb-hierarchical")  # look at slots alone
 
@@ -24,7 +24,7 @@ def make_solver(name: str, num_groups: int = 1, *, thorough: bool = False) -> So
     if name == "ilp":
         return IlpSolver(Search())
     if name == "linear":
-        return Linear()
+        return Consecutive()
     if name == "round-robin":
         return RoundRobin()
     return Eplb(num_groups, hierarchical=name == "eplb-hierarchical")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_kernels.cpu.native_library import Float, Int, NativeLibrary, Pointer, address
+from moe_kernels.cpu.cpu_library import Float, Int, NativeLibrary, Pointer, address
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.cpu.native_library import Float, Int, NativeLibrary, Pointer, num_panels
+from moe_kernels.cpu.cpu_library import Float, Int, NativeLibrary, Pointer, num_panels
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, num_held
 from moe_kernels.interface.quantised_matrix import only_floats
 

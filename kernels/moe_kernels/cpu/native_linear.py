@@ -10,7 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from moe_kernels.cpu.native_library import Int, NativeLibrary, Pointer, address, num_panels
+from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address, num_panels
 
 
 class _LinearStruct(ctypes.Structure):

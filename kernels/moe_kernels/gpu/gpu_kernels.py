@@ -14,13 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_kernels.gpu.expert_bank import GroupedExpertBank, stacked_experts
-from moe_kernels.gpu.expert_slots import GroupedSlots
-from moe_kernels.gpu.grouped_gemm import api, linear
+from moe_kernels.gpu.expert_bank import GroupedExpertBank, GroupedSlots, stacked_experts
+from moe_kernels.gpu.grouped_gemm import api, grouped_linear
 from moe_kernels.gpu.grouped_gemm.api import Chip, chip_of
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.from_matrix import layout_of
-from moe_kernels.gpu.grouped_gemm.linear import (
+from moe_kernels.gpu.grouped_gemm.grouped_linear import (
     GroupedHeadLinear,
     GroupedLinear,
     GroupedRouterLinear,
@@ -29,17 +28,17 @@ from moe_kernels.gpu.grouped_gemm.linear import (
 from moe_kernels.gpu.grouped_gemm.pack import plain
 from moe_kernels.gpu.heads.api import shape_latent, shape_qkv
 from moe_kernels.gpu.paged_attention.api import attention, plan_attention, plan_room
-from moe_kernels.gpu.paged_attention.plan import PagedPlan
+from moe_kernels.gpu.paged_attention.launch_plan import PagedPlan
 from moe_kernels.gpu.router.api import route
 from moe_kernels.gpu.rows.api import Addends, add, rms_norm
-from moe_kernels.gpu.sampling.token_sampler import GpuTokenSampler
+from moe_kernels.gpu.sampling.gpu_sampler import GpuTokenSampler
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
+    DecodeRoom,
     LatentShape,
     QKNormWeights,
     StepRows,
 )
-from moe_kernels.interface.fixed_attention import DecodeRoom
 from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertWeights,
@@ -47,7 +46,7 @@ from moe_kernels.interface.kernels import (
     LayerFrontParts,
     SplitMLP,
 )
-from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout
 from moe_kernels.interface.routing import RouterShape
 
 # What the interpreter, which computes on the CPU, is told to be. No tile size may be chosen by the
@@ -111,8 +110,8 @@ class TritonKernels:
         """Return the chip with its self-check for linear layers of this shape."""
 
         def ask() -> bool:
-            rows = linear.checked_rows(*widths, dtype=weight.dtype, device=weight.device)
-            return linear.has_equal_tiles(made, rows)
+            rows = grouped_linear.checked_rows(*widths, dtype=weight.dtype, device=weight.device)
+            return grouped_linear.has_equal_tiles(made, rows)
 
         return self._chip_for((weight.shape, weight.dtype), ask)
 

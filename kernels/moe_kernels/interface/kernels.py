@@ -15,14 +15,14 @@ from torch import Tensor
 
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
+    DecodeRoom,
+    FixedAttention,
     LatentShape,
     QKNormWeights,
     RotaryTable,
     StepRows,
 )
-from moe_kernels.interface.fixed_attention import DecodeRoom, FixedAttention
-from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
-from moe_kernels.interface.quantised_matrix import Weight
+from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout, Weight
 from moe_kernels.interface.routing import RouterShape
 from moe_kernels.interface.token_sampler import TokenSampler
 

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
+    DecodeRoom,
     LatentShape,
     QKNormWeights,
+    ReplannedAttention,
     RotaryTable,
     StepRows,
 )
-from moe_kernels.interface.fixed_attention import DecodeRoom, ReplannedAttention
 from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertBank,
@@ -23,13 +24,12 @@ from moe_kernels.interface.kernels import (
     LayerFrontParts,
     SplitMLP,
 )
-from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout
 from moe_kernels.interface.routing import RouterShape, route
-from moe_kernels.reference.attention_plan import AttentionPlan, plan_attention
 from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
 from moe_kernels.reference.linear import FastLinear, make_linear
 from moe_kernels.reference.norm import rms_norm, rotate
-from moe_kernels.reference.paged_attention import paged_attention
+from moe_kernels.reference.paged_attention import AttentionPlan, paged_attention, plan_attention
 
 
 class TorchExperts:

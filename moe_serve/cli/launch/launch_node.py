@@ -17,7 +17,6 @@ from moe_serve.cli.console import optional_output
 from moe_serve.cli.launch.launch_options import LaunchRequest
 from moe_serve.cli.serve.serve import check_can_listen, check_is_guarded
 from moe_serve.cli.serve.service import run_service
-from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.launch.cluster_file import find_node
@@ -28,6 +27,7 @@ from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.cluster.members.rank_starter import RankStarter
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.logs import set_up_logs
 from moe_serve.config.sections import Config
 from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, LoadedConfig

@@ -10,7 +10,7 @@ from rich.table import Table
 from experts.placement.judge.balance import Balancedness
 from experts.placement.judge.held_out import HeldOut
 from experts.placement.judge.plan_judge import Judged
-from experts.placement.judge.redundancy import Redundancy
+from experts.placement.judge.replicas_worth import Redundancy
 from experts.placement.plan_check import gib
 from experts.placement.plan_report import PlanReport
 from moe_serve.cli.console import counted, wide_console

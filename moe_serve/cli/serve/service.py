@@ -21,7 +21,7 @@ from rich.console import Console
 from moe_serve.cli.console import optional_output
 from moe_serve.cli.serve.model_files import ModelFiles
 from moe_serve.cli.serve.ready import curl_line, loading_bar, print_ready, server_url
-from moe_serve.cluster.build import build_any_engine
+from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.logs import STARTUP_LOG, is_json_log, set_up_logs
 from moe_serve.config.sections import Config, EngineConfig, ServerConfig
 from moe_serve.config.sources import DEFAULT_SOURCE, ConfigEntry
@@ -39,7 +39,7 @@ from moe_serve.http.loading import LoadingServer
 from moe_serve.http.pages.page_files import PAGE_FILES
 from moe_serve.http.server import bind, run_server
 from moe_serve.http.tracing.spans import make_span_export
-from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.planning.plan_memory import plan_memory
 
 _log = logging.getLogger(STARTUP_LOG)

@@ -156,7 +156,7 @@ def record(options: RecordOptions) -> None:
     }
     loaded = load_config(flags=flags, environ=os.environ, file=options.config_file)
 
-    from moe_serve.cluster.build import build_any_engine
+    from moe_serve.cluster.started_ranks import build_any_engine
     from moe_serve.engine.tracing import trace_header
 
     config = loaded.config.engine

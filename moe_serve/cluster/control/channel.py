@@ -16,8 +16,14 @@ from typing import Generic, NoReturn, TypeVar
 
 import msgspec
 
-from moe_serve.cluster.control.frame import MAX_FRAME_BYTES, BrokenStreamError, FrameReader, frame
-from moe_serve.cluster.control.handshake import HandshakeError, connect_handshake
+from moe_serve.cluster.control.byte_stream import (
+    MAX_FRAME_BYTES,
+    BrokenStreamError,
+    FrameReader,
+    HandshakeError,
+    connect_handshake,
+    frame,
+)
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.errors import ChannelClosedError, ClusterError
 

@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from moe_serve.cluster.control.byte_stream import HandshakeError, accept_handshake
 from moe_serve.cluster.control.channel import Channel
-from moe_serve.cluster.control.handshake import HandshakeError, accept_handshake
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.errors import ConfigError
 

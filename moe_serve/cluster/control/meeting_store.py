@@ -26,30 +26,30 @@ _IDLE_S = 3600.0  # between two requests; the end of the connection wakes the se
 _ANSWER_S = 5.0  # for the answer, beyond the wait that was requested
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _StoreMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Encodes the fields in order, without their names."""
 
 
-class Put(_Message, frozen=True):
+class Put(_StoreMessage, frozen=True):
     """Sets keys."""
 
     values: Mapping[str, bytes]
 
 
-class Take(_Message, frozen=True):
+class Take(_StoreMessage, frozen=True):
     """Waits until all keys are set, and returns their values."""
 
     keys: Sequence[str]
     timeout_s: float
 
 
-class Look(_Message, frozen=True):
+class Look(_StoreMessage, frozen=True):
     """Asks if all keys are set: one value comes back if they are, none otherwise."""
 
     keys: Sequence[str]
 
 
-class Swap(_Message, frozen=True):
+class Swap(_StoreMessage, frozen=True):
     """Sets a key if its value is the expected one; an empty `expected` means: if it is not set."""
 
     key: str
@@ -57,20 +57,20 @@ class Swap(_Message, frozen=True):
     desired: bytes
 
 
-class Count(_Message, frozen=True):
+class Count(_StoreMessage, frozen=True):
     """Adds to the number under a key, which begins at 0."""
 
     key: str
     amount: int
 
 
-class Drop(_Message, frozen=True):
+class Drop(_StoreMessage, frozen=True):
     """Deletes a key. One value comes back if it was set."""
 
     key: str
 
 
-class Answer(_Message, frozen=True):
+class StoreAnswer(_StoreMessage, frozen=True, tag="Answer"):
     """The values a request returned; `why`: the reason it failed."""
 
     values: Sequence[bytes] = ()
@@ -78,7 +78,7 @@ class Answer(_Message, frozen=True):
 
 
 StoreRequest = Put | Take | Look | Swap | Count | Drop
-StoreMessage = StoreRequest | Answer
+StoreMessage = StoreRequest | StoreAnswer
 
 
 class StoreServer:
@@ -133,7 +133,7 @@ class StoreServer:
         try:
             while not self._is_closed:
                 request = channel.receive(_IDLE_S)
-                if request is not None and not isinstance(request, Answer):
+                if request is not None and not isinstance(request, StoreAnswer):
                     channel.send(self._answer(request))
         except ChannelClosedError:
             pass  # the rank has ended
@@ -142,16 +142,16 @@ class StoreServer:
             with self._changed:
                 self._channels.discard(channel)
 
-    def _answer(self, request: StoreRequest) -> Answer:
+    def _answer(self, request: StoreRequest) -> StoreAnswer:
         with self._changed:
             if isinstance(request, Take):
                 return self._take(request)
             if (why := self._objection(_keys(request))) is not None:
-                return Answer(why=why)
+                return StoreAnswer(why=why)
             if isinstance(request, Look):
-                return Answer([b"1"] if self._has(request.keys) else [])
+                return StoreAnswer([b"1"] if self._has(request.keys) else [])
             if isinstance(request, Drop):
-                return Answer([] if self._values.pop(request.key, None) is None else [b"1"])
+                return StoreAnswer([] if self._values.pop(request.key, None) is None else [b"1"])
             if isinstance(request, Put):
                 self._values.update(request.values)
                 given = b""
@@ -163,20 +163,20 @@ class StoreServer:
                 given = b"%d" % (int(self._values.get(request.key, b"0")) + request.amount)
                 self._values[request.key] = given
             self._changed.notify_all()
-            return Answer([given])
+            return StoreAnswer([given])
 
-    def _take(self, request: Take) -> Answer:
+    def _take(self, request: Take) -> StoreAnswer:
         wait_s = max(0.0, min(request.timeout_s, self._timeout_s))
         deadline = time.monotonic() + wait_s
         while (why := self._objection(request.keys)) is None:
             if self._has(request.keys):
-                return Answer([self._values[key] for key in request.keys])
+                return StoreAnswer([self._values[key] for key in request.keys])
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 missing = ", ".join(key for key in request.keys if key not in self._values)
-                return Answer(why=f"no rank has set {missing} within {wait_s:g} s")
+                return StoreAnswer(why=f"no rank has set {missing} within {wait_s:g} s")
             self._changed.wait(remaining_s)
-        return Answer(why=why)
+        return StoreAnswer(why=why)
 
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
@@ -254,7 +254,7 @@ class RemoteStore(Store):
         except ChannelClosedError as error:
             self._channel.close()
             raise DistStoreError(f"the store is lost: {error}") from None
-        if not isinstance(answer, Answer):
+        if not isinstance(answer, StoreAnswer):
             self._channel.close()  # a late answer would be taken for the next request's
             raise DistStoreError("the store does not answer")
         if answer.why is not None:
@@ -269,7 +269,7 @@ def _bytes(value: str | bytes) -> bytes:
 def connect_store(host: str, port: int, secret: ClusterSecret, timeout_s: float) -> RemoteStore:
     """Connects to the store; raises ClusterError after `timeout_s`, which also bounds `get` and
     `wait`."""
-    decoder: msgspec.msgpack.Decoder[StoreMessage] = msgspec.msgpack.Decoder(Answer)
+    decoder: msgspec.msgpack.Decoder[StoreMessage] = msgspec.msgpack.Decoder(StoreAnswer)
     try:
         return RemoteStore(connect(host, port, secret, decoder, timeout_s), timeout_s)
     except ClusterError as error:

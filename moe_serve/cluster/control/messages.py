@@ -23,11 +23,11 @@ from moe_serve.model.step_plan import RouteAsk
 RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ranks of the epoch
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Encodes the fields in order, without their names."""
 
 
-class Examine(_Message, frozen=True):
+class Examine(ControlMessage, frozen=True):
     """Asks, before anything is loaded, which files the rank sees and which ports it reaches."""
 
     folder: str
@@ -35,7 +35,7 @@ class Examine(_Message, frozen=True):
     timeout_s: float
 
 
-class Configure(_Message, frozen=True):
+class Configure(ControlMessage, frozen=True):
     """Tells a rank what to load."""
 
     config: EngineConfig
@@ -48,7 +48,7 @@ class Configure(_Message, frozen=True):
     num_slots: int = 0  # expert slots for all layers, if experts may move; 0: they stay
 
 
-class Join(_Message, frozen=True):
+class Join(ControlMessage, frozen=True):
     """Tells a rank to meet the other members of a new epoch. It ends the epoch before."""
 
     epoch: int
@@ -106,7 +106,7 @@ class PageWork(msgspec.Struct, frozen=True, array_like=True):
     copy: Sequence[tuple[int, int]]
 
 
-class RunStep(_Message, frozen=True):
+class RunStep(ControlMessage, frozen=True):
     """Tells an attention rank to run a step. `rows`: of each micro-batch, for every attention rank
     of the epoch. `after`: a step that had not ended when this was sent; this one goes on with its
     tokens, and fails if that step failed on this rank."""
@@ -123,7 +123,7 @@ class RunStep(_Message, frozen=True):
     placement: int = 0  # a rank with another version ends
 
 
-class ServeStep(_Message, frozen=True):
+class ServeStep(ControlMessage, frozen=True):
     """Tells an expert rank how many rows each attention rank will send and, where it has an expert
     memory, which experts these will probably need (`choice_packing.py`)."""
 
@@ -134,24 +134,24 @@ class ServeStep(_Message, frozen=True):
     placement: int = 0  # a rank with another version ends
 
 
-class QueryPages(_Message, frozen=True):
+class QueryPages(ControlMessage, frozen=True):
     """Asks for this page work, and then which pages hold only finite values."""
 
     page_work: Sequence[PageWork]
     pages: Sequence[int]
 
 
-class TakeExperts(_Message, frozen=True):
+class TakeExperts(ControlMessage, frozen=True):
     """Tells an expert rank to load these experts too: layer -> experts."""
 
     experts: Mapping[int, Sequence[int]]
 
 
-class DropExperts(_Message, frozen=True):
+class DropExperts(ControlMessage, frozen=True):
     """Tells an expert rank to keep only the experts first configured."""
 
 
-class StagePlacement(_Message, frozen=True):
+class StagePlacement(ControlMessage, frozen=True):
     """Tells a rank to prepare a placement beside its steps and report when ready. The mappings hold
     only layers that change; `held` and `gained` (to be read) are this rank's, empty for an
     attention rank."""
@@ -163,17 +163,17 @@ class StagePlacement(_Message, frozen=True):
     bytes_per_s: float
 
 
-class DropPlacement(_Message, frozen=True):
+class DropPlacement(ControlMessage, frozen=True):
     """Tells a rank to drop the staged placement."""
 
 
-class SwitchPlacement(_Message, frozen=True):
+class SwitchPlacement(ControlMessage, frozen=True):
     """Tells a rank to use the staged placement from the next step on."""
 
     placement: int
 
 
-class Stop(_Message, frozen=True):
+class Stop(ControlMessage, frozen=True):
     """Tells a rank to exit."""
 
 
@@ -185,7 +185,7 @@ class FileMark(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
 
-class Hello(_Message, frozen=True):
+class Hello(ControlMessage, frozen=True):
     """The first message of a rank."""
 
     name: str
@@ -195,7 +195,7 @@ class Hello(_Message, frozen=True):
     probe_port: int = 0  # other ranks try it; open until the rank is configured
 
 
-class Examined(_Message, frozen=True):
+class Examined(ControlMessage, frozen=True):
     """The answer to Examine; `why`: the files could not be read."""
 
     files: Sequence[FileMark]
@@ -203,14 +203,14 @@ class Examined(_Message, frozen=True):
     why: str | None = None
 
 
-class Loading(_Message, frozen=True):
+class Loading(ControlMessage, frozen=True):
     """Loading progress in tensors read: of the model's, and at the end of the rank's own."""
 
     done: int
     total: int
 
 
-class Loaded(_Message, frozen=True):
+class Loaded(ControlMessage, frozen=True):
     """The rank is ready to join. `weights_hash` is the checkpoint's."""
 
     weights_hash: str
@@ -219,7 +219,7 @@ class Loaded(_Message, frozen=True):
     gpu: str = ""  # its id, if NCCL reaches it
 
 
-class Joined(_Message, frozen=True):
+class Joined(ControlMessage, frozen=True):
     """The rank is in the epoch's data group; `why`: it is not."""
 
     epoch: int
@@ -246,7 +246,7 @@ class Choices(msgspec.Struct, frozen=True, array_like=True):
     weights: bytes = b""  # float16; empty: not asked for
 
 
-class StepDone(_Message, frozen=True):
+class StepDone(ControlMessage, frozen=True):
     """The tokens of an attention rank's step, by sequence id. See `StepOutcome`."""
 
     epoch: int
@@ -262,7 +262,7 @@ class StepDone(_Message, frozen=True):
     forced: Mapping[int, tuple[int, ...]] = {}
 
 
-class StepServed(_Message, frozen=True):
+class StepServed(ControlMessage, frozen=True):
     """An expert rank has finished a step; `failure`: a layer of it raised."""
 
     epoch: int
@@ -273,7 +273,7 @@ class StepServed(_Message, frozen=True):
     memory: MemoryStats | None = None  # set where the rank has an expert memory
 
 
-class StepFailed(_Message, frozen=True):
+class StepFailed(ControlMessage, frozen=True):
     """A step failed on this rank. `peer`: the lost rank that caused it; None: computing raised."""
 
     epoch: int
@@ -282,19 +282,19 @@ class StepFailed(_Message, frozen=True):
     peer: str | None
 
 
-class FinitePages(_Message, frozen=True):
+class FinitePages(ControlMessage, frozen=True):
     """The answer to QueryPages."""
 
     is_finite: Sequence[bool]
 
 
-class TookExperts(_Message, frozen=True):
+class TookExperts(ControlMessage, frozen=True):
     """The answer to TakeExperts and DropExperts; `why`: it failed."""
 
     why: str | None = None
 
 
-class Staged(_Message, frozen=True):
+class Staged(ControlMessage, frozen=True):
     """The rank is ready for a placement and has read `num_bytes` for it; `why`: it failed."""
 
     placement: int
@@ -302,7 +302,7 @@ class Staged(_Message, frozen=True):
     why: str | None = None
 
 
-class Heartbeat(_Message, frozen=True):
+class Heartbeat(ControlMessage, frozen=True):
     """The rank is alive. `step`: the last one begun; `clock_ns`: its time.perf_counter_ns().
     `operation`: the current one, begun `operation_s` ago; empty between steps."""
 
@@ -312,7 +312,7 @@ class Heartbeat(_Message, frozen=True):
     operation_s: float = 0.0
 
 
-class Unwell(_Message, frozen=True):
+class Unwell(ControlMessage, frozen=True):
     """The rank exits for a reason that the user can act on."""
 
     why: str

@@ -8,16 +8,11 @@ No order names a program: an agent starts the worker of its own installation and
 
 from __future__ import annotations
 
-import msgspec
-
+from moe_serve.cluster.control.messages import ControlMessage
 from moe_serve.cluster.control.rank_name import Role
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Encodes the fields in order, without their names."""
-
-
-class NodeHello(_Message, frozen=True):
+class NodeHello(ControlMessage, frozen=True):
     """The first message of an agent. `host`: its address as node 0 reaches it."""
 
     node_rank: int
@@ -27,11 +22,11 @@ class NodeHello(_Message, frozen=True):
     version: str
 
 
-class NodeAlive(_Message, frozen=True):
+class NodeAlive(ControlMessage, frozen=True):
     """Sent every ALIVE_PERIOD_S."""
 
 
-class RankEnded(_Message, frozen=True):
+class RankEnded(ControlMessage, frozen=True):
     """A rank's process ended without an order. `start`: the number of that process."""
 
     role: Role
@@ -40,11 +35,11 @@ class RankEnded(_Message, frozen=True):
     why: str
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(ControlMessage, frozen=True):
     """Node 0 has admitted the agent."""
 
 
-class StartRank(_Message, frozen=True):
+class StartRank(ControlMessage, frozen=True):
     """Starts a process of a rank, and kills one of the same rank that still runs.
 
     `place`: the number of ranks before it on its node. `device`: its accelerator; None: the one at
@@ -62,14 +57,14 @@ class StartRank(_Message, frozen=True):
     num_threads: int | None = None
 
 
-class KillRank(_Message, frozen=True):
+class KillRank(ControlMessage, frozen=True):
     """Sends SIGKILL to the rank, if it runs."""
 
     role: Role
     index: int
 
 
-class Dismiss(_Message, frozen=True):
+class Dismiss(ControlMessage, frozen=True):
     """Tells the agent to end all ranks and exit; `why` is None when the launch ended normally."""
 
     why: str | None = None

@@ -38,7 +38,7 @@ class CoordinatorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     port: int = 29600
 
 
-class NodeEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One node. Its ranks take its devices in order, attention first; no devices: the CPU."""
 
     name: str
@@ -58,7 +58,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     name: str
     coordinator: CoordinatorEntry
-    nodes: tuple[NodeEntry, ...]
+    nodes: tuple[ClusterNode, ...]
     model: str | None = None
     serve: dict[str, dict[str, Any]] = {}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from experts.placement.errors import PlacementError
 from experts.placement.plan_file import read_placement
 from experts.placement.problem.placement import Placement, contiguous
-from moe_serve.cache.model_identity import model_identity
+from moe_serve.cache.page_key import model_identity
 from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.control.messages import Configure
 from moe_serve.cluster.control.rank_name import RankName, all_ranks

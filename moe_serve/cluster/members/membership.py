@@ -32,7 +32,7 @@ from moe_serve.cluster.members.preflight import PreflightRound
 from moe_serve.cluster.members.rank_starter import RankStarter
 from moe_serve.cluster.members.roster import Heartbeats, RankPhase, RankState, Roster
 from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError, MoeServeError
-from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.load.weight_reader import LoadProgress
 
 _log = logging.getLogger(__name__)
 

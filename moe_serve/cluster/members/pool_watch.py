@@ -18,16 +18,15 @@ from moe_serve.engine.request.stats import MicroBatchReason, PoolStats
 from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.micro_batch_choice import (
     MAX_MICRO_BATCHES,
     MicroBatchChoice,
     MicroBatchChooser,
 )
 from moe_serve.pipeline.costs.online_costs import OnlineCosts
-from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts, StepTiming
-from moe_serve.pipeline.timeline.timeline import Role, Track, decode_records
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts, StepTiming
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
+from moe_serve.pipeline.timeline.timeline_recorder import Role, Track, decode_records
 from moe_serve.planning.calibration_file import read_calibration
 
 _log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ _MAX_OPEN = 8  # steps whose expert ranks have not all reported
 
 
 @dataclass(slots=True)
-class _OpenStep:
+class _OpenPoolStep:
     """A step until all ranks have reported on it."""
 
     loads: Sequence[BatchLoad]
@@ -73,8 +72,8 @@ class PoolWatch:
     ) -> None:
         self._chooser, self._fixed, self._writer = chooser, fixed, writer
         self._recent = RecentPools()
-        self._open: dict[int, _OpenStep] = {}
-        self._next: _OpenStep | None = None
+        self._open: dict[int, _OpenPoolStep] = {}
+        self._next: _OpenPoolStep | None = None
         self._memories: dict[str, MemoryStats] = {}  # expert rank -> its memory
         self._past = MemoryStats()  # counts of lost ranks
 
@@ -89,7 +88,7 @@ class PoolWatch:
             most = max(load.num_sequences for load in loads)
             choice = MicroBatchChoice(min(self._fixed, most), (), "predicted best")
         self._recent.count_step(choice.num_micro_batches, reason)
-        self._next = _OpenStep(loads, choice, num_expert_ranks)
+        self._next = _OpenPoolStep(loads, choice, num_expert_ranks)
         return choice.num_micro_batches
 
     def began(self, step: int) -> None:
@@ -175,7 +174,7 @@ class PoolWatch:
         counted = self._memories.pop(name)
         self._past += replace(counted, budget_bytes=0, resident_bytes=0)
 
-    def _close(self, step: int, opened: _OpenStep) -> None:
+    def _close(self, step: int, opened: _OpenPoolStep) -> None:
         if not opened.seconds or len(opened.experts) < opened.num_expert_ranks:
             return
         del self._open[step]

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from moe_serve import __version__
-from moe_serve.cache.model_identity import add_weight_file
+from moe_serve.cache.page_key import add_weight_file
 from moe_serve.cluster.control.messages import Examine, Examined, FileMark, Hello
 from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget, probe
 from moe_serve.errors import CheckpointError

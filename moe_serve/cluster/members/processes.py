@@ -27,7 +27,7 @@ from moe_serve.errors import ClusterError
 
 _log, _ranks_log = logging.getLogger(__name__), logging.getLogger(RANK_LOG)
 
-WORKER_MODULE = "moe_serve.cluster.ranks.worker"
+WORKER_MODULE = "moe_serve.cluster.ranks.rank_worker"
 STACKS_SIGNAL = signal.SIGUSR1  # a worker that receives it writes its threads' stacks
 _STACKS_WAIT_S = 0.5  # until the stacks have arrived
 _KILLED_WAIT_S = 10.0  # after SIGKILL; only a process stuck in the kernel takes longer
@@ -62,7 +62,7 @@ class ExitedProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
+class _RunningRank:
     process: subprocess.Popen[bytes]
     output: Output
 
@@ -87,7 +87,7 @@ class LocalProcesses:
     def __init__(self, sink: Callable[[str], None] = write_to_stderr) -> None:
         self._pump = OutputPump(sink)
         self._lock = threading.Lock()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningRank] = {}
         # Linux sends the parent's death signal when the *thread* that forked ends. This thread
         # lives as long as we do.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-starter")
@@ -152,7 +152,7 @@ class LocalProcesses:
             assert process.stdout is not None, "its output is a pipe"
             output = self._pump.add(name, os.dup(process.stdout.fileno()))
             process.stdout.close()
-            self._running[name] = _Running(process=process, output=output)
+            self._running[name] = _RunningRank(process=process, output=output)
             return process.pid
 
     def exited(self) -> list[ExitedProcess]:
@@ -240,7 +240,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _bury(name: str, running: _Running, until: float) -> ExitedProcess:
+def _bury(name: str, running: _RunningRank, until: float) -> ExitedProcess:
     """Ends the rest of a process and its children, reaps it and closes its pipes."""
     process = running.process
     _kill_group(process)

@@ -153,9 +153,3 @@ class Heartbeats(Generic[R]):
         silences = [Silence(rank, now_s - last_s) for rank, last_s in self._last_s.items()]
         late = [item for item in silences if item.seconds >= self._limit_s]
         return sorted(late, key=lambda item: -item.seconds)
-
-    def next_check_s(self) -> float:
-        """Returns the seconds in which no rank can become late: a time-out for message waits."""
-        if not self._last_s:
-            return self._limit_s
-        return max(0.0, min(self._last_s.values()) + self._limit_s - self._clock())

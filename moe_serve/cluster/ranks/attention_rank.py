@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.cache.sizing import check_page_size
+from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.control.messages import (
     Configure,
@@ -30,8 +30,7 @@ from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.attention_shards import AttentionShards, ShardStarter, check_can_split
 from moe_serve.cluster.ranks.choice_packing import pack_choices
 from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work, tokens_of
-from moe_serve.cluster.ranks.rank_loading import loaded_message, open_rank
-from moe_serve.cluster.rebalance.rank_placement import RankPlacement
+from moe_serve.cluster.ranks.rank_base import RankPlacement, loaded_message, open_rank
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.drafting.build import finds_forced
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
@@ -40,7 +39,7 @@ from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.opened_model import AttentionPart
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.sampling_backend import make_sampler
-from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.step_shape import StepShape
@@ -50,7 +49,7 @@ from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import Operation, StageLog
-from moe_serve.pipeline.timeline.timeline import NO_LAYER, NO_MICRO_BATCH, Stage
+from moe_serve.pipeline.timeline.timeline_recorder import NO_LAYER, NO_MICRO_BATCH, Stage
 from moe_serve.pipeline.transport import Transport
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import RoutedRows
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.control.messages import (
     Configure,
@@ -31,12 +31,11 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.choice_packing import unpack_needed
-from moe_serve.cluster.ranks.rank_loading import loaded_message, open_rank
+from moe_serve.cluster.ranks.rank_base import RankPlacement, loaded_message, open_rank
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
-from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.errors import MoeServeError
 from moe_serve.model.load.load_expert_memory import MemoryBudget
-from moe_serve.model.load.model_tensors import LoadProgress
+from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.model.stage.feed_forward import Router, choose_experts
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.step_shape import StepShape

@@ -105,7 +105,7 @@ class _Proposal:
 
 
 @dataclass(slots=True)
-class _Move:
+class _OngoingMove:
     """A plan that is being carried out."""
 
     left: deque[Round]  # the first is being prepared
@@ -133,7 +133,7 @@ class Mover:
         self._limits, self._clock = limits, clock
         self._proposals: queue.SimpleQueue[_Proposal] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
-        self._move: _Move | None = None
+        self._move: _OngoingMove | None = None
         self.on_end: Callable[[MoveEnd], None] = lambda end: None
         self.times = StepTimes()
         self.num_bytes = 0  # read by ranks, since the start
@@ -184,7 +184,7 @@ class Mover:
             names = ", ".join(sorted(move.waiting))
             self.call_off(f"{names} did not read its experts in time")
 
-    def _is_late(self, move: _Move) -> bool:
+    def _is_late(self, move: _OngoingMove) -> bool:
         return self._clock() > move.deadline
 
     def call_off(self, why: str) -> None:
@@ -198,7 +198,7 @@ class Mover:
         self._end(move, why)
 
     def _begin(self, proposal: _Proposal) -> None:
-        self._move = move = _Move(left=deque(proposal.rounds), began=self._clock())
+        self._move = move = _OngoingMove(left=deque(proposal.rounds), began=self._clock())
         away = [str(s.name) for s in self._roster.all() if s.phase is not RankPhase.SERVING]
         if away:
             self._end(move, f"{', '.join(away)} is away", is_refused=True)
@@ -208,7 +208,7 @@ class Mover:
             self.times.begin()
             self._stage(move)
 
-    def _stage(self, move: _Move) -> None:
+    def _stage(self, move: _OngoingMove) -> None:
         """Tells all ranks of the next round."""
         if not move.left:
             self._end(move, None)
@@ -232,7 +232,7 @@ class Mover:
         limits = self._limits
         return _LEAST_S + _SLACK * num_copies * limits.expert_bytes / limits.bytes_per_s
 
-    def _switch(self, move: _Move) -> None:
+    def _switch(self, move: _OngoingMove) -> None:
         """Switches: from here on this is the placement, whichever rank is lost."""
         ended = move.left.popleft()
         self._current.switch(move.number, ended.placement)
@@ -244,7 +244,7 @@ class Mover:
         _log.info("placement %d: %d copies moved", move.number, ended.num_copies)
         self._stage(move)
 
-    def _end(self, move: _Move, why: str | None, *, is_refused: bool = False) -> None:
+    def _end(self, move: _OngoingMove, why: str | None, *, is_refused: bool = False) -> None:
         self._move = None
         if move.number:
             self.times.end()

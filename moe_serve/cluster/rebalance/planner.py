@@ -24,7 +24,7 @@ from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import Move, PlacementProblem
 from experts.placement.solution import Solver
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.search.search_solver import Search
 from moe_serve.child_python import module_command
 
 SECONDS = 30.0  # time for one search

@@ -11,11 +11,11 @@ from moe_serve.cluster.control.messages import StepDone
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.roster import statuses
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor, as_outcome
-from moe_serve.cluster.steps.step_coordinator import StepCoordinator
 from moe_serve.cluster.steps.step_in_flight import (
     MAX_MOVES,
     RankLostError,
     RequestMoves,
+    StepCoordinator,
     StepInFlight,
 )
 from moe_serve.engine.engine import Engine

@@ -14,8 +14,7 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.ranks.choice_packing import unpack_choices
 from moe_serve.cluster.ranks.mirror import pack_tokens
-from moe_serve.cluster.steps.step_coordinator import StepCoordinator
-from moe_serve.cluster.steps.step_in_flight import RankWork
+from moe_serve.cluster.steps.step_in_flight import RankWork, StepCoordinator
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import SequenceSlice, StepPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_serve.cache.model_identity import model_identity
+from moe_serve.cache.page_key import model_identity
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.layer_routers import check_routers, layer_routers
 from moe_serve.engine.request.placement_version import placement_version

@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.pipeline.timeline.timeline import (
+from moe_serve.pipeline.timeline.timeline_recorder import (
     RECORD_DTYPE,
     WAITING,
     Records,

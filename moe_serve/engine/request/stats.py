@@ -49,7 +49,9 @@ class RankUse:
 class StageUse:
     """The time of one stage over the same steps."""
 
-    stage: str  # dispatch; closed: the labels of `moe_serve.pipeline.timeline.timeline.Stage`
+    stage: (
+        str  # dispatch; closed: the labels of `moe_serve.pipeline.timeline.timeline_recorder.Stage`
+    )
     seconds: float  # of one step, mean of the ranks that have the stage
 
 

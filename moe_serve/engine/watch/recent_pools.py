@@ -19,7 +19,7 @@ from moe_serve.engine.request.stats import (
 )
 from moe_serve.errors import TimelineError
 from moe_serve.pipeline.timeline.pool_metrics import PoolMetrics, TimelineMetrics, measure
-from moe_serve.pipeline.timeline.timeline import Records, Role, Stage, Track
+from moe_serve.pipeline.timeline.timeline_recorder import Records, Role, Stage, Track
 
 _NUM_STEPS = 64
 _POOLS: dict[Role, Pool] = {Role.ATTENTION: "attention", Role.EXPERT: "expert"}

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import moe_serve
 from moe_serve.errors import CheckpointError
 from moe_serve.json_text import parse_json
 from moe_serve.model.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
@@ -185,3 +186,8 @@ def _no_safetensors(folder: Path) -> str:
     if other:
         return f"{folder} holds {other[0]} but no .safetensors file, and only those are read."
     return f"{folder} holds no .safetensors file."
+
+
+def demo_model_folder() -> Path:
+    """Return the folder of the bundled checkpoint, in Hugging Face layout."""
+    return Path(moe_serve.__file__).parent / "demo_model"

@@ -24,7 +24,7 @@ from moe_serve.model.families import (
     olmoe,
     qwen,
 )
-from moe_serve.model.families.family import Family
+from moe_serve.model.families.config_parts import Family
 
 FAMILIES: tuple[Family, ...] = (
     deepseek.DEEPSEEK_V2,

@@ -9,12 +9,12 @@ from __future__ import annotations
 from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families.config_parts import (
+    Family,
     biased_sigmoid_router,
     expert_groups,
     router_numbers,
     sparse_layers,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.families.latent import latent_decoder
 from moe_serve.model.spec import ModelSpec, RouterSpec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.families.config_parts import (
+    Family,
     biased_sigmoid_router,
     decoder,
     grouped_attention,
@@ -14,7 +15,6 @@ from moe_serve.model.families.config_parts import (
     sparse_layers,
     windowed_layers,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.spec import ModelSpec
 
 

@@ -7,12 +7,12 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames
 from moe_serve.model.families.config_parts import (
+    Family,
     decoder,
     grouped_attention,
     head_dim_of,
     mixed_layers,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.spec import ModelSpec, RouterSpec, SharedExpertSpec
 
 

@@ -11,6 +11,7 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames
 from moe_serve.model.families.config_parts import (
+    Family,
     biased_sigmoid_router,
     decoder,
     grouped_attention,
@@ -18,7 +19,6 @@ from moe_serve.model.families.config_parts import (
     sparse_layers,
     windowed_layers,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.spec import LayerSpec, ModelSpec, SharedExpertSpec
 
 

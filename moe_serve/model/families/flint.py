@@ -6,13 +6,13 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames, mlp_names
 from moe_serve.model.families.config_parts import (
+    Family,
     decoder,
     grouped_attention,
     head_dim_of,
     plain_router,
     windowed_layers,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.families.qwen import qwen_sparse_layers
 from moe_serve.model.spec import LayerSpec, ModelSpec, SharedExpertSpec
 

@@ -11,6 +11,7 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames
 from moe_serve.model.families.config_parts import (
+    Family,
     biased_sigmoid_router,
     decoder,
     grouped_attention,
@@ -20,7 +21,6 @@ from moe_serve.model.families.config_parts import (
     shared_expert,
     sparse_layers,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.families.latent import latent_decoder
 from moe_serve.model.spec import ModelSpec
 

@@ -6,13 +6,13 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import ExpertNames, MLPNames, TensorNames
 from moe_serve.model.families.config_parts import (
+    Family,
     decoder,
     grouped_attention,
     head_dim_of,
     layer_types,
     plain_router,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.spec import LayerSpec, ModelSpec, SharedExpertSpec
 
 _LAYER = "model.layers.{layer}."

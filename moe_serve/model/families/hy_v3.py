@@ -7,13 +7,13 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames, mlp_names
 from moe_serve.model.families.config_parts import (
+    Family,
     decoder,
     grouped_attention,
     head_dim_of,
     mixed_layers,
     sparse_layers,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.spec import ModelSpec, RouterSpec, SharedExpertSpec
 
 _MLP = "model.layers.{layer}.mlp."

@@ -12,12 +12,12 @@ from moe_serve.model.checkpoint.tensor_names import (
     separate_experts,
 )
 from moe_serve.model.families.config_parts import (
+    Family,
     decoder_basics,
     grouped_attention,
     head_dim_of,
     layer_types,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import (
     LayerSpec,

@@ -10,6 +10,7 @@ from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.families.config_parts import (
     FULL,
     SLIDING,
+    Family,
     decoder,
     grouped_attention,
     head_dim_of,
@@ -17,7 +18,6 @@ from moe_serve.model.families.config_parts import (
     sparse_layers,
     windowed_layers,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import LayerSpec, ModelSpec
 

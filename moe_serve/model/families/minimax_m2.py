@@ -7,13 +7,13 @@ from dataclasses import replace
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.families.config_parts import (
+    Family,
     decoder,
     grouped_attention,
     head_dim_of,
     plain_router,
     require_off,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.families.mixtral import FAMILY as MIXTRAL
 from moe_serve.model.spec import LayerSpec, ModelSpec
 

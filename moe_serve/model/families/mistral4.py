@@ -8,8 +8,12 @@ from __future__ import annotations
 from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import rope_values
-from moe_serve.model.families.config_parts import expert_groups, router_numbers, sparse_layers
-from moe_serve.model.families.family import Family
+from moe_serve.model.families.config_parts import (
+    Family,
+    expert_groups,
+    router_numbers,
+    sparse_layers,
+)
 from moe_serve.model.families.latent import latent_decoder
 from moe_serve.model.spec import ModelSpec, QueryTemperature, RouterSpec
 

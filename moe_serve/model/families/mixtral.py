@@ -6,12 +6,12 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import ExpertNames, TensorNames
 from moe_serve.model.families.config_parts import (
+    Family,
     decoder,
     grouped_attention,
     head_dim_of,
     plain_router,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.spec import LayerSpec, ModelSpec
 
 _MOE = "model.layers.{layer}.block_sparse_moe."

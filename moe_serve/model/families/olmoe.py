@@ -5,12 +5,12 @@ from __future__ import annotations
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.families.config_parts import (
+    Family,
     decoder,
     grouped_attention,
     head_dim_of,
     plain_router,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.spec import LayerSpec, ModelSpec
 
 

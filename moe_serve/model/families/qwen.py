@@ -17,6 +17,7 @@ from moe_serve.model.checkpoint.tensor_names import (
     separate_experts,
 )
 from moe_serve.model.families.config_parts import (
+    Family,
     decoder,
     grouped_attention,
     head_dim_of,
@@ -24,7 +25,6 @@ from moe_serve.model.families.config_parts import (
     plain_router,
     windowed_layers,
 )
-from moe_serve.model.families.family import Family
 from moe_serve.model.spec import ModelSpec, SharedExpertSpec
 
 _EXPERTS = "model.layers.{layer}.mlp.experts."

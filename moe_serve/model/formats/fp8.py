@@ -19,9 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.byte_table import E4M3, E8M0
-from moe_kernels.interface.matrix_form import MatrixForm
-from moe_kernels.interface.quantised_matrix import QuantisedMatrix
+from moe_kernels.interface.quantised_matrix import E4M3, E8M0, MatrixForm, QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
 from moe_serve.model.checkpoint.hf_config import HFConfig

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_kernels.interface.byte_table import E2M1
-from moe_kernels.interface.matrix_form import MatrixForm
-from moe_kernels.interface.quantised_matrix import QuantisedMatrix
+from moe_kernels.interface.quantised_matrix import E2M1, MatrixForm, QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.checkpoint import Checkpoint, Shape
 from moe_serve.model.checkpoint.hf_config import HFConfig

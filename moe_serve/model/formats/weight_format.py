@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from moe_kernels.interface.matrix_form import MatrixForm
-from moe_kernels.interface.quantised_matrix import QuantisedMatrix
+from moe_kernels.interface.quantised_matrix import MatrixForm, QuantisedMatrix
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.checkpoint import Checkpoint, Shape
 

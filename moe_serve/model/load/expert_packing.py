@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_kernels.interface.kernels import Kernels
-from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout
 from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.manifest import Stored

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from experts.expert_layer import LayerBanks
 from experts.expert_stage import ExpertStage
-from experts.layer_banks import LayerBanks
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_layer import MemoryLayer
 from experts.memory.memory_policy import MemoryPolicy

@@ -12,14 +12,12 @@ from typing import TypeVar, overload
 from torch import Tensor
 
 from moe_kernels.interface.kernels import ExpertWeights
-from moe_kernels.interface.matrix_form import MatrixForm
-from moe_kernels.interface.quantised_matrix import Weight
+from moe_kernels.interface.quantised_matrix import MatrixForm, Weight
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.manifest import Stored, Table, expert_table
 from moe_serve.model.checkpoint.tensor_names import ExpertNames, TensorNames
 from moe_serve.model.load.expert_packing import BankForms, ExpertPacking, StoredProduct
-from moe_serve.model.load.model_tensors import ModelTensors
-from moe_serve.model.load.weight_reader import WeightSource
+from moe_serve.model.load.weight_reader import ModelTensors, WeightSource
 from moe_serve.model.spec import ModelSpec
 
 

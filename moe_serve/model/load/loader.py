@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from experts.expert_layer import LayerBanks
 from experts.expert_stage import ExpertStage
-from experts.layer_banks import LayerBanks
-from moe_kernels.choice import KernelsName, choose_kernels, default_num_threads
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels, Linear
+from moe_kernels.kernel_choice import KernelsName, choose_kernels, default_num_threads
 from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.checkpoint.manifest import (
@@ -28,8 +28,12 @@ from moe_serve.model.load.expert_packing import ExpertPacking
 from moe_serve.model.load.load_attention import AttentionLoader
 from moe_serve.model.load.load_expert_memory import MemoryBudget, memory_stage, room_stage
 from moe_serve.model.load.load_experts import ExpertLoader, expert_names
-from moe_serve.model.load.model_tensors import LoadProgress, ModelTensors
-from moe_serve.model.load.weight_reader import OpenWeights, open_checkpoint
+from moe_serve.model.load.weight_reader import (
+    LoadProgress,
+    ModelTensors,
+    OpenWeights,
+    open_checkpoint,
+)
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention import GroupedQueryAttention
 from moe_serve.model.stage.attention_stage import AttentionLayer, AttentionStage

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import RoutedRows
 from moe_kernels.interface.kernels import Kernels, LayerFront, LayerFrontParts, Linear
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.spec import ModelSpec

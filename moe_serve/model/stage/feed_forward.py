@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import RoutedRows
 from moe_kernels.interface.kernels import ExpertBank, Kernels, RouterLinear
 from moe_serve.model.spec import RouterSpec
 from moe_serve.model.stage.gather import GatheredMLP

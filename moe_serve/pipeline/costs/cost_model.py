@@ -13,8 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepTiming
 from moe_serve.pipeline.costs.step_seconds import LayerTimes
 
 HEADER_BYTES = 64  # of a message

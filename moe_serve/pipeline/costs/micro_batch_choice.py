@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts, StepTiming, step_time
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts, StepTiming, step_time
 
 MAX_MICRO_BATCHES = 4
 Reason = Literal["one sequence", "not measured yet", "trying out", "predicted best"]

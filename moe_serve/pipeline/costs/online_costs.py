@@ -10,8 +10,7 @@ import bisect
 import math
 from collections.abc import Sequence
 
-from moe_serve.pipeline.costs.batch_load import BatchLoad
-from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepTiming
 from moe_serve.pipeline.costs.step_seconds import LayerTimes
 
 _WEIGHT = 0.2  # weight of a new measurement

@@ -91,7 +91,7 @@ class LayerWork:
     transfer_s: tuple[float, ...]
 
 
-class _Pool:
+class _SimulatedPool:
     """Ranks of one kind, with the times at which each is free to compute and to send."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -112,7 +112,7 @@ class _Pool:
 def simulate_step(layers: Sequence[LayerWork]) -> float:
     """Simulate a step -> seconds until the last micro-batch has left the last layer."""
     num_experts = max(len(layer.experts_s) for layer in layers)
-    attention, experts = _Pool(len(layers[0].attention_s)), _Pool(num_experts)
+    attention, experts = _SimulatedPool(len(layers[0].attention_s)), _SimulatedPool(num_experts)
     back_s = [0.0] * len(layers[0].transfer_s)
     for layer in layers:
         for index, transfer_s in enumerate(layer.transfer_s):

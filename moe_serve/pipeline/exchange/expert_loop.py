@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experts.expert_stage import ExpertStage
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import ExpertStage, RoutedRows
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, FramePool
 from moe_serve.pipeline.exchange.next_layer import together
 from moe_serve.pipeline.exchange.row_split import RowSplit
@@ -29,7 +28,7 @@ from moe_serve.pipeline.frames.frame_header import Exchange, Leg
 from moe_serve.pipeline.frames.wire import WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.pipeline.timeline.timeline import Stage
+from moe_serve.pipeline.timeline.timeline_recorder import Stage
 
 _log = logging.getLogger(__name__)
 

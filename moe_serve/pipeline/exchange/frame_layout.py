@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import RoutedRows
 from moe_serve.pipeline.exchange.row_split import RankRows, RowSplit
 from moe_serve.pipeline.frames.frame_header import Exchange, HeaderLog, HostHeader
 from moe_serve.pipeline.frames.frame_memory import direct_memory, staged_memory

@@ -24,7 +24,7 @@ from moe_serve.pipeline.frames.frame_header import Exchange, Leg
 from moe_serve.pipeline.frames.wire import CombineFrame, WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.pipeline.timeline.timeline import Stage
+from moe_serve.pipeline.timeline.timeline_recorder import Stage
 
 
 class GroupTransport:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from experts.expert_stage import RoutedRows
 from experts.placement.replicas.replica_choice import LayerChoice, ReplicaChoice, ReplicaPolicy
-from experts.routed_rows import RoutedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from moe_kernels.graphs.graph_recorder import GraphRecorder, Recording
 from moe_kernels.graphs.graph_sizes import GraphSize, GraphSizes
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.stage.attention_stage import AttentionStage
-from moe_serve.model.stage.static_inputs import (
+from moe_serve.model.stage.step_inputs import (
     StaticInputs,
     is_decode,
     make_static_inputs,

@@ -18,7 +18,7 @@ from moe_serve.pipeline.links.transfer import PeerLostError, Transfer
 
 
 @dataclass(slots=True)
-class _Work:
+class _GlooWork:
     """Implements Transfer. Keeps the buffer alive."""
 
     peer: str
@@ -82,7 +82,7 @@ class GroupLink:
             work = self._group.begin(name, buffer, self._index, tag)
         except RuntimeError as error:
             raise PeerLostError(self._peer, operation, first_line(error)) from None
-        return _Work(self._peer, work, buffer, operation)
+        return _GlooWork(self._peer, work, buffer, operation)
 
 
 def make_group(store: Any, rank: int, size: int, host: str, meeting_s: float) -> Any:

@@ -33,7 +33,7 @@ _ABORT_ONLY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 MakeGroup = Callable[[Any, int, int, float], Any]  # (store, rank, size, timeout_s)
 
 
-class _Work:
+class _NcclWork:
     """Implements Transfer. Keeps the buffer alive."""
 
     def __init__(self, peer: str, work: Any, buffer: Tensor, operation: object) -> None:
@@ -75,7 +75,7 @@ class NcclGroups:
         ]
         self._device, self._timeout_s = device, timeout_s
         # the last transfer of each peer is enough: they end in order
-        self._last: dict[tuple[str, str, int], _Work] = {}
+        self._last: dict[tuple[str, str, int], _NcclWork] = {}
 
     def connect(self, peers: Sequence[tuple[str, int]], is_expert: bool) -> None:
         """Send an empty message each way, so that communicators are made now.
@@ -100,7 +100,7 @@ class NcclGroups:
 
     def begin(
         self, name: str, peer: str, index: int, buffer: Tensor, tag: int, operation: object
-    ) -> _Work:
+    ) -> _NcclWork:
         """Begin a transfer. `name` is send or recv. Both sides give buffers of the same size."""
         if not self._groups:
             raise PeerLostError(peer, operation, "this epoch was given up")
@@ -108,7 +108,7 @@ class NcclGroups:
             work = getattr(self._groups[tag % 2], name)([buffer], index, 0)
         except RuntimeError as error:
             raise PeerLostError(peer, operation, first_line(error)) from None
-        began = _Work(peer, work, buffer, operation)
+        began = _NcclWork(peer, work, buffer, operation)
         self._last[peer, name, tag % 2] = began
         return began
 

@@ -25,7 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.errors import TimelineError
-from moe_serve.pipeline.timeline.timeline import RECORD_DTYPE, WAITING, Records, Role, Stage, Track
+from moe_serve.pipeline.timeline.timeline_recorder import (
+    RECORD_DTYPE,
+    WAITING,
+    Records,
+    Role,
+    Stage,
+    Track,
+)
 
 Tracks = Mapping[Track, Records]  # all on one clock
 _Times = npt.NDArray[np.int64]

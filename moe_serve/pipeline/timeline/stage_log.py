@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from moe_serve.pipeline.timeline.timeline import (
+from moe_serve.pipeline.timeline.timeline_recorder import (
     NO_LAYER,
     NO_MICRO_BATCH,
     NO_TIMELINE,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_serve.pipeline.timeline.timeline import WAITING, Records, Role, Stage, Track
+from moe_serve.pipeline.timeline.timeline_recorder import WAITING, Records, Role, Stage, Track
 
 DEFAULT_MAX_BYTES = 1 << 30
 MARK = "moe-serve timeline 1"  # label of the first event, which identifies our traces

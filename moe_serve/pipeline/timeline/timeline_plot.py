@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_serve.errors import TimelineError
 from moe_serve.pipeline.timeline.pool_metrics import TimelineMetrics
-from moe_serve.pipeline.timeline.timeline import WAITING, Records, Role, Stage, Track
+from moe_serve.pipeline.timeline.timeline_recorder import WAITING, Records, Role, Stage, Track
 
 MAX_BARS = 20_000
 MICRO_BATCH_COLOURS = ("#2f6db5", "#e08a1e", "#3b9a57", "#b0478f")

@@ -11,19 +11,19 @@ from typing import Any, TextIO
 import numpy as np
 
 from moe_serve.errors import TimelineError
-from moe_serve.pipeline.timeline.timeline import (
-    RECORD_DTYPE,
-    Records,
-    Stage,
-    Track,
-    check_records,
-)
 from moe_serve.pipeline.timeline.timeline_file import (
     LEFT_OUT,
     LOST,
     MARK,
     PROCESSES,
     THREADS_PER_PROCESS,
+)
+from moe_serve.pipeline.timeline.timeline_recorder import (
+    RECORD_DTYPE,
+    Records,
+    Stage,
+    Track,
+    check_records,
 )
 from moe_serve.regular_file import regular_file
 

@@ -8,8 +8,8 @@ import threading
 import msgspec
 import pytest
 
+from moe_serve.cluster.control.byte_stream import frame
 from moe_serve.cluster.control.channel import Channel, connect
-from moe_serve.cluster.control.frame import frame
 from moe_serve.cluster.control.secret import new_secret
 from moe_serve.errors import ChannelClosedError, ClusterError
 from tests.support.cluster.control_pair import Cluster, Ping, Text, decoder

@@ -18,9 +18,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from moe_serve.cluster.control.byte_stream import MAGIC, NONCE_BYTES, FrameReader, frame
 from moe_serve.cluster.control.channel import Channel
-from moe_serve.cluster.control.frame import MAGIC, FrameReader, frame
-from moe_serve.cluster.control.handshake import NONCE_BYTES
 from moe_serve.errors import ChannelClosedError
 from tests.support.cluster.control_pair import Cluster, Message, Ping, Text, decoder, open_cluster
 

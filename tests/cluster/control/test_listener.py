@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from moe_serve.cluster.control.frame import MAGIC
-from moe_serve.cluster.control.handshake import (
+from moe_serve.cluster.control.byte_stream import (
     CLOSED,
+    MAGIC,
     NONCE_BYTES,
     NOT_OURS,
     TIMED_OUT,

@@ -18,8 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_serve.cluster.control.byte_stream import frame
 from moe_serve.cluster.control.channel import Channel
-from moe_serve.cluster.control.frame import frame
 from moe_serve.cluster.control.messages import Heartbeat, Hello, Order, Report, TookExperts
 from moe_serve.cluster.control.rank_link import Gone, LinkEvent, RankLink
 from moe_serve.pipeline.frames.frame_header import HEADER_BYTES, Exchange, HostHeader, WireError

@@ -199,7 +199,7 @@ def test_a_line_without_end_is_cut() -> None:
 
 
 def test_the_worker_command_names_the_module() -> None:
-    expected = module_command("moe_serve.cluster.ranks.worker", "--rank", "1")
+    expected = module_command("moe_serve.cluster.ranks.rank_worker", "--rank", "1")
     assert worker_command("--rank", "1") == expected and expected[-2:] == ("--rank", "1")
 
 

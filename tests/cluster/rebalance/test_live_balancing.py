@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from experts.placement.problem.placement import Placement
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.search.search_solver import Search
 from experts.slot_room import SlotRoom
-from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.ranks.rank_base import RankPlacement
 from moe_serve.cluster.rebalance import expert_copies, load_window, proposal, rebalancer
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.planner import answer
-from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.cluster.rebalance.rounds import num_copies, rounds
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import RebalanceError
 from tests.support.cluster.fault_drive import DEADLINE_S, FaultDrive, fault_config, undisturbed

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
-from moe_serve.cluster.steps.step_coordinator import StepCoordinator
-from moe_serve.cluster.steps.step_in_flight import MAX_MOVES
+from moe_serve.cluster.steps.step_in_flight import MAX_MOVES, StepCoordinator
 from moe_serve.engine.request.request import FinishReason
 from tests.support.cluster.fake_coordinator import FakeCoordinator, fake_cluster
 from tests.support.engine.fake_engine import request

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moe_kernels.choice import KernelsName
 from moe_kernels.graphs.graph_recorder import Addresses, EagerRecorder, EagerRecording
 from moe_kernels.graphs.graph_sizes import GraphSize
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.cli.serve.service import describe_layout
 from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.execute import cuda_graphs

@@ -18,7 +18,7 @@ from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.timeline.stage_log import SAMPLED_EVERY, StageLog
-from moe_serve.pipeline.timeline.timeline import RECORD_DTYPE, Records, Role, Stage, Track
+from moe_serve.pipeline.timeline.timeline_recorder import RECORD_DTYPE, Records, Role, Stage, Track
 
 ATTENTION, EXPERT, OTHER = (
     Track(Role.ATTENTION, 0),

@@ -25,7 +25,7 @@ from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.watch.hang_watch import HangWatch, LocalActivity, hang_report
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.pipeline.timeline.timeline import Stage
+from moe_serve.pipeline.timeline.timeline_recorder import Stage
 from tests.support.engine.fake_runner import FakeRunner
 
 STATS = EngineStats(

@@ -7,8 +7,8 @@ import pytest
 from moe_serve.engine.request.stats import MicroBatchCount, PoolStats
 from moe_serve.engine.watch.recent_pools import RecentPools
 from moe_serve.pipeline.timeline.pool_metrics import measure
-from moe_serve.pipeline.timeline.timeline import Role, Stage, Track
-from pictures.simulated_timeline import SimulatedPipeline, StageTimes
+from moe_serve.pipeline.timeline.timeline_recorder import Role, Stage, Track
+from pictures.timeline_figure import SimulatedPipeline, StageTimes
 
 
 def test_before_the_first_step() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experts.memory.expectation import Expectation
-from experts.memory.transitions import Transitions
+from experts.memory.expectation import Expectation, Transitions
 
 
 def test_what_is_sure_comes_by_its_distance() -> None:

@@ -10,10 +10,10 @@ from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import objective_of
 from experts.placement.judge.bound import TERMS, crowded, lower_bound
 from experts.placement.judge.copies import placement_of
-from experts.placement.judge.redundancy import Redundancy
+from experts.placement.judge.replicas_worth import Redundancy
 from experts.placement.problem.devices import Device, Devices, even_devices
-from experts.placement.problem.limits import Grouping
 from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan_limits import Grouping
 from experts.placement.problem.problem import PlacementProblem
 from tests.support.placement.tiny import every_plan, faults, tiny_problems
 

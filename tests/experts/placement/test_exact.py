@@ -13,12 +13,12 @@ from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import objective_of
 from experts.placement.judge.copies import copies_of, placement_of
 from experts.placement.problem.devices import Device, Devices, even_devices
-from experts.placement.problem.limits import Grouping, Move, Pin
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import contiguous
+from experts.placement.problem.plan_limits import Grouping, Move, Pin
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solvers.ilp import small_layers
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.search.search_solver import Search
 from tests.support.placement.tiny import every_plan, faults, tiny_problems
 
 

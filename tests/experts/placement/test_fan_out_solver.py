@@ -16,13 +16,12 @@ from experts.placement.judge.balance import objective_of
 from experts.placement.judge.copies import copies_of
 from experts.placement.judge.fan_out import measure_fan_out
 from experts.placement.problem.devices import Device, Devices, even_devices
+from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import Grouping, Move, Pin, PlacementProblem
-from experts.placement.problem.token_choices import TokenChoices
 from experts.placement.solution import Progress, Solution
-from experts.placement.solvers.fan_out.layer_cost import CostWeights
-from experts.placement.solvers.fan_out.solver import FanOutOptions, FanOutSolver
-from experts.placement.solvers.fan_out.token_sets import TokenSets
+from experts.placement.solvers.fan_out.fan_out_solver import FanOutOptions, FanOutSolver
+from experts.placement.solvers.fan_out.layer_cost import CostWeights, TokenSets
 from experts.placement.solvers.search import watch
 
 NUM_LAYERS, NUM_EXPERTS, NUM_DEVICES = 3, 16, 4

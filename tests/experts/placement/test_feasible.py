@@ -9,9 +9,9 @@ import pytest
 
 from experts.placement.errors import PlacementError
 from experts.placement.problem.devices import Device, Devices, even_devices
-from experts.placement.problem.limits import Grouping, Move, Pin
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import Placement
+from experts.placement.problem.plan_limits import Grouping, Move, Pin
 from experts.placement.problem.problem import PlacementProblem
 
 

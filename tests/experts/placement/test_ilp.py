@@ -18,8 +18,8 @@ from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import Grouping, Move, Pin, PlacementProblem
 from experts.placement.solution import Progress, Solution, judged
-from experts.placement.solvers.ilp.solver import IlpOptions, IlpSolver
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.ilp.ilp_solver import IlpOptions, IlpSolver
+from experts.placement.solvers.search.search_solver import Search
 
 
 class FirstPlan:

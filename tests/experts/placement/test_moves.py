@@ -9,11 +9,10 @@ from experts.placement.judge.copies import copies_of
 from experts.placement.judge.moves import count_moves
 from experts.placement.judge.steps import draw_steps, step_balance
 from experts.placement.problem.devices import Device, Devices
-from experts.placement.problem.limits import Move
-from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.loads import ExpertLoads, TokenChoices
 from experts.placement.problem.placement import Placement, RanksOf, contiguous
+from experts.placement.problem.plan_limits import Move
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.problem.token_choices import TokenChoices
 
 FOUR = Devices(
     devices=tuple(Device(node=node, num_slots=3) for node in (0, 0, 1, 1)),

@@ -8,12 +8,11 @@ import pytest
 from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import copies_of, num_layers_with_repeats
 from experts.placement.problem.devices import Device, Devices, even_devices
-from experts.placement.problem.limits import Grouping
 from experts.placement.problem.loads import ExpertLoads
+from experts.placement.problem.plan_limits import Grouping
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.references.eplb import eplb_slots
-from experts.placement.solvers.references.eplb_solver import Eplb
-from experts.placement.solvers.references.plain import Linear, RoundRobin
+from experts.placement.solvers.references.engine_defaults import Consecutive, RoundRobin
+from experts.placement.solvers.references.eplb import Eplb, eplb_slots
 
 WEIGHT_LE = np.array(
     [
@@ -71,9 +70,9 @@ def test_eplb_refuses_what_it_cannot_do() -> None:
 
 def test_linear_and_round_robin_by_hand() -> None:
     problem = problem_of(np.ones((1, 4)), even_devices(2, 1, 6))
-    assert Linear().solve(problem).placement.ranks_of[0] == ((0, 1), (0, 1), (0,), (1,))
+    assert Consecutive().solve(problem).placement.ranks_of[0] == ((0, 1), (0, 1), (0,), (1,))
     # Slots 4 and 5 are again of experts 0 and 1, one device on.
     assert RoundRobin().solve(problem).placement.ranks_of[0] == ((0, 1), (0, 1), (0,), (1,))
     without = problem_of(np.ones((1, 4)), even_devices(2, 1, 4))
     assert RoundRobin().solve(without).placement.ranks_of[0] == ((0,), (1,), (0,), (1,))
-    assert Linear().solve(without).placement.ranks_of[0] == ((0,), (0,), (1,), (1,))
+    assert Consecutive().solve(without).placement.ranks_of[0] == ((0,), (0,), (1,), (1,))

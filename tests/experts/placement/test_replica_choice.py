@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from experts.placement.replicas.fewest_activated import FewestActivated
-from experts.placement.replicas.least_tokens import LeastTokens, poured
+from experts.placement.replicas.greedy_choices import FewestActivated, LeastTokens, poured
 from experts.placement.replicas.replica_choice import LayerChoice, ReplicaPolicy
 
 POLICIES: tuple[ReplicaPolicy, ...] = (

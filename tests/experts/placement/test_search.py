@@ -14,16 +14,16 @@ from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import balancedness, objective_of
 from experts.placement.judge.copies import copies_of
 from experts.placement.problem.devices import Device, Devices, even_devices
-from experts.placement.problem.limits import Grouping, Move, Pin
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import contiguous
+from experts.placement.problem.plan_limits import Grouping, Move, Pin
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress
-from experts.placement.solvers.references.eplb_solver import Eplb
-from experts.placement.solvers.references.plain import Linear
-from experts.placement.solvers.search import solver, sweep, watch
+from experts.placement.solvers.references.engine_defaults import Consecutive
+from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.search import search_solver, sweep, watch
 from experts.placement.solvers.search.improve import Effort
-from experts.placement.solvers.search.solver import Search
+from experts.placement.solvers.search.search_solver import Search
 from tests.support.placement.tiny import every_plan, faults, tiny_problems
 
 
@@ -184,7 +184,7 @@ def test_pins_and_groups_that_leave_no_place_are_told() -> None:
     devices = Devices(
         devices=tuple(Device(node=node, num_slots=slots) for node, slots in ((0, 2), (1, 2)))
     )
-    current = Linear().solve(PlacementProblem(loads=loads, devices=devices)).placement
+    current = Consecutive().solve(PlacementProblem(loads=loads, devices=devices)).placement
     problem = PlacementProblem(
         loads=loads,
         devices=devices,
@@ -333,7 +333,7 @@ class TestManyDevices:
 
 
 def test_a_plan_has_a_limit_of_time_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver, "SECONDS", 0.0)
+    monkeypatch.setattr(search_solver, "SECONDS", 0.0)
     problem = PlacementProblem(loads=skewed(1, 2, 16), devices=even_devices(4, 1, 20))
     solution = Search().solve(problem)
     assert not solution.is_complete and faults(problem, solution.placement) == []

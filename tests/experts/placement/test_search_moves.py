@@ -7,16 +7,16 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from experts.placement.judge.copy_load import CopyLoad
+from experts.placement.judge.copies import CopyLoad
 from experts.placement.problem.devices import even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.search.descent import Stage, settle
+from experts.placement.solvers.search.descent import DescentStage, settle
 from experts.placement.solvers.search.exchange import Pairs, best_swaps, bundles_of, exchange
 from experts.placement.solvers.search.folding import can_fold, folded
-from experts.placement.solvers.search.kick import kick_recount, kick_swap
+from experts.placement.solvers.search.improve import kick_recount, kick_swap
 from experts.placement.solvers.search.recount import best_recounts, put
-from experts.placement.solvers.search.relabel import _assigned
+from experts.placement.solvers.search.search_solver import _assigned
 from experts.placement.solvers.search.soft_peak import SoftPeak
 from experts.placement.solvers.search.start import first_state
 from experts.placement.solvers.search.state import State
@@ -88,7 +88,7 @@ def test_kicks_and_descents_keep_their_books() -> None:
         kick_recount(state, np.array([0, 2]), random)
         state.check_integrity()
     kicked = state.costs()
-    settle(state, Stage(sharpness=300.0, least=1e-4), np.zeros(3), lambda _: False)
+    settle(state, DescentStage(sharpness=300.0, least=1e-4), np.zeros(3), lambda _: False)
     state.check_integrity()
     assert (state.costs() < kicked).all()
 

@@ -18,7 +18,7 @@ from moe_serve.cli.serve.model_files import ModelFiles
 from moe_serve.config.sections import Config, EngineConfig, ModelConfig, ServerConfig
 from moe_serve.http.app import create_app
 from moe_serve.http.openai.bodies import ChatBody
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT: dict[str, Any] = {"prompt": "Hi"}

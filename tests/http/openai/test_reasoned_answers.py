@@ -17,7 +17,7 @@ from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import build_engine
 from moe_serve.http.app import create_app
 from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 

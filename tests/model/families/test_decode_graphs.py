@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.choice import KernelsName
 from moe_kernels.graphs.graph_recorder import EagerRecorder
 from moe_kernels.graphs.graph_sizes import GraphSize
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.model.stage.static_inputs import make_static_inputs
+from moe_serve.model.stage.step_inputs import make_static_inputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.graphs.decode_graphs import DecodeGraphs, GraphedPipeline
 from moe_serve.pipeline.pipeline import Pipeline

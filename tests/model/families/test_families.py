@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_kernels.choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName
 from tests.support.cluster.layouts import colocated, config, on_ranks, requests
 from tests.support.families.all_cases import CASES
 from tests.support.families.case import VOCAB_SIZE

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moe_kernels.choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.model.load.loader import ModelLoader
 from tests.support.families.case import Case
 from tests.support.families.cases.gpt_oss import COMMON

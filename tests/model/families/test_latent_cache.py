@@ -11,7 +11,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader
 from tests.support.families.cases.deepseek import CASES
 from tests.support.families.parity import write_checkpoint
-from tests.support.families.published_latent import (
+from tests.support.families.published import (
     GLM_FLASH,
     KIMI_K2,
     MISTRAL_SMALL_4,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_kernels.choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader

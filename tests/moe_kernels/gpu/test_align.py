@@ -9,7 +9,7 @@ from moe_kernels.gpu.align import heuristics
 from moe_kernels.gpu.align.api import Alignment, align
 from moe_kernels.gpu.align.heuristics import choose_align, is_direct, max_tiles
 from moe_kernels.gpu.align.reference import aligned_tiles
-from tests.support.kernels.routed_ids import ROUTINGS, ids_of
+from tests.support.kernels.kernel_sets import ROUTINGS, ids_of
 
 
 def check(found: Alignment, ids: torch.Tensor, num_experts: int) -> None:

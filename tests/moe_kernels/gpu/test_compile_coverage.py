@@ -19,7 +19,7 @@ from moe_kernels.gpu.compile_case import TARGETS, CompileCase, find_cases
 from moe_kernels.gpu.gpu_kernels import TritonKernels
 from moe_kernels.gpu.sampling import kernel as sampling_kernels
 from moe_kernels.gpu.sampling.api import adjust, sample, score_tokens, uniform
-from moe_kernels.gpu.sampling.rows import Adjustments, SamplingRows
+from moe_kernels.gpu.sampling.sampling_rows import Adjustments, SamplingRows
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,

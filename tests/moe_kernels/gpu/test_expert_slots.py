@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_kernels.choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
 from tests.support.families import quantised_models as tiny

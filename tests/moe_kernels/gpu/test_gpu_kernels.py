@@ -17,9 +17,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from moe_kernels.choice import KernelsName, choose_kernels
-from moe_kernels.gpu.grouped_gemm.linear import RowTiles, checked_rows, has_equal_tiles
+from moe_kernels.gpu.grouped_gemm.grouped_linear import RowTiles, checked_rows, has_equal_tiles
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from moe_kernels.kernel_choice import KernelsName, choose_kernels
 from moe_kernels.reference.expert_mlp import routed_experts_reference
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader

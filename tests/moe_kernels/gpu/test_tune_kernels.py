@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 import tune_kernels
-from kernel_tuning.candidates import candidates, fits, overrides
-from kernel_tuning.search import products, tune_layer
 from moe_kernels.gpu.expert_layers import EXPERT_LAYERS, ExpertLayerSizes
 from moe_kernels.gpu.grouped_gemm.api import known_capability
 from moe_kernels.gpu.grouped_gemm.heuristics import BLOCK_MS, ProductShape, choose_tile
 from moe_kernels.gpu.tuned import FOLDER, TunedTable, load_tuned, slug, tuned_tile, tuning_key
+from tune_kernels import candidates, fits, overrides, products, tune_layer
 
 LAYER = EXPERT_LAYERS[0]
 SHAPE = ProductShape(num_inputs=2048, num_outputs=768, is_gated=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_serve.engine.schedule.policy.longest_first import split
 from moe_serve.model.step_plan import SequenceSlice
-from moe_serve.pipeline.costs.batch_load import BatchLoad
+from moe_serve.pipeline.costs.step_costs import BatchLoad
 
 
 def slice_of(start: int, count: int) -> SequenceSlice:

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts, Line, LinkCosts
-from moe_serve.pipeline.costs.step_costs import Ranks, step_time
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, step_time
 from tests.support.pipeline.synthetic_costs import synthetic_costs
 
 NONE = Line(0.0, 0.0)

@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import StageCosts
 from moe_serve.pipeline.costs.micro_batch_choice import MicroBatchChooser
 from moe_serve.pipeline.costs.online_costs import OnlineCosts
-from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepTiming
 from tests.support.pipeline.synthetic_costs import NUM_LAYERS, simulated_timing, synthetic_costs
 
 BATCHES = (1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 32, 33, 48, 64, 96, 128)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.online_costs import OnlineCosts, RowAverages
-from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts, step_time
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts, step_time
 from tests.support.pipeline.synthetic_costs import NUM_LAYERS, simulated_timing, synthetic_costs
 
 RANKS = Ranks(num_attention=2, num_experts=2)

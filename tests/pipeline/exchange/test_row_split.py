@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
+from experts.expert_stage import RoutedRows
 from experts.placement.replicas.replica_choice import ReplicaPolicy
-from experts.routed_rows import RoutedRows
 from moe_serve.pipeline.exchange.row_split import (
     RowSplit,
     broadcast_bytes,

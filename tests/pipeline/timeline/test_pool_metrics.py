@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from moe_serve.errors import TimelineError
 from moe_serve.pipeline.timeline.pool_metrics import covered, measure
-from moe_serve.pipeline.timeline.timeline import Role, Stage, Track
-from pictures.simulated_timeline import SimulatedPipeline, StageTimes
+from moe_serve.pipeline.timeline.timeline_recorder import Role, Stage, Track
+from pictures.timeline_figure import SimulatedPipeline, StageTimes
 from tests.support.pipeline.stage_rows import ATTENTION_0, ATTENTION_1, EXPERT_0, EXPERT_1, records
 
 S = Stage

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_serve.errors import TimelineError
-from moe_serve.pipeline.timeline.timeline import (
+from moe_serve.pipeline.timeline.timeline_recorder import (
     NO_TIMELINE,
     RECORD_DTYPE,
     Role,

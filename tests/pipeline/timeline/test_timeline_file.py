@@ -16,10 +16,10 @@ import pytest
 
 from moe_serve.errors import TimelineError
 from moe_serve.pipeline.timeline import timeline_file
-from moe_serve.pipeline.timeline.timeline import Records, Stage, Track
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 from moe_serve.pipeline.timeline.timeline_reader import Timeline, read_timeline
-from pictures.simulated_timeline import SimulatedPipeline
+from moe_serve.pipeline.timeline.timeline_recorder import Records, Stage, Track
+from pictures.timeline_figure import SimulatedPipeline
 from tests.support.pipeline.stage_rows import ATTENTION_0, EXPERT_0, records
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,7 +102,7 @@ def test_a_file_that_ends_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from pictures.simulated_timeline import SimulatedPipeline
+from pictures.timeline_figure import SimulatedPipeline
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
 
 pipeline, path = SimulatedPipeline(1, 1, num_layers=2), Path(sys.argv[1])

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moe_serve.cluster.build import build_cluster
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.roster import RankPhase, RankState
-from moe_serve.cluster.started_ranks import MakeStarter
+from moe_serve.cluster.started_ranks import MakeStarter, build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, SchedulerConfig

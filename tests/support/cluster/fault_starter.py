@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from moe_serve.cluster.control.byte_stream import frame
 from moe_serve.cluster.control.channel import Channel
-from moe_serve.cluster.control.frame import frame
 from moe_serve.cluster.control.messages import Heartbeat
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret

@@ -10,7 +10,7 @@ import numpy as np
 
 from experts.placement.plan_file import write_placement
 from experts.placement.problem.placement import Placement
-from moe_serve.cluster.build import build_cluster
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,

@@ -13,8 +13,8 @@ import pytest
 
 from experts.placement.problem.placement import Placement
 from moe_serve.cluster.control.messages import Join, RunStep, ServeStep
+from moe_serve.cluster.ranks.rank_base import RankPlacement
 from moe_serve.cluster.rebalance.mover import MoveEnd, Mover
-from moe_serve.cluster.rebalance.rank_placement import RankPlacement
 from moe_serve.engine.request.request import GenerationRequest
 from tests.support.cluster.fault_drive import DEADLINE_S, FaultDrive
 from tests.support.cluster.layouts import Answer

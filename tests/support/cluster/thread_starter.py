@@ -15,7 +15,7 @@ from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.members.rank_starter import RankExit
 from moe_serve.cluster.ranks.attention_shard import AttentionShard, make_group
 from moe_serve.cluster.ranks.attention_shards import StartShard
-from moe_serve.cluster.ranks.worker import Worker
+from moe_serve.cluster.ranks.rank_worker import Worker
 from moe_serve.errors import ChannelClosedError
 from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError
 

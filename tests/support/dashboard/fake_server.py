@@ -18,7 +18,7 @@ from moe_serve.http.gate.auth import ApiKeyMiddleware, KeyRing
 from moe_serve.http.pages.page_files import add_page_routes
 from moe_serve.http.server import bind
 from tests.support.dashboard.fake_state import NUM_EXPERTS, NUM_LAYERS, TOP_K, fake_state
-from tests.support.server.own_port import port_of_ones_own
+from tests.support.server.server_process import port_of_ones_own
 
 ANSWER = ["The", " king", "\ufffd", "é", " sat", " <b>down", "</b>."]
 TEXTS = ["The", " king", "", "é", " sat", " <b>down", "</b>."]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 import moe_serve  # its LLM when it is used: the kernels' tests need none of its packages
-from moe_kernels.choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.engine.request.sampling_params import SamplingParams
@@ -22,7 +23,18 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 from tests.support.families.case import VOCAB_SIZE, Case
-from tests.support.families.most_likely import most_likely
+
+
+def most_likely(
+    model: transformers.PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]
+) -> list[int]:
+    """What transformers finds most likely after the prompt and each of `tokens` but the last. Equal
+    to `tokens` exactly where they are its greedy continuation: each follows from those before."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0]
+    chosen: list[int] = logits[len(prompt) - 1 :].argmax(-1).tolist()
+    return chosen
+
 
 _LENGTHS = (1, 17, 70)
 _NUM_TOKENS = 64

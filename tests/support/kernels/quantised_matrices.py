@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.byte_table import (
+from moe_kernels.interface.quantised_matrix import (
     E2M1,
     E4M3,
     INT8,
@@ -19,9 +19,10 @@ from moe_kernels.interface.byte_table import (
     UINT4,
     UINT8,
     ByteTable,
+    MatrixForm,
+    QuantisedMatrix,
+    ValueFormat,
 )
-from moe_kernels.interface.matrix_form import MatrixForm, ValueFormat
-from moe_kernels.interface.quantised_matrix import QuantisedMatrix
 
 _VALUES: dict[ByteTable, ValueFormat] = {
     UINT4: "int4",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from experts.routed_rows import RoutedRows
+from experts.expert_stage import RoutedRows
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.frame_layout import FrameLayout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_serve.pipeline.timeline.timeline import RECORD_DTYPE, Records, Role, Stage, Track
+from moe_serve.pipeline.timeline.timeline_recorder import RECORD_DTYPE, Records, Role, Stage, Track
 
 ATTENTION_0, ATTENTION_1 = Track(Role.ATTENTION, 0), Track(Role.ATTENTION, 1)
 EXPERT_0, EXPERT_1 = Track(Role.EXPERT, 0), Track(Role.EXPERT, 1)

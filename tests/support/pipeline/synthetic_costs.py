@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_serve.pipeline.costs.batch_load import BatchLoad
 from moe_serve.pipeline.costs.cost_model import (
     AttentionCost,
     ExpertCost,
@@ -14,7 +13,7 @@ from moe_serve.pipeline.costs.cost_model import (
     LinkCosts,
     StageCosts,
 )
-from moe_serve.pipeline.costs.step_costs import Ranks, StepTiming
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepTiming
 from moe_serve.pipeline.costs.step_seconds import simulate_layers
 
 NUM_LAYERS = 6

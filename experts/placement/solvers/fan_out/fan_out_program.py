@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.solvers.fan_out.layer_copies import LayerCopies
-from experts.placement.solvers.fan_out.layer_cost import Bins, CostWeights
-from experts.placement.solvers.fan_out.token_sets import TokenSets
-from experts.placement.solvers.ilp.rows import Rows
+from experts.placement.solvers.fan_out.layer_cost import Bins, CostWeights, TokenSets
+from experts.placement.solvers.ilp.highs import Rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

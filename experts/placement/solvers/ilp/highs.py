@@ -5,15 +5,37 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.solvers.ilp.rows import Rows
+Term = tuple[NDArray[np.int64], NDArray[np.floating] | float]  # variables, a factor or factors
+
+
+@dataclass(slots=True)
+class Rows:
+    """Collects constraints low <= A x <= high entry by entry."""
+
+    row: list[NDArray[np.int64]] = field(default_factory=list)
+    column: list[NDArray[np.int64]] = field(default_factory=list)
+    value: list[NDArray[np.float64]] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+    def add(self, terms: Sequence[Term], low: float, high: float) -> None:
+        """Add one constraint."""
+        for variables, factors in terms:
+            flat = np.ravel(variables)
+            self.row.append(np.full(len(flat), len(self.low)))
+            self.column.append(flat)
+            self.value.append(np.broadcast_to(np.ravel(np.asarray(factors, float)), flat.shape))
+        self.low.append(low)
+        self.high.append(high)
+
 
 _OPTIMAL, _INFEASIBLE = 0, 2  # status codes of scipy's milp
 _TOLERANCE = 1e-6  # HiGHS's own tolerance, for rows and integers

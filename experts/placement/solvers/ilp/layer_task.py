@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.judge.bound import Bound
-from experts.placement.judge.copies import copies_of
-from experts.placement.judge.copy_load import CopyLoad
+from experts.placement.judge.copies import CopyLoad, copies_of
 from experts.placement.problem.feasible import pins_of_layer
 from experts.placement.problem.problem import PlacementProblem
 

@@ -20,7 +20,7 @@ _MOST_SWEPT = 300_000  # the same for sweeps, whose steps have more overhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class DescentStage:
     """The resolution of a descent."""
 
     sharpness: float  # of the soft peak
@@ -47,7 +47,7 @@ class _Pairwise:
     """Examines the most promising pairs of devices; `tried_nDD` marks pairs that need not be
     examined."""
 
-    def __init__(self, stage: Stage, bundles: list[Ints], tried_nDD: Bools) -> None:
+    def __init__(self, stage: DescentStage, bundles: list[Ints], tried_nDD: Bools) -> None:
         self._stage, self._bundles, self._tried_nDD = stage, bundles, tried_nDD
 
     def weigh(self, part: State) -> None:
@@ -70,7 +70,7 @@ class _Pairwise:
 class _Sweeps:
     """Examines devices that changed against all others; `dirty_nD` marks devices to examine."""
 
-    def __init__(self, stage: Stage, dirty_nD: Bools) -> None:
+    def __init__(self, stage: DescentStage, dirty_nD: Bools) -> None:
         self._stage, self._dirty_nD = stage, dirty_nD
 
     def weigh(self, part: State) -> None:
@@ -89,7 +89,7 @@ class _Sweeps:
 
 
 def settle(
-    state: State, stage: Stage, enough_N: Floats, stop: Stop, same_ND: Bools | None = None
+    state: State, stage: DescentStage, enough_N: Floats, stop: Stop, same_ND: Bools | None = None
 ) -> None:
     """Exchange until no pair of devices promises more; a row whose cost is at most `enough` is left
     as it is. Of the devices in `same_ND` no two are examined until one of them changes."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experts.placement.solvers.search.packing import pack
+from experts.placement.solvers.search.start import pack
 from experts.placement.solvers.search.state import Floats, Ints, State
 
 _NUM_CHAINS = 4

@@ -10,10 +10,10 @@ from functools import partial
 
 import numpy as np
 
-from experts.placement.solvers.search.descent import Stage, Stop, settle
+from experts.placement.solvers.search.descent import DescentStage, Stop, settle
+from experts.placement.solvers.search.exchange import Pairs, allowed_swaps, swap_slots
 from experts.placement.solvers.search.folding import can_fold, folded
-from experts.placement.solvers.search.kick import kick_recount, kick_swap
-from experts.placement.solvers.search.recount import recount, without_replicas
+from experts.placement.solvers.search.recount import best_recounts, put, recount, without_replicas
 from experts.placement.solvers.search.soft_peak import SoftPeak
 from experts.placement.solvers.search.spend import spend
 from experts.placement.solvers.search.state import Bools, Floats, Ints, State
@@ -25,7 +25,7 @@ from experts.placement.solvers.search.watch import Watch
 class Effort:
     """The amount of work of a search; every part is deterministic."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[DescentStage, ...]
     rounds: int  # rounds of kicks, at most
     tries: int  # in each round, of each layer
     patience: int  # rounds without a better plan before a layer is left
@@ -56,15 +56,15 @@ class Effort:
 
 # With one scenario use the peak itself; with several begin with a soft peak, because scenarios
 # block each other.
-_FINE = Stage(sharpness=1000.0, least=1e-3, sizes=(1, 2), num_pairs=8)
-_BROAD = Stage(sharpness=100.0, least=2.5e-2, sizes=(1, 2))
-_NARROW = Stage(sharpness=300.0, least=2.5e-2, sizes=(1, 2))
+_FINE = DescentStage(sharpness=1000.0, least=1e-3, sizes=(1, 2), num_pairs=8)
+_BROAD = DescentStage(sharpness=100.0, least=2.5e-2, sizes=(1, 2))
+_NARROW = DescentStage(sharpness=300.0, least=2.5e-2, sizes=(1, 2))
 _MANY_COPIES = 100_000
 _MOST_KICKS, _RECOUNTS = 3, 0.5  # changes of a kick, and the share of them that change counts
 _MOST_KICKS_OF_MANY, _RECOUNTS_OF_MANY = 4, 0.3  # with many devices
 _LEAVING_SHARPNESS = (10.0, 50.0)
 _SPENDING_SHARPNESS = (8.0, 80.0)
-_NARROWEST = Stage(sharpness=300.0, least=8e-3, sizes=(1, 2, 3), num_pairs=8)
+_NARROWEST = DescentStage(sharpness=300.0, least=8e-3, sizes=(1, 2, 3), num_pairs=8)
 
 
 def improve(state: State, bound_N: Floats, effort: Effort, seed: int, watch: Watch) -> None:
@@ -112,7 +112,7 @@ def _fold(
     state.put(live[better], part, better)
 
 
-def _leave_out(state: State, stage: Stage, enough_N: Floats, stop: Stop) -> None:
+def _leave_out(state: State, stage: DescentStage, enough_N: Floats, stop: Stop) -> None:
     """Remove copies that bring no gain, which is possible if slots need not be filled: from the
     current plan, and from one without replicas."""
     _recount_softly(state, stage, enough_N, stop)
@@ -124,7 +124,7 @@ def _leave_out(state: State, stage: Stage, enough_N: Floats, stop: Stop) -> None
         state.put(better, other, better)
 
 
-def _recount_softly(state: State, stage: Stage, enough_N: Floats, stop: Stop) -> None:
+def _recount_softly(state: State, stage: DescentStage, enough_N: Floats, stop: Stop) -> None:
     """Make several changes at a time, because the peak falls only with the last of several equally
     hot devices and others may rise in between."""
     for sharpness in (*_LEAVING_SHARPNESS, stage.sharpness):
@@ -200,3 +200,55 @@ def _kick(state: State, random: np.random.Generator) -> None:
         recounts_N = random.random(len(num_kicks_N)) < share
         kick_recount(state, np.flatnonzero((num_kicks_N > kick) & recounts_N), random)
         kick_swap(state, np.flatnonzero((num_kicks_N > kick) & ~recounts_N), random)
+
+
+def kick_swap(state: State, rows: Ints, random: np.random.Generator) -> None:
+    """Swap, in some rows, a random slot of a hot device with a random slot elsewhere."""
+    if not len(rows):
+        return
+    part, index_n = state.take(rows), np.arange(len(rows))
+    hot_n = _hot(part, random)
+    num_devices = part.slot_NDC.shape[1]
+    device_n = (hot_n + random.integers(1, max(2, num_devices), size=len(rows))) % num_devices
+    there_nC, back_nC = allowed_swaps(part, Pairs(row_n=index_n, a_n=hot_n, b_n=device_n))
+    from_n, leaves_n = _any(there_nC, random)
+    to_n, comes_n = _any(back_nC, random)
+    live = np.flatnonzero(leaves_n & comes_n & (hot_n != device_n))
+    swap_slots(part, live, (hot_n[live], from_n[live]), (device_n[live], to_n[live]))
+    if part.rules.budget is not None:
+        live = np.flatnonzero(part.new_copies() <= part.rules.budget)
+        state.put(rows[live], part, live)
+    else:
+        state.put(rows, part, index_n)
+
+
+def kick_recount(state: State, rows: Ints, random: np.random.Generator) -> None:
+    """Make, in some rows, one of the recounts that harm least."""
+    if not len(rows):
+        return
+    part = state.take(rows)
+    chosen = best_recounts(part, SoftPeak(part, _SHARPNESS), random=random)
+    live = np.flatnonzero(np.isfinite(chosen.change_N))
+    put(part, live, chosen.expert_N[live], chosen.place_N[live])
+    state.put(rows, part, np.arange(len(rows)))
+
+
+def _hot(state: State, random: np.random.Generator) -> Ints:
+    """Draw a device [N], hotter ones with higher probability, in a random scenario."""
+    num_rows, num_devices, num_scenarios = state.loads_NDS.shape
+    scenario_N = random.integers(num_scenarios, size=num_rows)
+    heat_ND = state.loads_NDS[np.arange(num_rows), :, scenario_N]
+    noise_ND = random.exponential(_SPREAD, size=(num_rows, num_devices))
+    return np.asarray((heat_ND + noise_ND).argmax(axis=1))
+
+
+_SHARPNESS = 30.0
+_SPREAD = 0.02  # difference in even loads within which a device counts as hot
+
+
+def _any(open_Nn: Bools, random: np.random.Generator) -> tuple[Ints, Bools]:
+    """Draw one open entry [N], all with equal probability; the second result says whether there is
+    one."""
+    ticket_Nn: Floats = np.where(open_Nn, random.random(open_Nn.shape), -1.0)
+    chosen_N = ticket_Nn.argmax(axis=1)
+    return chosen_N, open_Nn[np.arange(len(open_Nn)), chosen_N]

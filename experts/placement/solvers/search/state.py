@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.judge.copy_load import CopyLoad
+from experts.placement.judge.copies import CopyLoad
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -7,7 +7,7 @@ struct Linear;
 struct Router;
 struct AttentionPlan;
 
-struct Front {  // mirrored in native_front.py
+struct Front {  // mirrored in native_kernels.py
   const void *attention_norm, *moe_norm, *q_norm, *k_norm;
   const float *sinks, *cos, *sin, *query_scale, *selection_bias;
   const Linear *qkv, *output, *router;  // router: null in a dense layer

@@ -26,8 +26,7 @@ from moe_kernels.gpu.grouped_gemm.pack import (
     with_block_scales,
     with_row_scales,
 )
-from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
-from moe_kernels.interface.quantised_matrix import QuantisedMatrix, Weight
+from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout, QuantisedMatrix, Weight
 
 _SYMMETRIC_ZERO = 8  # of int4
 _INT8_OFFSET = 128

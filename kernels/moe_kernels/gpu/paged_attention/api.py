@@ -18,7 +18,7 @@ from moe_kernels.gpu.paged_attention.heuristics import (
     attention_config,
 )
 from moe_kernels.gpu.paged_attention.kernel import attend_items, attend_tiles, join_items
-from moe_kernels.gpu.paged_attention.plan import (
+from moe_kernels.gpu.paged_attention.launch_plan import (
     PagedPlan,
     PlanSizes,
     Slab,
@@ -27,8 +27,7 @@ from moe_kernels.gpu.paged_attention.plan import (
     plan_paged_attention,
 )
 from moe_kernels.gpu.paged_attention.wide_kernel import attend_wide_tiles
-from moe_kernels.interface.attention_shape import AttentionShape, StepRows
-from moe_kernels.interface.fixed_attention import DecodeRoom
+from moe_kernels.interface.attention_shape import AttentionShape, DecodeRoom, StepRows
 
 LOG2_E = 1.4426950408889634
 

@@ -18,7 +18,12 @@ from moe_kernels.gpu.sampling.logits_kernel import (
     draw_uniform,
     join_logprobs,
 )
-from moe_kernels.gpu.sampling.rows import Adjustments, SampledRows, SamplingRows, TokenScores
+from moe_kernels.gpu.sampling.sampling_rows import (
+    Adjustments,
+    SampledRows,
+    SamplingRows,
+    TokenScores,
+)
 
 _NUM_BINS = 256  # as in cut_kernel.py
 _ENTRIES_PER_PROGRAM = 256

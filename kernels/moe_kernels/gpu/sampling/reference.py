@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_kernels.gpu.sampling.rows import Adjustments, SamplingRows
+from moe_kernels.gpu.sampling.sampling_rows import Adjustments, SamplingRows
 
 
 def adjust(logits_SV: Tensor, adjustments: Adjustments) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moe_serve.cache.model_identity import model_identity
+from moe_serve.cache.page_key import model_identity
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.request.placement_version import placement_version

@@ -18,7 +18,7 @@ from moe_serve.engine.sampling.grammar.compiler import compile_constraint
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, vocabulary_of
 from moe_serve.errors import InvalidGrammarError
-from moe_serve.model.checkpoint.demo import demo_model_folder
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 from tests.support.cluster.layouts import colocated, config, on_ranks, requests
 

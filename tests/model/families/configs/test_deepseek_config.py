@@ -10,7 +10,7 @@ import pytest
 from moe_serve.errors import CheckpointError
 from moe_serve.model.rope import YarnScaling
 from moe_serve.model.spec import QueryTemperature
-from tests.support.families.published_latent import (
+from tests.support.families.published import (
     GLM_FLASH,
     KIMI_K2,
     MISTRAL_SMALL_4,

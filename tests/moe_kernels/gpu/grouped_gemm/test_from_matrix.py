@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_kernels.choice import choose_kernels
 from moe_kernels.gpu.grouped_gemm.from_matrix import grouped_weight, joined, layout_of
-from moe_kernels.interface.byte_table import E2M1, E4M3, OFFSET4, UINT4
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
-from moe_kernels.interface.matrix_form import MatrixForm, PackedLayout
+from moe_kernels.interface.quantised_matrix import (
+    E2M1,
+    E4M3,
+    OFFSET4,
+    UINT4,
+    MatrixForm,
+    PackedLayout,
+)
+from moe_kernels.kernel_choice import choose_kernels
 from moe_kernels.reference.torch_kernels import TorchKernels
+from tests.support.kernels.kernel_sets import ids_of
 from tests.support.kernels.quantised_matrices import KINDS, Kind, rounded_once
-from tests.support.kernels.routed_ids import ids_of
 
 GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2e-2}

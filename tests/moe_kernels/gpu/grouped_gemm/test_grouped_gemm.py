@@ -20,7 +20,7 @@ from moe_kernels.gpu.grouped_gemm.heuristics import BLOCK_MS, PACKED_FORMATS, We
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight, quantised
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 from moe_kernels.reference.expert_mlp import routed_experts_reference
-from tests.support.kernels.routed_ids import ids_of
+from tests.support.kernels.kernel_sets import ids_of
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 FORMATS: tuple[tuple[WeightFormat, int], ...] = (

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.gpu.paged_attention import plan as plan_module
+from moe_kernels.gpu.paged_attention import launch_plan as plan_module
 from moe_kernels.gpu.paged_attention.api import attention, config_of, is_latent
-from moe_kernels.gpu.paged_attention.plan import PagedPlan, plan_paged_attention, plan_sizes
+from moe_kernels.gpu.paged_attention.launch_plan import PagedPlan, plan_paged_attention, plan_sizes
 from moe_kernels.interface.attention_shape import AttentionShape, StepRows
 from moe_kernels.reference.paged_attention import paged_attention_reference
 

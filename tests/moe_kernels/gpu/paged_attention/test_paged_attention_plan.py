@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_kernels.gpu.paged_attention import plan as plan_module
+from moe_kernels.gpu.paged_attention import launch_plan as plan_module
 from moe_kernels.gpu.paged_attention.api import config_of
 from moe_kernels.gpu.paged_attention.compile_cases import CASES
-from moe_kernels.gpu.paged_attention.plan import (
+from moe_kernels.gpu.paged_attention.launch_plan import (
     Slab,
     decode_sizes,
     partial_rows,
@@ -19,8 +19,7 @@ from moe_kernels.gpu.paged_attention.plan import (
     plan_sizes,
 )
 from moe_kernels.graphs.graph_sizes import GraphSize
-from moe_kernels.interface.attention_shape import AttentionShape, StepRows
-from moe_kernels.interface.fixed_attention import DecodeRoom
+from moe_kernels.interface.attention_shape import AttentionShape, DecodeRoom, StepRows
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=4, head_dim=128)  # 8 tokens x 8 heads a tile

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_kernels.gpu.sampling import reference
 from moe_kernels.gpu.sampling.api import draw, least_probabilities, sample
 from moe_kernels.gpu.sampling.heuristics import SamplingConfig, sampling_config
-from moe_kernels.gpu.sampling.rows import SamplingRows
+from moe_kernels.gpu.sampling.sampling_rows import SamplingRows
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling import sampler
 

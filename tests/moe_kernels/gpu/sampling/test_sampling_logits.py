@@ -9,7 +9,7 @@ import torch
 from moe_kernels.gpu.sampling import reference
 from moe_kernels.gpu.sampling.api import adjust, score_tokens, uniform
 from moe_kernels.gpu.sampling.heuristics import SamplingConfig
-from moe_kernels.gpu.sampling.rows import Adjustments
+from moe_kernels.gpu.sampling.sampling_rows import Adjustments
 from moe_serve.engine.sampling.sampler import uniform as server_uniform
 
 

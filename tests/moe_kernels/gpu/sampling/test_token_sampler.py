@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_kernels.choice import choose_kernels
-from moe_kernels.gpu.sampling.token_sampler import download, likeliest, upload
+from moe_kernels.gpu.sampling.gpu_sampler import download, likeliest, upload
 from moe_kernels.interface.token_sampler import TokenMasks
+from moe_kernels.kernel_choice import choose_kernels
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest

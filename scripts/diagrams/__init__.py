@@ -1,1 +1,0 @@
-"""The drawings of the documentation, each made by a function here."""

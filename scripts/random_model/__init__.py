@@ -1,1 +1,0 @@
-"""Random checkpoints in Hugging Face layout, for tests and benchmarks."""
