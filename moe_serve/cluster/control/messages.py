@@ -63,7 +63,7 @@ class Join(ControlMessage, frozen=True):
 class Slice(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, start + count) of a sequence; its page table from `first_page` on is new.
 
-    `num_logits` counts the rows of drafted tokens too.
+    The last of these tokens may be drafted: only they are sent, as the rank knows the others.
     """
 
     sequence_id: int
@@ -72,7 +72,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     num_logits: int
     first_page: int
     pages: Sequence[int]
-    drafted: bytes = b""  # tokens to verify behind these; int32, little-endian
+    drafted: bytes = b""  # int32, little-endian
 
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True):

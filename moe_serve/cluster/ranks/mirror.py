@@ -48,8 +48,8 @@ class Mirrors:
         sequence = self.sequences[piece.sequence_id]
         sequence.page_table[piece.first_page :] = piece.pages
         sequence.num_computed_tokens = piece.start
-        tokens = sequence.pending(piece.count)
         drafted = np.array(_tokens(piece.drafted), dtype=np.int64)
+        tokens = sequence.pending(piece.count - len(drafted))
         return SequenceSlice(
             piece.sequence_id,
             piece.start,

@@ -106,7 +106,7 @@ class RemoteExecutor:
         return Slice(
             piece.sequence_id,
             piece.start,
-            len(piece.token_ids) - piece.num_drafted,
+            len(piece.token_ids),
             piece.num_logits,
             first,
             table[first:],

@@ -33,6 +33,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampler import Sampled, Sampler
 from tests.support.engine.fake_runner import FakeRunner
+from tests.support.engine.oracle import Oracle, give_drafts
 from tests.support.engine.runs import RunEngine, RunExecutor
 
 NAME, EOS = "attention-0", frozenset([7])
@@ -42,9 +43,11 @@ class FakeRank:
     """Takes the place of the coordinator, the connection and the process of one attention rank with
     two shards."""
 
-    def __init__(self, most: int, seed: int) -> None:
+    def __init__(self, most: int = 0, seed: int = 0) -> None:
+        """Its steps give runs of at most `most` tokens without drafts; 0: as drafts allow."""
         self.runner, self.epoch = FakeRunner(), SimpleNamespace(starts={NAME: 1})
-        self.executor = RunExecutor(LocalExecutor(self.runner, Sampler(EOS)), most, seed)
+        plain = LocalExecutor(self.runner, Sampler(EOS))
+        self.executor = RunExecutor(plain, most, seed) if most else plain
         self.leader, self.follower = Mirrors(), Mirrors()
         self._tokens: Mapping[int, list[int]] = {}
         self._num_steps = 0
@@ -75,6 +78,8 @@ class FakeRank:
             failures=outcome.failures,
             prompt_logprobs=outcome.prompt_logprobs,
             seconds=StageSeconds(),
+            spoiled=tuple(outcome.spoiled),
+            forced=outcome.forced,
         )
         decoder = msgspec.msgpack.Decoder(StepDone | StepFailed)
         return {NAME: decoder.decode(msgspec.msgpack.encode(done))}
@@ -101,7 +106,11 @@ class FakeRank:
 
 
 def run(
-    executor: StepExecutor, num_pages: int, requests: list[GenerationRequest], kind: Any
+    executor: StepExecutor,
+    num_pages: int,
+    requests: list[GenerationRequest],
+    kind: Any,
+    oracle: Oracle | None = None,
 ) -> Any:
     engine: Engine = kind(
         executor,
@@ -111,6 +120,8 @@ def run(
         max_model_len=160,
         eos_token_ids=EOS,
     )
+    if oracle is not None:
+        give_drafts(engine, oracle, most=16)
     for one in requests:
         engine.add(one)
     answers: dict[str, list[Any]] = {one.request_id: [[], [], None, None] for one in requests}
@@ -127,12 +138,8 @@ def run(
     return answers
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_answers_of_a_rank_that_gives_runs(seed: int) -> None:
-    """Also with preemptions, when a sequence is opened again with the tokens that it has."""
-    rng = random.Random(seed)
-    num_pages = rng.choice([10, 14, 64])
-    requests = [
+def crowd(rng: random.Random) -> list[GenerationRequest]:
+    return [
         GenerationRequest(
             request_id=f"r{i}",
             prompt_token_ids=tuple(rng.randrange(1, 48) for _ in range(rng.choice([1, 9, 33, 60]))),
@@ -148,11 +155,33 @@ def test_answers_of_a_rank_that_gives_runs(seed: int) -> None:
         )
         for i in range(8)
     ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_drafts_on_a_rank(seed: int, alpha: float) -> None:
+    """They travel with the step, and only tokens that were sampled stay on the rank."""
+    rng = random.Random(seed)
+    num_pages, requests = rng.choice([10, 14, 64]), crowd(rng)
+    expected = run(LocalExecutor(FakeRunner(), Sampler(EOS)), num_pages, requests, Engine)
+    answers = {name: list(answer[0]) for name, answer in expected.items()}
+    rank = FakeRank()
+    remote = RemoteExecutor(cast(Coordinator, rank), NAME)
+    oracle = Oracle(answers, alpha, seed=seed, lengths=(1, 16))
+    assert run(remote, num_pages, requests, Engine, oracle) == expected
+    assert any(piece.num_drafted for plan in rank.runner.plans for piece in plan.slices)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_answers_of_a_rank_that_gives_runs(seed: int) -> None:
+    """Also with preemptions, when a sequence is opened again with the tokens that it has."""
+    rng = random.Random(seed)
+    num_pages, requests = rng.choice([10, 14, 64]), crowd(rng)
     expected = run(LocalExecutor(FakeRunner(), Sampler(EOS)), num_pages, requests, Engine)
     rank = FakeRank(4, seed)
     remote = RemoteExecutor(cast(Coordinator, rank), NAME)
     assert run(remote, num_pages, requests, RunEngine) == expected
-    assert max(rank.executor.lengths) > 1
+    assert isinstance(rank.executor, RunExecutor) and max(rank.executor.lengths) > 1
 
 
 def test_tokens_that_mirrors_append() -> None:

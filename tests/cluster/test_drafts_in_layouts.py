@@ -1,0 +1,65 @@
+"""Drafts change no token in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from moe_serve.cluster.started_ranks import build_cluster
+from moe_serve.config.sections import EngineConfig, SpeculationConfig
+from moe_serve.engine.build import build_engine
+from moe_serve.engine.driven_engine import DrivenEngine
+from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.request import GenerationRequest
+from tests.support.cluster.layouts import Answer, colocated, config, requests, serve
+from tests.support.cluster.thread_starter import ThreadStarter
+
+VOCAB_SIZE = 4096  # of the demonstration model
+
+
+def wanted() -> list[GenerationRequest]:
+    """Long enough to repeat themselves; one follows a grammar."""
+    asked = requests(6, VOCAB_SIZE, num_tokens=24)
+    form = Constraint("regex", r'\{"first_name": "[a-z]+", "family_name": "[a-z]+"\}')
+    asked[1] = replace(asked[1], params=replace(asked[1].params, constraint=form, max_tokens=40))
+    return asked
+
+
+def drafting(of: EngineConfig, *, is_adaptive: bool = False) -> EngineConfig:
+    return replace(of, speculation=SpeculationConfig(method="auto", is_adaptive=is_adaptive))
+
+
+def twice(engine: DrivenEngine, asked: Sequence[GenerationRequest]) -> list[dict[str, Answer]]:
+    """The answers to requests, and to the same ones again, when their answers are known."""
+    first = serve(engine, asked)
+    again = [replace(r, request_id=f"again-{r.request_id}") for r in asked]
+    found = {k.removeprefix("again-"): answer for k, answer in serve(engine, again).items()}
+    return [first, found]
+
+
+def test_one_process() -> None:
+    of = config(0, 0, 1)
+    expected = colocated(of, wanted())
+    for is_adaptive in (False, True):
+        engine = build_engine(drafting(of, is_adaptive=is_adaptive)).engine
+        assert twice(engine, wanted()) == [expected, expected]
+        counts = engine.stats().counts.drafts
+        assert {"suffix", "grammar"} <= counts.by_source.keys(), f"{counts}"
+        assert counts.total.num_accepted > 30, f"{counts}"
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "cluster"), [(1, 1, {}), (2, 2, {}), (1, 1, {"router": "experts"})]
+)
+def test_ranks(attention: int, experts: int, cluster: dict[str, object]) -> None:
+    of = config(attention, experts, 2, **cluster)
+    expected = colocated(of, wanted())
+    engine = build_cluster(drafting(of), make_starter=ThreadStarter).engine
+    try:
+        assert twice(engine, wanted()) == [expected, expected]
+        counts = engine.stats().counts.drafts
+        assert {"suffix", "grammar"} <= counts.by_source.keys(), f"{counts}"
+    finally:
+        engine.close()
