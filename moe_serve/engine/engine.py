@@ -71,7 +71,7 @@ class Engine:
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages)
         self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy, clock)
-        self._drafts = StepDrafts(self._scheduler, drafting, clock)
+        self.drafts = StepDrafts(self._scheduler, drafting, clock)
         self._executor, self._routes = executor, RouteListeners() if routes is None else routes
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
         self._stop = StopRule(eos_token_ids, max_model_len)
@@ -133,7 +133,7 @@ class Engine:
         """Give up all sequences in order of arrival. Their pages and computed state are lost."""
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
         self._scheduler.policy.forget(s.id for s in (*sequences, *self._scheduler.running))
-        self._drafts.forget(sequences)
+        self.drafts.forget(sequences)
         for sequence in sequences:
             sequence.leave_engine()
         self._sequences, self._schedule, self._ahead, self._leaving = {}, {}, {}, {}
@@ -154,7 +154,7 @@ class Engine:
         for sequence in self._scheduler.overdue():
             self._pending.append(self._fail(sequence, TOO_COSTLY))
         self._schedule = self._scheduler.schedule()
-        self._drafts.begin(self._schedule)
+        self.drafts.begin(self._schedule)
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.copy_pages(self._scheduler.sharing.copies)
         self._scheduler.sharing.end_copies()
@@ -162,7 +162,7 @@ class Engine:
 
     def make_plan(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
         """Plan the step that has begun. `number` is the step's if several engines step together."""
-        most, drafts = micro_batches or self._micro_batches, self._drafts.running
+        most, drafts = micro_batches or self._micro_batches, self.drafts.running
         plan = make_step_plan(self._schedule, most, self._policy, drafts)
         return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
 
@@ -170,7 +170,7 @@ class Engine:
         """Begin the step after the running one; False if its contents are not certain yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
         is_last = any(self._stop.is_last(s, s.num_output_tokens + 1) for s in sequences)
-        if self._leaving or is_last or not self._drafts.allow_ahead(self._schedule):
+        if self._leaving or is_last or not self.drafts.allow_ahead(self._schedule):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
@@ -206,9 +206,9 @@ class Engine:
             total = self._num_prompt_tokens + self._num_generated_tokens
             self._scheduler.step_tokens.count_to(total)
             ended = [s for key, (s, _) in schedule.items() if key not in left]
-            self._drafts.give_back(ended, [s.id for s in ended])
+            self.drafts.give_back(ended, [s.id for s in ended])
             self._release_finished(ended, outcome)
-            self._drafts.end(schedule, getattr(outcome, "forced", None))
+            self.drafts.end(schedule, getattr(outcome, "forced", None))
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
         return self.take_pending()
 
@@ -234,7 +234,7 @@ class Engine:
             self._publish(schedule, outcome)
             return
         _log.error("step %d failed: %d sequences", self._num_steps, len(schedule), exc_info=outcome)
-        schedule = self._drafts.put_off(schedule)
+        schedule = self.drafts.put_off(schedule)
         if len(schedule) == 1:
             why = RowFailure(f"its step failed: {outcome}")
             self._pending += [self._fail(sequence, why) for sequence, _ in schedule.values()]
@@ -250,7 +250,7 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_corrupted=self._num_corrupted,
-            drafts=self._drafts.counts,
+            drafts=self.drafts.counts,
         )
         return EngineStats(
             num_steps=self._num_steps,
@@ -280,7 +280,7 @@ class Engine:
             sequence.is_proven = False
             if sequence.num_pending_tokens == 0 and self._advance(sequence, outcome, made):
                 ended.append(sequence)
-        self._drafts.give_back((s for s, _ in schedule.values()), outcome.spoiled)
+        self.drafts.give_back((s for s, _ in schedule.values()), outcome.spoiled)
         self._end(ended)
 
     def _advance(self, sequence: Sequence, outcome: StepOutcome, made: Made) -> bool:
@@ -307,12 +307,12 @@ class Engine:
         self._num_generated_tokens += len(run)
         reason = self._stop.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
         experts = experts_of(sequence, made, len(run))
-        drafted = self._drafts.result(sequence, len(run))
+        drafted = self.drafts.result(sequence, len(run))
         return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)
 
     def _end(self, sequences: list[Sequence]) -> None:
         """End requests. Sequences in the running step are removed when that step ends."""
-        self._drafts.finish(sequences)
+        self.drafts.finish(sequences)
         for sequence in sequences:
             del self._sequences[sequence.request.request_id]
         self._leaving |= {s.id: False for s in sequences if s.id in self._schedule}
@@ -320,7 +320,7 @@ class Engine:
 
     def _remove(self, sequences: list[Sequence]) -> None:
         self._scheduler.remove(sequences)
-        self._drafts.forget(sequences)
+        self.drafts.forget(sequences)
         self._executor.forget([s.id for s in sequences])
 
     def _release_finished(self, ended: list[Sequence], outcome: StepOutcome | Exception) -> None:
@@ -345,6 +345,6 @@ class Engine:
 
     def _discard_failed(self, sequence: Sequence) -> None:
         self._scheduler.discard(sequence)
-        self._drafts.forget([sequence])
+        self.drafts.forget([sequence])
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         self._executor.forget([sequence.id])

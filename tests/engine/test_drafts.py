@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from moe_serve.engine.drafting.oracle import Oracle
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.request import FinishReason, TokenDelta
@@ -25,7 +26,7 @@ from tests.engine.test_runs import (
     run,
 )
 from tests.support.engine.fake_runner import FakeRunner, continuation
-from tests.support.engine.oracle import Oracle, give_drafts
+from tests.support.engine.oracle import give_drafts
 
 
 def answers_of(found: dict[str, Answer]) -> dict[str, list[int]]:
@@ -40,7 +41,7 @@ def test_random_requests(seed: int, alpha: float) -> None:
     requests, num_pages = crowd(rng), rng.choice([10, 16, 64])
     expected = run(make_engine(FakeRunner(), num_pages), requests)
     engine = make_engine(FakeRunner(), num_pages)
-    oracle = Oracle(answers_of(expected), alpha, seed=seed, lengths=(1, 16))
+    oracle = Oracle(answers_of(expected), alpha, seed=seed, lengths=(1, 16), vocab_size=50)
     drafting = give_drafts(engine, oracle, most=rng.choice([1, 2, 5, 16]))
     assert run(engine, requests) == expected
     total = drafting.counts.total
@@ -55,7 +56,7 @@ def test_the_controller_changes_no_answer(seed: int) -> None:
     requests = crowd(rng)
     expected = run(make_engine(FakeRunner()), requests)
     engine = make_engine(FakeRunner())
-    oracle = Oracle(answers_of(expected), rng.random(), seed=seed)
+    oracle = Oracle(answers_of(expected), rng.random(), seed=seed, vocab_size=50)
     give_drafts(engine, oracle, most=16, is_adaptive=True)
     assert run(engine, requests) == expected
 
@@ -66,7 +67,7 @@ def test_every_length_of_an_answer_is_exact(length: int) -> None:
     runner = FakeRunner()
     engine = engine_of(LocalExecutor(runner, make_engine(FakeRunner())._executor._sampler))  # type: ignore[attr-defined]
     answer = continuation([1, 2, 3], 30)
-    give_drafts(engine, Oracle({"a": answer}), most=5)
+    give_drafts(engine, Oracle({"a": answer}, vocab_size=50), most=5)
     found = run(engine, [request("a", [1, 2, 3], max_tokens=length, ignore_eos=True)])
     assert found["a"].token_ids == answer[:length] and found["a"].end is FinishReason.LENGTH
     assert len(runner.plans) == 1 + -(-(length - 1) // 6)
@@ -79,7 +80,7 @@ def test_an_end_within_a_draft(place: int) -> None:
     stop = answer[place]
     first = answer.index(stop)
     engine = make_engine(FakeRunner())
-    give_drafts(engine, Oracle({"a": answer}), most=5)
+    give_drafts(engine, Oracle({"a": answer}, vocab_size=50), most=5)
     asked = request("a", [1, 2, 3], max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
     found = run(engine, [asked])["a"]
     assert found.token_ids == answer[: first + 1]
@@ -99,7 +100,7 @@ def test_a_drafted_token_that_gives_nan_harms_no_request(seed: int) -> None:
     )
     drafted = [poison if rng.random() < 0.2 else token for token in answer]
     engine = make_engine(PoisonedRunner(poison))
-    drafting = give_drafts(engine, Oracle({"a": drafted}), most=5)
+    drafting = give_drafts(engine, Oracle({"a": drafted}, vocab_size=50), most=5)
     assert run(engine, [request("a", prompt, max_tokens=40, ignore_eos=True)]) == expected
     assert expected["a"].token_ids == answer[: len(expected["a"].token_ids)]
     assert drafting.counts.total.num_accepted
@@ -115,7 +116,7 @@ def test_nan_in_a_row_of_the_answer_ends_only_that_request(seed: int) -> None:
     expected = run(make_engine(PoisonedRunner(poison)), requests)
     engine = make_engine(PoisonedRunner(poison))
     answers = {"bad": continuation(prompt, 30), "good": continuation([1, 2, 3], 30)}
-    give_drafts(engine, Oracle(answers, 0.8, seed=seed), most=4)
+    give_drafts(engine, Oracle(answers, 0.8, seed=seed, vocab_size=50), most=4)
     assert run(engine, requests) == expected
     assert expected["bad"].end is FinishReason.ERROR
 
@@ -126,7 +127,7 @@ def test_a_sampler_that_raises_fails_one_request_after_its_tokens(seed: int) -> 
     sampler = FailingSampler(frozenset([EOS]))
     engine = engine_of(LocalExecutor(FakeRunner(), sampler))
     bad, good = continuation([1, 2], 30), continuation([4, 5], 30)
-    give_drafts(engine, Oracle({"bad": bad, "good": good}, 0.9, seed=seed), most=7)
+    give_drafts(engine, Oracle({"bad": bad, "good": good}, 0.9, seed=seed, vocab_size=50), most=7)
     answers = run(
         engine,
         [
@@ -144,7 +145,7 @@ def test_a_step_that_raises_loses_its_drafts_only() -> None:
     runner = FakeRunner()
     engine = make_engine(runner)
     answers = {"a": continuation([1, 2], 40), "b": continuation([3, 4], 40)}
-    give_drafts(engine, Oracle(answers), most=5)
+    give_drafts(engine, Oracle(answers, vocab_size=50), most=5)
     for name, prompt in (("a", [1, 2]), ("b", [3, 4])):
         engine.add(request(name, prompt, max_tokens=40, ignore_eos=True))
     found = {"a": Answer(), "b": Answer()}
@@ -164,7 +165,9 @@ def test_aborted_requests_leave_no_page() -> None:
         requests = crowd(rng)
         expected = run(make_engine(FakeRunner()), requests)
         engine = make_engine(FakeRunner(), 24)
-        give_drafts(engine, Oracle(answers_of(expected), 0.7, seed=round_number), most=16)
+        give_drafts(
+            engine, Oracle(answers_of(expected), 0.7, seed=round_number, vocab_size=50), most=16
+        )
         for one in requests:
             engine.add(one)
         found = {one.request_id: Answer() for one in requests}
@@ -188,7 +191,7 @@ def test_drafts_take_only_what_is_left() -> None:
     """No page is taken from the prefix cache, and no prompt waits for a draft."""
     engine = make_engine(FakeRunner(), 12)
     answer = continuation([1, 2, 3], 100)
-    give_drafts(engine, Oracle({"b": answer}), most=16)
+    give_drafts(engine, Oracle({"b": answer}, vocab_size=50), most=16)
     run(engine, [request("a", list(range(1, 49)) * 2, max_tokens=2)])
     cached = engine.stats().load.num_cached_pages
     assert cached
@@ -216,7 +219,7 @@ def test_rows_without_history_are_sampled_in_one_call() -> None:
     def calls(**params: Any) -> int:
         sampler = CountingSampler(frozenset([EOS]))
         engine: Engine = engine_of(LocalExecutor(FakeRunner(), sampler))
-        give_drafts(engine, Oracle({"a": continuation([1, 2], 30)}), most=5)
+        give_drafts(engine, Oracle({"a": continuation([1, 2], 30)}, vocab_size=50), most=5)
         run(engine, [request("a", [1, 2], max_tokens=7, ignore_eos=True, **params)])
         return sampler.num_calls
 

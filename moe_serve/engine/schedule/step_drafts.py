@@ -33,6 +33,10 @@ class StepDrafts:
     def counts(self) -> DraftCounts:
         return DraftCounts() if self._drafting is None else self._drafting.counts
 
+    def use(self, drafting: Drafting | None) -> None:
+        """Draft by other means from the next step on. To be called between steps."""
+        self._drafting = drafting
+
     def begin(self, schedule: Schedule) -> None:
         """Choose the drafts of a step that has been scheduled."""
         self.running = NO_DRAFTS

@@ -26,6 +26,7 @@ from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.cluster.steps.step_in_flight import RankWork
 from moe_serve.config.sections import SchedulerConfig
+from moe_serve.engine.drafting.oracle import Oracle
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor, StepExecutor
 from moe_serve.engine.execute.step_outcome import RowFailure, StepOutcome
@@ -33,7 +34,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampler import Sampled, Sampler
 from tests.support.engine.fake_runner import FakeRunner
-from tests.support.engine.oracle import Oracle, give_drafts
+from tests.support.engine.oracle import give_drafts
 from tests.support.engine.runs import RunEngine, RunExecutor
 
 NAME, EOS = "attention-0", frozenset([7])
@@ -167,7 +168,7 @@ def test_drafts_on_a_rank(seed: int, alpha: float) -> None:
     answers = {name: list(answer[0]) for name, answer in expected.items()}
     rank = FakeRank()
     remote = RemoteExecutor(cast(Coordinator, rank), NAME)
-    oracle = Oracle(answers, alpha, seed=seed, lengths=(1, 16))
+    oracle = Oracle(answers, alpha, seed=seed, lengths=(1, 16), vocab_size=50)
     assert run(remote, num_pages, requests, Engine, oracle) == expected
     assert any(piece.num_drafted for plan in rank.runner.plans for piece in plan.slices)
 
