@@ -36,6 +36,7 @@ BENCHMARKS = {
     "live_balancing": "expert_memory.live_balancing",
     "grammar_masks": "grammars.grammar_masks",
     "hostile_grammars": "grammars.hostile_grammars",
+    "speculation": "speculation.speculation",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",
     "gpu_engine": "gpu_bench.gpu_engine",

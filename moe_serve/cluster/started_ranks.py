@@ -119,12 +119,10 @@ class StartedRanks:
         self.witness = RankWitness(self._roster, coordinator, stacks)
         identity = self._model.checkpoint.page_identity(self.first_loaded.report)
 
-        checkpoint = self._model.checkpoint
         make_drafting = drafting_maker(
             self._model.config.speculation,
             self._model.spec.vocab_size,
-            checkpoint.eos_token_ids,
-            checkpoint.max_model_len,
+            self._model.checkpoint.stop_rule,
         )
 
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:

@@ -71,7 +71,7 @@ def build_engine(
     eos, grammars = model.eos_token_ids, model.grammars()
     tap, routes, log = RouteTap(spec.router.num_experts), RouteListeners(), StageLog()
     make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
-    make_drafting = drafting_maker(config.speculation, spec.vocab_size, eos, max_model_len)
+    make_drafting = drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)
     next_layer = open_next_layer(config, model.folder, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part, transport = model.load_attention(config), _local_transport(loader, experts, config)

@@ -74,7 +74,7 @@ class Engine:
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
         self._executor, self._routes = executor, RouteListeners() if routes is None else routes
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
-        self._stop = StopRule(eos_token_ids, max_model_len)
+        self.stop_rule = StopRule(eos_token_ids, max_model_len)
         self._ids = itertools.count() if ids is None else ids  # sequence ids
         self._sequences: dict[str, Sequence] = {}
         self._pending: list[TokenDelta] = []  # not returned yet
@@ -169,7 +169,7 @@ class Engine:
     def begin_ahead(self) -> bool:
         """Begin the step after the running one; False if its contents are not certain yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
-        is_last = any(self._stop.is_last(s, s.num_output_tokens + 1) for s in sequences)
+        is_last = any(self.stop_rule.is_last(s, s.num_output_tokens + 1) for s in sequences)
         if self._leaving or is_last or not self.drafts.allow_ahead(self._schedule):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
@@ -229,7 +229,7 @@ class Engine:
     def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> None:
         """Publish a step's deltas. If the step raised, run each of its sequences alone."""
         if isinstance(outcome, StepOutcome):
-            outcome = outcome.cut(schedule, self._stop)
+            outcome = outcome.cut(schedule, self.stop_rule)
             self._routes.notify(schedule, outcome.choices, outcome.sampled)
             self._publish(schedule, outcome)
             return
@@ -305,7 +305,7 @@ class Engine:
             sequence.append(sampled.token_id)
         sequence.num_computed_tokens += len(run) - 1
         self._num_generated_tokens += len(run)
-        reason = self._stop.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
+        reason = self.stop_rule.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
         experts = experts_of(sequence, made, len(run))
         drafted = self.drafts.result(sequence, len(run))
         return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)

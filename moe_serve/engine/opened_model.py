@@ -11,6 +11,7 @@ from moe_serve.cache.kv_cache import KVCache, num_pages
 from moe_serve.cache.page_key import model_identity
 from moe_serve.config.sections import EngineConfig, ModelConfig
 from moe_serve.engine.memory.free_memory import free_bytes
+from moe_serve.engine.request.sequence import StopRule
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import read_vocabulary
 from moe_serve.errors import CheckpointError, ConfigError
@@ -111,6 +112,10 @@ class ServedCheckpoint:
                 f"vocabulary of {self.spec.vocab_size} tokens."
             )
         return ids
+
+    @property
+    def stop_rule(self) -> StopRule:
+        return StopRule(self.eos_token_ids, self.max_model_len)
 
     def grammars(self) -> Grammars:
         """Return the model's grammars. The tokenizer is read at the first constraint."""

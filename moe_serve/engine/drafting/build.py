@@ -16,9 +16,7 @@ from moe_serve.errors import ConfigError
 MakeDrafting = Callable[[], Drafting | None]
 
 
-def drafting_maker(
-    config: SpeculationConfig, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int
-) -> MakeDrafting:
+def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -> MakeDrafting:
     """Return a function that builds an engine's drafting, or None if speculation is off. Several
     engines share the past answers. Raises ConfigError for lengths that contradict each other."""
     if not config.is_on:
@@ -32,10 +30,10 @@ def drafting_maker(
     past = None if config.method == "ngram" else PastAnswers(config.suffix_max_tokens)
 
     def make() -> Drafting:
-        drafters: list[Drafter] = [Predictions(), OwnText(shortest, longest, max_model_len)]
+        drafters: list[Drafter] = [Predictions(), OwnText(shortest, longest, stop.max_model_len)]
         return Drafting(
             drafters if past is None else [*drafters, past],
-            StopRule(eos_token_ids, max_model_len),
+            stop,
             vocab_size=vocab_size,
             max_tokens=config.max_tokens,
             is_adaptive=config.is_adaptive,

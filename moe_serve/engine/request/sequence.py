@@ -188,7 +188,7 @@ class StopRule:
     """Decides when a sequence ends, from the model's end tokens and its maximum length."""
 
     def __init__(self, eos_token_ids: frozenset[int], max_model_len: int) -> None:
-        self._eos, self._max_model_len = eos_token_ids, max_model_len
+        self._eos, self.max_model_len = eos_token_ids, max_model_len
 
     def reason(
         self, sequence: Sequence, token_id: int, num_output_tokens: int
@@ -207,7 +207,7 @@ class StopRule:
 
     def num_left(self, sequence: Sequence) -> int:
         """Return the number of tokens after which the answer has its maximum length."""
-        left = self._max_model_len - sequence.num_tokens
+        left = self.max_model_len - sequence.num_tokens
         max_tokens = sequence.rules.max_tokens
         return left if max_tokens is None else min(left, max_tokens - sequence.num_output_tokens)
 
@@ -221,5 +221,5 @@ class StopRule:
     def is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:
         """Return whether an answer of `num_output_tokens` has its maximum length."""
         max_tokens = sequence.rules.max_tokens
-        is_full = sequence.num_prompt_tokens + num_output_tokens >= self._max_model_len
+        is_full = sequence.num_prompt_tokens + num_output_tokens >= self.max_model_len
         return is_full or (max_tokens is not None and num_output_tokens >= max_tokens)

@@ -18,7 +18,7 @@ def give_drafts(
     """Make an engine verify the oracle's drafts."""
     assert isinstance(engine, Engine), f"{engine}"
     drafting = Drafting(
-        [oracle], engine._stop, vocab_size=vocab_size, max_tokens=most, is_adaptive=is_adaptive
+        [oracle], engine.stop_rule, vocab_size=vocab_size, max_tokens=most, is_adaptive=is_adaptive
     )
     engine.drafts.use(drafting)
     return drafting

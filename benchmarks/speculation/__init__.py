@@ -1,0 +1,1 @@
+"""Measures speculation on and off, in alternating turns of one process."""
