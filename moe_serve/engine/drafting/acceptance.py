@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_serve.engine.drafting.draft import Draft, DraftSource
@@ -11,9 +11,13 @@ from moe_serve.engine.request.draft_counts import MAX_DRAFT
 _EVIDENCE = (2, 4, 8, 16)  # upper ends of the buckets of `Draft.evidence`; one more for the rest
 _PRIOR_TRIES = 4.0  # weight of the prior
 _MAX_TRIES = 256.0  # counts are halved there, so that they follow a change
-_REQUEST_DRAFTS = 16  # drafts over which a request's own acceptance is averaged
-_FIRST_RETRY, _LAST_RETRY = 8, 256  # steps without a draft before one is tried again
-RETRY_TOKENS = 2
+_REQUEST_PRIOR = 1.5  # accepted tokens by which a request is taken to be like all others
+_REQUEST_DECAY = 0.9  # of a request's counts, for each further draft
+_FIRST_RETRY, _LAST_RETRY = 16, 256  # steps without a draft before one is tried again
+RETRY_TOKENS = 1
+_HOPELESS = 0.1  # expected tokens below which a proposal was not worth its time
+_MAX_PAUSE = 31  # steps
+_LEAST_SURVIVAL = 0.03  # a draft is cut where it is less probable to be accepted
 _LEAST_FACTOR = 0.2  # a request whose drafts did worse only retries
 # acceptance of a token whose predecessors were accepted, before any was counted
 _PRIORS = {
@@ -48,9 +52,17 @@ class _Counts:
 class _Request:
     """The luck of one request's drafts, and its steps since the last one."""
 
-    factor: float = 1.0  # its acceptance over that of all requests, averaged
+    expected: float = _REQUEST_PRIOR  # accepted tokens if it were like all requests
+    accepted: float = _REQUEST_PRIOR
     num_silent: int = 0  # steps without a draft
+    pause: int = 0  # steps for which no draft is proposed after a hopeless one
+    num_paused: int = 0
     retry: int = _FIRST_RETRY
+
+    @property
+    def factor(self) -> float:
+        """Its acceptance over that of all requests."""
+        return min(self.accepted / self.expected, 1.2)
 
 
 class Acceptance:
@@ -67,13 +79,15 @@ class Acceptance:
 
     def survivals(self, sequence_id: int, draft: Draft) -> list[float]:
         """Return for each token of the draft the probability that it and all before it are
-        accepted."""
+        accepted. The improbable rest of a draft is left out."""
         counts = self._counts_of(draft)
         request = self._requests.get(sequence_id)
         factor = 1.0 if request is None else request.factor
         survivals, survival = list[float](), factor
         for position in range(min(len(draft.token_ids), MAX_DRAFT)):
             survival *= counts.accepted[position] / counts.tried[position]
+            if survival < _LEAST_SURVIVAL:
+                break
             survivals.append(min(survival, 0.999))
         return survivals
 
@@ -84,7 +98,17 @@ class Acceptance:
         if request is None:
             return False
         request.num_silent += 1
+        if request.num_paused < request.pause:
+            request.num_paused += 1
+            return True
         return request.factor < _LEAST_FACTOR and request.num_silent < request.retry
+
+    def note_proposed(self, sequence_id: int, survivals: Sequence[float]) -> None:
+        """Count a proposal. After hopeless ones the sequence proposes ever more seldom."""
+        request = self._requests.setdefault(sequence_id, _Request())
+        is_hopeless = sum(survivals) < _HOPELESS
+        request.pause = min(1 + 2 * request.pause, _MAX_PAUSE) if is_hopeless else 0
+        request.num_paused = 0
 
     def chosen(self, sequence_ids: Iterable[int]) -> None:
         """Note that drafts of these sequences are verified because a gain is expected."""
@@ -113,10 +137,11 @@ class Acceptance:
     def note(self, sequence_id: int, draft: Draft, num_accepted: int) -> None:
         """Count a draft that was verified. `num_accepted` of its tokens were published."""
         request = self._requests.setdefault(sequence_id, _Request())
-        expected = sum(self.survivals(sequence_id, draft)) / max(request.factor, 1e-6)
-        ratio = min(num_accepted / max(expected, 1e-6), 2.0)
-        request.factor += (ratio - request.factor) / (_REQUEST_DRAFTS / 4)
-        request.factor = min(max(request.factor, 0.02), 1.2)
+        expected = sum(self.survivals(sequence_id, draft)) / request.factor
+        own = 1 - _REQUEST_DECAY
+        request.expected = request.expected * _REQUEST_DECAY + own * _REQUEST_PRIOR + expected
+        request.pause = 0 if num_accepted else request.pause
+        request.accepted = request.accepted * _REQUEST_DECAY + own * _REQUEST_PRIOR + num_accepted
         self._counts_of(draft).note(len(draft.token_ids), num_accepted)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:

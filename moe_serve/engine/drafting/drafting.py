@@ -98,6 +98,7 @@ class Drafting:
             draft = self._propose(sequence)
             if draft is not None:
                 drafts[key], survivals[key] = draft
+                self._acceptance.note_proposed(key, draft[1])
         if not drafts:
             return {}
         if is_ahead:  # the first token will be known, so it is no draft
@@ -128,7 +129,7 @@ class Drafting:
                 continue
             survivals = self._acceptance.survivals(sequence.id, kept)
             expected = sum(survivals)
-            if expected > most_expected:
+            if best is None or expected > most_expected:
                 best, most_expected = (kept, survivals), expected
         return best
 

@@ -2,23 +2,66 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from moe_serve.engine.drafting.draft import Draft, DraftSource
 from moe_serve.engine.request.sequence import Sequence
 
 _ANCHORS = (8, 4, 3, 2)  # tokens that must agree to find the place again
 _WINDOW = 512  # tokens of the prediction that are searched for it, before and behind the last place
+_WIDTH = array("i").itemsize
 
 
-@dataclass(slots=True)
 class _Place:
     """The place of one sequence in its prediction."""
 
-    position: int = 0  # of the prediction's token that is expected next
-    num_seen: int = 0  # tokens of the answer that were compared
-    agreed: int = 0  # tokens in a row that agreed
+    __slots__ = ("agreed", "num_seen", "packed", "position", "predicted")
+
+    def __init__(self, predicted: tuple[int, ...]) -> None:
+        self.predicted, self.packed = predicted, array("i", predicted).tobytes()
+        self.position = 0  # of the prediction's token that is expected next
+        self.num_seen = 0  # tokens of the answer that were compared
+        self.agreed = 0  # tokens in a row that agreed
+
+    def note(self, token: int) -> None:
+        """Compare the answer's next token. One that differs may be a replaced token, or the
+        prediction may have a token more or less than the answer."""
+        expected, position = self.predicted, self.position
+        self.num_seen += 1
+        if token in expected[position : position + 1]:
+            self.position, self.agreed = position + 1, self.agreed + 1
+        elif token in expected[position + 1 : position + 2]:
+            self.position, self.agreed = position + 2, 1
+        elif not self.agreed and position and expected[position - 1 : position] == (token,):
+            self.agreed = 1
+        else:
+            self.position, self.agreed = position + 1, 0
+
+    def search(self, tail: list[int]) -> bool:
+        """Go behind the occurrence of the longest anchor at the end of `tail` that is nearest to
+        the last place. Returns False if there is none."""
+        low, high = max(0, self.position - _WINDOW), self.position + _WINDOW
+        for size in _ANCHORS:
+            if len(tail) < size:
+                continue
+            anchor = array("i", tail[-size:]).tobytes()
+            found = self._ends(anchor, size, low, high)
+            if found:
+                self.position, self.agreed = min(found, key=lambda e: abs(e - self.position)), size
+                return True
+        return False
+
+    def _ends(self, anchor: bytes, size: int, low: int, high: int) -> list[int]:
+        """Return the positions behind the last occurrence before the place and the first one
+        behind it."""
+        here, found = self.position * _WIDTH, list[int]()
+        before = self.packed.rfind(anchor, low * _WIDTH, here)
+        behind = self.packed.find(anchor, max(here - len(anchor) + 1, 0), high * _WIDTH)
+        for start in (before, behind):
+            if start >= 0 and start % _WIDTH == 0:
+                found.append(start // _WIDTH + size)
+        return found
 
 
 class Predictions:
@@ -33,42 +76,21 @@ class Predictions:
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         """See Drafter.propose."""
-        predicted = sequence.request.prediction
-        if not predicted:
+        if not sequence.request.prediction:
             return None
-        place = self._places.setdefault(sequence.id, _Place())
-        start = sequence.num_prompt_tokens
-        answer = sequence.token_ids
+        place = self._places.get(sequence.id)
+        if place is None:
+            place = self._places[sequence.id] = _Place(sequence.request.prediction)
+        answer, start = sequence.token_ids, sequence.num_prompt_tokens
+        was_lost = not place.agreed and place.num_seen > 0
         for token in answer[start + place.num_seen :]:
-            is_expected = place.position < len(predicted) and predicted[place.position] == token
-            place.agreed = place.agreed + 1 if is_expected else 0
-            place.position += 1
-        place.num_seen = len(answer) - start
-        if not place.agreed and place.num_seen:
-            found = _find(predicted, answer[start:][-_ANCHORS[0] :], place.position)
-            if found is None:
-                return None
-            place.position, place.agreed = found
-        tokens = predicted[place.position : place.position + most]
-        if not tokens:
+            place.note(token)
+        if not place.agreed and was_lost and not place.search(answer[start:][-_ANCHORS[0] :]):
             return None
-        return Draft(tokens, DraftSource.PREDICTION, min(place.agreed, 32))
+        tokens = place.predicted[place.position : place.position + most]
+        return Draft(tokens, DraftSource.PREDICTION, min(place.agreed, 32)) if tokens else None
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """See Drafter.forget."""
         for sequence_id in sequence_ids:
             self._places.pop(sequence_id, None)
-
-
-def _find(predicted: tuple[int, ...], tail: list[int], near: int) -> tuple[int, int] | None:
-    """Return the position behind an occurrence of the longest anchor at the end of `tail` that is
-    nearest to `near`, and the anchor's length."""
-    low, high = max(0, near - _WINDOW), min(len(predicted), near + _WINDOW)
-    for size in _ANCHORS:
-        anchor = tuple(tail[-size:])
-        if len(anchor) < size:
-            continue
-        ends = [end for end in range(low + size, high) if predicted[end - size : end] == anchor]
-        if ends:
-            return min(ends, key=lambda end: abs(end - near)), size
-    return None

@@ -19,12 +19,22 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._averages = RowAverages(growing=_GROWING, max_age=_MAX_AGE)
+        self._known: dict[int, float] = {}  # estimates, until a measurement moves by 5%
+        self._version = -1
 
     def observe(self, num_rows: int, seconds: float) -> None:
         self._averages.observe(num_rows, seconds)
 
     def seconds(self, num_rows: int) -> float:
         """Return the expected seconds; without any measurement, relative ones."""
-        if self._averages.is_empty:
-            return 1.0 - _GROWING + _GROWING * num_rows
-        return self._averages.seconds(num_rows)
+        averages = self._averages
+        if self._version != averages.version:
+            self._version, self._known = averages.version, {}
+        found = self._known.get(num_rows)
+        if found is None:
+            if averages.is_empty:
+                found = 1.0 - _GROWING + _GROWING * num_rows
+            else:
+                found = averages.seconds(num_rows)
+            self._known[num_rows] = found
+        return found

@@ -82,6 +82,7 @@ class RowAverages:
         for values in (self._rows, self._seconds, self._published):
             values[:] = [values[i] for i in kept]
         self._measured_at = [self._measured_at[i] for i in kept]
+        self.version += 1
 
     def _nearest(self, rows: float) -> int | None:
         """Return the index of the average for this number of rows (within a fifth), or None."""

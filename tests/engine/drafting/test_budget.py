@@ -67,4 +67,4 @@ def test_a_request_without_luck_stops_and_tries_again_ever_later() -> None:
     gaps = [b - a for a, b in itertools.pairwise(steps)]
     assert gaps == sorted(gaps) and gaps[-1] == 256, gaps
     acceptance.chosen([2])
-    assert next_steps(20)[0] == 7, "a gain was expected, so the waiting starts anew"
+    assert next_steps(20)[0] == 15, "a gain was expected, so the waiting starts anew"

@@ -132,7 +132,12 @@ def test_a_prediction_is_followed_and_found_again() -> None:
     sequence = make([1, 2], prediction=tuple(predicted))
     first = drafter.propose(sequence, 4)
     assert first is not None and first.token_ids == (100, 101, 102, 103)
-    for token in (100, 101, 7, 8, 9):  # 7, 8, 9 in place of 102
+    for token in (100, 101, 7):  # 7 in place of 102
+        sequence.append(token)
+    replaced = drafter.propose(sequence, 4)
+    assert replaced is not None and replaced.token_ids == (103, 104, 105, 106)
+    assert replaced.evidence == 0, "not certain: the edit may be another one"
+    for token in (8, 9):  # more than one token was replaced
         sequence.append(token)
     assert drafter.propose(sequence, 4) is None
     for token in (103, 104):
@@ -144,3 +149,18 @@ def test_a_prediction_is_followed_and_found_again() -> None:
     sequence.append(200)
     assert drafter.propose(sequence, 4) is None
     assert drafter.propose(make([1, 2]), 4) is None, "a request without a prediction"
+
+
+def test_a_token_more_or_less_costs_no_search() -> None:
+    predicted = tuple(range(100, 140))
+    drafter = Predictions()
+    sequence = make([1, 2], prediction=predicted)
+    for token in (100, 101, 7, 102):  # the answer has a token more
+        sequence.append(token)
+        drafter.propose(sequence, 4)
+    found = drafter.propose(sequence, 3)
+    assert found is not None and found.token_ids == (103, 104, 105)
+    for token in (103, 105):  # and one less
+        sequence.append(token)
+        found = drafter.propose(sequence, 2)
+    assert found is not None and found.token_ids == (106, 107)
