@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,14 @@ from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import EngineConfig, SpeculationConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sequence import Sequence as EngineSequence
+from moe_serve.model.step_plan import StepPlan
+from tests.cluster.test_lost_moments import lose_after
+from tests.support.cluster.fault_drive import FaultDrive, undisturbed
 from tests.support.cluster.layouts import Answer, colocated, config, requests, serve
 from tests.support.cluster.thread_starter import ThreadStarter
 
@@ -63,3 +70,28 @@ def test_ranks(attention: int, experts: int, cluster: dict[str, object]) -> None
         assert {"suffix", "grammar"} <= counts.by_source.keys(), f"{counts}"
     finally:
         engine.close()
+
+
+@pytest.mark.faults
+def test_lost_ranks_and_failed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is lost while drafts are in flight, and steps with drafts fail."""
+    run, numbers = LocalExecutor.run, itertools.count(1)
+
+    def run_or_fail(
+        self: LocalExecutor, plan: StepPlan, sequences: Mapping[int, EngineSequence]
+    ) -> StepOutcome:
+        if any(piece.num_drafted for piece in plan.slices) and next(numbers) % 4 == 0:
+            raise RuntimeError("this step with drafts fails")
+        return run(self, plan, sequences)
+
+    of, asked = config(2, 1), wanted()
+    expected = undisturbed(of, asked)
+    monkeypatch.setattr(LocalExecutor, "run", run_or_fail)
+    with FaultDrive(drafting(of), ThreadStarter) as drive:
+        assert drive.serve(asked) == expected
+        lose_after(drive, 6, "attention-1")
+        again = [replace(r, request_id=f"again-{r.request_id}") for r in asked]
+        found = {k.removeprefix("again-"): answer for k, answer in drive.serve(again).items()}
+        assert found == expected
+        assert drive.membership.num_lost == 1
+        assert next(numbers) > 8, "some steps with drafts failed"
