@@ -139,27 +139,29 @@ class ExpertTable:
             addresses.drop(expert_id)
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        out_TD = torch.empty(len(x_TD), self._d, dtype=torch.float32)
-        _check(self._function(*self._arguments(x_TD, expert_ids_TK, weights_TK, out_TD)))
+        num_rows, top_k = expert_ids_TK.shape
+        out_TD = torch.empty(num_rows, self._d, dtype=torch.float32)
+        absent = self._function(
+            self._pointer, x_TD.data_ptr(), expert_ids_TK.data_ptr(), weights_TK.data_ptr(),
+            out_TD.data_ptr(), num_rows, top_k,
+        )  # fmt: skip
+        assert not absent, _absence(absent)
         return out_TD
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        out_TD = torch.empty(len(x_TD), self._d, dtype=torch.float64)
-        _check(self._partial_function(*self._arguments(x_TD, expert_ids_TK, weights_TK, out_TD)))
+        num_rows, top_k = expert_ids_TK.shape
+        out_TD = torch.empty(num_rows, self._d, dtype=torch.float64)
+        absent = self._partial_function(
+            self._pointer, x_TD.data_ptr(), expert_ids_TK.data_ptr(), weights_TK.data_ptr(),
+            out_TD.data_ptr(), num_rows, top_k,
+        )  # fmt: skip
+        assert not absent, _absence(absent)
         return out_TD
 
-    def _arguments(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, out_TD: Tensor
-    ) -> tuple[int, ...]:
-        return (
-            self._pointer, x_TD.data_ptr(), expert_ids_TK.data_ptr(), weights_TK.data_ptr(),
-            out_TD.data_ptr(), *expert_ids_TK.shape,
-        )  # fmt: skip
 
-
-def _check(absent: int) -> None:
-    """Check what a kernel returns: 0, or 1 plus the number of an expert that is not held."""
-    assert not absent, f"rows were sent for expert {absent - 1}, which is not here"
+def _absence(absent: int) -> str:
+    """Explain what a kernel returned: 1 plus the number of an expert that is not held."""
+    return f"rows were sent for expert {absent - 1}, which is not here"
 
 
 def native_experts(

@@ -66,6 +66,9 @@ class MaskShare:
         self._earn()
         passed_s, self._asked_at = self._earned_at - self._asked_at, self._earned_at
         costs = {s.id: self._cost(s) for s in decoding if s.rules.constraint is not None}
+        if not costs:
+            self.num_held = 0
+            return decoding
         costly = [s for s in decoding if costs.get(s.id, 0.0) > _CHEAP_S]
         must_run = is_alone and len(costly) == len(decoding)
         costly.sort(key=lambda s: -self._held.get(s.id, 0.0))  # longest held first
