@@ -33,7 +33,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="training time over all runs")
     parser.add_argument("--hidden", type=int, default=640, help="hidden width of a block")
     parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=1, help="tokens that the head is given")
     parser.add_argument("--temperature", type=float, default=0.5, help="of the learnt distribution")
     parser.add_argument("--no-chats", action="store_true", help="make no ChatML chats of the texts")
     parser.add_argument("--checkpoint", type=Path, help="folder of the head's checkpoint")
@@ -42,15 +41,15 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     target = TargetModel(arguments.model, arguments.threads)
     if arguments.only != "head":
-        recipe = Recipe(has_chats=not arguments.no_chats)
-        pieces = read_pieces(arguments.corpus, "train", Tokenizer.load(target.folder), recipe)
+        recipe, tokenizer = Recipe(), Tokenizer.load(target.folder)
+        has_chats = not arguments.no_chats
+        pieces = read_pieces(arguments.corpus, "train", tokenizer, has_chats, recipe.seed)
         make_shards(target, pieces, arguments.work, recipe, arguments.shards)
     if arguments.only != "shards":
         shape = HeadShape(
             width=target.spec.width,
             hidden=arguments.hidden,
             num_blocks=arguments.blocks,
-            num_tokens=arguments.tokens,
             norm_eps=target.spec.norm_eps,
         )
         schedule = Schedule(budget_s=arguments.minutes * 60, temperature=arguments.temperature)

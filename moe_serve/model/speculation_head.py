@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,22 +17,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moe_kernels.interface.drafting import DraftBlock, Drafting, DraftingParts
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels, Linear
+from moe_kernels.reference.torch_drafting import StepwiseDrafting
 from moe_serve.errors import CheckpointError
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.stage.feed_forward import DenseMLP
 from moe_serve.regular_file import regular_file
 
 HEAD_FILE = "head.safetensors"
 _BLOCK = re.compile(r"blocks\.(\d+)\.(norm|gate|up|down)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
-    """Norm, SwiGLU and residual."""
-
-    norm_D: Tensor
-    mlp: DenseMLP
 
 
 class SpeculationHead:
@@ -51,13 +43,18 @@ class SpeculationHead:
         output head."""
         like = embedding_VD
         placed = {name: t.to(like.device, like.dtype) for name, t in weights.items()}
-        self._kernels, self._eps = kernels, spec.norm_eps
-        self._embedding_VD, self._output = embedding_VD, output
-        self._state_norm_D, self._token_norm_D = placed["state_norm"], placed["token_norm"]
-        self._output_norm_D = placed["output_norm"]
-        self._state_in = kernels.linear(placed["state_in"])
-        self._token_in = kernels.linear(placed["token_in"])
-        self._blocks = tuple(_block(placed, index, kernels) for index in range(_num_blocks(weights)))
+        parts = DraftingParts(
+            embedding_VD=embedding_VD,
+            state_norm_D=placed["state_norm"],
+            token_norm_D=placed["token_norm"],
+            output_norm_D=placed["output_norm"],
+            state_in=kernels.linear(placed["state_in"]),
+            token_in=kernels.linear(placed["token_in"]),
+            blocks=tuple(_block(placed, i, kernels) for i in range(_num_blocks(weights))),
+            output=output,
+            norm_eps=spec.norm_eps,
+        )
+        self._drafting: Drafting = kernels.drafting(parts) or StepwiseDrafting(kernels, parts)
 
     @classmethod
     def load(
@@ -75,24 +72,8 @@ class SpeculationHead:
         `hidden_SD`: the residual stream behind the last layer, before the final norm, at the last
         computed position; `token_ids_S`: the token sampled there.
         """
-        state_SD, drafted = hidden_SD, list[Tensor]()
-        for _ in range(most):
-            state_SD = self._step(state_SD, token_ids_S)
-            normed_SD = self._kernels.rms_norm(state_SD, self._output_norm_D, self._eps)
-            token_ids_S = self._output(normed_SD).argmax(dim=1)
-            drafted.append(token_ids_S)
-        drafts: list[list[int]] = torch.stack(drafted, dim=1).tolist()
+        drafts: list[list[int]] = self._drafting(hidden_SD, token_ids_S, most).tolist()
         return drafts
-
-    def _step(self, state_SD: Tensor, token_ids_S: Tensor) -> Tensor:
-        norm, eps = self._kernels.rms_norm, self._eps
-        token_SD = norm(self._embedding_VD[token_ids_S], self._token_norm_D, eps)
-        state_SD = norm(state_SD, self._state_norm_D, eps)
-        state_SD = self._state_in(state_SD, self._token_in(token_SD))
-        for block in self._blocks:
-            out_SD = block.mlp(norm(state_SD, block.norm_D, eps))
-            state_SD = self._kernels.add(state_SD, out_SD, None)
-        return state_SD
 
 
 def read_head(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
@@ -142,8 +123,8 @@ def _num_blocks(weights: Mapping[str, Tensor]) -> int:
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
-def _block(weights: Mapping[str, Tensor], index: int, kernels: Kernels) -> _Block:
+def _block(weights: Mapping[str, Tensor], index: int, kernels: Kernels) -> DraftBlock:
     names = (f"blocks.{index}.{part}" for part in ("norm", "gate", "up", "down"))
     norm_D, gate, up, down = (weights[name] for name in names)
-    bank = kernels.experts([ExpertWeights(gate, up, down)], GatedActivation())
-    return _Block(norm_D=norm_D, mlp=DenseMLP(bank=bank))
+    mlp = kernels.experts([ExpertWeights(gate, up, down)], GatedActivation())
+    return DraftBlock(norm_D=norm_D, mlp=mlp)

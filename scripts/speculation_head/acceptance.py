@@ -7,19 +7,17 @@ sampled; a loop at its end is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_serve.learn.documents import TextPiece
 
-from .shards import MAX_LOOP_PERIOD, natural_length
+from .shards import natural_length
 from .target import TargetModel, Tokens
 
 MOST = 4  # drafted tokens
@@ -27,7 +25,14 @@ PROMPT_TOKENS = 64
 _CONTEXT = 3
 
 Ints = NDArray[np.int64]
-Draft = Callable[[Tensor, Tensor], Ints]  # states [N, D], tokens [N, W] -> tokens [N, MOST]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much text the model generates."""
+
+    texts_per_label: int = 48
+    count: int = 160  # tokens of a text, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,28 +45,6 @@ class Asked:
     label_N: Tensor  # index into `labels`
     is_looped_N: Tensor  # the text ends in a loop
     labels: tuple[str, ...]
-
-    def write(self, path: Path) -> None:
-        tensors = {
-            "hidden": self.hidden_ND,
-            "last": self.last_N3.contiguous(),
-            "truth": self.truth_NM.contiguous(),
-            "label": self.label_N,
-            "is_looped": self.is_looped_N,
-        }
-        save_file(tensors, path, {"labels": " ".join(self.labels)})
-
-    @classmethod
-    def read(cls, path: Path, labels: tuple[str, ...]) -> Asked:
-        tensors = load_file(path)
-        return cls(
-            hidden_ND=tensors["hidden"],
-            last_N3=tensors["last"],
-            truth_NM=tensors["truth"],
-            label_N=tensors["label"],
-            is_looped_N=tensors["is_looped"],
-            labels=labels,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +62,7 @@ def ask(
     pieces: Sequence[TextPiece],
     *,
     temperature: float,
-    texts_per_label: int,
-    count: int,
+    sizes: Sizes,
     seed: int,
 ) -> Asked:
     """Let the model continue the beginnings of texts."""
@@ -88,8 +70,8 @@ def ask(
     parts: list[tuple[Tensor, Ints, Ints, int, bool]] = []
     for index, label in enumerate(labels):
         group = [p for p in pieces if p.label == label and len(p.tokens) >= PROMPT_TOKENS // 2]
-        prompts = [piece.tokens[:PROMPT_TOKENS] for piece in group[:texts_per_label]]
-        done = target.generate(prompts, count, [temperature] * len(prompts), seed + index)
+        prompts = [piece.tokens[:PROMPT_TOKENS] for piece in group[: sizes.texts_per_label]]
+        done = target.generate(prompts, sizes.count, [temperature] * len(prompts), seed + index)
         for prompt, text in zip(prompts, done, strict=True):
             tokens = text.tokens[: natural_length(text.tokens)]
             if len(tokens) < 3:
@@ -148,6 +130,3 @@ def by_label(drafts_NM: Ints, asked: Asked) -> dict[str, Accepted]:
     for index, label in enumerate(asked.labels):
         result[label] = accepted(drafts_NM, asked, (asked.label_N == index).numpy())
     return result
-
-
-__all__ = ["MAX_LOOP_PERIOD", "Accepted", "Asked", "Draft", "accepted", "ask", "by_label"]

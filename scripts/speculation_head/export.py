@@ -21,7 +21,7 @@ def export_weights(checkpoint: Path, folder: Path) -> dict[str, int | float]:
     """
     prefix = "average."
     tensors = {
-        name.removeprefix(prefix).replace("token_in.0", "token_in"): tensor.to(torch.bfloat16)
+        name.removeprefix(prefix): tensor.to(torch.bfloat16)
         for name, tensor in load_file(checkpoint).items()
         if name.startswith(prefix)
     }

@@ -1,7 +1,6 @@
 """The head as it is trained: parameters in fp32, products in bf16.
 
-B rows, D model width, F hidden width of a block, V vocabulary, K likeliest tokens, W tokens that
-the head is given.
+B rows, D model width, F hidden width of a block, V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class HeadShape:
     width: int
     hidden: int = 640
     num_blocks: int = 2
-    num_tokens: int = 1
     norm_eps: float = 1e-6
 
 
@@ -80,7 +78,7 @@ class Block(nn.Module):
 
 
 class DraftingHead(nn.Module):
-    """One step: the state behind a token and the tokens that follow it -> the next state.
+    """One step: the state behind a token and the token that follows it -> the next state.
 
     The first state is the model's last residual stream. The model's own output head turns a
     state, normed, into logits.
@@ -93,22 +91,18 @@ class DraftingHead(nn.Module):
         self.state_norm = nn.Parameter(torch.ones(d))
         self.token_norm = nn.Parameter(torch.ones(d))
         self.state_in = nn.Parameter(torch.eye(d))
-        self.token_in = nn.ParameterList(
-            nn.Parameter(torch.randn(d, d) * 0.1 * d**-0.5) for _ in range(shape.num_tokens)
-        )
+        self.token_in = nn.Parameter(torch.randn(d, d) * 0.1 * d**-0.5)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_blocks))
         self.output_norm = nn.Parameter(final_norm_D.clone().float())
         normed = functional.rms_norm(embedding_VD.float(), (d,), None, shape.norm_eps)
         self.register_buffer("embedding", normed, persistent=False)
 
-    def forward(self, state_BD: Tensor, tokens_BW: Tensor) -> Tensor:
-        """`tokens_BW`: the newest first."""
+    def forward(self, state_BD: Tensor, tokens_B: Tensor) -> Tensor:
         eps, size = self.shape.norm_eps, self.state_norm.shape
-        state = functional.rms_norm(state_BD.float(), size, self.state_norm, eps).bfloat16()
-        x_BD = functional.linear(state, self.state_in.bfloat16()).float()
-        for weight, tokens_B in zip(self.token_in, tokens_BW.unbind(1), strict=True):
-            rows = functional.embedding(tokens_B, cast(Tensor, self.embedding)) * self.token_norm
-            x_BD = x_BD + functional.linear(rows.bfloat16(), weight.bfloat16()).float()
+        state_BD = functional.rms_norm(state_BD.float(), size, self.state_norm, eps)
+        token_BD = functional.embedding(tokens_B, cast(Tensor, self.embedding)) * self.token_norm
+        x_BD = functional.linear(state_BD.bfloat16(), self.state_in.bfloat16()).float()
+        x_BD = x_BD + functional.linear(token_BD.bfloat16(), self.token_in.bfloat16()).float()
         for block in self.blocks:
             x_BD = block(x_BD)
         return x_BD

@@ -39,7 +39,6 @@ class Recipe:
     cycle: int = 2
     num_generated: int = 1
     temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
-    has_chats: bool = True  # questions and answers of the texts come as chats, too
     seed: int = 20261124
 
 
@@ -92,13 +91,18 @@ def shard_paths(work: Path) -> list[Path]:
     return sorted(work.glob("shard-*.safetensors"))
 
 
-def read_pieces(corpus: Path, split: str, tokenizer: Tokenizer, recipe: Recipe) -> list[TextPiece]:
-    """Return the texts of a split in random order; the label of a text is its folder."""
+def read_pieces(
+    corpus: Path, split: str, tokenizer: Tokenizer, has_chats: bool, seed: int
+) -> list[TextPiece]:
+    """Return the texts of a split in random order; the label of a text is its folder.
+
+    `has_chats`: questions and answers come once more as chats.
+    """
     documents = read_documents([corpus], split)
-    if recipe.has_chats:
+    if has_chats:
         chats = [render_chat(turns) for each in documents for turns in chats_of(each.text)]
         documents += [Document(text, "chat") for text in chats]
-    return cut_into_pieces(documents, tokenizer, _MAX_ALL_TOKENS, 10**6, recipe.seed)
+    return cut_into_pieces(documents, tokenizer, _MAX_ALL_TOKENS, 10**6, seed)
 
 
 def make_shards(

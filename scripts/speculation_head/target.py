@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config.sections import CacheConfig, ModelConfig
 from moe_serve.engine.opened_model import OpenedModel, model_folder
+from moe_serve.model.speculation_head import SpeculationHead
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 NUM_TOP = 32  # the likeliest tokens that are kept of each position
@@ -85,6 +87,12 @@ class TargetModel:
     def final_norm(self) -> Tensor:
         """Return the weights [D] of the norm before it."""
         return self._loader.final_norm()
+
+    def speculation_head(self, folder: Path) -> SpeculationHead:
+        """Load a head as the server does."""
+        kernels = self._loader.kernels
+        output = kernels.linear(self.output_matrix())
+        return SpeculationHead.load(folder, self.spec, kernels, self.embedding(), output)
 
     def read(self, texts: Sequence[Tokens]) -> list[ReadText]:
         """Read texts from their start, many at once."""

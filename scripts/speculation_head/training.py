@@ -51,7 +51,7 @@ class Batch:
     """Positions whose next tokens are known. S is the number of unrolled steps."""
 
     hidden_BD: Tensor
-    tokens_BSW: Tensor  # given to each step, the newest first
+    tokens_BS: Tensor  # given to each step
     ids_BSK: Tensor
     probs_BSK: Tensor
 
@@ -59,18 +59,16 @@ class Batch:
 class Positions:
     """The positions of some shards, to be drawn in random order."""
 
-    def __init__(self, shards: list[Shard], num_steps: int, num_tokens: int) -> None:
-        self._parts = shards
-        self._num_steps, self._num_tokens = num_steps, num_tokens
+    def __init__(self, shards: list[Shard], num_steps: int) -> None:
+        self._num_steps = num_steps
         self.tokens_T = torch.cat([s.tokens_T for s in shards]).long()
         self.hidden_TD = torch.cat([s.rows.hidden_TD for s in shards])
         self.top_ids_TK = torch.cat([s.rows.top_ids_TK for s in shards])
         self.top_logits_TK = torch.cat([s.rows.top_logits_TK for s in shards])
         first = np.cumsum([0, *(int(s.text_T[-1]) + 1 for s in shards)])
         text_T = torch.cat([s.text_T + int(n) for s, n in zip(shards, first, strict=False)])
-        back = max(num_tokens - 2, 0)
-        at = torch.arange(back, len(text_T) - num_steps)
-        self.usable = at[text_T[at - back] == text_T[at + num_steps]]
+        at = torch.arange(len(text_T) - num_steps)
+        self.usable = at[text_T[at] == text_T[at + num_steps]]
 
     def batches(self, size: int, temperature: float, rng: np.random.Generator) -> Iterator[Batch]:
         order = torch.from_numpy(rng.permutation(len(self.usable)))
@@ -80,11 +78,10 @@ class Positions:
 
     def at(self, part: Tensor, temperature: float) -> Batch:
         steps_BS = part[:, None] + torch.arange(1, self._num_steps + 1)
-        back_W = torch.arange(self._num_tokens)
         logits = self.top_logits_TK[steps_BS].float() / temperature
         return Batch(
             hidden_BD=self.hidden_TD[part],
-            tokens_BSW=self.tokens_T[steps_BS[..., None] - back_W],
+            tokens_BS=self.tokens_T[steps_BS],
             ids_BSK=self.top_ids_TK[steps_BS].long(),
             probs_BSK=torch.softmax(logits, dim=-1),
         )
@@ -96,7 +93,7 @@ def loss_of(
     """Return the weighted mean cross entropy of the unrolled steps."""
     state_BD, total = batch.hidden_BD, torch.zeros(())
     for step, weight in enumerate(weights):
-        state_BD = head(state_BD, batch.tokens_BSW[:, step])
+        state_BD = head(state_BD, batch.tokens_BS[:, step])
         losses_B = cross_entropy(
             head.normed(state_BD), head_VD, batch.ids_BSK[:, step], batch.probs_BSK[:, step]
         )
@@ -160,7 +157,7 @@ class Training:
         chosen = sorted(order, key=lambda path: uses[path])[: self._schedule.shards_at_once]
         uses.update(chosen)
         shards = [Shard.read(path) for path in chosen]
-        return Positions(shards, len(self._schedule.step_weights), self.head.shape.num_tokens)
+        return Positions(shards, len(self._schedule.step_weights))
 
     def _step(self, batch: Batch) -> float:
         schedule, step = self._schedule, int(self._optimizer.state["steps"])
