@@ -52,7 +52,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 def cross_entropy(h_BD: Tensor, head_VD: Tensor, ids_BK: Tensor, probs_BK: Tensor) -> Tensor:
     """Return the cross entropy [B] in nats of softmax(h head^T) with the given distributions."""
-    return cast(Tensor, _CrossEntropy.apply(h_BD, head_VD, ids_BK, probs_BK))
+    function: type[torch.autograd.Function] = _CrossEntropy
+    return cast(Tensor, function.apply(h_BD, head_VD, ids_BK, probs_BK))
 
 
 class Block(nn.Module):
