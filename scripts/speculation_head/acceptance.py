@@ -79,13 +79,13 @@ def ask(
             last, truth = _places(prompt, tokens)
             is_looped = len(tokens) < len(text.tokens)
             parts.append((text.rows.hidden_TD[: len(last)], last, truth, index, is_looped))
-    sizes = torch.tensor([len(part[1]) for part in parts])
+    lengths = torch.tensor([len(part[1]) for part in parts])
     return Asked(
         hidden_ND=torch.cat([part[0] for part in parts]),
         last_N3=torch.from_numpy(np.concatenate([part[1] for part in parts])),
         truth_NM=torch.from_numpy(np.concatenate([part[2] for part in parts])),
-        label_N=torch.tensor([part[3] for part in parts]).repeat_interleave(sizes),
-        is_looped_N=torch.tensor([part[4] for part in parts]).repeat_interleave(sizes),
+        label_N=torch.tensor([part[3] for part in parts]).repeat_interleave(lengths),
+        is_looped_N=torch.tensor([part[4] for part in parts]).repeat_interleave(lengths),
         labels=labels,
     )
 

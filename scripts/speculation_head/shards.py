@@ -114,18 +114,18 @@ def make_shards(
     rng = np.random.default_rng(recipe.seed)
     for number in range(most):
         path, since = work / f"shard-{number:04}.safetensors", time.monotonic()
-        is_generated = number % recipe.cycle < recipe.num_generated
         seed = int(rng.integers(2**31))
-        texts = None if is_generated else next(reading, None)
+        is_read = number % recipe.cycle >= recipe.num_generated
+        batch = next(reading, None) if is_read else None  # None: generated
         if path.exists():
             continue
-        if texts is None:
+        if batch is None:
             texts = _generated(target, pieces, recipe, seed)
         else:
-            texts = target.read([piece.tokens for piece in texts])
+            texts = target.read([piece.tokens for piece in batch])
         shard = Shard.of(texts)
         shard.write(path)
-        line = {"shard": number, "positions": len(shard.tokens_T), "generated": is_generated}
+        line = {"shard": number, "positions": len(shard.tokens_T), "generated": batch is None}
         with (work / "shards.jsonl").open("a") as log:
             log.write(json.dumps(line | {"seconds": round(time.monotonic() - since, 1)}) + "\n")
 
