@@ -57,12 +57,12 @@ def inputs(dtype: torch.dtype, width: int, vocab_size: int) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("num_blocks", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("width", "hidden", "vocab_size"), [(64, 96, 512), (24, 40, 101), (8, 8, 5)]
+    ("width", "hidden", "vocab_size"), [(256, 320, 4100), (64, 96, 512), (24, 40, 101), (8, 8, 5)]
 )
 def test_one_call_equals_many(
     dtype: torch.dtype, num_blocks: int, width: int, hidden: int, vocab_size: int
 ) -> None:
-    kernels = choose_kernels(torch.device("cpu"), dtype, "native", 1)
+    kernels = choose_kernels(torch.device("cpu"), dtype, "native", 2)
     parts = make_parts(kernels, dtype, width, hidden, num_blocks, vocab_size)
     drafting = kernels.drafting(parts)
     assert drafting is not None
