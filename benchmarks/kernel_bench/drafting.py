@@ -84,8 +84,7 @@ def main() -> int:
     cache = KVCache(spec, most_pages, _PAGE_SIZE, loader.dtype, _CPU)
     pipeline = Pipeline(stage, LocalTransport(loader.expert_stage()), cache, _CPU)
     folder = arguments.head or opened.folder / "speculation_head"
-    output = loader.kernels.linear(loader.output_matrix())
-    head = SpeculationHead.load(folder, spec, loader.kernels, loader.embedding(), output)
+    head = SpeculationHead.load_for(stage, folder)
     print(f"{loader.kernels.name}; microseconds, least / median of {arguments.calls} calls")
     for count in arguments.sequences:
         hidden_SD = torch.randn(count, spec.width).to(loader.dtype)

@@ -22,6 +22,7 @@ from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernel
 from moe_kernels.reference.torch_drafting import StepwiseDrafting
 from moe_serve.errors import CheckpointError
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.regular_file import regular_file
 
 HEAD_FILE = "head.safetensors"
@@ -65,13 +66,22 @@ class SpeculationHead:
         weights = read_head(folder, spec)
         return cls(weights, spec, kernels, embedding_VD, output)
 
+    @classmethod
+    def load_for(cls, stage: AttentionStage, folder: Path) -> SpeculationHead:
+        """Read the head in a folder for a loaded model, whose embedding and output head it shares.
+        Raises CheckpointError like `load`."""
+        return cls.load(folder, stage.spec, stage.kernels, stage.embedding, stage.head)
+
     @torch.inference_mode()
     def draft(self, hidden_SD: Tensor, token_ids_S: Tensor, most: int) -> list[list[int]]:
-        """Return `most` tokens for each sequence, each the likeliest behind the one before.
+        """Return `most` tokens for each sequence, each the likeliest behind the one before. A row's
+        tokens do not depend on its neighbours.
 
         `hidden_SD`: the residual stream behind the last layer, before the final norm, at the last
         computed position; `token_ids_S`: the token sampled there.
         """
+        if most < 1 or not len(token_ids_S):
+            return [[] for _ in range(len(token_ids_S))]
         drafts: list[list[int]] = self._drafting(hidden_SD, token_ids_S, most).tolist()
         return drafts
 

@@ -90,9 +90,7 @@ class TargetModel:
 
     def speculation_head(self, folder: Path) -> SpeculationHead:
         """Load a head as the server does."""
-        kernels = self._loader.kernels
-        output = kernels.linear(self.output_matrix())
-        return SpeculationHead.load(folder, self.spec, kernels, self.embedding(), output)
+        return SpeculationHead.load_for(self._stage, folder)
 
     def read(self, texts: Sequence[Tokens]) -> list[ReadText]:
         """Read texts from their start, many at once."""

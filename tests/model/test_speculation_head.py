@@ -63,6 +63,8 @@ def test_a_draft_is_a_chain_of_tokens(tmp_path: Path, name: KernelsName, num_blo
     assert [len(draft) for draft in drafts] == [4] * 5
     assert all(0 <= token < VOCAB_SIZE for draft in drafts for token in draft)
     assert [draft[:2] for draft in drafts] == head.draft(hidden_SD, token_ids_S, 2)
+    assert head.draft(hidden_SD, token_ids_S, 0) == [[]] * 5
+    assert head.draft(hidden_SD[:0], token_ids_S[:0], 4) == []
     assert drafts == load(tmp_path, "torch").draft(hidden_SD, token_ids_S, 4)
 
 
