@@ -12,6 +12,7 @@ MIN_FIRST, MIN_GAIN = 0.60, 0.10  # of the first drafted token, greedy
 def write_card(folder: Path, figures: dict[str, Any]) -> None:
     """Write README.md."""
     card = _TEMPLATE.read_text(encoding="utf-8").format(
+        model=figures["model"],
         verdict=_verdict(figures),
         greedy=_table(figures["greedy"]),
         sampled=_table(figures["sampled at 0.7"]),

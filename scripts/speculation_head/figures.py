@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_serve.cache.model_identity import model_identity
 from moe_serve.learn.documents import TextPiece
 from moe_serve.model.speculation_head import SpeculationHead
 
@@ -32,6 +33,8 @@ def judge(
     """Return the shares of accepted tokens by kind of text, drafter and label."""
     head = target.speculation_head(folder)
     figures: dict[str, Any] = {
+        "model": target.folder.resolve().name,
+        "model_identity": model_identity(target.folder).hex(),
         "prompt_tokens": PROMPT_TOKENS,
         "texts_per_label": sizes.texts_per_label,
         "tokens_per_text": sizes.count,
