@@ -26,6 +26,7 @@ BENCHMARKS = {
     "prefix_replay": "serving.prefix_replay",
     "kernels": "kernel_bench.kernels",
     "cpu_kernels": "kernel_bench.cpu_kernels",
+    "drafting": "kernel_bench.drafting",
     "pingpong": "pingpong.pingpong",
     "ahead": "pingpong.ahead",
     "placement": "placement.placement",

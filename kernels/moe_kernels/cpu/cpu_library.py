@@ -48,6 +48,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_rms_norm": (_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 2, _REAL, _INT),
     "moe_attend": (_POINTER,) * 13,
     "moe_front": (*[_POINTER] * 11, _INT),
+    "moe_draft": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_add": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_attend_latent": (
         *[_POINTER] * 2, *[_INT] * 2, _POINTER, *[_INT] * 2, _POINTER, _INT, *[_POINTER] * 7,

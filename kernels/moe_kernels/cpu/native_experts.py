@@ -124,6 +124,11 @@ class ExpertTable:
         )  # fmt: skip
         self._pointer = ctypes.addressof(self._struct)
 
+    @property
+    def pointer(self) -> int:
+        """Address of the struct that describes it, for kernels that call this one."""
+        return self._pointer
+
     def put(self, expert_id: int, packed: PackedExpert) -> None:
         gate_up, down, gate_up_bias, down_bias = self._addresses
         gate_up.put(expert_id, packed.gate_up)

@@ -23,6 +23,7 @@ from moe_kernels.cpu.cpu_library import (
     instruction_set,
 )
 from moe_kernels.cpu.native_attention import NativePlan
+from moe_kernels.cpu.native_drafting import NativeDrafting
 from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_experts
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
 from moe_kernels.interface.attention_shape import (
@@ -33,6 +34,7 @@ from moe_kernels.interface.attention_shape import (
     ReplannedAttention,
     StepRows,
 )
+from moe_kernels.interface.drafting import DraftingParts
 from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertBank,
@@ -247,6 +249,10 @@ class NativeKernels:
     def layer_front(self, parts: LayerFrontParts) -> NativeFront:
         shape = parts.router_shape
         return NativeFront(self._native, parts, None if shape is None else self._router(shape))
+
+    def drafting(self, parts: DraftingParts) -> NativeDrafting | None:
+        is_native = isinstance(parts.output, NativeLinear)  # a shard's head gathers its columns
+        return NativeDrafting(self._native, parts) if is_native else None
 
     def token_sampler(self) -> None:
         return None

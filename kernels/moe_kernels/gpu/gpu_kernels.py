@@ -39,6 +39,7 @@ from moe_kernels.interface.attention_shape import (
     QKNormWeights,
     StepRows,
 )
+from moe_kernels.interface.drafting import DraftingParts
 from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertWeights,
@@ -208,6 +209,9 @@ class TritonKernels:
         return routed.ids_TK, routed.weights_TK
 
     def layer_front(self, parts: LayerFrontParts) -> None:
+        return None
+
+    def drafting(self, parts: DraftingParts) -> None:
         return None
 
     def token_sampler(self) -> GpuTokenSampler:

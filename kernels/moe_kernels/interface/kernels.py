@@ -22,6 +22,7 @@ from moe_kernels.interface.attention_shape import (
     RotaryTable,
     StepRows,
 )
+from moe_kernels.interface.drafting import Drafting, DraftingParts
 from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout, Weight
 from moe_kernels.interface.routing import RouterShape
 from moe_kernels.interface.token_sampler import TokenSampler
@@ -208,12 +209,7 @@ class LayerFront(Protocol):
     """Norm, attention, residual, norm, router: all between two visits to the experts, in a call."""
 
     def __call__(
-        self,
-        hidden_TD: Tensor,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: Any,
+        self, hidden_TD: Tensor, positions: Tensor, kv_rows: Tensor, pages: KVPages, plan: Any
     ) -> FrontResult: ...
 
 
@@ -338,6 +334,10 @@ class Kernels(Protocol):
 
     def layer_front(self, parts: LayerFrontParts) -> LayerFront | None:
         """The parts as one call, with the same results bit for bit; None: not in this set."""
+        ...
+
+    def drafting(self, parts: DraftingParts) -> Drafting | None:
+        """The head as one call, with the same tokens; None: not in this set."""
         ...
 
     def token_sampler(self) -> TokenSampler | None:

@@ -16,6 +16,7 @@ from moe_kernels.interface.attention_shape import (
     RotaryTable,
     StepRows,
 )
+from moe_kernels.interface.drafting import DraftingParts
 from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertBank,
@@ -165,6 +166,9 @@ class TorchKernels:
         return route(logits_TE, shape, selection_bias_E)
 
     def layer_front(self, parts: LayerFrontParts) -> None:
+        return None
+
+    def drafting(self, parts: DraftingParts) -> None:
         return None
 
     def token_sampler(self) -> None:

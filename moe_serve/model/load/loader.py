@@ -134,6 +134,15 @@ class ModelLoader:
         """Load the token embeddings alone, [V, D]."""
         return self._tensors.keep(model_table(self._names, self.spec)["embedding"])
 
+    def output_matrix(self) -> Tensor:
+        """Load the matrix of the output head alone, [V, D]; the embedding if they are tied."""
+        key = "embedding" if self.spec.is_head_tied else "head"
+        return self._tensors.keep(model_table(self._names, self.spec)[key])
+
+    def final_norm(self) -> Tensor:
+        """Load the weights of the final norm alone, [D]."""
+        return self._tensors.keep(model_table(self._names, self.spec)["final_norm"])
+
     def router_weights(self, layer: int) -> Mapping[str, Tensor]:
         """Load the tensors that a layer routes with: moe_norm, and in fp32 router and, if present,
         router_bias and selection_bias.

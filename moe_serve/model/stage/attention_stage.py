@@ -87,6 +87,16 @@ class AttentionStage:
         """Dtype of the residual stream."""
         return self._embedding.dtype
 
+    @property
+    def embedding(self) -> Tensor:
+        """The token embeddings [V, D]."""
+        return self._embedding
+
+    @property
+    def head(self) -> Linear:
+        """The output head: normed rows -> logits. A shard's gathers the columns of all shards."""
+        return self._head
+
     def make_inputs(self, batch: MicroBatch, cache: KVCache, device: torch.device) -> StepInputs:
         """Make the inputs that the other methods need for a micro-batch."""
         return make_step_inputs(batch, cache, self.spec, self.kernels, device)

@@ -1,0 +1,47 @@
+"""A drafting head as one call: many small products whose cost is mostly in calling them.
+
+S sequences, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+Layer = Callable[..., Tensor]  # a Linear or an ExpertBank of the set that computes the head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBlock:
+    """Norm, an MLP (a bank of one expert), and residual."""
+
+    norm_D: Tensor
+    mlp: Layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingParts:
+    """The weights of a drafting head, all in the model's dtype.
+
+    A step makes the next state: norm and `state_in` of the state, plus norm and `token_in` of the
+    token's embedding, then the blocks. `output` of the normed state are the logits.
+    """
+
+    embedding_VD: Tensor
+    state_norm_D: Tensor
+    token_norm_D: Tensor
+    output_norm_D: Tensor
+    state_in: Layer
+    token_in: Layer
+    blocks: tuple[DraftBlock, ...]
+    output: Layer
+    norm_eps: float
+
+
+class Drafting(Protocol):
+    """States [S, D], tokens [S] (int64) -> the `most` likeliest tokens in turn [S, most], int64."""
+
+    def __call__(self, state_SD: Tensor, token_ids_S: Tensor, most: int) -> Tensor: ...

@@ -1,0 +1,37 @@
+"""A drafting head, kernel by kernel: the definition, and the fallback."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_kernels.interface.drafting import DraftingParts
+from moe_kernels.interface.kernels import Kernels
+
+
+class StepwiseDrafting:
+    """Implements Drafting with the other kernels of a set."""
+
+    def __init__(self, kernels: Kernels, parts: DraftingParts) -> None:
+        self._kernels, self._parts = kernels, parts
+
+    def __call__(self, state_SD: Tensor, token_ids_S: Tensor, most: int) -> Tensor:
+        parts, drafted = self._parts, list[Tensor]()
+        for _ in range(most):
+            state_SD = self._step(state_SD, token_ids_S)
+            normed_SD = self._kernels.rms_norm(state_SD, parts.output_norm_D, parts.norm_eps)
+            token_ids_S = parts.output(normed_SD).float().max(dim=1).indices
+            drafted.append(token_ids_S)
+        return torch.stack(drafted, dim=1)
+
+    def _step(self, state_SD: Tensor, token_ids_S: Tensor) -> Tensor:
+        parts, norm, eps = self._parts, self._kernels.rms_norm, self._parts.norm_eps
+        token_SD = norm(parts.embedding_VD[token_ids_S], parts.token_norm_D, eps)
+        state_SD = norm(state_SD, parts.state_norm_D, eps)
+        state_SD = parts.state_in(state_SD, parts.token_in(token_SD))
+        ids_S1 = torch.zeros(len(state_SD), 1, dtype=torch.int64, device=state_SD.device)
+        weights_S1 = torch.ones(len(state_SD), 1, dtype=torch.float32, device=state_SD.device)
+        for block in parts.blocks:
+            out_SD = block.mlp(norm(state_SD, block.norm_D, eps), ids_S1, weights_S1)
+            state_SD = self._kernels.add(state_SD, out_SD, None)
+        return state_SD

@@ -1,0 +1,140 @@
+"""Runs a drafting head: a small network that guesses the tokens behind the next one.
+
+A head has no keys and values. Its state is one row: first the model's residual stream behind the
+last layer, then the head's own. From the state and the token that follows it a step makes the next
+state, and the model's own output head turns that into logits. S sequences, D model width, V
+vocabulary, F hidden width of a block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moe_kernels.interface.drafting import DraftBlock, Drafting, DraftingParts
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels, Linear
+from moe_kernels.reference.torch_drafting import StepwiseDrafting
+from moe_serve.errors import CheckpointError
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.regular_file import regular_file
+
+HEAD_FILE = "head.safetensors"
+_BLOCK = re.compile(r"blocks\.(\d+)\.(norm|gate|up|down)")
+
+
+class SpeculationHead:
+    """Drafts tokens for any number of sequences at once."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: ModelSpec,
+        kernels: Kernels,
+        embedding_VD: Tensor,
+        output: Linear,
+    ) -> None:
+        """`weights` are a head's tensors, whose shapes must fit `spec`; `output` is the model's
+        output head."""
+        like = embedding_VD
+        placed = {name: t.to(like.device, like.dtype) for name, t in weights.items()}
+        parts = DraftingParts(
+            embedding_VD=embedding_VD,
+            state_norm_D=placed["state_norm"],
+            token_norm_D=placed["token_norm"],
+            output_norm_D=placed["output_norm"],
+            state_in=kernels.linear(placed["state_in"]),
+            token_in=kernels.linear(placed["token_in"]),
+            blocks=tuple(_block(placed, i, kernels) for i in range(_num_blocks(weights))),
+            output=output,
+            norm_eps=spec.norm_eps,
+        )
+        self._drafting: Drafting = kernels.drafting(parts) or StepwiseDrafting(kernels, parts)
+
+    @classmethod
+    def load(
+        cls, folder: Path, spec: ModelSpec, kernels: Kernels, embedding_VD: Tensor, output: Linear
+    ) -> SpeculationHead:
+        """Read the head in a folder. Raises CheckpointError if it is missing or does not fit the
+        model."""
+        weights = read_head(folder, spec)
+        return cls(weights, spec, kernels, embedding_VD, output)
+
+    @classmethod
+    def load_for(cls, stage: AttentionStage, folder: Path) -> SpeculationHead:
+        """Read the head in a folder for a loaded model, whose embedding and output head it shares.
+        Raises CheckpointError like `load`."""
+        return cls.load(folder, stage.spec, stage.kernels, stage.embedding, stage.head)
+
+    @torch.inference_mode()
+    def draft(self, hidden_SD: Tensor, token_ids_S: Tensor, most: int) -> list[list[int]]:
+        """Return `most` tokens for each sequence, each the likeliest behind the one before. A row's
+        tokens do not depend on its neighbours.
+
+        `hidden_SD`: the residual stream behind the last layer, before the final norm, at the last
+        computed position; `token_ids_S`: the token sampled there.
+        """
+        if most < 1 or not len(token_ids_S):
+            return [[] for _ in range(len(token_ids_S))]
+        drafts: list[list[int]] = self._drafting(hidden_SD, token_ids_S, most).tolist()
+        return drafts
+
+
+def read_head(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
+    """Read a head's tensors. Raises CheckpointError if they are missing or do not fit the model."""
+    path = folder / HEAD_FILE
+    try:
+        regular_file(path)
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"speculation.head is {str(folder)!r}, but {path} cannot be read ({error}): give a "
+            "folder that scripts/export_speculation_head.py has written."
+        ) from None
+    problem = _misfit(weights, spec)
+    if problem is not None:
+        raise CheckpointError(
+            f"speculation.head is {str(folder)!r}, but its {problem}: give a head that was trained "
+            "for this model, or set speculation.method to 'auto' or 'off'."
+        )
+    return weights
+
+
+def _misfit(weights: Mapping[str, Tensor], spec: ModelSpec) -> str | None:
+    """Return what is wrong with a head's tensors, or None."""
+    d, num_blocks = spec.width, _num_blocks(weights)
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("state_norm", "token_norm", "output_norm"), (d,)),
+        **dict.fromkeys(("state_in", "token_in"), (d, d)),
+    }
+    for index in range(num_blocks):
+        gate = weights.get(f"blocks.{index}.gate")
+        f = 0 if gate is None else gate.shape[0]
+        shapes |= {f"blocks.{index}.norm": (d,), f"blocks.{index}.down": (d, f)}
+        shapes |= dict.fromkeys((f"blocks.{index}.gate", f"blocks.{index}.up"), (f, d))
+    for name, shape in shapes.items():
+        if name not in weights:
+            return f"tensor {name} is missing"
+        found = tuple(weights[name].shape)
+        if found != shape:
+            return f"tensor {name} has the shape {found}, and the model needs {shape}"
+    unknown = sorted(weights.keys() - shapes.keys())
+    return f"tensor {unknown[0]} is unknown" if unknown else None
+
+
+def _num_blocks(weights: Mapping[str, Tensor]) -> int:
+    found = (_BLOCK.fullmatch(name) for name in weights)
+    return max((int(match[1]) + 1 for match in found if match), default=0)
+
+
+def _block(weights: Mapping[str, Tensor], index: int, kernels: Kernels) -> DraftBlock:
+    names = (f"blocks.{index}.{part}" for part in ("norm", "gate", "up", "down"))
+    norm_D, gate, up, down = (weights[name] for name in names)
+    mlp = kernels.experts([ExpertWeights(gate, up, down)], GatedActivation())
+    return DraftBlock(norm_D=norm_D, mlp=mlp)

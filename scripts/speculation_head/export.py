@@ -1,0 +1,48 @@
+"""Writes a trained head as the files that the server reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+MAX_BYTES = 4 * 2**20
+HEAD_FILE, FIGURES_FILE = "head.safetensors", "figures.json"
+
+
+def export_weights(checkpoint: Path, folder: Path) -> dict[str, int | float]:
+    """Write the averaged weights in bf16; returns the facts of the training.
+
+    Raises ValueError above MAX_BYTES.
+    """
+    prefix = "average."
+    tensors = {
+        name.removeprefix(prefix): tensor.to(torch.bfloat16)
+        for name, tensor in load_file(checkpoint).items()
+        if name.startswith(prefix)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / HEAD_FILE
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(0o644)
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"{path} holds {size} bytes; the limit is {MAX_BYTES}.")
+    with safe_open(checkpoint, "pt") as file:
+        facts = file.metadata()
+    return {
+        "bytes": size,
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "positions": int(facts["positions"]),
+        "minutes": round(float(facts["spent"]) / 60, 1),
+    }
+
+
+def write_figures(folder: Path, figures: dict[str, Any]) -> None:
+    """Write the figures of a head beside its weights."""
+    text = json.dumps(figures, indent=2) + "\n"
+    (folder / FIGURES_FILE).write_text(text, encoding="utf-8")
