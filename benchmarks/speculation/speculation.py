@@ -7,7 +7,8 @@
 Both kinds of turns run in one process, in turns, and must give the same tokens. Parts: `oracle`
 (a drafter that is always right), `repeated` (requests that were answered before), `prediction` (the
 client sends the answer with some tokens edited), `schema` (JSON with long keys), `natural` (text
-without loops), `wrong` (drafts that are never right), `auto` (the controller beside fixed lengths).
+without loops), `wrong` (drafts that are never right), `auto` (the controller beside fixed lengths),
+`head` (a trained head; run it alone, as its guesses cost time in every part).
 A model with random weights can run `oracle` only, as its answers mean nothing.
 """
 
@@ -20,6 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from harness.environment import describe_environment, write_report
+from moe_serve.config.sections import SpeculationMethod
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.oracle import Oracle
 from moe_serve.engine.request.request import GenerationRequest
@@ -95,6 +97,16 @@ class _Parts:
                 lambda warm=warm: warm,  # type: ignore[misc]
             )
 
+    def head(self) -> Iterator[Comparison]:
+        """Needs an engine that was built with the method head."""
+        for temperature in (0.0, 0.7):
+            warm = self._bench.drafting(method="head")
+            yield self._compare(
+                f"head, T = {temperature}",
+                lambda number, t=temperature: self._unlooped(t, number),  # type: ignore[misc]
+                lambda warm=warm: warm,  # type: ignore[misc]
+            )
+
     def wrong(self) -> Iterator[Comparison]:
         for batch in (1, 4, 16, 64):
             asked = natural(self._text, batch, 80, 1.0)
@@ -152,7 +164,7 @@ class _Parts:
         raise RuntimeError("every answer loops")
 
 
-PARTS = ("oracle", "repeated", "prediction", "schema", "natural", "wrong", "auto")
+PARTS = ("oracle", "repeated", "prediction", "schema", "natural", "wrong", "auto", "head")
 
 
 def main() -> int:
@@ -163,11 +175,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="kernel threads (default 1)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    wanted = (options.parts or ("oracle" if options.model else ",".join(PARTS))).split(",")
+    wanted = (options.parts or ("oracle" if options.model else ",".join(PARTS[:-1]))).split(",")
     if unknown := set(wanted) - set(PARTS):
         print(f"There is no part {sorted(unknown)[0]!r}. The parts are: {', '.join(PARTS)}.")
         return 2
-    bench = Bench(options.model, options.threads)
+    method: SpeculationMethod = "head" if "head" in wanted else "auto"
+    bench = Bench(options.model, options.threads, method)
     tokenizer = None if options.model else Tokenizer.load(bench.built.layout.folder)
     parts = _Parts(bench, tokenizer, options.rounds)
     environment = describe_environment()

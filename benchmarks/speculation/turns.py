@@ -13,6 +13,7 @@ from moe_serve.config.sections import (
     ModelConfig,
     SchedulerConfig,
     SpeculationConfig,
+    SpeculationMethod,
 )
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.drafting.build import drafting_maker
@@ -62,12 +63,18 @@ class Comparison:
 class Bench:
     """An engine on one model. `num_threads` is that of the native kernels."""
 
-    def __init__(self, model: str | None, num_threads: int, max_num_seqs: int = 64) -> None:
+    def __init__(
+        self,
+        model: str | None,
+        num_threads: int,
+        method: SpeculationMethod = "auto",
+        max_num_seqs: int = 64,
+    ) -> None:
         self.config = EngineConfig(
             model=ModelConfig(path=model, num_threads=num_threads, max_model_len=1024),
             cache=CacheConfig(num_pages=64 * max_num_seqs),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
-            speculation=SpeculationConfig(method="auto"),
+            speculation=SpeculationConfig(method=method),
         )
         self.built = build_engine(self.config)
         assert isinstance(self.built.engine, Engine), "the model is in this process"

@@ -21,7 +21,7 @@ RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
 PredictorMode = Literal["off", "observe", "act"]
-SpeculationMethod = Literal["off", "auto", "ngram", "suffix"]
+SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head"]
 TransportName = Literal["auto", "host", "nccl"]
 RebalanceName = Literal["off", "manual", "auto"]
 ToolParserName = Literal[
@@ -167,6 +167,7 @@ class SpeculationConfig:
     prompt_lookup_min: int = 2  # least tokens that must agree in a request's own text
     prompt_lookup_max: int = 5  # most tokens that are compared there
     suffix_max_tokens: int = 1_000_000  # tokens of past answers that are kept, in all
+    head: str | None = None  # a folder; None: speculation_head in the model's folder
 
     @property
     def is_on(self) -> bool:

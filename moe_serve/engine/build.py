@@ -7,18 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from experts.expert_stage import ExpertStage
-from experts.memory.expert_memory import ExpertMemory
 from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.drafting.build import drafting_maker, finds_forced
+from moe_serve.engine.drafting.build import drafting_maker
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
-from moe_serve.engine.execute.step_executor import LocalExecutor, StepRunner
+from moe_serve.engine.execute.step_drafter import StepDrafter
+from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_timeline import StepTimeline, StepWatch
 from moe_serve.engine.memory.allocator import keep_freed_memory
 from moe_serve.engine.opened_model import OpenedModel, device_of, model_folder
@@ -26,13 +26,14 @@ from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.grammar.grammars import Grammars
-from moe_serve.engine.sampling.sampling_backend import make_sampler
+from moe_serve.engine.sampling.sampling_backend import SamplingBackend, make_sampler
 from moe_serve.engine.schedule.policy.build import policy_maker
 from moe_serve.engine.watch.hang_watch import ActivityReport, LocalActivity
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
@@ -71,14 +72,14 @@ def build_engine(
     eos, grammars = model.eos_token_ids, model.grammars()
     tap, routes, log = RouteTap(spec.router.num_experts), RouteListeners(), StageLog()
     make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
-    make_drafting = drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)
     next_layer = open_next_layer(config, model.folder, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part, transport = model.load_attention(config), _local_transport(loader, experts, config)
     pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
-    executor = _executor(config, model, runner, grammars, tap, experts.memory, watch)
+    sampler, masks, drafter = _sampling(config, model, grammars, part.stage, pipeline)
+    executor = LocalExecutor(runner, sampler, tap, experts.memory, masks, watch, drafter)
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
     engine = Engine(
         executor,
@@ -93,7 +94,7 @@ def build_engine(
         sampled_pages=SampledPages(config.cache.metrics_sample),
         policy=make_policy(),
         routes=routes,
-        drafting=make_drafting(),
+        drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
     )
     layout = EngineFacts.of(
         model,
@@ -116,19 +117,18 @@ def build_engine(
     )
 
 
-def _executor(
+def _sampling(
     config: EngineConfig,
     model: OpenedModel,
-    runner: StepRunner,
     grammars: Grammars,
-    tap: RouteTap,
-    memory: ExpertMemory | None,
-    watch: StepWatch,
-) -> LocalExecutor:
-    eos, kernels = model.eos_token_ids, model.loader.kernels
+    stage: AttentionStage,
+    pipeline: Pipeline,
+) -> tuple[SamplingBackend, AnswerMasks, StepDrafter | None]:
+    """Build what samples a step's tokens: a sampler, masks and drafts for the next step."""
+    eos = model.eos_token_ids
     masks = AnswerMasks(model.spec.vocab_size, eos, grammars)
-    sampler, is_forcing = make_sampler(eos, kernels), finds_forced(config)
-    return LocalExecutor(runner, sampler, tap, memory, masks, watch, is_forcing)
+    drafter = StepDrafter.of(config, model.folder, masks, stage, pipeline)
+    return make_sampler(eos, model.loader.kernels), masks, drafter
 
 
 def _opened(

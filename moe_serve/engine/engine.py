@@ -208,7 +208,7 @@ class Engine:
             ended = [s for key, (s, _) in schedule.items() if key not in left]
             self.drafts.give_back(ended, [s.id for s in ended])
             self._release_finished(ended, outcome)
-            self.drafts.end(schedule, getattr(outcome, "forced", None))
+            self.drafts.end(schedule, getattr(outcome, "proposals", None))
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
         return self.take_pending()
 

@@ -54,6 +54,9 @@ class Pipeline:
         self._log = StageLog() if log is None else log  # its owner begins and ends steps
         self._tap = RouteTap(stage.spec.router.num_experts) if tap is None else tap
         self._next_layer = next_layer
+        self.device = device
+        self.keeps_hidden = False
+        self.hidden_RD: Tensor | None = None  # the last step's states behind its logits, if kept
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
@@ -62,6 +65,7 @@ class Pipeline:
         Afterwards the cache holds the keys and values of every token of the step.
         """
         since, aside_s, parts = time.perf_counter(), 0.0, list[Tensor]()
+        hidden = list[Tensor]()
         self._tap.begin(plan)
         inputs = (
             self._stage.make_inputs(batch, self._cache, self._device)
@@ -72,8 +76,11 @@ class Pipeline:
             self._log.enter(Stage.LOGITS, NO_LAYER, index)
             parts.append(self._stage.logits(state.hidden_TD, state.inputs.logit_rows))
             self._log.add(Stage.LOGITS, NO_LAYER, index, len(parts[-1]), start)
+            if self.keeps_hidden:
+                hidden.append(state.hidden_TD.index_select(0, state.inputs.logit_rows))
             aside_s += time.perf_counter() - clock
         self._log.passed_layers(since, aside_s)
+        self.hidden_RD = torch.cat(hidden) if hidden else None
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:

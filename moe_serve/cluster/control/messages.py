@@ -259,7 +259,7 @@ class StepDone(ControlMessage, frozen=True):
     choices: Choices | None = None
     mask_costs: Mapping[int, MaskCost] = {}
     spoiled: Sequence[int] = ()
-    forced: Mapping[int, tuple[int, ...]] = {}
+    proposals: Mapping[int, tuple[str, tuple[int, ...]]] = {}
 
 
 class StepServed(ControlMessage, frozen=True):

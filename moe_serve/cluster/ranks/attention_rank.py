@@ -32,8 +32,8 @@ from moe_serve.cluster.ranks.choice_packing import pack_choices
 from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work, tokens_of
 from moe_serve.cluster.ranks.rank_base import RankPlacement, loaded_message, open_rank
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.drafting.build import finds_forced
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
+from moe_serve.engine.execute.step_drafter import StepDrafter
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.opened_model import AttentionPart
@@ -146,7 +146,9 @@ class AttentionRank:
             self._sampler,
             tap,
             masks=self._masks,
-            finds_forced=finds_forced(self._configure.config),
+            drafter=StepDrafter.of(
+                configure.config, self._model.folder, self._masks, part.stage, pipeline
+            ),
         )
 
     def leave(self) -> None:
@@ -270,7 +272,7 @@ class AttentionRank:
             choices=None if outcome.choices is None else pack_choices(outcome.choices),
             mask_costs=outcome.mask_costs,
             spoiled=tuple(outcome.spoiled),
-            forced=outcome.forced,
+            proposals=outcome.proposals,
         )
 
     def _failed(self, order: RunStep, why: str, peer: str | None) -> StepFailed:

@@ -125,7 +125,7 @@ def as_outcome(done: StepDone) -> StepOutcome:
         choices=choices,
         mask_costs=done.mask_costs,
         spoiled=done.spoiled,
-        forced=done.forced,
+        proposals=done.proposals,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_serve.config.sections import EngineConfig, SpeculationConfig
+from moe_serve.config.sections import SpeculationConfig
 from moe_serve.engine.drafting.draft import Drafter
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.own_text import OwnText
@@ -27,7 +27,7 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
             f"speculation.prompt_lookup_min is {shortest} and must be at most "
             f"speculation.prompt_lookup_max, which is {longest}."
         )
-    past = None if config.method == "ngram" else PastAnswers(config.suffix_max_tokens)
+    past = None if config.method in ("ngram", "head") else PastAnswers(config.suffix_max_tokens)
 
     def make() -> Drafting:
         drafters: list[Drafter] = [Predictions(), OwnText(shortest, longest, stop.max_model_len)]
@@ -41,8 +41,3 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
         )
 
     return make
-
-
-def finds_forced(config: EngineConfig) -> bool:
-    """Return whether executors draft what grammars force."""
-    return config.speculation.method == "auto"

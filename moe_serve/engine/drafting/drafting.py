@@ -39,7 +39,7 @@ class Drafting:
         self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
         self._vocab_size = vocab_size
         self._acceptance, self._times = Acceptance(), StepTimes()
-        self._forced: dict[int, tuple[int, ...]] = {}  # from grammars, in the last step
+        self._proposed: Mapping[int, tuple[str, tuple[int, ...]]] = {}  # of the last step
         self._counter = DraftCounter()
 
     @property
@@ -70,9 +70,9 @@ class Drafting:
         """Learn the time of a step that read no prompt."""
         self._times.observe(num_rows, seconds)
 
-    def note_forced(self, forced: Mapping[int, tuple[int, ...]]) -> None:
-        """Keep the tokens that grammars force after a step, for the drafts of the next one."""
-        self._forced = dict(forced)
+    def note_proposals(self, proposals: Mapping[int, tuple[str, tuple[int, ...]]]) -> None:
+        """Keep what grammars or a head expect after a step, for the drafts of the next one."""
+        self._proposed = proposals
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
         """Learn from the answers of sequences that have ended well."""
@@ -134,8 +134,10 @@ class Drafting:
         return best
 
     def _proposals(self, sequence: Sequence, most: int) -> Iterable[Draft]:
-        if forced := self._forced.get(sequence.id):
-            yield Draft(forced[:most], DraftSource.GRAMMAR, len(forced))
+        if proposal := self._proposed.get(sequence.id):
+            source, tokens = DraftSource(proposal[0]), proposal[1]
+            evidence = len(tokens) if source is DraftSource.GRAMMAR else 0
+            yield Draft(tokens[:most], source, evidence)
         for drafter in self._drafters:
             draft = drafter.propose(sequence, most)
             if draft is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
+from moe_serve.engine.execute.step_drafter import StepDrafter
 from moe_serve.engine.execute.step_outcome import RowFailure, StepOutcome
 from moe_serve.engine.execute.step_timeline import StepWatch
 from moe_serve.engine.execute.verify import verify
@@ -91,13 +92,13 @@ class LocalExecutor:
         memory: ExpertMemory | None = None,
         masks: AnswerMasks | None = None,
         watch: StepWatch | None = None,
-        finds_forced: bool = False,
+        drafter: StepDrafter | None = None,
     ) -> None:
         """`memory` holds the runner's experts if they need not all be loaded. `masks` restrict the
-        tokens of some requests; None if no request has restrictions. `watch` records steps. With
-        `finds_forced` outcomes have drafts of what grammars force."""
+        tokens of some requests; None if no request has restrictions. `watch` records steps.
+        `drafter` drafts for the next step."""
         self.runner, self._sampler, self._tap, self._memory = runner, sampler, tap, memory
-        self._masks, self._watch, self._finds_forced = masks, watch, finds_forced
+        self._masks, self._watch, self._drafter = masks, watch, drafter
         self._mask_costs: dict[int, MaskCost] = {}  # in the last step
         self.plan: StepPlan | None = None  # the last plan that was begun
 
@@ -132,7 +133,7 @@ class LocalExecutor:
             choices=choices,
             mask_costs=self._mask_costs,
             spoiled=found.spoiled,
-            forced=self._forced(found.sampled, sequences),
+            proposals={} if self._drafter is None else self._drafter.propose(found, sequences),
         )
 
     def forget(self, sequence_ids: list[int]) -> None:
@@ -180,13 +181,6 @@ class LocalExecutor:
             tokens = self._sample(logits[left], [points[row] for row in left])
             fates |= zip(left, tokens, strict=True)
         return [fates[row] for row in range(len(points))]
-
-    def _forced(
-        self, runs: Mapping[int, tuple[Sampled, ...]], sequences: Mapping[int, Sequence]
-    ) -> dict[int, tuple[int, ...]]:
-        if self._masks is None or not self._finds_forced:
-            return {}
-        return self._masks.forced(runs, sequences)
 
     def _describe(
         self, sequence: Sequence, piece: SequenceSlice, logits: Tensor

@@ -17,6 +17,8 @@ from moe_serve.engine.sampling.answer_masks import MaskCost
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.pipeline.route_tap import StepChoices
 
+Proposal = tuple[str, tuple[int, ...]]  # a drafter's name (`DraftSource`) and its tokens
+
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
@@ -64,7 +66,7 @@ class StepOutcome:
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     choices: StepChoices | None = None  # the routers' choices, if the plan asked for them
     spoiled: Collection[int] = ()  # sequences whose refused drafted tokens left NaNs in pages
-    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # drafts by grammars
+    proposals: Mapping[int, Proposal] = field(default_factory=dict)  # drafts for the next step
     mask_costs: Mapping[int, MaskCost] = field(default_factory=dict)
 
     def is_sound(self, sequence_id: int) -> bool:

@@ -30,6 +30,7 @@ class Verified:
 
     sampled: dict[int, tuple[Sampled, ...]] = field(default_factory=dict)
     failures: dict[int, RowFailure] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)  # behind which the last tokens were sampled
     spoiled: list[int] = field(default_factory=list)
 
 
@@ -95,6 +96,7 @@ def verify(
     return Verified(
         {walk.sequence.id: tuple(walk.run) for walk in walks if walk.run},
         {walk.sequence.id: walk.failure for walk in walks if walk.failure is not None},
+        {walk.sequence.id: walk.first + len(walk.run) - 1 for walk in walks if walk.run},
         _spoiled(logits_RV, walks),
     )
 

@@ -89,16 +89,18 @@ class StepDrafts:
         self.give_back([schedule[key][0] for key in drafting], drafting)
         return {key: item for key, item in schedule.items() if key not in drafting}
 
-    def end(self, schedule: Schedule, forced: Mapping[int, tuple[int, ...]] | None) -> None:
-        """Learn the time of a step that has ended. `forced`: see `StepOutcome`; None if the step
+    def end(
+        self, schedule: Schedule, proposals: Mapping[int, tuple[str, tuple[int, ...]]] | None
+    ) -> None:
+        """Learn the time of a step that has ended. `proposals`: see `StepOutcome`; None if the step
         failed."""
         drafting, drafts, self.running = self._drafting, self.running, NO_DRAFTS
         if drafting is None:
             return
         now, begun_at = self._clock(), max(self._begun_at, self._ended_at)
         self._ended_at = now
-        drafting.note_forced(forced or {})
-        if forced is not None and all(count == 1 for _, count in schedule.values()):
+        drafting.note_proposals(proposals or {})
+        if proposals is not None and all(count == 1 for _, count in schedule.values()):
             num_drafted = sum(len(draft.token_ids) for draft in drafts.values())
             drafting.note_step(len(schedule) + num_drafted, now - begun_at)
 

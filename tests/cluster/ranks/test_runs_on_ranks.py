@@ -80,7 +80,7 @@ class FakeRank:
             prompt_logprobs=outcome.prompt_logprobs,
             seconds=StageSeconds(),
             spoiled=tuple(outcome.spoiled),
-            forced=outcome.forced,
+            proposals=outcome.proposals,
         )
         decoder = msgspec.msgpack.Decoder(StepDone | StepFailed)
         return {NAME: decoder.decode(msgspec.msgpack.encode(done))}

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import EngineConfig, SpeculationConfig
-from moe_serve.engine.build import build_engine
+from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
+from moe_serve.errors import MoeServeError
 from moe_serve.model.step_plan import StepPlan
 from tests.cluster.test_lost_moments import lose_after
 from tests.support.cluster.fault_drive import FaultDrive, undisturbed
@@ -70,6 +72,36 @@ def test_ranks(attention: int, experts: int, cluster: dict[str, object]) -> None
         assert {"suffix", "grammar"} <= counts.by_source.keys(), f"{counts}"
     finally:
         engine.close()
+
+
+def test_a_trained_head() -> None:
+    """In one process and on ranks, where the head runs beside the sampler."""
+    alone, ranks = config(0, 0, 1), config(1, 1, 2)
+    expected = colocated(alone, wanted())
+    for of, build in ((alone, build_engine), (ranks, build_on_threads)):
+        section = SpeculationConfig(method="head", is_adaptive=False)
+        engine = build(replace(of, speculation=section)).engine
+        try:
+            assert serve(engine, wanted()) == expected
+            counts = engine.stats().counts.drafts.by_source["head"]
+            assert counts.num_accepted > 5, f"{counts}"
+        finally:
+            engine.close()
+
+
+def build_on_threads(config: EngineConfig) -> BuiltEngine:
+    return build_cluster(config, make_starter=ThreadStarter)
+
+
+def test_a_head_that_cannot_be_used(tmp_path: Path) -> None:
+    def refusal(of: EngineConfig, head: str) -> str:
+        section = SpeculationConfig(method="head", head=head)
+        with pytest.raises(MoeServeError) as raised:
+            build_engine(replace(of, speculation=section))
+        return str(raised.value)
+
+    why = refusal(config(0, 0, 1), str(tmp_path))
+    assert f"speculation.head is '{tmp_path}'" in why and "cannot be read" in why
 
 
 @pytest.mark.faults
