@@ -10,14 +10,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-MAX_BYTES = 4 * 2**20
+MAX_BUNDLED_BYTES = 4 * 2**20  # of the demonstration model's head
 HEAD_FILE, FIGURES_FILE = "head.safetensors", "figures.json"
 
 
-def export_weights(checkpoint: Path, folder: Path) -> dict[str, int | float]:
+def export_weights(
+    checkpoint: Path, folder: Path, max_bytes: int | None = None
+) -> dict[str, int | float]:
     """Write the averaged weights in bf16; returns the facts of the training.
 
-    Raises ValueError above MAX_BYTES.
+    Raises ValueError above `max_bytes`.
     """
     prefix = "average."
     tensors = {
@@ -30,8 +32,8 @@ def export_weights(checkpoint: Path, folder: Path) -> dict[str, int | float]:
     save_file(tensors, path, {"format": "pt"})
     path.chmod(0o644)
     size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise ValueError(f"{path} holds {size} bytes; the limit is {MAX_BYTES}.")
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"{path} holds {size} bytes; the limit is {max_bytes}.")
     with safe_open(checkpoint, "pt") as file:
         facts = file.metadata()
     return {

@@ -15,14 +15,17 @@ ORDERS = (4, 3, 2)
 
 
 class NgramTable:
-    """Contexts and their most frequent followers, by order. Needs V^4 below 2^63."""
+    """Contexts and their most frequent followers, by order.
+
+    4-grams are left out for vocabularies above 55 000 tokens, as they do not fit into 63 bits.
+    """
 
     def __init__(self, texts: Sequence[Ints], vocab_size: int) -> None:
-        assert vocab_size**4 < 2**63, f"a vocabulary of {vocab_size} tokens is too large"
         self._vocab_size = vocab_size
+        self._orders = [order for order in ORDERS if vocab_size**order < 2**63]
         stream = np.concatenate(texts)
         text = np.repeat(np.arange(len(texts)), [len(t) for t in texts])
-        self._orders = [self._count(stream, text, order) for order in ORDERS]
+        self._tables = [self._count(stream, text, order) for order in self._orders]
 
     def _count(self, stream: Ints, text: Ints, order: int) -> tuple[Ints, Ints]:
         """Return contexts, sorted, and the token that most often follows each."""
@@ -41,7 +44,7 @@ class NgramTable:
     def __call__(self, last_N3: Ints) -> Ints:
         """Guess the tokens behind the last three (the newest last); -1 where nothing is known."""
         guess = np.full(len(last_N3), -1, dtype=np.int64)
-        for order, (contexts, followers) in zip(ORDERS, self._orders, strict=True):
+        for order, (contexts, followers) in zip(self._orders, self._tables, strict=True):
             asked = np.zeros(len(last_N3), dtype=np.int64)
             for column in range(4 - order, 3):
                 asked = asked * self._vocab_size + last_N3[:, column]

@@ -14,7 +14,7 @@ from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 from speculation_head.acceptance import MOST, Asked, Sizes, accepted, ask, by_label
 from speculation_head.card import write_card
-from speculation_head.export import export_weights
+from speculation_head.export import MAX_BUNDLED_BYTES, export_weights
 from speculation_head.figures import head_drafts, judge
 from speculation_head.network import DraftingHead, HeadShape
 from speculation_head.ngram_table import NgramTable
@@ -68,6 +68,10 @@ class TestNgramTable:
 
     def test_grams_end_with_their_text(self) -> None:
         assert self.TABLE(np.array([[2, 3, 5]])).tolist() == [1], "not 9, the next text"
+
+    def test_a_large_vocabulary_has_no_4_grams(self) -> None:
+        table = NgramTable([np.array([1, 2, 3, 4, 9, 2, 3, 5, 7, 2, 3, 5])], 150_000)
+        assert table(np.array([[1, 2, 3]])).tolist() == [5], "what most often followed 2, 3"
 
     def test_chains_feed_their_guesses(self) -> None:
         assert self.TABLE.chains(np.array([[5, 1, 2]]), 4).tolist() == [[3, 5, 1, 2]]
@@ -145,7 +149,10 @@ def test_a_head_learns_resumes_and_is_judged(
     assert resumed.spent == first.spent and resumed.num_positions == first.num_positions > 0
     for name, tensor in first.average.items():
         assert torch.equal(tensor, resumed.average[name])
-    facts = export_weights(tmp_path / "head.safetensors", tmp_path / "out")
+    checkpoint = tmp_path / "head.safetensors"
+    with pytest.raises(ValueError, match="the limit is 1000"):
+        export_weights(checkpoint, tmp_path / "large", max_bytes=1000)
+    facts = export_weights(checkpoint, tmp_path / "out")
     assert facts["positions"] == first.num_positions
     table = NgramTable([piece.tokens for piece in pieces], target.spec.vocab_size)
     sizes = Sizes(texts_per_label=1, count=8)
@@ -162,7 +169,7 @@ def test_the_bundled_head_drafts_what_the_model_says(
     folder = demo_model_folder() / "speculation_head"
     figures = json.loads((folder / "figures.json").read_text())
     stated = figures["greedy"]["head"]["all"]["first"]
-    assert (folder / "head.safetensors").stat().st_size <= 4 * 2**20
+    assert (folder / "head.safetensors").stat().st_size <= MAX_BUNDLED_BYTES
     asked = ask(target, pieces, temperature=0.0, sizes=Sizes(count=60), seed=0)
     found = accepted(head_drafts(target.speculation_head(folder), asked), asked)
     assert MOST == 4 and found.first > stated - 0.25, f"{found.first} of {found.num_places}"
