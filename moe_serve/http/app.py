@@ -190,7 +190,11 @@ def create_app(
     assistant = assistant_formats(model, config)
     metrics = ServerMetrics(model.name, assistant.tool_parser)
     generations = GenerationService(
-        engine, model.tokenizer, metrics, has_timing=config.request_metrics
+        engine,
+        model.tokenizer,
+        metrics,
+        has_timing=config.request_metrics,
+        speculates=facts.speculation.is_on,
     )
     sources = ScrapeSources(
         engine=engine,
@@ -201,6 +205,7 @@ def create_app(
         placement=placement,
         experts=facts.experts,
         has_each_expert=config.expert_metrics,
+        drafters=facts.speculation.drafters,
     )
     gate = GrammarGate(grammars or _own_grammars(engine, model))
     server = ServerContext(
@@ -211,6 +216,7 @@ def create_app(
         generations=generations,
         gate=gate,
         assistant=assistant,
+        speculates=facts.speculation.is_on,
     )
     board = Board(server, placement, facts)
     app = FastAPI(

@@ -73,6 +73,7 @@ def test_the_flags_are_frozen() -> None:
         "--predictor",
         "--print-config",
         "--served-model-name",
+        "--speculative-config",
         "--ssl-certfile",
         "--ssl-keyfile",
         "--timeline",

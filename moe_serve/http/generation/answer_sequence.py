@@ -21,7 +21,7 @@ from moe_serve.engine.request.request import (
     TokenLogprob,
 )
 from moe_serve.http.generation.logprob_format import num_logprobs
-from moe_serve.http.metrics.finished_sequence import FinishedSequence
+from moe_serve.http.metrics.finished_sequence import DraftTally, FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.text_stream import TextDelta, TextStream
@@ -82,12 +82,15 @@ class SequenceProgress:
         is_prompt_only: bool,
         kept_ids: frozenset[int] = frozenset(),
         continues: bool = False,
+        drafts: DraftTally | None = None,
     ) -> None:
-        """`continues`: the sequence continues the text of the prompt."""
+        """`continues`: the sequence continues the text of the prompt. `drafts` counts its drafts;
+        None: the server does not draft."""
         self.index = index
         self.request = request
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.drafts = drafts
         self._num_preemptions = 0
         self.finished: FinishedSequence | None = None  # set when it has ended by itself
         follows = request.prompt_token_ids[-1] if continues else None
@@ -114,6 +117,8 @@ class SequenceProgress:
         if self._is_prompt_only and delta.finish_reason is not FinishReason.ERROR:
             delta = TextDelta(finish_reason=delta.finish_reason and FinishReason.LENGTH)
         self.num_tokens += len(delta.token_ids)
+        if self.drafts is not None:
+            self.drafts.read(deltas, len(delta.token_ids))
         self._observe(len(joined.token_ids), delta.finish_reason)
         return Piece(index=self.index, delta=delta, prompt_logprobs=joined.prompt_logprobs)
 
@@ -147,6 +152,7 @@ class SequenceProgress:
             started=self._started,
             first_token=self._first_time,
             ended=now,
+            drafts=self.drafts,
         )
 
     def _tell_trace(self, finished: FinishedSequence) -> None:

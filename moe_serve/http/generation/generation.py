@@ -19,8 +19,8 @@ from moe_serve.engine.request.request import (
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.gate.key_limits import KeyAccount, current_account
 from moe_serve.http.generation.answer_sequence import Piece, SequenceProgress
-from moe_serve.http.generation.usage import Usage, llama_timings, timing_of
-from moe_serve.http.metrics.finished_sequence import FinishedSequence
+from moe_serve.http.generation.usage import PredictionUsage, Usage, llama_timings, timing_of
+from moe_serve.http.metrics.finished_sequence import DraftTally, FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.schema.api_error import ApiError, draining_error, engine_dead_error
 from moe_serve.text.stop_strings import StopStrings
@@ -85,6 +85,13 @@ class Generation:
             timing=None if timed is None else timing_of(timed),
             llama_timings=None if timed is None else llama_timings(timed),
         )
+
+    def prediction_usage(self) -> PredictionUsage:
+        """Adds up how much of the client's prediction came true in all choices."""
+        tallies = [sequence.drafts or DraftTally() for sequence in self._sequences.values()]
+        accepted = sum(tally.num_predicted_accepted for tally in tallies)
+        num_predicted = sum(tally.num_predicted for tally in tallies)
+        return PredictionUsage(num_accepted=accepted, num_rejected=num_predicted - accepted)
 
     def _timed(self) -> FinishedSequence | None:
         """The single sequence of the request, once it has ended. Its times are those of the
@@ -208,10 +215,12 @@ class GenerationService:
         metrics: ServerMetrics,
         *,
         has_timing: bool = False,
+        speculates: bool = False,
     ) -> None:
-        """`has_timing`: answers report the times of their own request."""
+        """`has_timing`: answers report the times of their own request. `speculates`: the engine
+        verifies drafts, which are counted."""
         self.engine = engine
-        self._has_timing = has_timing
+        self._has_timing, self._speculates = has_timing, speculates
         self.is_draining = False
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -253,6 +262,7 @@ class GenerationService:
                 is_prompt_only=is_prompt_only,
                 kept_ids=kept_ids,
                 continues=continues,
+                drafts=DraftTally() if self._speculates else None,
             )
             for index, request in enumerate(requests)
         ]
