@@ -93,7 +93,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "responses, logprobs": (
         "/v1/responses",
-        THOUGHT,
+        PROSE,
         {
             "input": "hi",
             "include": ["message.output_text.logprobs"],
