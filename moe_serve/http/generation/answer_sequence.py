@@ -106,21 +106,31 @@ class SequenceProgress:
     def is_finished(self) -> bool:
         return self._text.is_finished
 
-    def push(self, deltas: Sequence[TokenDelta]) -> Piece:
-        """Converts all deltas that arrived together to one piece."""
+    def push(self, deltas: Sequence[TokenDelta], *, is_split: bool = False) -> list[Piece]:
+        """Converts all deltas that arrived together to one piece, or with `is_split` to one for
+        each token."""
         joined = join_deltas(deltas)
         self.num_cached_tokens = max(self.num_cached_tokens, joined.num_cached_tokens)
         if joined.num_preemptions:
             self._num_preemptions = joined.num_preemptions
         self._started = self._started or joined.started_at
-        delta = self._text.push(joined)
+        pieces = []
+        before = self.num_tokens
+        for part in single_tokens(joined) if is_split else (joined,):
+            pieces.append(self._piece(part))
+            if self._text.is_finished:
+                break
+        if self.drafts is not None:
+            self.drafts.read(deltas, self.num_tokens - before)
+        self._observe(len(joined.token_ids), pieces[-1].delta.finish_reason)
+        return pieces
+
+    def _piece(self, part: TokenDelta) -> Piece:
+        delta = self._text.push(part)
         if self._is_prompt_only and delta.finish_reason is not FinishReason.ERROR:
             delta = TextDelta(finish_reason=delta.finish_reason and FinishReason.LENGTH)
         self.num_tokens += len(delta.token_ids)
-        if self.drafts is not None:
-            self.drafts.read(deltas, len(delta.token_ids))
-        self._observe(len(joined.token_ids), delta.finish_reason)
-        return Piece(index=self.index, delta=delta, prompt_logprobs=joined.prompt_logprobs)
+        return Piece(index=self.index, delta=delta, prompt_logprobs=part.prompt_logprobs)
 
     def _observe(self, num_tokens: int, reason: FinishReason | None) -> None:
         now = time.monotonic()
@@ -185,3 +195,31 @@ def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         routed_experts=tuple(entry for part in experts for entry in part) if experts else None,
         is_of_request=last.is_of_request,
     )
+
+
+def single_tokens(delta: TokenDelta) -> list[TokenDelta]:
+    """Splits a delta into deltas of one token. The end belongs to the last one."""
+    count, replace = len(delta.token_ids), msgspec.structs.replace
+    if count <= 1:
+        return [delta]
+    logprobs, experts = delta.logprobs, delta.routed_experts
+    singles = [
+        replace(
+            delta,
+            token_ids=(token,),
+            logprobs=None if logprobs is None else logprobs[i : i + 1],
+            routed_experts=None if experts is None else experts[i : i + 1],
+            prompt_logprobs=None if i else delta.prompt_logprobs,
+            finish_reason=None,
+            stop_token_id=None,
+            error=None,
+        )
+        for i, token in enumerate(delta.token_ids)
+    ]
+    singles[-1] = replace(
+        singles[-1],
+        finish_reason=delta.finish_reason,
+        stop_token_id=delta.stop_token_id,
+        error=delta.error,
+    )
+    return singles

@@ -197,15 +197,25 @@ def _outcome(parser: AssistantParser, *, has_calls: bool) -> CallOutcome:
 
 
 async def start_chat(
-    server: ServerContext, chat: Chat, options: AnswerOptions, response_id: str
+    server: ServerContext,
+    chat: Chat,
+    options: AnswerOptions,
+    response_id: str,
+    *,
+    splits_runs: bool = False,
 ) -> ChatGeneration:
-    """Starts the answers to a chat. The caller must `close` the result."""
+    """Starts the answers to a chat. The caller must `close` the result.
+
+    `splits_runs`: tokens that came together are parsed one by one, for an API whose answers keep
+    the order of text and calls.
+    """
     prompt = await render_prompt(chat, server.model)
     resolved = await resolve_chat(server, chat, options, prompt, response_id)
     generation = server.generations.start(
         resolved.requests,
         kept_ids=_kept_ids(resolved.plan, server.model.tokenizer),
         continues=chat.continues,
+        splits_runs=splits_runs,
     )
     count_outcome = server.metrics.count_parsed_message
     return ChatGeneration(generation, chat, resolved, count_outcome)

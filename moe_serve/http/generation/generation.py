@@ -41,8 +41,9 @@ class Generation:
         metrics: ServerMetrics,
         *,
         has_timing: bool = False,
+        splits_runs: bool = False,
     ) -> None:
-        self._metrics, self._has_timing = metrics, has_timing
+        self._metrics, self._has_timing, self._splits_runs = metrics, has_timing, splits_runs
         self._engine = engine
         self._sequences = {sequence.request.request_id: sequence for sequence in sequences}
         self._num_running = len(sequences)
@@ -66,8 +67,7 @@ class Generation:
         """The pieces that are ready, possibly none."""
         pieces: list[Piece] = []
         for request_id, deltas in _by_request(self._queue.take()):
-            if (piece := self._push(request_id, deltas)) is not None:
-                pieces.append(piece)
+            pieces += self._push(request_id, deltas)
         return self._prompt_logprobs.share(pieces)
 
     def listen(self, on_step: Callable[[], bool]) -> None:
@@ -120,20 +120,21 @@ class Generation:
                 sequence.abandon()
         self._on_close(self)
 
-    def _push(self, request_id: str, deltas: list[TokenDelta]) -> Piece | None:
+    def _push(self, request_id: str, deltas: list[TokenDelta]) -> list[Piece]:
         sequence = self._sequences[request_id]
         if sequence.is_finished:  # the engine's last deltas after a stop string or a cut
-            return None
-        piece = sequence.push(deltas)
+            return []
+        pieces = sequence.push(deltas, is_split=self._splits_runs)
         if sequence.is_finished:
             self._num_running -= 1
             self._observe_prompt(sequence)
-        if piece.delta.is_stopped_by_text:
+        last = pieces[-1].delta
+        if last.is_stopped_by_text:
             self._engine.abort(request_id)
-        elif piece.delta.finish_reason is FinishReason.ERROR:
+        elif last.finish_reason is FinishReason.ERROR:
             self._engine.abort(request_id)
             raise self._cut_error or self._engine_error(deltas[-1])
-        return piece
+        return pieces
 
     def _observe_prompt(self, ended: SequenceProgress) -> None:
         """Reports a prompt to the metrics when its last choice has ended."""
@@ -237,11 +238,13 @@ class GenerationService:
         is_prompt_only: bool = False,
         kept_ids: frozenset[int] = frozenset(),
         continues: bool = False,
+        splits_runs: bool = False,
     ) -> Generation:
         """Submits all requests or none. The caller must `close` the generation in every case.
 
         All requests belong to one HTTP request, so they share their stop strings. `continues`: the
-        answers continue the text of the prompts.
+        answers continue the text of the prompts. `splits_runs`: tokens that came together are
+        given one by one.
         """
         account = current_account()
         self._claim(account, len(requests))
@@ -274,7 +277,13 @@ class GenerationService:
                 _charge(account, generation.usage())
 
         generation = Generation(
-            self.engine, sequences, queue, on_close, self._metrics, has_timing=self._has_timing
+            self.engine,
+            sequences,
+            queue,
+            on_close,
+            self._metrics,
+            has_timing=self._has_timing,
+            splits_runs=splits_runs,
         )
         self._open.add(generation)
         return generation

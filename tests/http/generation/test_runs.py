@@ -20,6 +20,7 @@ TEMPLATE = (
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ås"}}\n</tool_call>'
 CALLS = f"<think>Où? 🌧️ or ☀️?</think>Let me see. {CALL}\n{CALL}"
 THOUGHT = "<think>Où? 🌧️ or ☀️?</think>In Spaîn, mainly in the plain."
+SHORT_CALLS = f"A {CALL} B {CALL} C"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "get_weather", "parameters": PARAMETERS}
 ASK = [{"role": "user", "content": "hi"}]
@@ -91,9 +92,23 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "store": False,
         },
     ),
+    "responses, text behind calls": (
+        "/v1/responses",
+        SHORT_CALLS,
+        {"input": "hi", "tools": [{"type": "function", **FUNCTION}], "store": False},
+    ),
+    "messages, text behind calls": (
+        "/v1/messages",
+        SHORT_CALLS,
+        {
+            "max_tokens": 300,
+            "messages": ASK,
+            "tools": [{"name": "get_weather", "input_schema": PARAMETERS}],
+        },
+    ),
     "responses, logprobs": (
         "/v1/responses",
-        PROSE,
+        THOUGHT,
         {
             "input": "hi",
             "include": ["message.output_text.logprobs"],
