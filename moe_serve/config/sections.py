@@ -173,6 +173,23 @@ class SpeculationConfig:
     def is_on(self) -> bool:
         return self.method != "off"
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The sources of drafts that the method uses; empty if it is off."""
+        sources = {
+            "off": (),
+            "ngram": ("ngram", "prediction"),
+            "suffix": ("ngram", "suffix", "prediction"),
+            "auto": ("ngram", "suffix", "prediction", "grammar"),
+            "head": ("ngram", "prediction", "grammar", "head"),
+        }
+        return sources[self.method]
+
+    @property
+    def summary(self) -> str:
+        """The method, its drafters and the limit in one line."""
+        return f"{self.method}: {', '.join(self.drafters)}; at most {self.max_tokens} tokens"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

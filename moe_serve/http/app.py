@@ -9,7 +9,7 @@ where references can be followed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -190,16 +190,16 @@ def create_app(
     assistant = assistant_formats(model, config)
     metrics = ServerMetrics(model.name, assistant.tool_parser)
     generations = GenerationService(
-        engine, model.tokenizer, metrics, has_timing=config.request_metrics
+        engine,
+        model.tokenizer,
+        metrics,
+        has_timing=config.request_metrics,
+        speculates=facts.speculation.is_on,
     )
-    sources = ScrapeSources(
-        engine=engine,
-        startup=operations.startup,
-        is_draining=lambda: generations.is_draining,
-        cache=facts.cache,
+    sources = replace(
+        _sources(generations, facts, operations),
         tracing=tracing,
         placement=placement,
-        experts=facts.experts,
         has_each_expert=config.expert_metrics,
     )
     gate = GrammarGate(grammars or _own_grammars(engine, model))
@@ -211,6 +211,7 @@ def create_app(
         generations=generations,
         gate=gate,
         assistant=assistant,
+        speculates=facts.speculation.is_on,
     )
     board = Board(server, placement, facts)
     app = FastAPI(
@@ -233,6 +234,19 @@ def create_app(
         app.add_exception_handler(kind, error_handler(config.overload_status))
     _add_middleware(app, config, engine, metrics, AccessLog(operations.log.access_exclude), spans)
     return app
+
+
+def _sources(
+    generations: GenerationService, facts: DashboardFacts, operations: Operations
+) -> ScrapeSources:
+    return ScrapeSources(
+        engine=generations.engine,
+        startup=operations.startup,
+        is_draining=lambda: generations.is_draining,
+        cache=facts.cache,
+        experts=facts.experts,
+        drafters=facts.speculation.drafters,
+    )
 
 
 def _add_routes(app: FastAPI, server: ServerContext) -> None:

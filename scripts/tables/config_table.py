@@ -36,6 +36,10 @@ PARAMETER_OF = {
     "model.path": "model",
     "server.api_keys": "api_key",
     "predictor.path": "predictor",
+    "speculation.method": "speculative_config",
+    "speculation.max_tokens": "speculative_config",
+    "speculation.prompt_lookup_min": "speculative_config",
+    "speculation.prompt_lookup_max": "speculative_config",
 }  # else: the key's own name
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):[^#]*(?:# *(?P<comment>.*))?")
 

@@ -106,6 +106,16 @@ _REQUESTS = (
         unit="ops",
         queries={"{{instance}}": _rate("engine_steps_total")},
     ),
+    Panel(
+        title="Drafted tokens that were accepted",
+        unit="percentunit",
+        about="Empty if speculation is off.",
+        queries={
+            "{{instance}}": _per(
+                "spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"
+            )
+        },
+    ),
 )
 _LATENCY = (
     Panel(

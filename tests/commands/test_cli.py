@@ -21,6 +21,7 @@ from moe_serve.cli.main import app, main
 from moe_serve.cli.serve.foreign_flags import ADVICE
 from moe_serve.cli.serve.ready import curl_line, loading_bar, print_ready, server_url
 from moe_serve.cli.serve.serve import is_loopback
+from moe_serve.cli.serve.server_options import flag_settings
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import Config
 from moe_serve.config.sources import load_config, variable_name
@@ -73,6 +74,7 @@ def test_the_flags_are_frozen() -> None:
         "--predictor",
         "--print-config",
         "--served-model-name",
+        "--speculative-config",
         "--ssl-certfile",
         "--ssl-keyfile",
         "--timeline",
@@ -339,3 +341,30 @@ def test_make_installs_torch_first(tmp_path: Path, target: str, last: str) -> No
     steps = ("-m venv .venv", "--upgrade pip", '"torch>=2.11,<2.14"', "-e ", last)
     places = [done.stdout.find(step) for step in steps]
     assert -1 not in places and places == sorted(places), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x", "takes a JSON object, got 'x'; its keys are method, num_speculative_tokens"),
+        ("[]", "takes a JSON object, got '[]'"),
+        ('{"num_speculative_tokens": 3}', "needs a method: off, auto, ngram or suffix"),
+        ('{"method": "eagle"}', "speculation.method cannot be 'eagle'"),
+        ('{"method": "ngram", "num_speculative_tokens": 99}', "an integer in [1, 16]"),
+        ('{"method": "ngram", "x": 1}', "does not take 'x'; its keys are method"),
+        ('{"method": "suffix", "suffix_decoding_max_tree_depth": 1}', "the depth is fixed"),
+    ],
+)
+def test_a_wrong_speculative_config_is_a_sentence(capsys: Capture, text: str, words: str) -> None:
+    assert run("serve", "--speculative-config", text, "--print-config") == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_vllm_s_keys_of_speculation_set_ours() -> None:
+    text = '{"method": "[ngram]", "num_speculative_tokens": 4, "prompt_lookup_max": 7}'
+    assert flag_settings({"speculation.method": text, "server.port": 1}) == {
+        "speculation.method": "ngram",
+        "speculation.max_tokens": 4,
+        "speculation.prompt_lookup_max": 7,
+        "server.port": 1,
+    }

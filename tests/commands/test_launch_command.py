@@ -55,6 +55,14 @@ def test_every_setting_has_its_key(kind: type) -> None:
     assert set(setting_keys(kind).values()) <= known
 
 
+def test_speculation_reaches_every_node() -> None:
+    text = '{"method": "auto"}'
+    made = request(model="m", attention_ranks=1, expert_ranks=2, speculative_config=text)
+    assert made.settings["speculation.method"] == "auto"
+    words = made.command.arguments(node_rank=1)
+    assert words[words.index("--speculative-config") + 1] == text
+
+
 def test_the_same_command_reads_back() -> None:
     made = request(model="m", attention_ranks=1, expert_ranks=2, num_pages=9, api_key=["@k", "@l"])
     assert made.command.arguments(node_rank=1) == (

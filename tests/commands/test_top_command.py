@@ -137,6 +137,17 @@ def test_the_hottest_experts() -> None:
     assert hottest_line(named) == "hottest: 4/0 100%  3/1 75%  3/0 25%  4/1 0%"
 
 
+def test_drafts_are_shown_if_the_server_has_any() -> None:
+    assert "per step" not in drawn(state())
+    drafts = {"drafted_total": 120, "acceptance": 0.75, "tokens_per_step": 1.5}
+    text = drawn(state() | {"speculation": drafts})
+    assert "1.50 per step, 120 drafted, 75% accepted" in text
+    lately = state()["history"] | {"tokens_per_step": [1.0, 2.25, None]}
+    assert "2.25 per step" in drawn(state() | {"speculation": drafts, "history": lately})
+    unknown = {"drafted_total": 0, "acceptance": None, "tokens_per_step": None}
+    assert "? per step, 0 drafted" in drawn(state() | {"speculation": unknown})
+
+
 def test_pages_that_are_away() -> None:
     nothing = {"name": "memory", "pages": 0, "used": 0, "cached": 0}
     text = drawn(state() | {"kv": {"tiers": [nothing], "prefix_hit_rate": None}})

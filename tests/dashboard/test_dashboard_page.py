@@ -49,6 +49,7 @@ def test_every_panel_shows_its_figures(browser: webdriver.Chrome, fake: FakeServ
         "#server": "made-up",
         "#tile-running": "12",
         "#tile-ttft": "41.2 ms",
+        "#tiles": "1.90 per step, 82% accepted",
         "#requests": "3 requests waiting",
         "#ttft": "141 ms",
         "#tpot": "198 in 60 s",

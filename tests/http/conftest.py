@@ -19,7 +19,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.request import (
+    DraftResult,
     FinishReason,
     GenerationRequest,
     TokenDelta,
@@ -31,6 +33,7 @@ from moe_serve.engine.request.stats import EngineCounts, EngineLoad, EngineStats
 from moe_serve.engine.request.step_tokens import StepTokens
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.app import create_app
+from moe_serve.http.dashboard.facts import NO_FACTS, DashboardFacts
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.server import DrainingServer, bind
 from moe_serve.text.chat_template import ChatTemplate
@@ -83,6 +86,9 @@ class FakeEngine:
     pools: PoolStats | None = None
     outage_s: float = 0.0
     step_tokens: StepTokens = StepTokens()
+    drafter: str | None = None  # steps of several tokens verified its drafts, of which all but one
+    # token were accepted
+    drafts: DraftCounts = DraftCounts()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         if self.is_draining:
@@ -120,6 +126,7 @@ class FakeEngine:
                 num_queried_tokens=70,
                 num_hit_tokens=30,
                 step_tokens=self.step_tokens,
+                drafts=self.drafts,
             ),
             is_alive=self.is_alive,
             last_turn_age_s=self.last_turn_age_s,
@@ -144,7 +151,11 @@ class FakeEngine:
         """Deltas of `tokens_per_step` tokens each."""
         deltas = self._deltas(request)
         while run := list(itertools.islice(deltas, self.tokens_per_step)):
-            yield run[-1] if len(run) == 1 else _joined(run)
+            joined = run[-1] if len(run) == 1 else _joined(run)
+            if self.drafter is not None and request.may_draft:
+                drafted = DraftResult(self.drafter, len(run), len(run) - 1)
+                joined = msgspec.structs.replace(joined, drafted=drafted)
+            yield joined
 
     def _deltas(self, request: GenerationRequest) -> Iterator[TokenDelta]:
         params, rules = request.params, request.rules
@@ -317,8 +328,8 @@ def model(tokenizer: Tokenizer) -> ServedModel:
 
 @pytest.fixture
 def make_app(engine: FakeEngine, model: ServedModel) -> Callable[..., FastAPI]:
-    def make(**config: Any) -> FastAPI:
-        return create_app(engine, model, ServerConfig(**config))
+    def make(facts: DashboardFacts = NO_FACTS, **config: Any) -> FastAPI:
+        return create_app(engine, model, ServerConfig(**config), facts=facts)
 
     return make
 

@@ -16,7 +16,7 @@ from moe_serve.cli.serve.server_options import (
     RankCounts,
     RankOptions,
     RunOptions,
-    number_settings,
+    flag_settings,
 )
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.cluster_file import ClusterFile, read_cluster_file
@@ -235,7 +235,7 @@ def launch_request(options: LaunchOptions) -> LaunchRequest:
         command=command,
         cluster=cluster,
         node=node_flags(nodes.node_rank, nodes.num_nodes, nodes.coordinator),
-        settings=number_settings(settings(rest)),
+        settings=flag_settings(settings(rest)),
         options=options,
     )
 

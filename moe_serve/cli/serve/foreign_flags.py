@@ -29,6 +29,7 @@ _BALANCE = _set("cluster.rebalance", "auto")
 _COPIES = "the file of --placement lists the copies of experts; moe-serve place writes it"
 _ROWS = _set("cluster.transport")
 _MEMORY = "--num-pages or cache.memory_bytes sets the size of the KV cache"
+_DRAFTS = """--speculative-config '{"method": "auto"}'"""
 _NODES = "moe-serve launch serves on several nodes"
 
 ADVICE: Mapping[str, str] = {
@@ -57,6 +58,10 @@ ADVICE: Mapping[str, str] = {
     "--expert-distribution-recorder-mode": "moe-serve trace records what routers choose",
     "--gpu-memory-utilization": _MEMORY,
     "--mem-fraction-static": _MEMORY,
+    "--speculative-algorithm": _DRAFTS,
+    "--speculative-num-steps": _DRAFTS,
+    "--speculative-eagle-topk": _DRAFTS,
+    "--speculative-num-draft-tokens": _DRAFTS,
     "--nnodes": _NODES,
     "--dist-init-addr": _NODES,
     "--tool-call-parser": _set("server.tool_parser"),

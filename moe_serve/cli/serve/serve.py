@@ -22,7 +22,7 @@ from moe_serve.cli.serve.server_options import (
     RankCounts,
     RankOptions,
     RunOptions,
-    number_settings,
+    flag_settings,
 )
 from moe_serve.config.logs import set_up_logs
 from moe_serve.config.sections import LogConfig, ServerConfig
@@ -119,7 +119,7 @@ def serve(options: ServeOptions) -> None:
     the YAML file given with --config. Flags override environment variables, and environment
     variables override the file.
     """
-    run, flags = options.run, number_settings(settings(options))
+    run, flags = options.run, flag_settings(settings(options))
     begin_log(flags, os.environ, run.config_file)
     loaded = load_config(flags=flags, environ=os.environ, file=run.config_file)
     _run(loaded, has_to_print=run.print_config)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.cli.options import option
+from moe_serve.errors import ConfigError, shortened
 
 MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
 
@@ -111,6 +113,14 @@ class BatchOptions:
         key="predictor.path",
         help="Folder of routing predictors, written by `moe-serve predictor train`. Default: no "
         "trained predictors; the experts of a request are predicted from those it has used so far.",
+        rich_help_panel=LIMITS,
+    )
+    speculative_config: str | None = option(
+        None,
+        key="speculation.method",
+        help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram or "
+        "suffix), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. Answers stay the "
+        "same. Default: off.",
         rich_help_panel=LIMITS,
     )
 
@@ -243,11 +253,62 @@ class RunOptions:
 _NUMBERS_OR_WORDS = ("model.expert_memory_bytes", "pipeline.micro_batches")
 
 
-def number_settings(settings: Mapping[str, object]) -> dict[str, object]:
-    """Turns numbers of keys that take a number or a word, such as auto, from text into numbers."""
-    return {
+def flag_settings(settings: Mapping[str, object]) -> dict[str, object]:
+    """Turns the text of flags into values: numbers of keys that take a number or a word, such as
+    auto, and the JSON of --speculative-config. Raises ConfigError."""
+    values = {
         key: int(value)
         if key in _NUMBERS_OR_WORDS and isinstance(value, str) and value.isdecimal()
         else value
         for key, value in settings.items()
     }
+    if (text := values.pop(_METHOD, None)) is not None:
+        values |= speculative_settings(str(text))
+    return values
+
+
+_METHOD = "speculation.method"
+_SPECULATIVE_KEYS = {  # vLLM's names
+    "method": _METHOD,
+    "num_speculative_tokens": "speculation.max_tokens",
+    "prompt_lookup_min": "speculation.prompt_lookup_min",
+    "prompt_lookup_max": "speculation.prompt_lookup_max",
+    "model": "speculation.head",
+}
+_WITHOUT_EQUAL = {
+    "suffix_decoding_max_cached_requests": "set speculation.suffix_max_tokens, which counts tokens",
+    "suffix_decoding_max_tree_depth": "leave it out: the depth is fixed",
+    "suffix_decoding_max_spec_factor": "leave it out: measured step times decide",
+    "suffix_decoding_min_token_prob": "leave it out: measured acceptance decides",
+    "num_speculative_tokens_per_batch_size": "leave it out: measured step times decide",
+}
+
+
+def speculative_settings(text: str) -> dict[str, object]:
+    """Reads the JSON of --speculative-config, {vLLM's key: value}, as settings. Raises
+    ConfigError."""
+    known = f"its keys are {', '.join(_SPECULATIVE_KEYS)}"
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"--speculative-config takes a JSON object, got {shortened(repr(text))}; {known}, as "
+            """in --speculative-config '{"method": "auto"}'."""
+        )
+    for name in given:
+        if name not in _SPECULATIVE_KEYS:
+            advice = _WITHOUT_EQUAL.get(name)
+            raise ConfigError(
+                f"--speculative-config does not take {shortened(repr(name))}"
+                f"{f' ({advice})' if advice else ''}; {known}."
+            )
+    if "method" not in given:
+        raise ConfigError(
+            "--speculative-config needs a method: off, auto, ngram, suffix or head, as in "
+            """--speculative-config '{"method": "auto"}'."""
+        )
+    if given["method"] == "[ngram]":  # vLLM's other spelling
+        given["method"] = "ngram"
+    return {_SPECULATIVE_KEYS[name]: value for name, value in given.items()}

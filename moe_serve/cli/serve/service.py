@@ -34,7 +34,7 @@ from moe_serve.engine.tracing import make_tracing
 from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.app import Operations, create_app
-from moe_serve.http.dashboard.facts import dashboard_facts
+from moe_serve.http.dashboard.facts import DashboardFacts, dashboard_facts
 from moe_serve.http.loading import LoadingServer
 from moe_serve.http.pages.page_files import PAGE_FILES
 from moe_serve.http.server import bind, run_server
@@ -226,6 +226,8 @@ def banner_rows(
 ) -> dict[str, str]:
     """Returns one line per row. Of secrets only their number is shown."""
     rows = {"limits": _limits(config, layout)}
+    if config.engine.speculation.is_on:
+        rows["spec"] = config.engine.speculation.summary
     if placement is not None:
         rows["placed"] = _placed(placement)
     rows["pages"] = ", ".join(path for path in PAGE_FILES if "/assets/" not in path)
@@ -283,7 +285,8 @@ def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterat
             request_metrics=config.server.request_metrics,
         )
         model = files.served(engine, built, config)
-        app = create_app(engine, model, server, grammars=built.grammars)
+        facts = DashboardFacts(speculation=config.engine.speculation)
+        app = create_app(engine, model, server, facts=facts, grammars=built.grammars)
         try:
             yield app
         finally:

@@ -112,7 +112,20 @@ def _tokens(state: StateView) -> Text:
         line.append(f" {name}, {_count(state.number('tokens', f'{key}_total'))} in all ")
         if len(speeds) > 1:
             line.append(sparkline(speeds, 20), style="cyan")
+    speculation = state.at("speculation")
+    if speculation.is_there:
+        line.append(f"\n{'':9}{_drafts(state, speculation)}")
     return line
+
+
+def _drafts(state: StateView, speculation: StateView) -> str:
+    """Returns the acceptance since the start, and the tokens that a sequence gets from one step."""
+    lately = state.numbers("history", "tokens_per_step")
+    now = lately[-1] if lately else speculation.number("tokens_per_step")
+    acceptance = speculation.number("acceptance")
+    shown = "" if acceptance is None else f", {acceptance:.0%} accepted"
+    per_step = "?" if now is None else f"{now:.2f}"
+    return f"{per_step} per step, {_count(speculation.number('drafted_total'))} drafted{shown}"
 
 
 def _latency(state: StateView) -> Text:

@@ -99,12 +99,12 @@ async def _start(
     If the value does not fit, the answer may use the rest of the context.
     """
     try:
-        return await start_chat(server, chat, options, message_id), False
+        return await start_chat(server, chat, options, message_id, splits_runs=True), False
     except ContextLengthError as error:
         if error.param != options.max_tokens_field:
             raise
     to_the_end = replace(options, params=replace(options.params, max_tokens=None))
-    return await start_chat(server, chat, to_the_end, message_id), True
+    return await start_chat(server, chat, to_the_end, message_id, splits_runs=True), True
 
 
 async def _whole(run: MessageRun) -> bytes:

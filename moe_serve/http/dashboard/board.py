@@ -17,6 +17,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from moe_serve import __version__
+from moe_serve.config.sections import SpeculationConfig
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
@@ -29,6 +30,7 @@ from moe_serve.http.dashboard.snapshot import (
     History,
     Snapshot,
     Sources,
+    tokens_per_step,
 )
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.metrics.recent import WINDOW_S as LATENCY_WINDOW_S
@@ -122,6 +124,7 @@ class Board:
             "ranks": ranks_part(stats, shares),
             "placement": placement_part(now.placement, shares),
             "predictor": predictor_part(stats, facts.predictor),
+            "speculation": speculation_part(stats, facts.speculation),
             "step": None if facts.last_step is None else facts.last_step(),
             "history": self._history.columns(),
         }
@@ -160,6 +163,25 @@ def dashboard_router(board: Board) -> APIRouter:
 
 
 Part = dict[str, Any]
+
+
+def speculation_part(stats: EngineStats, config: SpeculationConfig) -> Part | None:
+    """What became of all drafts since the start. `tokens_per_step`: those that a sequence gets from
+    one step."""
+    if not config.is_on:
+        return None
+    drafts, num_generated = stats.counts.drafts, stats.counts.num_generated_tokens
+    total = drafts.total
+    return {
+        "drafters": config.summary,
+        "drafted_total": total.num_drafted,
+        "accepted_total": total.num_accepted,
+        "acceptance": total.num_accepted / total.num_drafted if total.num_drafted else None,
+        "tokens_per_step": tokens_per_step(num_generated, total.num_accepted),
+        "accepted_by_source": {
+            source: counts.num_accepted for source, counts in drafts.by_source.items()
+        },
+    }
 
 
 def requests_part(stats: EngineStats, recent: RecentRequests, facts: DashboardFacts) -> Part:

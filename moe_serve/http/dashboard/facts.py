@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_serve.config.sections import EngineConfig
+from moe_serve.config.sections import EngineConfig, SpeculationConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.engine.execute.step_timeline import StepTimeline
@@ -35,6 +35,7 @@ class DashboardFacts:
     experts: ExpertLoad | None = None
     predictor: PredictorFacts | None = None
     last_step: Callable[[], StepTimeline | None] | None = None
+    speculation: SpeculationConfig = SpeculationConfig()
 
 
 NO_FACTS = DashboardFacts()
@@ -54,6 +55,7 @@ def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
         experts=_counted(built),
         predictor=_predictor(config),
         last_step=built.last_step,
+        speculation=config.speculation,
     )
 
 

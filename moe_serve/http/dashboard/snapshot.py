@@ -93,6 +93,7 @@ class History:
             "ttft_ms",
             "tpot_ms",
             "kv_used",
+            "tokens_per_step",
         )
         columns = {name: [sample[name] for sample in samples] for name in names}
         return {"interval_s": INTERVAL_S, **columns}
@@ -102,6 +103,7 @@ def _sample(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
     stats, seconds = now.stats, now.at - before.at
     num_prompt = stats.counts.num_prompt_tokens - before.stats.counts.num_prompt_tokens
     num_generated = stats.counts.num_generated_tokens - before.stats.counts.num_generated_tokens
+    accepted = _num_accepted(stats) - _num_accepted(before.stats)
     return {
         "t": round(now.at, 3),
         "running": stats.load.num_running,
@@ -111,7 +113,19 @@ def _sample(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
         "ttft_ms": now.ttft_ms,
         "tpot_ms": now.tpot_ms,
         "kv_used": stats.load.num_used_pages,
+        "tokens_per_step": tokens_per_step(num_generated, accepted),
     }
+
+
+def _num_accepted(stats: EngineStats) -> int:
+    return stats.counts.drafts.total.num_accepted
+
+
+def tokens_per_step(num_generated: int, num_accepted: int) -> float | None:
+    """The mean number of tokens that a sequence got from one step, 1 without drafts; None: there
+    was no step. A step makes one token more than it accepts."""
+    num_steps = num_generated - num_accepted
+    return round(num_generated / num_steps, 3) if num_steps > 0 else None
 
 
 MAX_EVENTS = 200

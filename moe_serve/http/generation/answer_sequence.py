@@ -21,7 +21,7 @@ from moe_serve.engine.request.request import (
     TokenLogprob,
 )
 from moe_serve.http.generation.logprob_format import num_logprobs
-from moe_serve.http.metrics.finished_sequence import FinishedSequence
+from moe_serve.http.metrics.finished_sequence import DraftTally, FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.text_stream import TextDelta, TextStream
@@ -82,12 +82,15 @@ class SequenceProgress:
         is_prompt_only: bool,
         kept_ids: frozenset[int] = frozenset(),
         continues: bool = False,
+        drafts: DraftTally | None = None,
     ) -> None:
-        """`continues`: the sequence continues the text of the prompt."""
+        """`continues`: the sequence continues the text of the prompt. `drafts` counts its drafts;
+        None: the server does not draft."""
         self.index = index
         self.request = request
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.drafts = drafts
         self._num_preemptions = 0
         self.finished: FinishedSequence | None = None  # set when it has ended by itself
         follows = request.prompt_token_ids[-1] if continues else None
@@ -103,19 +106,31 @@ class SequenceProgress:
     def is_finished(self) -> bool:
         return self._text.is_finished
 
-    def push(self, deltas: Sequence[TokenDelta]) -> Piece:
-        """Converts all deltas that arrived together to one piece."""
+    def push(self, deltas: Sequence[TokenDelta], *, is_split: bool = False) -> list[Piece]:
+        """Converts all deltas that arrived together to one piece, or with `is_split` to one for
+        each token."""
         joined = join_deltas(deltas)
         self.num_cached_tokens = max(self.num_cached_tokens, joined.num_cached_tokens)
         if joined.num_preemptions:
             self._num_preemptions = joined.num_preemptions
         self._started = self._started or joined.started_at
-        delta = self._text.push(joined)
+        pieces = []
+        before = self.num_tokens
+        for part in single_tokens(joined) if is_split else (joined,):
+            pieces.append(self._piece(part))
+            if self._text.is_finished:
+                break
+        if self.drafts is not None:
+            self.drafts.read(deltas, self.num_tokens - before)
+        self._observe(len(joined.token_ids), pieces[-1].delta.finish_reason)
+        return pieces
+
+    def _piece(self, part: TokenDelta) -> Piece:
+        delta = self._text.push(part)
         if self._is_prompt_only and delta.finish_reason is not FinishReason.ERROR:
             delta = TextDelta(finish_reason=delta.finish_reason and FinishReason.LENGTH)
         self.num_tokens += len(delta.token_ids)
-        self._observe(len(joined.token_ids), delta.finish_reason)
-        return Piece(index=self.index, delta=delta, prompt_logprobs=joined.prompt_logprobs)
+        return Piece(index=self.index, delta=delta, prompt_logprobs=part.prompt_logprobs)
 
     def _observe(self, num_tokens: int, reason: FinishReason | None) -> None:
         now = time.monotonic()
@@ -147,6 +162,7 @@ class SequenceProgress:
             started=self._started,
             first_token=self._first_time,
             ended=now,
+            drafts=self.drafts,
         )
 
     def _tell_trace(self, finished: FinishedSequence) -> None:
@@ -179,3 +195,31 @@ def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         routed_experts=tuple(entry for part in experts for entry in part) if experts else None,
         is_of_request=last.is_of_request,
     )
+
+
+def single_tokens(delta: TokenDelta) -> list[TokenDelta]:
+    """Splits a delta into deltas of one token. The end belongs to the last one."""
+    count, replace = len(delta.token_ids), msgspec.structs.replace
+    if count <= 1:
+        return [delta]
+    logprobs, experts = delta.logprobs, delta.routed_experts
+    singles = [
+        replace(
+            delta,
+            token_ids=(token,),
+            logprobs=None if logprobs is None else logprobs[i : i + 1],
+            routed_experts=None if experts is None else experts[i : i + 1],
+            prompt_logprobs=None if i else delta.prompt_logprobs,
+            finish_reason=None,
+            stop_token_id=None,
+            error=None,
+        )
+        for i, token in enumerate(delta.token_ids)
+    ]
+    singles[-1] = replace(
+        singles[-1],
+        finish_reason=delta.finish_reason,
+        stop_token_id=delta.stop_token_id,
+        error=delta.error,
+    )
+    return singles

@@ -114,3 +114,5 @@ class AnswerOptions:
     priority: int | None = None  # None: that of the API key
     is_streamed: bool = False
     wants_routed_experts: bool = False
+    may_draft: bool = True  # drafted tokens may be verified for it
+    prediction: str | None = None  # the answer that the client expects

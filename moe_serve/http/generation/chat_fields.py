@@ -40,6 +40,7 @@ EXTENSIONS = (
     "presence_penalty",
     "repetition_penalty",
     "seed",
+    "speculation",
     "stop",
     "stop_token_ids",
     "thinking_token_budget",
@@ -68,6 +69,7 @@ class ChatFields(StrictSchema):
     ignore_eos: bool | None = None
     min_tokens: Int | None = None
     cache_salt: CacheSalt | None = None
+    speculation: bool | None = None
     messages: MessageList[ChatMessage]
     max_tokens: Int | None = Field(default=None, ge=1)
     top_logprobs: NumChatLogprobs | None = None
@@ -106,6 +108,7 @@ class ChatFields(StrictSchema):
             max_tokens_field=max_tokens_field,
             cache_salt=self.cache_salt or "",
             is_streamed=bool(is_streamed),
+            may_draft=self.speculation is not False,
         )
 
 

@@ -14,7 +14,7 @@ from moe_serve.http.generation.assistant_formats import answer_constraint
 from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.generation import Generation
-from moe_serve.http.generation.prompts import Prompt, render_prompt, truncated
+from moe_serve.http.generation.prompts import Prompt, predicted_tokens, render_prompt, truncated
 from moe_serve.http.generation.requests import (
     admit_priority,
     build_engine_requests,
@@ -80,6 +80,7 @@ class ResolvedChat:
     plan: ParserPlan
     markers: ThinkingMarkers | None
     ignored: tuple[str, ...]
+    has_prediction: bool = False  # the usage then tells how much of it came true
 
 
 class ReasoningTokens:
@@ -124,6 +125,7 @@ class ChatGeneration:
         self.prompt, self.ignored = resolved.prompt, resolved.ignored
         self.num_choices = len(resolved.requests)
         self._thoughts = ReasoningTokens(resolved.markers, self.num_choices)
+        self._has_prediction = resolved.has_prediction
         self._echoed = dict.fromkeys(range(self.num_choices), chat.echoed) if chat.echoed else {}
         self._hides_reasoning = not chat.shows_reasoning  # it is generated and counted all the same
         self._generation = generation
@@ -149,7 +151,11 @@ class ChatGeneration:
         self._generation.listen(on_step)
 
     def usage(self) -> Usage:
-        return replace(self._generation.usage(), reasoning_tokens=self._thoughts.total)
+        return replace(
+            self._generation.usage(),
+            reasoning_tokens=self._thoughts.total,
+            prediction=self._generation.prediction_usage() if self._has_prediction else None,
+        )
 
     def close(self) -> None:
         """Aborts what still runs. It is safe to call after the end, or twice."""
@@ -191,15 +197,25 @@ def _outcome(parser: AssistantParser, *, has_calls: bool) -> CallOutcome:
 
 
 async def start_chat(
-    server: ServerContext, chat: Chat, options: AnswerOptions, response_id: str
+    server: ServerContext,
+    chat: Chat,
+    options: AnswerOptions,
+    response_id: str,
+    *,
+    splits_runs: bool = False,
 ) -> ChatGeneration:
-    """Starts the answers to a chat. The caller must `close` the result."""
+    """Starts the answers to a chat. The caller must `close` the result.
+
+    `splits_runs`: tokens that came together are parsed one by one, for an API whose answers keep
+    the order of text and calls.
+    """
     prompt = await render_prompt(chat, server.model)
     resolved = await resolve_chat(server, chat, options, prompt, response_id)
     generation = server.generations.start(
         resolved.requests,
         kept_ids=_kept_ids(resolved.plan, server.model.tokenizer),
         continues=chat.continues,
+        splits_runs=splits_runs,
     )
     count_outcome = server.metrics.count_parsed_message
     return ChatGeneration(generation, chat, resolved, count_outcome)
@@ -228,13 +244,19 @@ async def resolve_chat(
     )
     prompt = truncated(prompt, chat.truncation, model.max_model_len, params.max_tokens)
     priority = admit_priority(server, options.priority)
-    requests = build_engine_requests(response_id, [prompt], options, rules, server.limits, priority)
+    predicted = await predicted_tokens(
+        options.prediction or "", model, is_used=server.speculates and options.may_draft
+    )
+    requests = build_engine_requests(
+        response_id, [prompt], options, rules, server.limits, priority, predicted
+    )
     return ResolvedChat(
         requests=requests,
         prompt=prompt,
         plan=plan,
         markers=markers,
         ignored=("response_format",) if is_displaced else (),
+        has_prediction=options.prediction is not None,
     )
 
 

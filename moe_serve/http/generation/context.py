@@ -32,6 +32,7 @@ class ServerContext:
     generations: GenerationService
     gate: GrammarGate  # for every constrained answer
     assistant: AssistantFormats
+    speculates: bool = False  # drafted tokens are verified
 
     @property
     def limits(self) -> EngineLimits:

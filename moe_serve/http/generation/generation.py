@@ -19,8 +19,8 @@ from moe_serve.engine.request.request import (
 from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.gate.key_limits import KeyAccount, current_account
 from moe_serve.http.generation.answer_sequence import Piece, SequenceProgress
-from moe_serve.http.generation.usage import Usage, llama_timings, timing_of
-from moe_serve.http.metrics.finished_sequence import FinishedSequence
+from moe_serve.http.generation.usage import PredictionUsage, Usage, llama_timings, timing_of
+from moe_serve.http.metrics.finished_sequence import DraftTally, FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.schema.api_error import ApiError, draining_error, engine_dead_error
 from moe_serve.text.stop_strings import StopStrings
@@ -41,8 +41,9 @@ class Generation:
         metrics: ServerMetrics,
         *,
         has_timing: bool = False,
+        splits_runs: bool = False,
     ) -> None:
-        self._metrics, self._has_timing = metrics, has_timing
+        self._metrics, self._has_timing, self._splits_runs = metrics, has_timing, splits_runs
         self._engine = engine
         self._sequences = {sequence.request.request_id: sequence for sequence in sequences}
         self._num_running = len(sequences)
@@ -66,8 +67,7 @@ class Generation:
         """The pieces that are ready, possibly none."""
         pieces: list[Piece] = []
         for request_id, deltas in _by_request(self._queue.take()):
-            if (piece := self._push(request_id, deltas)) is not None:
-                pieces.append(piece)
+            pieces += self._push(request_id, deltas)
         return self._prompt_logprobs.share(pieces)
 
     def listen(self, on_step: Callable[[], bool]) -> None:
@@ -85,6 +85,13 @@ class Generation:
             timing=None if timed is None else timing_of(timed),
             llama_timings=None if timed is None else llama_timings(timed),
         )
+
+    def prediction_usage(self) -> PredictionUsage:
+        """Adds up how much of the client's prediction came true in all choices."""
+        tallies = [sequence.drafts or DraftTally() for sequence in self._sequences.values()]
+        accepted = sum(tally.num_predicted_accepted for tally in tallies)
+        num_predicted = sum(tally.num_predicted for tally in tallies)
+        return PredictionUsage(num_accepted=accepted, num_rejected=num_predicted - accepted)
 
     def _timed(self) -> FinishedSequence | None:
         """The single sequence of the request, once it has ended. Its times are those of the
@@ -113,20 +120,21 @@ class Generation:
                 sequence.abandon()
         self._on_close(self)
 
-    def _push(self, request_id: str, deltas: list[TokenDelta]) -> Piece | None:
+    def _push(self, request_id: str, deltas: list[TokenDelta]) -> list[Piece]:
         sequence = self._sequences[request_id]
         if sequence.is_finished:  # the engine's last deltas after a stop string or a cut
-            return None
-        piece = sequence.push(deltas)
+            return []
+        pieces = sequence.push(deltas, is_split=self._splits_runs)
         if sequence.is_finished:
             self._num_running -= 1
             self._observe_prompt(sequence)
-        if piece.delta.is_stopped_by_text:
+        last = pieces[-1].delta
+        if last.is_stopped_by_text:
             self._engine.abort(request_id)
-        elif piece.delta.finish_reason is FinishReason.ERROR:
+        elif last.finish_reason is FinishReason.ERROR:
             self._engine.abort(request_id)
             raise self._cut_error or self._engine_error(deltas[-1])
-        return piece
+        return pieces
 
     def _observe_prompt(self, ended: SequenceProgress) -> None:
         """Reports a prompt to the metrics when its last choice has ended."""
@@ -208,10 +216,12 @@ class GenerationService:
         metrics: ServerMetrics,
         *,
         has_timing: bool = False,
+        speculates: bool = False,
     ) -> None:
-        """`has_timing`: answers report the times of their own request."""
+        """`has_timing`: answers report the times of their own request. `speculates`: the engine
+        verifies drafts, which are counted."""
         self.engine = engine
-        self._has_timing = has_timing
+        self._has_timing, self._speculates = has_timing, speculates
         self.is_draining = False
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -228,11 +238,13 @@ class GenerationService:
         is_prompt_only: bool = False,
         kept_ids: frozenset[int] = frozenset(),
         continues: bool = False,
+        splits_runs: bool = False,
     ) -> Generation:
         """Submits all requests or none. The caller must `close` the generation in every case.
 
         All requests belong to one HTTP request, so they share their stop strings. `continues`: the
-        answers continue the text of the prompts.
+        answers continue the text of the prompts. `splits_runs`: tokens that came together are
+        given one by one.
         """
         account = current_account()
         self._claim(account, len(requests))
@@ -253,6 +265,7 @@ class GenerationService:
                 is_prompt_only=is_prompt_only,
                 kept_ids=kept_ids,
                 continues=continues,
+                drafts=DraftTally() if self._speculates else None,
             )
             for index, request in enumerate(requests)
         ]
@@ -264,7 +277,13 @@ class GenerationService:
                 _charge(account, generation.usage())
 
         generation = Generation(
-            self.engine, sequences, queue, on_close, self._metrics, has_timing=self._has_timing
+            self.engine,
+            sequences,
+            queue,
+            on_close,
+            self._metrics,
+            has_timing=self._has_timing,
+            splits_runs=splits_runs,
         )
         self._open.add(generation)
         return generation

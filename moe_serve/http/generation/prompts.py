@@ -59,6 +59,28 @@ async def text_prompt(text: str, model: ServedModel, *, add_special_tokens: bool
     return await _encoded(text, "prompt", model, has_limit=True, has_special=add_special_tokens)
 
 
+async def predicted_tokens(text: str, model: ServedModel, *, is_used: bool) -> tuple[int, ...]:
+    """Tokenizes the answer that a client expects, without special tokens. A text that is longer
+    than any answer is refused before it is tokenized; one that is not used is only checked."""
+    param, least = "prediction.content", model.tokenizer.min_num_tokens(text)
+    most = model.max_model_len * model.tokenizer.usual_bytes_per_token
+    if least >= model.max_model_len or len(text) > most:
+        raise InvalidRequestError(
+            f"{param} has {len(text)} characters, which is more than any answer of this model: its "
+            f"context is {model.max_model_len} tokens of at most "
+            f"{model.tokenizer.usual_bytes_per_token} bytes. Shorten it.",
+            param=param,
+        )
+
+    if not is_used:
+        return ()
+
+    def work() -> tuple[int, ...]:
+        return tuple(model.tokenizer.encode(text, add_special_tokens=False))
+
+    return await model.texts.run(work, len(text))
+
+
 async def completion_prompts(
     value: Any, model: ServedModel, *, has_limit: bool = True
 ) -> list[Prompt]:

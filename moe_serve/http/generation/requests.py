@@ -75,12 +75,14 @@ def build_engine_requests(
     rules: DecodingRules,
     limits: EngineLimits,
     priority: int = 0,
+    prediction: tuple[int, ...] = (),
 ) -> list[GenerationRequest]:
     """Builds one request per prompt and choice, in the order of the answer's `choices`.
 
         2 prompts, n = 3:  choice index 0 1 2 | 3 4 5,  GenerationRequest.choice 0 1 2 | 0 1 2
 
-    Only choice 0 of a prompt requests the log probabilities of the prompt.
+    Only choice 0 of a prompt requests the log probabilities of the prompt. `prediction` has the
+    tokens that the client expects of every choice; those beyond the context are left out.
     """
     params = options.params
     num_sequences = len(prompts) * params.n
@@ -110,6 +112,8 @@ def build_engine_requests(
                     priority=priority,
                     cache_salt=options.cache_salt,
                     wants_routed_experts=options.wants_routed_experts,
+                    may_draft=options.may_draft,
+                    prediction=prediction[: limits.max_model_len - len(prompt.token_ids)],
                 )
             )
     if not options.is_streamed:

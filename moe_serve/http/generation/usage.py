@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_serve.http.metrics.finished_sequence import FinishedSequence
+from moe_serve.http.metrics.finished_sequence import DraftTally, FinishedSequence
 
-Timing = Mapping[str, float | None]  # null: not known
+Timing = Mapping[str, object]  # null: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionUsage:
+    """The drafted tokens of a client's prediction. Those accepted are tokens of the answer."""
+
+    num_accepted: int = 0
+    num_rejected: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +34,16 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None
+    prediction: PredictionUsage | None = None  # None: the client sent no prediction
     timing: Timing | None = None
     llama_timings: Mapping[str, float] | None = None
 
 
 def timing_of(sequence: FinishedSequence) -> Timing:
     """vLLM's `metrics`. As in vLLM, the first token is timed from the first step, not from
-    arrival."""
+    arrival. A server that verifies drafts adds their figures."""
     inference_ms = _ms(sequence.inference_s)
-    tpot_s = sequence.tpot_s
+    tpot_s, drafts = sequence.tpot_s, sequence.drafts
     return {
         "time_to_first_token_ms": _ms(sequence.prefill_s),
         "generation_time_ms": _ms(sequence.decode_s),
@@ -43,6 +52,21 @@ def timing_of(sequence: FinishedSequence) -> Timing:
         "tokens_per_second": (
             round(sequence.num_tokens / inference_ms * 1e3, 3) if inference_ms else None
         ),
+        **({} if drafts is None else {"speculative_decoding": _draft_figures(drafts)}),
+    }
+
+
+def _draft_figures(drafts: DraftTally) -> Mapping[str, float | None]:
+    """vLLM's figures of a request's drafts. The mean counts the token that a step makes without a
+    draft too."""
+    num_drafts, num_drafted = drafts.num_drafts, drafts.num_drafted
+    accepted = drafts.num_accepted
+    return {
+        "mean_acceptance_length": round(1 + accepted / num_drafts, 3) if num_drafts else None,
+        "draft_acceptance_rate": round(accepted / num_drafted, 3) if num_drafted else None,
+        "num_spec_steps": num_drafts,
+        "num_draft_tokens": num_drafted,
+        "num_accepted_draft_tokens": accepted,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cache.histogram import Histogram
+from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.stats import EngineStats, PolicyStats, PoolStats
 from moe_serve.engine.request.step_tokens import BOUNDS
 from moe_serve.http.metrics.scrape import MetricRow, Samples, Scrape, ScrapePart
@@ -185,6 +186,42 @@ _MEMORY_ROWS = (
     ),
 )
 
+_drafts = ScrapePart[DraftCounts](lambda scrape: scrape.drafts)
+_drafts_as_vllm = ScrapePart[DraftCounts](
+    lambda scrape: scrape.drafts, "spec_decode_num_", is_vllm=True
+)
+_DRAFT_ROWS = (
+    _drafts_as_vllm.counter(
+        "drafts",
+        "Drafts that steps verified, by the drafter that proposed them.",
+        lambda d: {(source,): counts.num_drafts for source, counts in d.by_source.items()},
+        "source",
+    ),
+    _drafts_as_vllm.counter(
+        "draft_tokens",
+        "Drafted tokens that steps verified.",
+        lambda d: {(source,): counts.num_drafted for source, counts in d.by_source.items()},
+        "source",
+    ),
+    _drafts_as_vllm.counter(
+        "accepted_tokens",
+        "Drafted tokens that were accepted, which are generated tokens too.",
+        lambda d: {(source,): counts.num_accepted for source, counts in d.by_source.items()},
+        "source",
+    ),
+    _drafts_as_vllm.counter(
+        "accepted_tokens_per_pos",
+        "Accepted tokens by their position in the draft, counted from 0.",
+        lambda d: {(str(p),): count for p, count in enumerate(d.accepted_by_position)},
+        "position",
+    ),
+    _drafts.counter(
+        "speculation_drafter_seconds",
+        "Time that the engine's thread spent on finding drafts.",
+        lambda d: d.drafter_s,
+    ),
+)
+
 _policy = ScrapePart[PolicyStats](lambda scrape: scrape.stats.batching)
 _POLICY_ROWS = (
     _policy.gauge(
@@ -273,6 +310,7 @@ ENGINE_ROWS: tuple[MetricRow, ...] = (
     *_ENGINE_ROWS,
     *_CACHE_ROWS,
     *_MEMORY_ROWS,
+    *_DRAFT_ROWS,
     *_POLICY_ROWS,
     *_POOL_ROWS,
 )

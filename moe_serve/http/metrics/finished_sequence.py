@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moe_serve.engine.request.request import FinishReason, GenerationRequest
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+
+_PREDICTION = "prediction"  # the source of drafts from a client's prediction
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftTally:
+    """Counts what became of a sequence's drafts. An accepted token is a token of the answer, so one
+    behind a stop string is not accepted."""
+
+    num_drafts: int = 0  # steps that verified a draft
+    num_drafted: int = 0  # tokens
+    num_accepted: int = 0
+    num_predicted: int = 0  # drafted tokens of the client's prediction
+    num_predicted_accepted: int = 0
+
+    def read(self, deltas: Iterable[TokenDelta], num_kept: int) -> None:
+        """Adds deltas that came together. `num_kept` of their tokens are in the answer."""
+        for delta in deltas:
+            kept = min(len(delta.token_ids), num_kept)
+            num_kept -= kept
+            drafted = delta.drafted
+            if drafted is None:
+                continue
+            accepted = min(drafted.num_accepted, kept)
+            self.num_drafts += 1
+            self.num_drafted += drafted.num_drafted
+            self.num_accepted += accepted
+            if drafted.source == _PREDICTION:
+                self.num_predicted += drafted.num_drafted
+                self.num_predicted_accepted += accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +57,7 @@ class FinishedSequence:
     first_token: float | None
     ended: float
     num_preemptions: int = 0
+    drafts: DraftTally | None = None  # None: the server does not draft
 
     @property
     def arrival(self) -> float:

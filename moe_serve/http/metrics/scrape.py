@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from experts.placement.problem.placement import Placement
 from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.request.draft_counts import DraftCounts, SourceCounts
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementControl, PlacementStatus
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
@@ -108,6 +109,7 @@ class Scrape:
     startup: Startup
     is_ready: bool
     experts: ExpertScrape | None
+    drafts: DraftCounts | None = None  # with an entry for every source
 
     @property
     def oldest_waiting_s(self) -> float:
@@ -132,6 +134,7 @@ class ScrapeSources:
     placement: PlacementControl | None = None
     experts: ExpertLoad | None = None
     has_each_expert: bool = False  # a series for each expert of each layer
+    drafters: tuple[str, ...] = ()  # sources of drafts; empty: speculation is off
 
 
 class Scraper:
@@ -152,6 +155,7 @@ class Scraper:
             token_gaps=self._token_gaps,
             startup=sources.startup,
             is_ready=is_ready(stats, is_draining=sources.is_draining()),
+            drafts=_drafts(stats, sources.drafters),
             experts=None if sources.experts is None else self._experts(sources.experts),
         )
 
@@ -164,6 +168,13 @@ class Scraper:
             shares=None if placement is None else self._sharer.of(placement.plan(), window.rows_LE),
             has_each=self._sources.has_each_expert,
         )
+
+
+def _drafts(stats: EngineStats, drafters: tuple[str, ...]) -> DraftCounts | None:
+    """The counts of drafts. A source that has not drafted yet counts 0."""
+    if not drafters:
+        return None
+    return DraftCounts(by_source={name: SourceCounts() for name in drafters}) + stats.counts.drafts
 
 
 PREFIX = "moe_serve:"  # of every metric's name

@@ -207,7 +207,10 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
     if usage.reasoning_tokens is not None:
-        fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        details = fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        if usage.prediction is not None:
+            details["accepted_prediction_tokens"] = usage.prediction.num_accepted
+            details["rejected_prediction_tokens"] = usage.prediction.num_rejected
     return fields
 
 

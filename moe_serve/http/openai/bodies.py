@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,7 @@ from moe_serve.http.schema.chat_messages import ChatMessage
 from moe_serve.http.schema.field_types import (
     AllowedTokenIds,
     CacheSalt,
+    Content,
     Int,
     LogitBias,
     LogprobTokenIds,
@@ -32,10 +33,11 @@ from moe_serve.http.schema.field_types import (
     StrictSchema,
     WordList,
 )
-from moe_serve.http.schema.parameters import check_extra_fields
+from moe_serve.http.schema.parameters import check_extra_fields, check_fields
 from moe_serve.http.schema.structured import StructuredFields
 from moe_serve.http.schema.template_options import ReasoningEffort, TemplateOptions
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
+from moe_serve.text.chat_template import join_text_parts
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -44,6 +46,20 @@ class StreamOptions(StrictSchema):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # accepted, but the stream is never padded
     continuous_usage_stats: bool | None = None
+
+
+class Prediction(StrictSchema):
+    """The answer that the client expects (OpenAI's Predicted Outputs)."""
+
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """Raises InvalidRequestError for a part that is not text."""
+        if isinstance(self.content, str):
+            return self.content
+        return join_text_parts(self.content, "prediction.content")
 
 
 class GenerationBody(StructuredFields):
@@ -80,6 +96,7 @@ class GenerationBody(StructuredFields):
     truncation_side: TruncationSide | None = None
     request_id: RequestId | None = None
     priority: Priority | None = None
+    speculation: bool | None = None
 
     @property
     def truncation(self) -> Truncation | None:
@@ -140,6 +157,7 @@ class GenerationBody(StructuredFields):
             priority=self.priority,
             is_streamed=bool(self.stream),
             wants_routed_experts=bool(self.return_routed_experts),
+            may_draft=self.speculation is not False,
         )
 
 
@@ -162,6 +180,7 @@ class ChatBody(GenerationBody):
     separate_reasoning: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     thinking_token_budget: Int | None = None
+    prediction: Prediction | None = None
 
     def check(self, *, is_strict: bool) -> list[str]:
         if self.top_logprobs is not None and not self.logprobs:
@@ -175,6 +194,9 @@ class ChatBody(GenerationBody):
         ignored = super().check(is_strict=is_strict)
         for i, message in enumerate(self.messages):
             ignored += message.check(i, is_strict=is_strict)
+        if self.prediction is not None:
+            extras = self.prediction.model_extra or {}
+            ignored += check_fields(extras, frozenset(), {}, "prediction.", is_strict)
         return ignored
 
     def _check_last_message(self) -> None:
@@ -226,7 +248,8 @@ class ChatBody(GenerationBody):
             thinking_token_budget=self.thinking_token_budget,
         )
         field = "max_tokens" if newer is None else "max_completion_tokens"
-        return replace(options, max_tokens_field=field)
+        expected = None if self.prediction is None else self.prediction.text
+        return replace(options, max_tokens_field=field, prediction=expected)
 
 
 class CompletionBody(GenerationBody):

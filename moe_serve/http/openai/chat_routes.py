@@ -55,6 +55,8 @@ def read_chat(server: ServerContext, content: Mapping[str, Any]) -> ChatCall:
     server.model.check_name(body.model)
     chat, internal_id = body.chat(), f"chatcmpl-{uuid.uuid4().hex}"
     unheeded = server.assistant.check(chat, server.model)
+    if body.prediction is not None and not server.speculates:
+        ignored.append("prediction")
     head = ResponseHead(
         id=f"chatcmpl-{body.request_id}" if body.request_id else internal_id,
         object="chat.completion.chunk" if body.stream else "chat.completion",

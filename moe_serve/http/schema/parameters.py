@@ -49,7 +49,7 @@ UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "no_stop_trim": (False,),
-    "prediction": (),
+    "prediction": (),  # chats support it
     "routed_experts_prompt_start": (),
     "session_id": (),
     "session_params": (),

@@ -13,8 +13,9 @@ from starlette.testclient import TestClient
 
 from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.placement import Placement
-from moe_serve.config.sections import ServerConfig
+from moe_serve.config.sections import ServerConfig, SpeculationConfig
 from moe_serve.engine.execute.step_timeline import Span, StepTimeline, StepTrack
+from moe_serve.engine.request.draft_counts import DraftCounts, SourceCounts
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
@@ -35,11 +36,12 @@ from moe_serve.engine.routes.route_records import RouteRecord
 from moe_serve.engine.watch.expert_load import ExpertLoad
 from moe_serve.http.app import create_app
 from moe_serve.http.dashboard import board
+from moe_serve.http.dashboard.board import speculation_part
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
 
 KEYS = {
     *("server", "now", "requests", "tokens", "latency", "kv", "experts", "expert_memory"),
-    *("ranks", "placement", "predictor", "step", "history", "events"),
+    *("ranks", "placement", "predictor", "speculation", "step", "history", "events"),
 }
 
 
@@ -275,3 +277,18 @@ def test_a_series_for_each_expert_only_if_asked_for(engine: Any, model: Any) -> 
     names = {name.partition("{")[0] for name in metrics_of(closed)}
     assert "expert_counted_tokens_total" in names and "ready" in names
     assert not names & {"expert_tokens_total", "ranks", "rank_losses_total", "placement_replicas"}
+
+
+def test_drafts(engine: Any, model: Any) -> None:
+    facts = DashboardFacts(speculation=SpeculationConfig(method="suffix", max_tokens=4))
+    client = TestClient(create_app(engine, model, ServerConfig(), facts=facts))
+    found = state(client)["speculation"]
+    assert found["drafters"] == "suffix: ngram, suffix, prediction; at most 4 tokens"
+    assert found["acceptance"] is None and found["tokens_per_step"] is None
+    engine.num_steps = 30  # generated tokens
+    counts = SourceCounts(num_drafts=5, num_drafted=16, num_accepted=12)
+    engine.drafts = DraftCounts(by_source={"ngram": counts})
+    found = speculation_part(engine.stats(), facts.speculation)
+    assert found is not None
+    assert found["acceptance"] == 0.75 and found["tokens_per_step"] == 1.667  # 30 tokens, 18 steps
+    assert found["accepted_by_source"] == {"ngram": 12}

@@ -19,6 +19,8 @@ TEMPLATE = (
 )
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ås"}}\n</tool_call>'
 CALLS = f"<think>Où? 🌧️ or ☀️?</think>Let me see. {CALL}\n{CALL}"
+THOUGHT = "<think>Où? 🌧️ or ☀️?</think>In Spaîn, mainly in the plain."
+SHORT_CALLS = f"A {CALL} B {CALL} C"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "get_weather", "parameters": PARAMETERS}
 ASK = [{"role": "user", "content": "hi"}]
@@ -51,7 +53,23 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         PROSE,
         {"messages": ASK, "logprobs": True, "top_logprobs": 2, "n": 2},
     ),
+    "chat, stop string": (
+        "/v1/chat/completions",
+        PROSE,
+        {"messages": ASK, "logprobs": True, "stop": ["n stay", "the"]},
+    ),
+    "reasoning": ("/v1/chat/completions", THOUGHT, {"messages": ASK, "logprobs": True}),
+    "reasoning, stop string": (
+        "/v1/chat/completions",
+        THOUGHT,
+        {"messages": ASK, "stop": ["plain"], "return_token_ids": True},
+    ),
     "calls": ("/v1/chat/completions", CALLS, CHAT),
+    "calls, logprobs": (
+        "/v1/chat/completions",
+        CALLS,
+        {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 1},
+    ),
     "cut call": ("/v1/chat/completions", CALLS, {**CHAT, "max_tokens": 90}),
     "stopped call": ("/v1/chat/completions", CALLS, {**CHAT, "stop": ['"city']}),
     "responses": (
@@ -59,6 +77,51 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         CALLS,
         {"input": "hi", "tools": [{"type": "function", **FUNCTION}], "store": False},
     ),
+    "responses, stop string": (
+        "/v1/responses",
+        THOUGHT,
+        {"input": "hi", "stop": ["plain"], "store": False},
+    ),
+    "responses, cut call": (
+        "/v1/responses",
+        CALLS,
+        {
+            "input": "hi",
+            "tools": [{"type": "function", **FUNCTION}],
+            "max_output_tokens": 90,
+            "store": False,
+        },
+    ),
+    "responses, text behind calls": (
+        "/v1/responses",
+        SHORT_CALLS,
+        {"input": "hi", "tools": [{"type": "function", **FUNCTION}], "store": False},
+    ),
+    "messages, text behind calls": (
+        "/v1/messages",
+        SHORT_CALLS,
+        {
+            "max_tokens": 300,
+            "messages": ASK,
+            "tools": [{"name": "get_weather", "input_schema": PARAMETERS}],
+        },
+    ),
+    "responses, logprobs": (
+        "/v1/responses",
+        THOUGHT,
+        {
+            "input": "hi",
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+            "store": False,
+        },
+    ),
+    "messages, stop sequence": (
+        "/v1/messages",
+        THOUGHT,
+        {"max_tokens": 300, "messages": ASK, "stop_sequences": ["plain"]},
+    ),
+    "messages, limit": ("/v1/messages", THOUGHT, {"max_tokens": 33, "messages": ASK}),
     "messages": (
         "/v1/messages",
         CALLS,

@@ -10,9 +10,11 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from moe_serve.config.sections import SpeculationConfig
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.step_tokens import StepTokenCounter, StepTokens
+from moe_serve.http.dashboard.facts import DashboardFacts
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.metrics.table import METRICS
@@ -150,7 +152,8 @@ def test_a_client_that_hangs_up_is_counted(make_app: Callable[..., FastAPI], eng
 
 
 def test_the_alias(make_app: Callable[..., FastAPI]) -> None:
-    client = TestClient(make_app(metrics_alias="vllm"))
+    facts = DashboardFacts(speculation=SpeculationConfig(method="auto"))
+    client = TestClient(make_app(facts, metrics_alias="vllm"))
     client.post("/v1/completions", json={"prompt": "hi"})
     client.app.state.generations._metrics.count_rejection("queue_full")  # type: ignore[attr-defined]
     text = client.get("/metrics").text

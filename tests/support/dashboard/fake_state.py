@@ -57,6 +57,14 @@ def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, A
             "last_move": "2 experts of layer 1 from expert-0 to expert-1",
         },
         "predictor": {"kind": "request", "recall": 0.62, "floor": 0.2, "is_acting": True},
+        "speculation": {
+            "drafters": "auto: ngram, suffix, prediction, grammar; at most 16 tokens",
+            "drafted_total": 4000,
+            "accepted_total": 3280,
+            "acceptance": 0.82,
+            "tokens_per_step": 1.9,
+            "accepted_by_source": {"ngram": 3280},
+        },
         "step": _step(num_ranks),
         "history": _history(now),
         "events": [
@@ -76,7 +84,7 @@ def idle_state(now: float, started: float) -> dict[str, Any]:
     state["experts"]["num_tokens"] = 0
     state["experts"]["load"] = [[0] * NUM_EXPERTS for _ in range(NUM_LAYERS)]
     state["experts"]["activated_mean"] = None
-    state |= dict.fromkeys(("expert_memory", "placement", "predictor", "step"))
+    state |= dict.fromkeys(("expert_memory", "placement", "predictor", "speculation", "step"))
     state["ranks"] = []
     state["history"] = {"interval_s": 1, **{name: [] for name in state["history"]["_names"]}}
     state["events"] = []

@@ -125,6 +125,7 @@ def full_metrics() -> str:
         placement=placement,
         experts=_counted_load(),
         has_each_expert=True,
+        drafters=("ngram", "grammar"),
     )
 
 

@@ -141,7 +141,9 @@ def responses_router(server: ServerContext) -> APIRouter:
         )
         with renamed_fields(OWN_NAMES):
             unheeded = server.assistant.check(translated.chat, server.model)
-            chat = await start_chat(server, translated.chat, translated.options(), record.id)
+            chat = await start_chat(
+                server, translated.chat, translated.options(), record.id, splits_runs=True
+            )
         of_chat = own_ignored([*unheeded, *chat.ignored], OWN_IGNORED)
         headers = ignored_header([*translated.ignored, *of_chat])
         run = ResponseRun(record, chat, server.model.tokenizer)

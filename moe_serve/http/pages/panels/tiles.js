@@ -9,8 +9,8 @@ const TILES = [
   ["waiting", "Waiting", ({ requests }) => [count(requests.waiting),
     requests.waiting ? `oldest ${duration(requests.oldest_waiting_s)}`
       : requests.max_waiting ? `room for ${count(requests.max_waiting)}` : ""]],
-  ["generated", "Generated tokens/s", ({ history, tokens }) =>
-    [compact(lastNumber(history.generated_per_s) ?? 0), `${compact(tokens.generated_total)} in all`]],
+  ["generated", "Generated tokens/s", ({ history, tokens, speculation }) =>
+    [compact(lastNumber(history.generated_per_s) ?? 0), speculation ? perStep(history, speculation) : `${compact(tokens.generated_total)} in all`]],
   ["prompt", "Prompt tokens/s", ({ history, tokens }) =>
     [compact(lastNumber(history.prompt_per_s) ?? 0), `${compact(tokens.prompt_total)} in all`]],
   ["ttft", "TTFT, median", ({ latency }) =>
@@ -26,6 +26,13 @@ const TILES = [
   ["finished", "Finished requests", ({ requests }) =>
     [compact(requests.finished_total), `${compact(requests.failed_total)} failed, ${compact(requests.rejected_total)} refused`]],
 ];
+
+/** The tokens that a sequence gets from one step, and the share of drafted tokens that were accepted. */
+function perStep(history, { tokens_per_step: mean, acceptance }) {
+  const lately = lastNumber(history.tokens_per_step) ?? mean;
+  const accepted = acceptance === null ? "" : `, ${percent(acceptance)} accepted`;
+  return lately === null ? "no step yet" : `${lately.toFixed(2)} per step${accepted}`;
+}
 
 export class Tiles {
   constructor(host) {
