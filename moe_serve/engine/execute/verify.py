@@ -78,21 +78,20 @@ def verify(
     logits_RV: the logits of the slices, one after the other.
     sample: samples one token per row, each at its point; it must not raise.
     """
+    if not any(piece.num_drafted for piece in slices):
+        return _sample_once(logits_RV, slices, sequences, sample)
     walks, start = list[_Walk](), 0
     for piece in slices:
         sequence, start = sequences[piece.sequence_id], start + piece.num_logits
         if piece.start + len(piece.token_ids) - piece.num_drafted == sequence.num_tokens:
             walks.append(_Walk(sequence, start - 1 - piece.num_drafted, piece.drafted))
-    if not any(walk.draft for walk in walks):
-        _sample_once(logits_RV, walks, sample)
-    else:
-        begins = [walk.end for walk in walks]
-        try:
-            _sample_levels(logits_RV, walks, sample)
-        finally:
-            for walk, begin in zip(walks, begins, strict=True):
-                if walk.end > begin:
-                    walk.sequence.truncate(begin)
+    begins = [walk.end for walk in walks]
+    try:
+        _sample_levels(logits_RV, walks, sample)
+    finally:
+        for walk, begin in zip(walks, begins, strict=True):
+            if walk.end > begin:
+                walk.sequence.truncate(begin)
     return Verified(
         {walk.sequence.id: tuple(walk.run) for walk in walks if walk.run},
         {walk.sequence.id: walk.failure for walk in walks if walk.failure is not None},
@@ -101,15 +100,30 @@ def verify(
     )
 
 
-def _sample_once(logits_RV: Tensor, walks: list[_Walk], sample: Sample) -> None:
-    """Sample one token for each sequence: no step has drafts."""
-    if not walks:
-        return
-    rows = [walk.first for walk in walks]
+def _sample_once(
+    logits_RV: Tensor,
+    slices: Items[SequenceSlice],
+    sequences: Mapping[int, Sequence],
+    sample: Sample,
+) -> Verified:
+    """Sample one token for each sequence that catches up in a step without drafts."""
+    found, points, rows, start = Verified(), list[SamplingPoint](), list[int](), 0
+    for piece in slices:
+        sequence, start = sequences[piece.sequence_id], start + piece.num_logits
+        position = piece.start + len(piece.token_ids)
+        if position == sequence.num_tokens:
+            points.append(SamplingPoint(sequence, position))
+            rows.append(start - 1)
+    if not points:
+        return found
     chosen = logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
-    points = [SamplingPoint(walk.sequence, walk.end) for walk in walks]
-    for walk, token in zip(walks, sample(chosen, points), strict=True):
-        walk.goes_on(token)
+    for point, row, token in zip(points, rows, sample(chosen, points), strict=True):
+        key = point.sequence.id
+        if isinstance(token, RowFailure):
+            found.failures[key] = token
+        else:
+            found.sampled[key], found.rows[key] = (token,), row
+    return found
 
 
 def _sample_levels(logits_RV: Tensor, walks: list[_Walk], sample: Sample) -> None:
