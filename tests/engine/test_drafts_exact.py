@@ -83,22 +83,29 @@ def engine_of(kernels: str, dtype: str, num_pages: int, budget: int, cuts: int) 
 
 
 @pytest.mark.parametrize(
-    ("kernels", "dtype", "num_pages", "budget", "cuts"),
+    ("kernels", "dtype", "num_pages", "budget", "cuts", "drafts"),
     [
-        ("native", "bfloat16", 256, 64, 1),
-        ("native", "float32", 24, 128, 3),
-        ("torch", "bfloat16", 24, 64, 3),
-        ("torch", "float32", 256, 40, 1),
+        ("native", "bfloat16", 256, 64, 1, ((0.7, 5), (1.0, 16), (0.3, 2))),
+        ("native", "float32", 24, 128, 3, ((0.7, 5), (1.0, 16), (0.3, 2))),
+        ("torch", "float32", 24, 64, 3, ((0.8, 8),)),
     ],
 )
-def test_every_parameter(kernels: str, dtype: str, num_pages: int, budget: int, cuts: int) -> None:
-    """Also with few pages, so that requests are preempted, and with a cold and a warm cache."""
+def test_every_parameter(
+    kernels: str,
+    dtype: str,
+    num_pages: int,
+    budget: int,
+    cuts: int,
+    drafts: tuple[tuple[float, int], ...],
+) -> None:
+    """Also with few pages, so that requests are preempted, and with a cold and a warm cache.
+    `drafts`: the share of right tokens, and the length."""
     asked = crowd(budget, 2 * len(PARAMS))
     expected = serve(engine_of(kernels, dtype, 256, 512, 1), asked)
     assert all(answer.error is None for answer in expected.values()), f"{expected}"
     answers = {name: answer.token_ids for name, answer in expected.items()}
     engine = engine_of(kernels, dtype, num_pages, budget, cuts)
-    for alpha, most in ((0.7, 5), (1.0, 16), (0.3, 2)):
+    for alpha, most in drafts:
         oracle = Oracle(answers, alpha, vocab_size=VOCAB_SIZE, seed=most)
         drafting = give_drafts(engine, oracle, most=most, vocab_size=VOCAB_SIZE)
         random.Random(most).shuffle(asked)
