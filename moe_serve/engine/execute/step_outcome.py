@@ -93,10 +93,14 @@ def delta_of(
 ) -> TokenDelta:
     """Return the delta of a run that a sequence got, and with which it ended if there is a
     reason."""
+    token_ids: tuple[int, ...] = (run[0].token_id,)
+    logprobs = None if run[0].logprob is None else tuple([s.logprob for s in run if s.logprob])
+    if len(run) > 1:
+        token_ids = tuple([sampled.token_id for sampled in run])
     return TokenDelta(
         request_id=sequence.request.request_id,
-        token_ids=tuple([sampled.token_id for sampled in run]),
-        logprobs=tuple([s.logprob for s in run if s.logprob is not None]) or None,
+        token_ids=token_ids,
+        logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         finish_reason=reason,
         stop_token_id=run[-1].token_id if reason is FinishReason.STOP else None,

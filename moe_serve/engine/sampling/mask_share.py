@@ -42,6 +42,8 @@ class MaskShare:
 
     def charge(self, costs: Mapping[int, MaskCost], sequences: Iterable[Sequence]) -> None:
         """Record a finished step: `costs` by sequence id, of `sequences` that were in it."""
+        if not costs:
+            return
         masks_s = sum(cost.wall_s for cost in costs.values())
         self._earn(masks_s)
         self._balance_s -= masks_s

@@ -73,7 +73,7 @@ class StepDrafts:
     def give_back(self, sequences: Iterable[Sequence], spoiled: Collection[int]) -> None:
         """Take back the pages behind the tokens of sequences. A `spoiled` one may have NaNs in the
         rest of its last page, so it loses that page and computes its tokens again."""
-        for sequence in sequences:
+        for sequence in sequences if self.running else ():
             if sequence.id in self.running and sequence.is_running:
                 num_kept = sequence.num_tokens
                 if sequence.id in spoiled:
