@@ -102,7 +102,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
-    """How a step is split into micro-batches."""
+    """The split of a step into micro-batches."""
 
     micro_batches: int | Literal["auto"] = "auto"  # auto: 1 colocated, else by measured times
     ahead: bool = True  # ranks get the next step while one runs
@@ -258,7 +258,7 @@ class ServerConfig:
 
     @property
     def has_api_keys(self) -> bool:
-        """Whether requests need an API key."""
+        """True if requests need an API key."""
         return bool(self.api_keys) or self.api_key_file is not None
 
 

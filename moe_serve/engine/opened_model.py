@@ -53,7 +53,7 @@ def device_of(config: ModelConfig) -> torch.device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """How a process holds the model. Expert ranks have no pages."""
+    """The form in which a process holds the model. Expert ranks have no pages."""
 
     kernels: str
     num_threads: int

@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much text the model generates."""
+    """The amount of text that the model generates."""
 
     texts_per_label: int = 48
     count: int = 160  # tokens of a text, at most

@@ -142,7 +142,7 @@ def _count(trial: ReplicaTrial) -> str:
 
 
 def _pays(gain: float, added: float) -> bool:
-    """Whether the gain justifies the memory, which the KV cache does not get then."""
+    """Return whether the gain justifies the memory, which the KV cache does not get then."""
     return gain >= max(_WORTH, _OF_MEMORY * added)
 
 

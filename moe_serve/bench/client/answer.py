@@ -82,7 +82,7 @@ class _AnswerMessage(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the event carries tokens; the opening event has a role and no text."""
+        """True if the event carries tokens; the opening event has a role and no text."""
         texts = (self.content, self.reasoning, self.reasoning_content, self.refusal)
         return any(texts) or bool(self.tool_calls)
 

@@ -23,8 +23,8 @@ MAX_CPU = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientHealth:
-    """How busy and how late the client was. `lateness` is set only in an open loop: a closed loop
-    has no planned times."""
+    """The load and the lateness of the client. `lateness` is set only in an open loop: a closed
+    loop has no planned times."""
 
     cpu: float  # of one core, 0 to 1
     loop_lag: Spread | None  # how late the event loop woke a timer

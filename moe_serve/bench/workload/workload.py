@@ -117,12 +117,12 @@ class Workload:
 
     @property
     def trace_repeats(self) -> bool:
-        """Whether the trace supplies only lengths, which may be used repeatedly."""
+        """True if the trace supplies only lengths, which may be used repeatedly."""
         return self.trace is not None and (self.concurrency, self.arrivals) != (None, None)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether prompts share prefixes that a prefix cache can find."""
+        """True if prompts share prefixes that a prefix cache can find."""
         rows = () if self.trace is None else self.trace.rows
         may_share = any(row.blocks or row.prompt is not None for row in rows)
         return may_share or self.prefixes.num_tokens > 0 or bool(self.files)

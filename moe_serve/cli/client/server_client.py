@@ -114,7 +114,7 @@ class ServerAddress:
 
     @property
     def uses_proxies(self) -> bool:
-        """Whether the environment's proxies apply: never for a server on this machine."""
+        """True if the environment's proxies apply: never for a server on this machine."""
         return self.url.host not in _LOOPBACK_HOSTS
 
 
@@ -156,7 +156,7 @@ def trusted() -> ssl.SSLContext:
 
 
 def is_distrust(error: Exception) -> bool:
-    """Whether the server answered with a certificate that this machine does not trust."""
+    """Return whether the server answered with a certificate that this machine does not trust."""
     return _UNVERIFIED in str(error)
 
 

@@ -48,7 +48,7 @@ class ModelFiles:
 
     @property
     def is_named_otherwise(self) -> bool:
-        """Whether the name is neither that of the folder nor of the demonstration model."""
+        """True if the name is neither that of the folder nor of the demonstration model."""
         return self.name not in (self.folder.name, _DEMO_MODEL_NAME)
 
     def served(

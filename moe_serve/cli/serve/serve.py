@@ -41,7 +41,8 @@ def check_is_guarded(server: ServerConfig) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost is not trusted."""
+    """Return whether only this machine can reach `host`. A name other than localhost is not
+    trusted."""
     if host == "localhost":
         return True
     try:

@@ -158,7 +158,7 @@ class StepCoordinator(Protocol):
 
     @property
     def has_events(self) -> bool:
-        """Whether `settle` has something to do."""
+        """True if `settle` has something to do."""
         ...
 
     @property

@@ -44,7 +44,7 @@ class Drafting:
 
     @property
     def counts(self) -> DraftCounts:
-        """What became of all drafts so far. Safe from any thread."""
+        """The counts of all drafts so far. Safe from any thread."""
         return self._counter.snapshot()
 
     def choose(self, schedule: Schedule, most: int) -> dict[int, Draft]:

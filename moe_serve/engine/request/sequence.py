@@ -93,7 +93,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log probabilities are still to be returned. They go with the first token,
+        """True if prompt log probabilities are still to be returned. They go with the first token,
         so a later recomputation needs none."""
         return self.rules.prompt_logprobs is not None and self.num_output_tokens == 0
 

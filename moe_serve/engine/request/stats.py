@@ -78,7 +78,7 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStats:
-    """What a batch policy did, filled by the policy."""
+    """The figures of a batch policy, filled by the policy."""
 
     policy: PolicyName  # the one in effect, so a fallback to fifo is visible
     num_passed_over: int = 0  # times that a later request started before a waiting one

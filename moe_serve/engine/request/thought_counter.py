@@ -65,7 +65,7 @@ class ThoughtCounter:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further token can be reasoning."""
+        """True if no further token can be reasoning."""
         return not (self._is_inside or self._may_open or self._markers.can_reopen)
 
     def read(self, tokens: Tokens[int], stop: int | None = None) -> None:

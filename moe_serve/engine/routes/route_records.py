@@ -50,7 +50,7 @@ class RouteListener(Protocol):
 
     @property
     def has_weights(self) -> bool:
-        """Whether it also wants the routers' weights."""
+        """True if it also wants the routers' weights."""
         ...
 
     def wants(self, step: int, sequences: Mapping[int, Sequence]) -> Collection[int]:

@@ -34,7 +34,7 @@ class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the history is the whole sequence, the usual case."""
+        """True if the history is the whole sequence, the usual case."""
         return self.position == len(self.sequence.token_ids)
 
     @property
@@ -61,7 +61,7 @@ class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def depends_on_history(self) -> bool:
-        """Whether the token may depend on the tokens before it, not only on the position."""
+        """True if the token may depend on the tokens before it, not only on the position."""
         params, rules = self.sequence.request.params, self.sequence.rules
         is_thinking_limited = rules.thinking_markers is not None and (
             params.thinking_token_budget is not None
@@ -72,12 +72,12 @@ class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_short(self) -> bool:
-        """Whether the answer is below the minimum length."""
+        """True if the answer is below the minimum length."""
         sequence = self.sequence
         return self.position - sequence.num_prompt_tokens < sequence.request.params.min_tokens
 
     @property
     def bans_end(self) -> bool:
-        """Whether samplers must ban end tokens. With a constraint its mask does it
+        """True if samplers must ban end tokens. With a constraint its mask does it
         (`answer_masks`)."""
         return self.is_short and self.rules.constraint is None

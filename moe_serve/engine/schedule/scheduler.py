@@ -92,7 +92,7 @@ class Scheduler:
 
     @property
     def counts(self) -> EngineCounts:
-        """What the scheduler and the cache have counted since the start. Safe from any thread."""
+        """The counts of the scheduler and the cache since the start. Safe from any thread."""
         return EngineCounts(
             num_preemptions=self.num_preemptions,
             num_evicted_pages=self.cache.num_evicted,

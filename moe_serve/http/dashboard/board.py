@@ -166,7 +166,7 @@ Part = dict[str, Any]
 
 
 def speculation_part(stats: EngineStats, config: SpeculationConfig) -> Part | None:
-    """What became of all drafts since the start. `tokens_per_step`: those that a sequence gets from
+    """The counts of all drafts since the start. `tokens_per_step`: those that a sequence gets from
     one step."""
     if not config.is_on:
         return None

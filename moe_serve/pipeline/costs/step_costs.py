@@ -116,7 +116,7 @@ class StepCosts(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether predictions can be made already."""
+        """True if predictions can be made already."""
         ...
 
     @property

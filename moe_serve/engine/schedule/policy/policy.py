@@ -58,7 +58,7 @@ class SignatureSource(Protocol):
 
     @property
     def is_on(self) -> bool:
-        """Whether the signatures are good enough to act on."""
+        """True if the signatures are good enough to act on."""
         ...
 
     def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
