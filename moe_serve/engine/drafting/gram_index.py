@@ -36,7 +36,7 @@ class GramIndex:
 
     def find(self, text: Tokens[int], tail: Tokens[int]) -> tuple[int, int] | None:
         """Return the position behind the newest occurrence of the longest end of `tail` that was
-        entered, and the length of that end; None if there is none."""
+        entered, and the length of that end; None if it was not found."""
         for size, table in self._tables:
             if len(tail) < size:
                 continue

@@ -40,7 +40,7 @@ class _Place:
 
     def search(self, tail: list[int]) -> bool:
         """Go behind the occurrence of the longest anchor at the end of `tail` that is nearest to
-        the last place. Returns False if there is none."""
+        the last place. Returns False if it was not found."""
         low, high = max(0, self.position - _WINDOW), self.position + _WINDOW
         for size in _ANCHORS:
             if len(tail) < size:

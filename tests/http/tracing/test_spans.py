@@ -29,6 +29,17 @@ TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 Spans = Callable[[], dict[str, ReadableSpan]]
 
 
+@pytest.fixture(autouse=True)
+def _no_sender_is_left() -> Iterator[None]:
+    """A thread that goes on sending would disturb later tests of the same process: its retries use
+    `random`, which Hypothesis refuses."""
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("Otel")]
+    for thread in left:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in left), f"{left} are still there"
+
+
 @pytest.fixture
 def traced(engine: Any, model: ServedModel) -> Iterator[tuple[TestClient, Spans]]:
     """A client, and the spans by name once the export was flushed."""
@@ -161,6 +172,7 @@ def test_a_collector_that_is_away_fails_no_request(engine: Any, model: ServedMod
         with TestClient(create_app(engine, model, ServerConfig(), spans=spans)) as client:
             for _ in range(600):  # more than a batch: the sending thread is at it
                 assert client.get("/v1/models").status_code == 200
+        spans.close()
 
 
 def test_the_end_waits_for_no_collector_and_says_what_is_lost(
