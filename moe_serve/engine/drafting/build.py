@@ -10,6 +10,7 @@ from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.own_text import OwnText
 from moe_serve.engine.drafting.past_answers import PastAnswers
 from moe_serve.engine.drafting.prediction import Predictions
+from moe_serve.engine.drafting.text_hashes import TextHashes
 from moe_serve.engine.request.sequence import StopRule
 from moe_serve.errors import ConfigError
 
@@ -27,10 +28,13 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
             f"speculation.prompt_lookup_min is {shortest} and must be at most "
             f"speculation.prompt_lookup_max, which is {longest}."
         )
-    past = None if config.method in ("ngram", "head") else PastAnswers(config.suffix_max_tokens)
+    hashes = TextHashes()
+    has_past = config.method not in ("ngram", "head")
+    past = PastAnswers(config.suffix_max_tokens, hashes) if has_past else None
 
     def make() -> Drafting:
-        drafters: list[Drafter] = [Predictions(), OwnText(shortest, longest, stop.max_model_len)]
+        own = OwnText(shortest, longest, stop.max_model_len, hashes)
+        drafters: list[Drafter] = [Predictions(), own]
         return Drafting(
             drafters if past is None else [*drafters, past],
             stop,
