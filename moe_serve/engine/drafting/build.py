@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_serve.config.sections import SpeculationConfig
+from moe_serve.config.sections import EngineConfig, SpeculationConfig
 from moe_serve.engine.drafting.draft import Drafter
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.own_text import OwnText
@@ -29,7 +29,7 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
             f"speculation.prompt_lookup_max, which is {longest}."
         )
     hashes = TextHashes()
-    has_past = config.method not in ("ngram", "head")
+    has_past = "suffix" in config.drafters
     past = PastAnswers(config.suffix_max_tokens, hashes) if has_past else None
 
     def make() -> Drafting:
@@ -42,6 +42,22 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
             max_tokens=config.max_tokens,
             is_adaptive=config.is_adaptive,
             past_answers=past,
+            num_self_tokens=config.num_self_tokens,
         )
 
     return make
+
+
+def check_on_ranks(config: EngineConfig) -> None:
+    """Raise ConfigError if the method cannot run with separate ranks."""
+    method, num_shards = config.speculation.method, config.cluster.attention_tp
+    if method == "self":
+        raise ConfigError(
+            "speculation.method is 'self', which needs all experts in the process that samples, "
+            "but this cluster has separate ranks: use 'auto'."
+        )
+    if method == "head" and num_shards > 1:
+        raise ConfigError(
+            f"speculation.method is 'head', which needs the whole output head on one rank, but "
+            f"cluster.attention_tp is {num_shards}: set it to 1, or use 'auto'."
+        )

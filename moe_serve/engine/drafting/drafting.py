@@ -33,12 +33,14 @@ class Drafting:
         max_tokens: int,
         is_adaptive: bool = True,
         past_answers: PastAnswers | None = None,
+        num_self_tokens: int = 0,
     ) -> None:
-        """`past_answers` learns from finished answers; it is one of the drafters. Unless
+        """`past_answers` learns from finished answers; it is one of the drafters. The model
+        itself drafts `num_self_tokens` behind a step's tokens, in pages of the sequence. Unless
         `is_adaptive`, every draft is verified with `max_tokens` tokens, whatever it costs."""
         self._drafters, self._past = tuple(drafters), past_answers
         self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
-        self._vocab_size = vocab_size
+        self._vocab_size, self.num_self_tokens = vocab_size, num_self_tokens
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
         self._proposed: Mapping[int, tuple[str, tuple[int, ...]]] = {}  # of the last step
         self._counter = DraftCounter()

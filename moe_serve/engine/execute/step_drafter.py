@@ -9,6 +9,7 @@ import torch
 
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.drafting.draft import DraftSource
+from moe_serve.engine.execute.self_drafter import SelfDrafter
 from moe_serve.engine.execute.step_outcome import Proposal
 from moe_serve.engine.execute.verify import Verified
 from moe_serve.engine.request.sequence import Sequence
@@ -16,6 +17,7 @@ from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.errors import ConfigError
 from moe_serve.model.speculation_head import SpeculationHead
 from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 
 HEAD_FOLDER = "speculation_head"  # in a model's folder
@@ -31,10 +33,12 @@ class StepDrafter:
         masks: AnswerMasks | None,
         head: SpeculationHead | None = None,
         pipeline: Pipeline | None = None,
+        by_self: SelfDrafter | None = None,
     ) -> None:
-        """`pipeline` keeps the last hidden states, from which a `head` starts."""
+        """`pipeline` keeps the last hidden states, from which a `head` starts. `by_self` drafts
+        with the model itself."""
         assert (head is None) == (pipeline is None), "a head starts from a pipeline's states"
-        self._masks, self._head, self._pipeline = masks, head, pipeline
+        self._masks, self._head, self._pipeline, self._self = masks, head, pipeline, by_self
         if pipeline is not None:
             pipeline.keeps_hidden = True
 
@@ -46,14 +50,16 @@ class StepDrafter:
         masks: AnswerMasks | None,
         stage: AttentionStage,
         pipeline: Pipeline,
+        by_self: SelfDrafter | None = None,
     ) -> StepDrafter | None:
         """Build what `config.speculation` needs beside the engine's own drafters; None: nothing.
 
-        Raises ConfigError or CheckpointError if a head is wanted and cannot be used.
+        Raises ConfigError or CheckpointError if a head is wanted and cannot be used. `by_self` is
+        there if the method is self.
         """
         method = config.speculation.method
-        if method == "auto":
-            return cls(masks)
+        if method in ("auto", "self"):
+            return cls(masks, by_self=by_self)
         if method != "head":
             return None
         device = pipeline.device.type
@@ -67,9 +73,13 @@ class StepDrafter:
         head_folder = folder / HEAD_FOLDER if wanted is None else Path(wanted)
         return cls(masks, SpeculationHead.load_for(stage, head_folder), pipeline)
 
-    def propose(self, found: Verified, sequences: Mapping[int, Sequence]) -> dict[int, Proposal]:
+    def propose(
+        self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
+    ) -> dict[int, Proposal]:
         """Return drafts that follow the runs which a step has sampled, by sequence id."""
         proposals: dict[int, Proposal] = {}
+        if self._self is not None and found.sampled:
+            proposals = self._self.propose(plan, found)
         if self._head is not None and found.sampled:
             proposals = self._guessed(found)
         if self._masks is not None:

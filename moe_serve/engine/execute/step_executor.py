@@ -98,7 +98,7 @@ class LocalExecutor:
         tokens of some requests; None if no request has restrictions. `watch` records steps.
         `drafter` drafts for the next step."""
         self.runner, self._sampler, self._tap, self._memory = runner, sampler, tap, memory
-        self._masks, self._watch, self._drafter = masks, watch, drafter
+        self._masks, self._watch, self.drafter = masks, watch, drafter
         self._mask_costs: dict[int, MaskCost] = {}  # in the last step
         self.plan: StepPlan | None = None  # the last plan that was begun
 
@@ -126,6 +126,7 @@ class LocalExecutor:
             start = end
         self._mask_costs = {}
         found = verify(logits, slices, sequences, self._sample)
+        proposals = {} if self.drafter is None else self.drafter.propose(plan, found, sequences)
         return StepOutcome(
             sampled=found.sampled,
             failures=found.failures,
@@ -133,7 +134,7 @@ class LocalExecutor:
             choices=choices,
             mask_costs=self._mask_costs,
             spoiled=found.spoiled,
-            proposals={} if self._drafter is None else self._drafter.propose(found, sequences),
+            proposals=proposals,
         )
 
     def forget(self, sequence_ids: list[int]) -> None:
