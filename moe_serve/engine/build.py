@@ -37,7 +37,6 @@ from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.pipeline.fewer_experts import FewerExperts
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
@@ -83,8 +82,7 @@ def build_engine(
     pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
-    by_self = _self_drafter(config, spec, part, experts, loader.device)
-    sampler, masks, drafter = _sampling(config, model, grammars, part.stage, pipeline, by_self)
+    sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline, experts)
     executor = LocalExecutor(runner, sampler, tap, experts.memory, masks, watch, drafter)
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
     engine = Engine(
@@ -127,14 +125,15 @@ def _sampling(
     config: EngineConfig,
     model: OpenedModel,
     grammars: Grammars,
-    stage: AttentionStage,
+    part: AttentionPart,
     pipeline: Pipeline,
-    by_self: SelfDrafter | None,
+    experts: ExpertStage,
 ) -> tuple[SamplingBackend, AnswerMasks, StepDrafter | None]:
     """Build what samples a step's tokens: a sampler, masks and drafts for the next step."""
     eos = model.eos_token_ids
     masks = AnswerMasks(model.spec.vocab_size, eos, grammars)
-    drafter = StepDrafter.of(config, model.folder, masks, stage, pipeline, by_self)
+    by_self = _self_drafter(config, model.spec, part, experts, pipeline.device)
+    drafter = StepDrafter.of(config, model.folder, masks, part.stage, pipeline, by_self)
     return make_sampler(eos, model.loader.kernels), masks, drafter
 
 

@@ -118,9 +118,9 @@ class BatchOptions:
     speculative_config: str | None = option(
         None,
         key="speculation.method",
-        help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram or "
-        "suffix), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. Answers stay the "
-        "same. Default: off.",
+        help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram, "
+        "suffix, head or self), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
+        "Answers stay the same. Default: off.",
         rich_help_panel=LIMITS,
     )
 
@@ -306,7 +306,7 @@ def speculative_settings(text: str) -> dict[str, object]:
             )
     if "method" not in given:
         raise ConfigError(
-            "--speculative-config needs a method: off, auto, ngram, suffix or head, as in "
+            "--speculative-config needs a method: off, auto, ngram, suffix, head or self, as in "
             """--speculative-config '{"method": "auto"}'."""
         )
     if given["method"] == "[ngram]":  # vLLM's other spelling

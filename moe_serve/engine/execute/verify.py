@@ -129,8 +129,8 @@ def _sample_levels(logits_RV: Tensor, walks: list[_Walk], sample: Sample) -> Non
     each behind the drafted tokens before it."""
     ahead = {id(walk) for walk in walks if _looks_ahead(walk, logits_RV.shape[-1])}
     for walk in walks:
-        for token in walk.draft if id(walk) in ahead else ():
-            walk.sequence.append(token)
+        for drafted in walk.draft if id(walk) in ahead else ():
+            walk.sequence.append(drafted)
     active = walks
     while active:
         rows, points, owners = list[int](), list[SamplingPoint](), list[_Walk]()
