@@ -53,7 +53,6 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "openai",
         "dashboard",
         "admin",
-        "tracing",
     ),
     "moe_serve.cli": (
         "console",

@@ -20,9 +20,9 @@ from moe_serve.http.anthropic.message_chat import (
     TranslatedMessages,
     translate,
 )
-from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.chat_fields import own_ignored, renamed_fields
 from moe_serve.http.generation.chat_generation import ChatGeneration, start_chat
+from moe_serve.http.generation.chat_request import AnswerOptions, Chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.prompts import render_prompt
 from moe_serve.http.generation.respond import SseResponse, request_body_schema, whole_response

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import ContextLengthError, InvalidRequestError
-from moe_serve.http.generation.chat import AnswerOptions, Chat
+from moe_serve.http.generation.chat_request import AnswerOptions, Chat
 from moe_serve.http.schema.chat_messages import ChatMessage
 from moe_serve.http.schema.field_types import (
     CacheSalt,

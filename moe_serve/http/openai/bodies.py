@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.generation.chat import AnswerOptions, Chat, Truncation, TruncationSide
 from moe_serve.http.generation.chat_fields import sampling_params
+from moe_serve.http.generation.chat_request import AnswerOptions, Chat, Truncation, TruncationSide
 from moe_serve.http.schema.chat_messages import ChatMessage
 from moe_serve.http.schema.field_types import (
     AllowedTokenIds,

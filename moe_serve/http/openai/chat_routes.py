@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.chat_generation import ChatGeneration, start_chat
+from moe_serve.http.generation.chat_request import AnswerOptions, Chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
 from moe_serve.http.openai.answers import ResponseHead, collect_chat, written_answer
