@@ -57,7 +57,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "moe_serve.cli": (
         "console",
         "options",
-        "client",
+        "server_client",
         "serve",
         "run_batch",
         "top",
@@ -103,7 +103,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     ),
     "experts": ("expert_layer", "memory", "placement"),
     "experts.placement": (
-        "errors",
+        "placement_error",
         "replicas",
         "problem",
         "judge",

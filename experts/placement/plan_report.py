@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import copies_of
 from experts.placement.judge.held_out import HeldOut, NamedPlanner, hold_out
 from experts.placement.judge.moves import Moves, count_moves
 from experts.placement.judge.plan_judge import Ints, Judge, Judged
 from experts.placement.judge.replicas_worth import Redundancy, ReplicaVerdict, judge_replicas
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.problem import PlacementProblem
+from experts.placement.problem_sources import ProblemWithSources
 from experts.placement.solution import Solution, Solver
 from experts.placement.solvers.choice import REFERENCES, make_solver
-from experts.placement.sources import ProblemWithSources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,9 +30,9 @@ from routing_predictor.importers.tables import (
     read_json,
     read_json_lines,
 )
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.load_file import ExpertLoad
 from routing_predictor.traces.metadata import regular, unreadable
+from routing_predictor.traces.routing_error import TraceError
 
 STATS, VERSION = "eplb_load_stats", 1
 

@@ -31,9 +31,9 @@ from routing_predictor.importers.tables import (
     read_json_lines,
     read_text,
 )
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.load_file import ExpertLoad
 from routing_predictor.traces.metadata import regular
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import RoutingTrace, check_distinct
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf)", re.ASCII | re.I)

@@ -31,8 +31,8 @@ from routing_predictor.importers.tables import (
     read_json_lines,
 )
 from routing_predictor.importers.torch_file import read_torch_file
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.load_file import ExpertLoad
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
 
 _EXTEND = 1  # forward_mode of tokens of prompts

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.load_file import ExpertLoad
 from routing_predictor.traces.metadata import regular, whole_number
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import DECODE, RoutingTrace
 from routing_predictor.traces.trace_file import as_int32, id_dtype
 

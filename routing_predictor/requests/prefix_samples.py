@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routing_predictor.requests.texts import RoutedTexts
-from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.routing_error import TraceError
 
 HORIZON = 32
 MIN_PREFIX = 8  # tokens that a cut leaves before it

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.metadata import read_tensors, write_tensors
+from routing_predictor.traces.routing_error import TraceError
 
 FORMAT, VERSION = "moe-serve expert load", 1
 _MOST = 2.0**53  # limit on counts; beyond it floats skip whole numbers

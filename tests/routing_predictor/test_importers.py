@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from routing_predictor.importers.importer import detect, import_files
 from routing_predictor.importers.tables import ImportOptions
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.load_file import ExpertLoad, read_load, write_load
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
 from routing_predictor.traces.trace_stats import windows
 from tests.support.routing.traces import make_trace

@@ -18,8 +18,8 @@ from routing_predictor.requests.request_mlp import RequestMLP
 from routing_predictor.requests.texts import PIECE, RoutedTexts, split_documents, texts_of
 from routing_predictor.requests.train_request import history_shares, pooled, train_request
 from routing_predictor.traces.card import PredictorCard, PredictorKind, read_card
-from routing_predictor.traces.errors import PredictorError, TraceError
 from routing_predictor.traces.fitting import Recipe, Task, TrainingCourse, fit
+from routing_predictor.traces.routing_error import PredictorError, TraceError
 from routing_predictor.traces.trace import RoutingTrace
 
 EMBEDDING = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))

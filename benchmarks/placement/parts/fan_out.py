@@ -17,7 +17,7 @@ from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solvers.fan_out.fan_out_solver import FanOutSolver
 from experts.placement.solvers.fan_out.neighbours import relabelled
-from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.references import Eplb
 from experts.placement.solvers.search.search_solver import Search
 from placement.inputs import Halves, read_halves
 from placement.part import Bar, PartResult, Setting, Stopwatch, timed

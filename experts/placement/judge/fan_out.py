@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Devices
 from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.placement import Placement

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experts.placement.errors import PlacementInputError
+from experts.placement.placement_error import PlacementInputError
 from experts.placement.problem.devices import Device, Devices
 
 _GIB, _GB = 2**30, 1e9

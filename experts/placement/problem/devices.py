@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.replicas.greedy_choices import poured
 
 _SWEEPS = 4  # rounds of pairwise levelling before paths finish the work

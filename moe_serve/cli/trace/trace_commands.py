@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from moe_serve.cli.client.server_client import URL, AdminClient, AdminKey, Url
 from moe_serve.cli.console import counted, wide_console
+from moe_serve.cli.server_client import URL, AdminClient, AdminKey, Url
 from moe_serve.cli.trace.trace_record import record
 from moe_serve.cli.trace.trace_show import show
 from moe_serve.errors import InvalidRequestError, TracingError

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Device, Devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import Placement

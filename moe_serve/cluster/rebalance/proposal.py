@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import device_loads
 from experts.placement.judge.copies import copies_of
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 from moe_serve.cluster.rebalance.load_window import STRIDE, WindowCounts

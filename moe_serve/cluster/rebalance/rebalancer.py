@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.placement import Placement
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.cluster.control.epoch import sparse_layers

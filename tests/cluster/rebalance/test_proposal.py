@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cluster.rebalance.load_window import LoadWindow, WindowCounts
 from moe_serve.cluster.rebalance.planner import PlanAnswer, PlanJob, plan_in_process, problem_of

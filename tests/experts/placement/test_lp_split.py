@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.replicas.lp_split import LpSplit, least_busiest
 
 Ranks = list[list[int]]

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import balancedness, objective_of
 from experts.placement.judge.copies import copies_of
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import contiguous
 from experts.placement.problem.plan_limits import Grouping, Move, Pin
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress
+from experts.placement.solvers.references import Eplb
 from experts.placement.solvers.references.engine_defaults import Consecutive
-from experts.placement.solvers.references.eplb import Eplb
 from experts.placement.solvers.search import search_solver, sweep, watch
 from experts.placement.solvers.search.improve import Effort
 from experts.placement.solvers.search.search_solver import Search

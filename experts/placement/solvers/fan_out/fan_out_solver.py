@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import device_loads, objective_of
 from experts.placement.judge.copies import CopyLoad, copies_of
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem

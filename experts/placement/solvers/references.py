@@ -20,8 +20,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import copies_in_slots
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress, Solution, judged
 
