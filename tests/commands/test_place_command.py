@@ -26,7 +26,7 @@ from experts.placement.plan_file import read_placement, write_placement
 from experts.placement.problem.placement import contiguous
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress, Solution, Solver
-from experts.placement.solvers.references.engine_defaults import Consecutive
+from experts.placement.solvers.references import Consecutive
 from experts.placement.solvers.search.search_solver import Search
 from moe_serve.cli.main import app, main
 from moe_serve.cli.place import place_plan

@@ -19,7 +19,7 @@ from experts.placement.formats import trtllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.formats.plan_text import parse_content, parse_text
 from experts.placement.placement_error import NotAPlanError, PlacementError
-from experts.placement.problem.cluster_devices import ClusterDevice, ClusterDevices
+from experts.placement.problem.devices import ClusterDevice, ClusterDevices
 from experts.placement.problem.model_facts import ModelFacts
 from experts.placement.problem.plan_limits import Grouping, Pin
 from experts.placement.problem.workloads import holds_loads

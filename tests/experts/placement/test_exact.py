@@ -17,7 +17,7 @@ from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import contiguous
 from experts.placement.problem.plan_limits import Grouping, Move, Pin
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.ilp import small_layers
+from experts.placement.solvers.search import search_solver
 from experts.placement.solvers.search.search_solver import Search
 from tests.support.placement.tiny import every_plan, faults, tiny_problems
 
@@ -98,7 +98,7 @@ def test_it_says_so_and_is_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -
     assert first.objective == pytest.approx(
         objective_of(problem, copies_of(first.placement, problem.loads.layers))
     )
-    monkeypatch.setattr(small_layers, "_MOST_CHOICES", 0)
+    monkeypatch.setattr(search_solver, "_MOST_CHOICES", 0)
     searched = Search().solve(problem)
     assert searched.objective >= first.objective - 1e-9
     assert "HiGHS" not in searched.bound_proof and searched.bound <= first.bound + 1e-9

@@ -11,7 +11,7 @@ import pytest
 
 from experts.placement.placement_error import PlacementInputError
 from experts.placement.plan_file import read_placement
-from experts.placement.problem.cluster_devices import ClusterDevices
+from experts.placement.problem.devices import ClusterDevices
 from experts.placement.problem.model_facts import ModelFacts
 from experts.placement.problem_sources import ProblemRequest
 

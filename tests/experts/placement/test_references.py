@@ -11,8 +11,7 @@ from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.plan_limits import Grouping
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.references import Eplb, eplb_slots
-from experts.placement.solvers.references.engine_defaults import Consecutive, RoundRobin
+from experts.placement.solvers.references import Consecutive, Eplb, RoundRobin, eplb_slots
 
 WEIGHT_LE = np.array(
     [
