@@ -28,7 +28,7 @@ from moe_serve.cluster.launch.agent_messages import (
     StartRank,
     Welcome,
 )
-from moe_serve.cluster.launch.host_port import HostPort
+from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.cluster.launch.node_agent import AgentMessage
 from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks

@@ -20,7 +20,7 @@ from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret
 from moe_serve.cluster.launch.agent_messages import AgentOrder, Dismiss, NodeHello
 from moe_serve.cluster.launch.environment import NodeEnvironment
-from moe_serve.cluster.launch.host_port import HostPort
+from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.cluster.launch.node_agent import AgentMessage, NodeAgent, NodeLife, connect_agent
 from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.cluster.launch.node_ranks import NodeRanks
