@@ -2,7 +2,7 @@
 record.
 
 A safetensors file with one tensor, `counts`: float64 [S, L, E] for S steps (or windows, or 1 for a
-sum), L layers and E experts of a layer. Its facts are the other fields of `ExpertLoad`. Reading it
+sum), L layers and E experts of a layer. Its facts are the other fields of `RecordedLoad`. Reading it
 needs only numpy and safetensors.
 """
 
@@ -22,7 +22,7 @@ _MOST = 2.0**53  # limit on counts; beyond it floats skip whole numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLoad:
+class RecordedLoad:
     """Counts of choices by logical expert. Raises TraceError if they are not valid counts."""
 
     counts_SLE: NDArray[np.float64]
@@ -56,7 +56,7 @@ class ExpertLoad:
         return summed
 
 
-def write_load(load: ExpertLoad, path: Path) -> int:
+def write_load(load: RecordedLoad, path: Path) -> int:
     """Write the file completely or not at all; returns its bytes. Raises TraceError."""
     facts = {
         "layers": list(load.layers),
@@ -67,14 +67,14 @@ def write_load(load: ExpertLoad, path: Path) -> int:
     return write_tensors(path, {"counts": load.counts_SLE}, facts, FORMAT, VERSION)
 
 
-def read_load(path: Path) -> ExpertLoad:
+def read_load(path: Path) -> RecordedLoad:
     """Read and check a file. Raises TraceError."""
     file = read_tensors(path, FORMAT, VERSION)
     layers = file.fact("layers", list)
     if not all(isinstance(layer, int) and layer >= 0 for layer in layers):
         raise TraceError(f"{path}: layers holds a value that is not a layer number")
     try:
-        return ExpertLoad(
+        return RecordedLoad(
             counts_SLE=file.tensor("counts", "f", 3).astype(np.float64, copy=False),
             layers=tuple(layers),
             source=file.fact("source", str),

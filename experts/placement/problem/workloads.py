@@ -14,7 +14,7 @@ from experts.placement.problem.loads import ExpertLoads, TokenChoices
 from routing_predictor.importers.engine_loads import META
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import Imported, ImportOptions, read_json
-from routing_predictor.traces.load_file import FORMAT, ExpertLoad, read_load
+from routing_predictor.traces.load_file import FORMAT, RecordedLoad, read_load
 from routing_predictor.traces.metadata import read_metadata
 from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import RoutingTrace, check_distinct
@@ -170,6 +170,6 @@ def _tokens(found: Sequence[Imported]) -> TokenChoices | None:
 
 
 def _has_model_numbers(one: Imported, path: Path) -> bool:
-    if isinstance(one, ExpertLoad):
+    if isinstance(one, RecordedLoad):
         return one.source not in _COUNTED
     return path.suffix.lstrip(".") not in _COUNTED

@@ -72,14 +72,14 @@ def import_(
 
     from routing_predictor.importers.importer import import_files
     from routing_predictor.importers.tables import ImportOptions
-    from routing_predictor.traces.load_file import ExpertLoad, write_load
+    from routing_predictor.traces.load_file import RecordedLoad, write_load
     from routing_predictor.traces.trace_file import write_trace
 
     options = ImportOptions(
         num_experts=num_experts, num_layers=num_layers, top_k=top_k, model=model
     )
     imported = import_files(files, kind, options)
-    if isinstance(imported, ExpertLoad):
+    if isinstance(imported, RecordedLoad):
         size = write_load(imported, out)
         steps, num_layers_read, experts = imported.counts_SLE.shape
         what = (

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from moe_serve.text.assistant.call_formats import GlmParser, HermesParser, QwenXmlParser
 from moe_serve.text.assistant.deepseek_format import (
     CALL_BEGIN,
     CALL_END,
@@ -27,7 +28,6 @@ from moe_serve.text.assistant.parser import (
     ReadingParser,
     ThinkingParser,
 )
-from moe_serve.text.assistant.tag_formats import GlmParser, HermesParser, QwenXmlParser
 from moe_serve.text.assistant.tool import Tool
 
 WEATHER = {
