@@ -1,9 +1,8 @@
-"""Stores how often experts were chosen, which planners need and which is all that some engines
-record.
+"""Stores how often experts were chosen: planners need it, and some engines record nothing else.
 
 A safetensors file with one tensor, `counts`: float64 [S, L, E] for S steps (or windows, or 1 for a
-sum), L layers and E experts of a layer. Its facts are the other fields of `RecordedLoad`. Reading it
-needs only numpy and safetensors.
+sum), L layers and E experts of a layer. Its facts are the other fields of `RecordedLoad`. Reading
+it needs only numpy and safetensors.
 """
 
 from __future__ import annotations

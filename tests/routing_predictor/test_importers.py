@@ -330,7 +330,9 @@ def test_what_cannot_be(tmp_path: Path) -> None:
 def test_a_load_survives_its_file(tmp_path: Path) -> None:
     trace_of = make_trace()
     counts_SLE = windows(trace_of, 3).astype(np.float64)
-    whole = RecordedLoad(counts_SLE=counts_SLE, layers=trace_of.layers, source="trace", model="tiny")
+    whole = RecordedLoad(
+        counts_SLE=counts_SLE, layers=trace_of.layers, source="trace", model="tiny"
+    )
     assert np.array_equal(whole.total(), trace_of.load())
     path = tmp_path / "load.safetensors"
     write_load(whole, path)
