@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_serve.text.assistant import (
+    call_formats,
     deepseek_format,
     harmony_format,
-    mistral_format,
-    tag_formats,
 )
 from moe_serve.text.assistant.spelling import Spelling, quoted, text_up_to
 from moe_serve.text.assistant.tool import Tool, is_text
@@ -34,7 +33,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 def hermes_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
     rules = _alternatives(tools, is_parallel, '"\\n"')
-    opening, closing = spell(tag_formats.OPEN), spell(tag_formats.CLOSE)
+    opening, closing = spell(call_formats.OPEN), spell(call_formats.CLOSE)
     for i, tool in enumerate(tools):
         head = quoted(f'\n{{"name": {quoted(tool.name)}, "arguments": ')
         tail = quoted("}\n")
@@ -45,16 +44,16 @@ def hermes_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> l
 
 def mistral_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
     """Build the newer form if the vocabulary has its marker, else the older one, a list."""
-    is_newer = mistral_format.ARGS in spell.special_ids
+    is_newer = call_formats.ARGS in spell.special_ids
     rules = _alternatives(tools, is_parallel, "" if is_newer else '", "')
     if not is_newer:
-        rules[0] = f'start: {spell(mistral_format.CALLS)} "[" calls "]"'
+        rules[0] = f'start: {spell(call_formats.CALLS)} "[" calls "]"'
     for i, tool in enumerate(tools):
         if is_newer:
             parts = [
-                spell(mistral_format.CALLS),
+                spell(call_formats.CALLS),
                 quoted(tool.name),
-                spell(mistral_format.ARGS),
+                spell(call_formats.ARGS),
                 f"args_{i}",
             ]
         else:
@@ -114,18 +113,18 @@ def qwen_xml_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) ->
     for i, tool in enumerate(tools):
         head, tail = (
             quoted(f"\n<function={tool.name}>\n"),
-            quoted(tag_formats.END_FUNCTION + "\n"),
+            quoted(call_formats.END_FUNCTION + "\n"),
         )
         names = " ".join(_argument_names(i, tool))
-        begin, close = spell(tag_formats.OPEN), spell(tag_formats.CLOSE)
+        begin, close = spell(call_formats.OPEN), spell(call_formats.CLOSE)
         rules.append(f"call_{i}: {begin} {head} {names} {tail} {close}")
         for k, key in enumerate(tool.properties):
-            opening = quoted(f"{tag_formats.PARAMETER}{key}>\n")
+            opening = quoted(f"{call_formats.PARAMETER}{key}>\n")
             rules.append(f'arg_{i}_{k}: {opening} value_{i}_{k} "\\n"')
             # A text ends with the marker, with or without a line break before it: the parser ends
             # it there.
             before = "" if _is_free_text(tool.properties[key]) else "\n"
-            end = before + tag_formats.END_PARAMETER
+            end = before + call_formats.END_PARAMETER
             rules += _value_rules(f"value_{i}_{k}", tool, key, end, spell)
     return rules
 
@@ -136,18 +135,18 @@ def glm_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list
         names = " ".join(_argument_names(i, tool))
         head = quoted(tool.name + "\n")
         rules.append(
-            f"call_{i}: {spell(tag_formats.OPEN)} {head} {names} {spell(tag_formats.CLOSE)}"
+            f"call_{i}: {spell(call_formats.OPEN)} {head} {names} {spell(call_formats.CLOSE)}"
         )
         for k, key in enumerate(tool.properties):
             parts = [
-                spell(tag_formats.KEY),
+                spell(call_formats.KEY),
                 quoted(key),
-                spell(tag_formats.END_KEY),
+                spell(call_formats.END_KEY),
                 '"\\n"',
-                spell(tag_formats.VALUE),
+                spell(call_formats.VALUE),
             ]
             rules.append(f'arg_{i}_{k}: {" ".join(parts)} value_{i}_{k} "\\n"')
-            rules += _value_rules(f"value_{i}_{k}", tool, key, tag_formats.END_VALUE, spell)
+            rules += _value_rules(f"value_{i}_{k}", tool, key, call_formats.END_VALUE, spell)
     return rules
 
 
