@@ -31,7 +31,7 @@ from batching.splits import count_bursts, count_splits
 from harness.environment import describe_environment
 from moe_serve.cache.page_key import model_identity
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
-from routing_predictor.predictor_file import PredictorKind, read_card, write_card
+from routing_predictor.traces.card import PredictorKind, read_card, write_card
 
 PARTS = ("splits", "queue", "cost", "throughput")
 

@@ -35,15 +35,11 @@ from routing_predictor.layers.train_layers import (
     predicted_pairs,
     train_layer,
 )
-from routing_predictor.predictor_file import (
-    PredictorCard,
-    PredictorKind,
-    load_layer_predictors,
-    load_request_predictor,
-)
+from routing_predictor.predictor_file import load_layer_predictors, load_request_predictor
 from routing_predictor.requests.request_mlp import NUM_HIDDEN, PrefixPools
 from routing_predictor.requests.texts import PIECE, RoutedTexts, check_two_documents, texts_of
 from routing_predictor.requests.train_request import HORIZON, pooled, train_request
+from routing_predictor.traces.card import PredictorCard, PredictorKind
 from routing_predictor.traces.fitting import Progress, Recipe, TrainingCourse
 from routing_predictor.traces.trace import RoutingTrace
 

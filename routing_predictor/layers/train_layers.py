@@ -21,7 +21,7 @@ from routing_predictor.layers.router_residual import (
     RouterWeights,
     context_of,
 )
-from routing_predictor.predictor_file import PredictorKind
+from routing_predictor.traces.card import PredictorKind
 from routing_predictor.traces.fitting import Progress, Recipe, Task, TrainingCourse, fit
 
 Loss = Literal["router", "ranked"]

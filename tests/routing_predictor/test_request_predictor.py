@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from routing_predictor import predictor_file
-from routing_predictor.predictor_file import (
-    PredictorCard,
-    PredictorKind,
-    load_request_predictor,
-    read_card,
-    write_predictor,
-)
+from routing_predictor.predictor_file import load_request_predictor, write_predictor
 from routing_predictor.requests.request_mlp import PrefixPools, RequestMLP
 from routing_predictor.requests.texts import PIECE, RoutedTexts, split_documents, texts_of
 from routing_predictor.requests.train_request import (
@@ -29,6 +23,7 @@ from routing_predictor.requests.train_request import (
     pooled,
     train_request,
 )
+from routing_predictor.traces.card import PredictorCard, PredictorKind, read_card
 from routing_predictor.traces.fitting import Recipe, Task, TrainingCourse, fit
 from routing_predictor.traces.routing_error import PredictorError, TraceError
 from routing_predictor.traces.trace import RoutingTrace

@@ -22,13 +22,9 @@ from routing_predictor.layers.train_layers import (
     ranked_loss,
     train_layer,
 )
-from routing_predictor.predictor_file import (
-    PredictorCard,
-    PredictorKind,
-    load_layer_predictors,
-    write_predictor,
-)
+from routing_predictor.predictor_file import load_layer_predictors, write_predictor
 from routing_predictor.requests.texts import RoutedTexts
+from routing_predictor.traces.card import PredictorCard, PredictorKind
 from routing_predictor.traces.fitting import Recipe
 from routing_predictor.traces.routing_error import PredictorError
 

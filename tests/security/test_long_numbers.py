@@ -26,7 +26,7 @@ from moe_serve.planning.calibration_file import read_calibration
 from moe_serve.text.tokenizer import read_json_file
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import ImportOptions
-from routing_predictor.predictor_file import read_card
+from routing_predictor.traces.card import read_card
 from routing_predictor.traces.routing_error import RoutingError
 
 DIGITS = pytest.mark.parametrize("digits", [4000, 5000])

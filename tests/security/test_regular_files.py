@@ -37,7 +37,7 @@ from moe_serve.planning.calibration_file import read_calibration
 from moe_serve.text.chat_template import ChatTemplate
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import ImportOptions
-from routing_predictor.predictor_file import read_card
+from routing_predictor.traces.card import read_card
 from routing_predictor.traces.routing_error import RoutingError
 
 CHECKPOINT_FILES = (

@@ -31,8 +31,9 @@ from moe_serve.text.tokenizer import Tokenizer
 from routing_predictor.judge.evaluate import METRICS, PredictorVerdict
 from routing_predictor.judge.rivals import judge_history
 from routing_predictor.layers.train_layers import Loss
-from routing_predictor.predictor_file import PredictorKind, write_predictor
+from routing_predictor.predictor_file import write_predictor
 from routing_predictor.requests.texts import RoutedTexts, split_documents, texts_of
+from routing_predictor.traces.card import PredictorKind
 from routing_predictor.traces.fitting import Progress, Recipe
 from routing_predictor.traces.trace import RoutingTrace
 from routing_predictor.traces.trace_file import read_traces

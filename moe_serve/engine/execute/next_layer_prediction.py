@@ -13,11 +13,8 @@ from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.exchange.next_layer import NextLayer
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
-from routing_predictor.predictor_file import (
-    PredictorKind,
-    load_layer_predictors,
-    read_predictor_card,
-)
+from routing_predictor.predictor_file import load_layer_predictors, read_predictor_card
+from routing_predictor.traces.card import PredictorKind
 from routing_predictor.traces.routing_error import PredictorError
 
 _POLICY = "next-layer"
