@@ -255,8 +255,8 @@ _SERVER_ROWS = (
     ),
     _server.gauge(
         "oldest_waiting_seconds",
-        "How long the oldest sequence in the queue has been waiting.",
-        lambda scrape: scrape.oldest_waiting_s,
+        "Wait of the oldest queued sequence.",
+        lambda s: s.oldest_waiting_s,
     ),
     _startup.gauge("startup_seconds", "Duration of a phase of the start.", _phase_seconds, "phase"),
     _plan.gauge(
