@@ -155,10 +155,7 @@ _REQUEST_ROWS = (
         lambda s: s.prefill_s,
     ),
     _of_request(
-        "decode_time_seconds",
-        "Time from first token to last token.",
-        _SECONDS,
-        lambda s: s.decode_s,
+        "decode_time_seconds", "Time from first to last token.", _SECONDS, lambda s: s.decode_s
     ),
     _of_request(
         "inference_time_seconds",
@@ -255,8 +252,8 @@ _SERVER_ROWS = (
     ),
     _server.gauge(
         "oldest_waiting_seconds",
-        "Wait of the oldest queued sequence.",
-        lambda s: s.oldest_waiting_s,
+        "How long the oldest sequence in the queue has been waiting.",
+        lambda scrape: scrape.oldest_waiting_s,
     ),
     _startup.gauge("startup_seconds", "Duration of a phase of the start.", _phase_seconds, "phase"),
     _plan.gauge(
