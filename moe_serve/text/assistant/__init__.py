@@ -10,5 +10,4 @@ arrives.
     *_format.py         the call formats of DeepSeek and gpt-oss
     formats.py          formats by name, the markers of reasoning; the parser of one request
     format_grammars.py  grammars that force a call in each format, and those of the reasoning before
-    spelling.py         markers in grammars
 """

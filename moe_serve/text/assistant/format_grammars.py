@@ -6,7 +6,9 @@ In a grammar of the reasoning before an answer, @answer stands for the grammar o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.text.assistant import (
@@ -14,7 +16,6 @@ from moe_serve.text.assistant import (
     deepseek_format,
     harmony_format,
 )
-from moe_serve.text.assistant.spelling import Spelling, quoted, text_up_to
 from moe_serve.text.assistant.tool import Tool, is_text
 
 MAX_CALLS = 16  # of one forced answer
@@ -23,7 +24,36 @@ _LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator"
 
 _LINE_BREAKS = r'"\n"{0,2}'  # around reasoning; the parser drops them
 
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """Writes a marker as text, or as a special token if it is one."""
+
+    special_ids: Mapping[str, int]
+
+    def __call__(self, text: str) -> str:
+        special = self.special_ids.get(text)
+        return quoted(text) if special is None else f"<[{special}]>"
+
+
 WriteCalls = Callable[[Sequence[Tool], Spelling, bool], list[str]]
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def text_up_to(name: str, end: str, spell: Spelling) -> list[str]:
+    """Return rules for any text and the marker that ends it.
+
+    If the marker is a special token, ordinary tokens must not spell it: parsers read text and would
+    take it for the end.
+    """
+    if end not in spell.special_ids:
+        return [f"{name}[suffix={quoted(end)}]: /(?s:.*)/"]
+    spelt = re.escape(end).replace("/", r"\/")
+    text = f"{name}_text".upper()
+    return [f"{name}: {text} {spell(end)}", f"{text}: /(?s:.*)/ & ~/(?s:.*{spelt}.*)/"]
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:

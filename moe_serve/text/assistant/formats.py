@@ -12,10 +12,9 @@ from moe_serve.text.assistant import (
     format_grammars,
     harmony_format,
 )
-from moe_serve.text.assistant.format_grammars import harmony_lead, thinking_lead
+from moe_serve.text.assistant.format_grammars import Spelling, harmony_lead, thinking_lead
 from moe_serve.text.assistant.outbox import Outbox, new_call_id
 from moe_serve.text.assistant.parser import AssistantParser, PlainParser, ThinkingParser
-from moe_serve.text.assistant.spelling import Spelling
 from moe_serve.text.assistant.tool import Tool
 
 
