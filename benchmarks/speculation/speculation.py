@@ -13,7 +13,10 @@ client sends the answer with some tokens edited), `schema` (JSON with long keys)
 without loops), `wrong` (drafts that are never right), `auto` (the controller beside fixed lengths),
 `head` (a trained head), `self` (the model itself with fewer experts). `auto` compares on repeated
 requests and on natural text, and prints below the table which share of the best length it reaches.
-A model with random weights can run `oracle` only, as its answers mean nothing.
+`ranks` runs repeated requests on 1A1E and in one process.
+
+A model with random weights can run `oracle` and `random-prediction` only, as its answers mean
+nothing. With `oracle`, U(n) tells how many experts of a layer n consecutive tokens chose.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
+from .ranks import gains_by_layout
 from .turns import Bench, Comparison
 from .workloads import loops, natural, random_prompts, structured, with_predictions
 
@@ -43,8 +47,12 @@ _NUM_PROMPTS = 16
 class _Parts:
     """The parts of the benchmark on one engine."""
 
-    def __init__(self, bench: Bench, tokenizer: Tokenizer | None, rounds: int) -> None:
+    def __init__(
+        self, bench: Bench, tokenizer: Tokenizer | None, rounds: int, batches: Sequence[int]
+    ) -> None:
+        """`batches` are those of the oracle."""
         self._bench, self._rounds, self._tokenizer = bench, rounds, tokenizer
+        self._batches = batches
         self._vocab_size = bench.built.layout.vocab_size
 
     @property
@@ -52,12 +60,15 @@ class _Parts:
         assert self._tokenizer is not None, "this part needs a tokenizer"
         return self._tokenizer
 
+    def plain(self, batch: int) -> list[GenerationRequest]:
+        """Return greedy requests that any model can answer."""
+        if self._tokenizer is None:
+            return random_prompts(self._vocab_size, batch, _TOKENS // 2)
+        return natural(self._text, batch, _TOKENS, 0.0)
+
     def oracle(self) -> Iterator[Comparison]:
-        for batch in (1, 4, 16):
-            if self._tokenizer is None:
-                asked = random_prompts(self._vocab_size, batch, _TOKENS // 2)
-            else:
-                asked = natural(self._text, batch, _TOKENS, 0.0)
+        for batch in self._batches:
+            asked = self.plain(batch)
             answers = self._bench.turn(asked, None).answers
             for most in (5, 15):
                 yield self._compare(
@@ -190,7 +201,7 @@ class _Parts:
         raise RuntimeError("every answer loops")
 
 
-AUTO = "auto"
+AUTO, RANKS = "auto", "ranks"
 PARTS = {
     "oracle": _Parts.oracle,
     "repeated": _Parts.repeated,
@@ -209,22 +220,28 @@ _USUAL = ("oracle", "repeated", "prediction", "schema", "natural", "wrong", "aut
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="checkpoint with random weights (default: demonstration)")
-    parser.add_argument("--parts", default=None, help=f"some of {','.join(PARTS)}")
+    parts_help = f"some of {','.join(PARTS)}; or {RANKS} alone"
+    parser.add_argument("--parts", default=None, help=parts_help)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="kernel threads (default 1)")
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="for oracle")
     parser.add_argument("--self-experts", type=int, default=2, help="for self (default 2)")
     parser.add_argument("--expert-memory", type=float, help="share of the experts in memory")
     parser.add_argument("--latency-us", type=float, default=0.0, help="of an expert tensor's read")
     parser.add_argument("--gigabytes-per-s", type=float, default=float("inf"), help="of reads")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    if options.parts == RANKS:
+        for line in gains_by_layout(options.rounds, options.threads):
+            print(line, flush=True)
+        return 0
     wanted = (options.parts or ("oracle" if options.model else ",".join(_USUAL))).split(",")
     if unknown := set(wanted) - set(PARTS):
         print(f"There is no part {sorted(unknown)[0]!r}. The parts are: {', '.join(PARTS)}.")
         return 2
     bench = _bench(options, wanted)
     tokenizer = None if options.model else Tokenizer.load(bench.built.layout.folder)
-    parts = _Parts(bench, tokenizer, options.rounds)
+    parts = _Parts(bench, tokenizer, options.rounds, options.batches)
     environment = describe_environment()
     print(" ".join(f"{key}={value}" for key, value in environment.items()))
     print(f"{'':36} speedup (range)       by CPU  tok/step accepted rows/step v(n)  drafter us")
@@ -235,8 +252,15 @@ def main() -> int:
             print(_line(comparison), flush=True)
     for line in shares_of_best(found):
         print(line)
+    if "oracle" in wanted:
+        print(_experts_line(bench, parts))
     write_report(options.json, {**environment, "figures": [asdict(each) for each in found]})
     return 0
+
+
+def _experts_line(bench: Bench, parts: _Parts) -> str:
+    by_count = bench.experts_of(parts.plain(1))
+    return "U(n): " + ", ".join(f"{count}: {number:.1f}" for count, number in by_count.items())
 
 
 def shares_of_best(found: Sequence[Comparison]) -> Iterator[str]:

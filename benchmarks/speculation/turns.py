@@ -135,6 +135,27 @@ class Bench:
             answers=answers,
         )
 
+    def experts_of(self, requests: Sequence[GenerationRequest]) -> dict[int, float]:
+        """Return by n how many different experts of a layer n consecutive tokens of an answer
+        chose, on average."""
+        self.engine.drafts.use(None)
+        rows: dict[str, list[list[list[int]]]] = {r.request_id: [] for r in requests}
+        for request in requests:
+            self.engine.add(replace(request, wants_routed_experts=True))
+        while self.engine.has_work:
+            for delta in self.engine.step():
+                rows[delta.request_id] += [each.lists() for each in delta.routed_experts or ()]
+        found = {}
+        for count in (1, 2, 3, 4, 6, 8, 16):
+            windows = [
+                [each[layer] for each in answer[start : start + count]]
+                for answer in rows.values()
+                for start in range(len(answer) - count + 1)
+                for layer in range(len(answer[0]))
+            ]
+            found[count] = statistics.mean(len(set().union(*window)) for window in windows)
+        return found
+
     def compare(
         self, name: str, requests: MakeRequests, drafting: MakeDrafting, rounds: int
     ) -> Comparison:
