@@ -100,12 +100,12 @@ class Drafting:
         for key, (sequence, count) in schedule.items():
             if not _may_draft(sequence, count):
                 continue
-            if patience.rests(key) and self._may_rest(sequence):
+            if self._is_adaptive and patience.rests(key) and self._may_rest(sequence):
                 continue
             draft = self._propose(sequence)
             if draft is not None:
                 drafts[key] = draft
-            elif not is_ahead:
+            elif self._is_adaptive and not is_ahead:
                 patience.in_vain(key, None)
         if not drafts:
             return {}
