@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import mul
 
 from moe_serve.engine.drafting.draft import Draft, DraftSource
 from moe_serve.engine.request.draft_counts import MAX_DRAFT
@@ -33,17 +32,18 @@ _PRIORS = {
 class _Counts:
     """Tries and acceptances by position in a draft; both fade.
 
-    `survivals[p]` is the product of the rates up to position p, and `totals[n]` the sum of the
-    first n survivals: the tokens to expect of a draft of n tokens.
+    The rate of a position is taken to be near that of the position before it until it was tried
+    some times, so that certain drafts soon become long. `survivals[p]` is the product of the rates
+    up to position p, and `totals[n]` the sum of the first n survivals: the tokens to expect of a
+    draft of n tokens.
     """
 
-    __slots__ = ("_num_new", "accepted", "survivals", "totals", "tried")
+    __slots__ = ("_num_new", "_prior", "accepted", "survivals", "totals", "tried")
 
-    def __init__(self, rates: Iterable[float]) -> None:
-        """`rates`: acceptance by position, before any was counted."""
-        self.tried = [_PRIOR_TRIES] * MAX_DRAFT
-        self.accepted = [rate * _PRIOR_TRIES for rate in rates]
-        self._num_new = 0
+    def __init__(self, prior: float) -> None:
+        """`prior`: acceptance of the first token, before any was counted."""
+        self._prior, self._num_new = prior, 0
+        self.tried, self.accepted = [0.0] * MAX_DRAFT, [0.0] * MAX_DRAFT
         self._estimate()
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
@@ -63,8 +63,12 @@ class _Counts:
         if max(self.tried) > _MAX_TRIES:
             for counts in (self.tried, self.accepted):
                 counts[:] = [count / 2 for count in counts]
-        rates = [a / t for a, t in zip(self.accepted, self.tried, strict=True)]
-        self.survivals = [min(each, _MOST_SURVIVAL) for each in accumulate(rates, mul)]
+        rate, survival = self._prior, 1.0
+        self.survivals: list[float] = []
+        for accepted, tried in zip(self.accepted, self.tried, strict=True):
+            rate = (accepted + _PRIOR_TRIES * rate) / (tried + _PRIOR_TRIES)
+            survival *= rate
+            self.survivals.append(min(survival, _MOST_SURVIVAL))
         self.totals: list[float] = [0.0, *accumulate(self.survivals)]
 
 
@@ -140,10 +144,9 @@ class Acceptance:
         return counts
 
     def _new_counts(self, source: DraftSource) -> _Counts:
-        prior = _PRIORS[source]
         known = [counts for key, counts in self._counts.items() if key[0] is source]
-        if not known:
-            return _Counts([prior] * MAX_DRAFT)
-        tried = [sum(values) for values in zip(*(c.tried for c in known), strict=True)]
-        accepted = [sum(values) for values in zip(*(c.accepted for c in known), strict=True)]
-        return _Counts((prior + a / t) / 2 for a, t in zip(accepted, tried, strict=True))
+        tried = sum(sum(counts.tried) for counts in known)
+        if not tried:
+            return _Counts(_PRIORS[source])
+        accepted = sum(sum(counts.accepted) for counts in known)
+        return _Counts((_PRIORS[source] + accepted / tried) / 2)

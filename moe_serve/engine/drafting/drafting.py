@@ -71,9 +71,9 @@ class Drafting:
         self._counter.note(result)
         return result
 
-    def note_step(self, num_rows: int, seconds: float) -> None:
-        """Learn the time of a step that read no prompt."""
-        self._times.observe(num_rows, seconds)
+    def note_step(self, num_rows: int, num_drafted: int, seconds: float) -> None:
+        """Learn the time of a step that read no prompt. `num_drafted` of its rows were drafted."""
+        self._times.observe(num_rows, seconds, has_drafts=num_drafted > 0)
 
     def note_proposals(self, proposals: Mapping[int, tuple[str, tuple[int, ...]]]) -> None:
         """Keep what grammars or a head expect after a step, for the drafts of the next one."""

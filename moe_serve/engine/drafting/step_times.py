@@ -7,8 +7,9 @@ from collections.abc import Callable
 from moe_serve.pipeline.costs.online_costs import RowAverages
 
 _GROWING = 0.3  # share of a step's time that grows with its rows, where nothing was measured
-_MAX_AGE = 2000  # measurements after which one that was not repeated is dropped
-_SPARED = 3  # steps of the same size that are not measured after one that was
+_MAX_AGE = 500  # measurements after which one that was not repeated is dropped
+_SPARED = 3  # steps without drafts that are not measured after one that was
+_MOST_SLOWER = 2.0  # the first measurement counts as at most this times the estimate
 
 
 class StepTimes:
@@ -24,13 +25,16 @@ class StepTimes:
         self._averages = RowAverages(growing=_GROWING, max_age=_MAX_AGE)
         self._known = _Known(self._averages)  # until a measurement moves by 5%
         self._version = self._averages.version
-        self._last_rows = self._num_spared = 0
+        self._num_spared = 0
 
-    def observe(self, num_rows: int, seconds: float) -> None:
-        if num_rows == self._last_rows and self._num_spared < _SPARED:
-            self._num_spared += 1
-            return
-        self._last_rows, self._num_spared = num_rows, 0
+    def observe(self, num_rows: int, seconds: float, *, has_drafts: bool) -> None:
+        """Add the time of a step. Most steps without drafts are left out, as they are many."""
+        if not has_drafts:
+            self._num_spared = (self._num_spared + 1) % (1 + _SPARED)
+            if self._num_spared:
+                return
+        if not self._averages.is_empty:  # a pause of the machine must not end long drafts
+            seconds = min(seconds, _MOST_SLOWER * self.seconds(num_rows))
         self._averages.observe(num_rows, seconds)
 
     @property

@@ -110,7 +110,7 @@ class StepDrafts:
         drafting.note_proposals(proposals or {})
         if proposals is not None and all(count == 1 for _, count in schedule.values()):
             num_drafted = sum(len(draft.token_ids) for draft in drafts.values())
-            drafting.note_step(len(schedule) + num_drafted, now - begun_at)
+            drafting.note_step(len(schedule) + num_drafted, num_drafted, now - begun_at)
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
         """Learn from the answers of sequences that end."""

@@ -12,6 +12,7 @@ from moe_serve.engine.drafting.acceptance import Acceptance
 from moe_serve.engine.drafting.budget import choose_lengths
 from moe_serve.engine.drafting.draft import Draft, DraftSource
 from moe_serve.engine.drafting.patience import Patience
+from moe_serve.engine.drafting.step_times import StepTimes
 
 falling = st.lists(st.floats(0.01, 0.99), max_size=4).map(lambda s: sorted(s, reverse=True))
 
@@ -110,3 +111,23 @@ def test_a_sequence_without_drafts_pauses_briefly() -> None:
     assert 50 < rests <= 75
     patience.accepted(1)
     assert not patience.rests(1)
+
+
+def test_one_slow_step_does_not_end_long_drafts() -> None:
+    times = StepTimes()
+    for _ in range(50):
+        times.observe(1, 1.0, has_drafts=False)
+    estimate = times.seconds(17)
+    times.observe(17, 100.0, has_drafts=True)  # the machine had paused
+    assert times.seconds(17) == pytest.approx(2 * estimate)
+    for _ in range(20):
+        times.observe(17, 3.0, has_drafts=True)
+    assert times.seconds(17) == pytest.approx(3.0, rel=0.05)
+    assert times.seconds(1) == pytest.approx(1.0)
+
+
+def test_certain_drafts_become_long_before_long_ones_were_tried() -> None:
+    acceptance = Acceptance()
+    for _ in range(60):
+        acceptance.note(1, Draft((1,), DraftSource.PREDICTION, 20), 1)
+    assert acceptance.expected(2, Draft((1,) * 16, DraftSource.PREDICTION, 20)) > 12
