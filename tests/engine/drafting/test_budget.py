@@ -122,7 +122,7 @@ def test_one_slow_step_does_not_end_long_drafts() -> None:
     assert times.seconds(17) == pytest.approx(2 * estimate)
     for _ in range(20):
         times.observe(17, 3.0, has_drafts=True)
-    assert times.seconds(17) == pytest.approx(3.0, rel=0.05)
+    assert times.seconds(17) == pytest.approx(3.0, rel=0.1)
     assert times.seconds(1) == pytest.approx(1.0)
 
 
