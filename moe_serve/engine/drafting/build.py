@@ -35,8 +35,10 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
     def make() -> Drafting:
         own = OwnText(shortest, longest, stop.max_model_len, hashes)
         drafters: list[Drafter] = [Predictions(), own]
+        if past is not None:
+            drafters.insert(1, past)
         return Drafting(
-            drafters if past is None else [*drafters, past],
+            drafters,
             stop,
             vocab_size=vocab_size,
             max_tokens=config.max_tokens,

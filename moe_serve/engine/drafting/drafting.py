@@ -16,6 +16,9 @@ from moe_serve.engine.request.request import DraftResult
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
 
 
+_ENOUGH = 0.6  # share of the longest draft
+
+
 class Drafting:
     """Asks drafters for drafts of the sequences that decode, and picks those worth verifying.
 
@@ -142,6 +145,8 @@ class Drafting:
                 expected = self._acceptance.expected(sequence.id, kept)
                 if best is None or expected > most_expected:
                     best, most_expected = kept, expected
+                if expected > _ENOUGH * most:
+                    break  # further drafters would cost time
         return best
 
     def _proposals(self, sequence: Sequence, most: int) -> Iterable[Draft]:
