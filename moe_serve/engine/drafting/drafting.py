@@ -15,7 +15,6 @@ from moe_serve.engine.request.draft_counts import DraftCounter, DraftCounts
 from moe_serve.engine.request.request import DraftResult
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
 
-
 _ENOUGH = 0.6  # share of the longest draft
 
 

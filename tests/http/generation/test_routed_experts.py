@@ -59,7 +59,7 @@ def test_a_stream_has_them_with_each_token(client: TestClient, route: Any) -> No
 def test_drafted_tokens_name_their_drafter(tokenizer: Tokenizer) -> None:
     ids = TokenExperts(bytes([3, 4]), 1, 2)
     fields = routed_fields((replace(ids, drafter="ngram"), ids), (72, 101), tokenizer)
-    assert json.loads(fields["routed_drafts"]) == ["ngram", None]
+    assert json.loads(bytes(fields["routed_drafts"])) == ["ngram", None]
     assert "routed_drafts" not in routed_fields((ids, ids), (72, 101), tokenizer)
 
 
