@@ -84,6 +84,12 @@ class CacheConfig:
     memory_bytes: int | None = None  # None and None: enough for `max_num_seqs` average requests
     prefix_cache: bool = True  # requests reuse pages of equal beginnings
     metrics_sample: float = 0.01  # share of pages whose times are measured; 0: none
+    disk_path: str | None = None  # a folder for pages that survive a restart; None: no disk tier
+    disk_bytes: int = 10 * 2**30  # most that the folder takes
+    disk_min_free_bytes: int = 2**30  # space of the disk that is left to others
+    disk_write_bytes_per_day: int | None = None  # None: any number
+    disk_ttl_s: float = 86400.0  # how long a page is kept
+    share_across_keys: bool = False  # API keys share pages, also with a disk tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

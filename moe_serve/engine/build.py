@@ -11,6 +11,7 @@ from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.build_tiers import check_tiers, tier_maker
 from moe_serve.engine.drafting.build import drafting_maker
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
@@ -65,6 +66,7 @@ def build_engine(
     Sets the number of torch threads of this process: the configured number, or 1 if the kernels
     have their own threads.
     """
+    check_tiers(config)
     clock = time.monotonic()
     keep_freed_memory()
     model = _opened(config, progress, open_weights)
@@ -95,6 +97,7 @@ def build_engine(
         policy=make_policy(),
         routes=routes,
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
+        make_tiers=tier_maker(config, model, part.cache, report),
     )
     layout = EngineFacts.of(
         model,

@@ -87,6 +87,7 @@ class LLM:
         max_model_len: int | None = None,
         num_pages: int | None = None,
         prefix_cache: bool = True,
+        kv_disk: str | None = None,
         max_num_seqs: int = 64,
         max_batched_tokens: int = 1024,
         attention_ranks: int = 0,
@@ -112,7 +113,7 @@ class LLM:
                 num_threads=num_threads,
                 cuda_graphs=cuda_graphs,
             ),
-            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache),
+            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache, disk_path=kv_disk),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
                 max_batched_tokens=max_batched_tokens,

@@ -45,7 +45,7 @@ class Scheduler:
         """`urgency` replaces the configured rule."""
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self._urgency = urgency = urgency or Urgency(config.max_passed_over_s)
-        self._clock = clock
+        self._clock, self.tiers = clock, sharing.tiers
         self.waiting = WaitingQueue(urgency, clock)
         self.running: list[Sequence] = []  # in the order in which they started
         self.skipped = Skipped()
@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.tiers.has_work)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -133,6 +133,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the step's sequences and give them the pages that they need."""
+        self.tiers.update()
         self.policy.prepare(self.waiting.line, self.running)
         chosen: Schedule = {}
         budget = self._config.max_batched_tokens
@@ -150,7 +151,14 @@ class Scheduler:
         if self.num_preemptions == num_preempted:
             self._admit(budget, chosen)
         self._num_left = self._config.max_batched_tokens - sum(n for _, n in chosen.values())
+        self.tiers.step_begins(chosen)
         return chosen
+
+    def step_ended(self, num_tokens: int) -> None:
+        """Note the end of the step that was scheduled last. `num_tokens`: computed since the
+        start."""
+        self.step_tokens.count_to(num_tokens)
+        self.tiers.step_ended()
 
     def overdue(self) -> list[Sequence]:
         """Return running sequences that hold seats others need because their grammars are too
@@ -228,6 +236,9 @@ class Scheduler:
                     if self.policy.is_next(sequence):
                         break
                     continue
+                if self._loads_pages(sequence, found):
+                    awaiting.append(sequence)
+                    continue
                 # A copy needs a spare page, as its source is held until the copy is made.
                 self.sharing.take(sequence, found, self.running, can_copy=num_spare > 0)
                 self.running.append(sequence)
@@ -248,6 +259,11 @@ class Scheduler:
             for sequence in started:
                 self.waiting.remove(sequence)
         return started
+
+    def _loads_pages(self, sequence: Sequence, found: list[int]) -> bool:
+        """Begin to load more pages for a sequence that could start; False if it need not wait."""
+        is_wanted = sequence.can_share and not sequence.wants_prompt_logprobs
+        return is_wanted and self.tiers.begin_load(sequence, len(found))
 
     @property
     def _has_seat(self) -> bool:
