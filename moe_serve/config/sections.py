@@ -91,6 +91,12 @@ class CacheConfig:
     disk_ttl_s: float = 86400.0  # how long a page is kept
     share_across_keys: bool = False  # API keys share pages, also with a disk tier
 
+    @property
+    def separates_keys(self) -> bool:
+        """True if requests with different API keys share no pages: the disk keeps pages for so
+        long that response times would tell one client what others have asked."""
+        return self.disk_path is not None and not self.share_across_keys
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:

@@ -212,6 +212,7 @@ def create_app(
         gate=gate,
         assistant=assistant,
         speculates=facts.speculation.is_on,
+        separates_keys=facts.cache.separates_keys and config.has_api_keys,
     )
     board = Board(server, placement, facts)
     app = FastAPI(

@@ -84,16 +84,12 @@ class Segment:
     @classmethod
     def open(cls, path: Path, slot_bytes: int, secret: bytes) -> Segment | None:
         """Open a file; None if its head does not prove slots of this size. Raises OSError."""
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags)
-        head = os.pread(descriptor, _HEAD.size + _MAC_BYTES, 0)
-        fields, mac = head[: _HEAD.size], head[_HEAD.size :]
-        if hmac.compare_digest(mac, hmac.digest(secret, fields, "sha256")):
-            magic, version, num_slots, size = _HEAD.unpack(fields)
-            if (magic, version, size) == (_MAGIC, _VERSION, slot_bytes):
-                return cls(path, descriptor, num_slots, slot_bytes)
-        os.close(descriptor)
-        return None
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        head = _read_head(descriptor, secret)
+        if head is None or head[1] != slot_bytes:
+            os.close(descriptor)
+            return None
+        return cls(path, descriptor, head[0], slot_bytes)
 
     @property
     def is_full(self) -> bool:
@@ -182,6 +178,26 @@ class Segment:
             return None
         rows = _ENTRY.iter_unpack(data[_FOOTER_HEAD.size : end])
         return [Entry(*row) for row in rows]
+
+
+def slot_size(path: Path, secret: bytes) -> int | None:
+    """Return the bytes of a slot in a file; None if its head proves nothing. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        head = _read_head(descriptor, secret)
+    finally:
+        os.close(descriptor)
+    return None if head is None else head[1]
+
+
+def _read_head(descriptor: int, secret: bytes) -> tuple[int, int] | None:
+    """Return the slots of a file and the bytes of one; None if its head proves nothing."""
+    head = os.pread(descriptor, _HEAD.size + _MAC_BYTES, 0)
+    fields, mac = head[: _HEAD.size], head[_HEAD.size :]
+    if not hmac.compare_digest(mac, hmac.digest(secret, fields, "sha256")):
+        return None
+    magic, version, num_slots, slot_bytes = _HEAD.unpack(fields)
+    return (num_slots, slot_bytes) if (magic, version) == (_MAGIC, _VERSION) else None
 
 
 def _num_written(entries: list[Entry]) -> int:
