@@ -66,9 +66,7 @@ def build_engine(
     Sets the number of torch threads of this process: the configured number, or 1 if the kernels
     have their own threads.
     """
-    check_tiers(config)
     clock = time.monotonic()
-    keep_freed_memory()
     model = _opened(config, progress, open_weights)
     loader, spec, max_model_len = model.loader, model.spec, model.max_model_len
     eos, grammars = model.eos_token_ids, model.grammars()
@@ -138,6 +136,8 @@ def _opened(
     config: EngineConfig, progress: LoadProgress | None, open_weights: OpenWeights
 ) -> OpenedModel:
     of = config.model
+    check_tiers(config)
+    keep_freed_memory()
     num_threads = of.num_threads or default_num_threads()
     folder, device = model_folder(of), device_of(of)
     model = OpenedModel.open(folder, of, num_threads, device, progress, open_weights)

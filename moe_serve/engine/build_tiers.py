@@ -11,9 +11,9 @@ from moe_kernels.kernel_choice import kernels_build
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.page_bytes import PageBytes
 from moe_serve.cache.prefix_cache import PrefixCache
-from moe_serve.cache.tiers.disk_folder import DiskFolder
+from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity
 from moe_serve.cache.tiers.disk_space import DiskLimits
-from moe_serve.cache.tiers.disk_store import DiskStore, StoreIdentity
+from moe_serve.cache.tiers.disk_store import DiskStore
 from moe_serve.cache.tiers.weights_digest import weights_digest
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.config.sections import CacheConfig, EngineConfig

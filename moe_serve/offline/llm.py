@@ -74,6 +74,7 @@ class LLM:
     """A loaded model. `close()` (or `with`) frees its memory."""
 
     _ids = itertools.count()  # of requests
+    _open_engine: DrivenEngine | None
 
     def __init__(
         self,
@@ -132,8 +133,7 @@ class LLM:
         checked = check_engine_config(config, "LLM")
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
-        self._open_engine: DrivenEngine | None = built.engine
-        self.layout = built.layout
+        self._open_engine, self.layout = built.engine, built.layout
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
         self._gate = GrammarGate(built.grammars)
 

@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ from moe_serve.errors import ConfigError
 _LOCK, _WRITTEN, _SECRET, _META = "lock", "written.json", "mac.key", "meta.json"
 _SECRET_BYTES = 32
 _NAME_DIGITS = 16  # of an identity, in hexadecimal
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIdentity:
+    """The identity of the pages that a store may hold, and what it was made of."""
+
+    digest: bytes
+    meta: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +93,12 @@ class DiskFolder:
         if lock >= 0:
             os.close(lock)
 
-    def open_identity(self, identity: bytes, meta: dict[str, Any]) -> IdentityFolder:
+    def open_identity(self, identity: StoreIdentity) -> IdentityFolder:
         """Open or make the folder of an identity. Raises OSError.
 
         A damaged secret makes the old pages worthless: they are removed and a new secret is made.
         """
-        folder = self.path / identity.hex()[:_NAME_DIGITS]
+        folder = self.path / identity.digest.hex()[:_NAME_DIGITS]
         folder.mkdir(mode=0o700, exist_ok=True)
         secret = _read_secret(folder / _SECRET)
         if secret is None:
@@ -97,7 +106,7 @@ class DiskFolder:
                 path.unlink()
             secret = secrets.token_bytes(_SECRET_BYTES)
             write_whole(folder / _SECRET, secret)
-        write_whole(folder / _META, json.dumps(meta, indent=1).encode())
+        write_whole(folder / _META, json.dumps(dict(identity.meta), indent=1).encode())
         return IdentityFolder(folder, secret)
 
     def shrink_others(self, own: IdentityFolder, num_bytes: int) -> int:

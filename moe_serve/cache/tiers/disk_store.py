@@ -20,16 +20,14 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.tiers.disk_folder import DiskFolder, IdentityFolder
+from moe_serve.cache.tiers.disk_folder import DiskFolder, IdentityFolder, StoreIdentity
 from moe_serve.cache.tiers.disk_index import DiskIndex
 from moe_serve.cache.tiers.disk_space import DiskLimits, DiskSpace, num_slots_of
 from moe_serve.cache.tiers.segment import Entry, Segment
@@ -41,14 +39,6 @@ _log = logging.getLogger(__name__)
 _MOST_QUEUED_BYTES = 64 * 2**20
 _MOST_FAILURES = 3  # in turn, before the writer stops
 _NICENESS = 5  # of the threads
-
-
-@dataclass(frozen=True, slots=True)
-class StoreIdentity:
-    """The identity of the pages that a store may hold, and what it was made of."""
-
-    digest: bytes
-    meta: Mapping[str, Any]
 
 
 class DiskStore:
@@ -190,8 +180,7 @@ class DiskStore:
             self._stop_writing(f"{type(error).__name__}: {error}")
 
     def _open_folder(self) -> None:
-        identity = self._identify()
-        own = self._folder.open_identity(identity.digest, dict(identity.meta))
+        own = self._folder.open_identity(self._identify())
         now = self._wall_clock()
         for path in own.segments:
             segment = Segment.open(path, self._slot_bytes, own.secret)

@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from moe_serve.cache.tiers import segment as segment_module
-from moe_serve.cache.tiers.disk_folder import DiskFolder
+from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity
 from moe_serve.cache.tiers.disk_space import DiskLimits
-from moe_serve.cache.tiers.disk_store import DiskStore, StoreIdentity
+from moe_serve.cache.tiers.disk_store import DiskStore
 from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.slot import ALIGNMENT
 from moe_serve.cache.tiers.store import SavedPage
