@@ -274,6 +274,7 @@ class DiskStore:
             self._write_state = f"writing failed: {why}"
             if self._space is None:
                 self._state = self._write_state
+            self._num_saves["dropped"] += len(self._queue)
             self._queue.clear()
             self._queued.clear()
 
