@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +113,8 @@ def first_token(arguments: argparse.Namespace, folder: Path) -> dict[str, object
         rate = tier_of(llm).read_bytes_per_s or 0.0
     ratio = [w / c for w, c in zip(warm, cold, strict=True)]
     print(f"first token of {length} tokens: cold {med(cold)}, cached {med(cached)}")
-    print(f"  disk {med(warm)}: {statistics.median(ratio):.3f} of cold, read at {rate / 1e6:.0f} MB/s")
+    share = statistics.median(ratio)
+    print(f"  disk {med(warm)}: {share:.3f} of cold, read at {rate / 1e6:.0f} MB/s")
     return {"cold_s": cold, "disk_s": warm, "cached_s": cached, "read_bytes_per_s": rate}
 
 
@@ -120,14 +122,14 @@ def overhead(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Times 16 streams whose prompts are never found, with and without the tier."""
     rates: dict[str, list[float]] = {"off": [], "on": []}
     with opened(arguments, None) as off, opened(arguments, folder) as on:
-        params = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=256, temperature=0.0, ignore_eos=True)
         for turn in range(-1, arguments.repeat):
             for name, llm in (("off", off), ("on", on))[:: 1 if turn % 2 else -1]:
                 prompts = [prompt_of(llm, 128, 5000 + turn * 16 + i) for i in range(16)]
                 begin = time.perf_counter()
                 llm.generate(prompts, params, use_progress_bar=False)
                 if turn >= 0:
-                    rates[name].append(16 * 96 / (time.perf_counter() - begin))
+                    rates[name].append(16 * 256 / (time.perf_counter() - begin))
         tier = tier_of(on)
     ratios = [a / b for a, b in zip(rates["on"], rates["off"], strict=True)]
     print(f"16 streams, tokens/s with the tier over without: {statistics.median(ratios):.3f}")
@@ -137,21 +139,22 @@ def overhead(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 def slow_disk(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Times the first token with reads throttled to some rates, beside loading and computing."""
-    length, real, result = arguments.prompt, Segment.read, {}
+    length, real, result = arguments.prompt, Segment.read, dict[str, object]()
     for mb_s in (10, 50, 200, 1000):
         with opened(arguments, folder / str(mb_s), num_pages=length // 16 + 8) as llm:
             known = prompt_of(llm, length, 1)
             timed(llm, known)
             until_stored(llm)
             cold = [timed(llm, prompt_of(llm, length, 1000 + turn)) for turn in range(3)]
-            until_stored(llm)
-            Segment.read = _throttled(real, mb_s * 1e6)  # type: ignore[method-assign]
+        Segment.read = _throttled(real, mb_s * 1e6)  # type: ignore[assignment,method-assign]
+        with opened(arguments, folder / str(mb_s), num_pages=length // 16 + 8) as llm:
+            timed(llm, prompt_of(llm, length, 1900))
             times = []
             for turn in range(arguments.repeat):
                 times.append(timed(llm, known))
                 timed(llm, prompt_of(llm, length, 2000 + turn))
-            Segment.read = real  # type: ignore[method-assign]
             num_bytes = length // 16 * llm.layout.kv_bytes / llm.layout.num_pages
+        Segment.read = real  # type: ignore[method-assign]
         best = min(num_bytes / (mb_s * 1e6), statistics.median(cold))
         ratios = [each / best for each in times]
         later = statistics.median(ratios[2:])
@@ -163,10 +166,15 @@ def slow_disk(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
 def _throttled(
     real: Callable[[Segment, int], NDArray[np.uint8]], rate: float
 ) -> Callable[[Segment, int], NDArray[np.uint8]]:
+    lock, free_at = threading.Lock(), [0.0]
+
     def read(segment: Segment, slot: int) -> NDArray[np.uint8]:
-        begin = time.perf_counter()
         data = real(segment, slot)
-        time.sleep(max(0.0, len(data) / rate - (time.perf_counter() - begin)))
+        with lock:  # one page after the other goes over the throttled disk
+            now = time.perf_counter()
+            end = free_at[0] = max(now, free_at[0]) + len(data) / rate
+        if end > now + 0.0005:
+            time.sleep(end - now)
         return data
 
     return read
@@ -181,7 +189,7 @@ def restart(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     with opened(arguments, folder) as llm:
         ready = time.perf_counter() - begin
         outputs = llm.generate(prompts, _ANSWER, use_progress_bar=False)
-    found = sum(o.num_cached_tokens for o in outputs) / (40 * (400 - 400 % 16))
+    found = sum(o.num_cached_tokens for o in outputs) / (40 * (399 - 399 % 16))
     is_equal = [o.outputs[0].token_ids for o in outputs] == before
     print(f"restart: {found:.1%} of full pages found, answers equal: {is_equal}, {ready:.2f} s")
     return {"found": found, "is_equal": is_equal, "ready_s": ready}
@@ -230,7 +238,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    report = {}
+    report = dict[str, object]()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for name in arguments.parts:
             report[name] = PARTS[name](arguments, Path(folder) / name)

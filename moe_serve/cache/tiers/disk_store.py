@@ -1,6 +1,6 @@
 """Keeps KV pages on a disk. A new server finds the pages of the one before.
 
-    engine thread                 writer thread                     reader thread
+    engine thread                 writer thread                     reader threads
     save: queue (bounded) ----->  slot behind slot, then the index
     load: queue ----------------------------------------------->    read, prove, hand over
     take_done  <------------------------------------------------    result
@@ -13,32 +13,29 @@ found, never an error for a client.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import secrets
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.cache.tiers.disk_folder import DiskFolder, IdentityFolder, StoreIdentity
 from moe_serve.cache.tiers.disk_index import DiskIndex
+from moe_serve.cache.tiers.disk_reader import DiskReader, be_nice
 from moe_serve.cache.tiers.disk_space import DiskLimits, DiskSpace, num_slots_of
 from moe_serve.cache.tiers.segment import Entry, Segment
-from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader, slot_bytes
+from moe_serve.cache.tiers.slot import SlotHeader, slot_bytes
 from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
 
 _log = logging.getLogger(__name__)
 
 _MOST_QUEUED_BYTES = 64 * 2**20
 _MOST_FAILURES = 3  # in turn, before the writer stops
-_NICENESS = 5  # of the threads
 
 
 class DiskStore:
@@ -68,21 +65,16 @@ class DiskStore:
         self._queue: deque[SavedPage] = deque()
         self._queued: set[bytes] = set()
         self._changed = threading.Condition()  # of the queue
-        self._loads: SimpleQueue[tuple[int, list[bytes]] | None] = SimpleQueue()
-        self._done: deque[LoadDone] = deque()
-        self._has_done = threading.Event()
-        self._wake: Callable[[], None] = _nothing
+        self._reader = DiskReader(
+            self._index, page_bytes=page_bytes, geometry=geometry, wall_clock=wall_clock
+        )
         self._is_closing = False
-        self._num_failures = 0
-        self._num_loads, self._num_saves = Counter[str](), Counter[str]()
-        self._read_bytes = self._written_bytes = 0
-        self._rate: float | None = None
-        self._threads = [
-            threading.Thread(target=target, name=f"moe-serve-kv-{name}", daemon=True)
-            for name, target in (("writer", self._write_loop), ("reader", self._read_loop))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._num_failures = self._written_bytes = 0
+        self._num_saves = Counter[str]()
+        self._writer = threading.Thread(
+            target=self._write_loop, name="moe-serve-kv-writer", daemon=True
+        )
+        self._writer.start()
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """See `PageStore.num_held`."""
@@ -96,6 +88,11 @@ class DiskStore:
     def room(self) -> int:
         """See `PageStore.room`."""
         return 0 if self._write_state else self._most_queued - len(self._queue)
+
+    @property
+    def read_rate(self) -> float | None:
+        """See `PageStore.read_rate`."""
+        return self._reader.rate
 
     def save(self, page: SavedPage) -> None:
         """See `PageStore.save`."""
@@ -113,23 +110,19 @@ class DiskStore:
 
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         """See `PageStore.load`."""
-        self._loads.put((job, list(keys)))
+        self._reader.load(job, keys)
 
     def take_done(self) -> list[LoadDone]:
         """See `PageStore.take_done`."""
-        self._has_done.clear()
-        done = []
-        while self._done:
-            done.append(self._done.popleft())
-        return done
+        return self._reader.take_done()
 
     def wait(self, seconds: float) -> None:
         """See `PageStore.wait`."""
-        self._has_done.wait(seconds)
+        self._reader.wait(seconds)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `PageStore.set_waker`."""
-        self._wake = wake
+        self._reader.set_waker(wake)
 
     def stop_reading(self, why: str) -> None:
         """See `PageStore.stop_reading`."""
@@ -146,13 +139,13 @@ class DiskStore:
             num_pages=len(self._index),
             num_bytes=self._index.num_bytes,
             capacity_bytes=self._limits.max_bytes if self._space is None else self._space.max_bytes,
-            read_bytes=self._read_bytes,
+            read_bytes=self._reader.num_bytes,
             written_bytes=self._written_bytes,
             num_evicted=0 if self._space is None else self._space.num_evicted,
             num_queued=len(self._queue),
-            loads=dict(self._num_loads),
+            loads=dict(self._reader.num_pages),
             saves=dict(self._num_saves),
-            read_bytes_per_s=self._rate,
+            read_bytes_per_s=self._reader.rate,
         )
 
     def close(self, seconds: float) -> None:
@@ -160,16 +153,16 @@ class DiskStore:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._loads.put(None)
+        self._reader.end()
         deadline = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if not any(thread.is_alive() for thread in self._threads):
-            self._index.clear()
+        self._writer.join(max(0.0, deadline - time.monotonic()))
+        for thread in self._reader.threads:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
         self._folder.release()
 
     def _write_loop(self) -> None:
-        _be_nice()
+        be_nice()
         try:
             self._open_folder()
             while (page := self._next()) is not None:
@@ -191,6 +184,7 @@ class DiskStore:
             if not segment.is_sealed:
                 self._open = segment  # the newest is filled further
         self._own = own
+        self._reader.open(own.secret)
         self._space = DiskSpace(
             self._folder, own, self._index, self._limits, self._slot_bytes, self._wall_clock
         )
@@ -275,68 +269,6 @@ class DiskStore:
             if self._space is None:
                 self._state = self._write_state
             self._num_saves["dropped"] += len(self._queue)
+            self._num_saves["dropped"] += len(self._queue)
             self._queue.clear()
             self._queued.clear()
-
-    def _read_loop(self) -> None:
-        _be_nice()
-        while (job := self._loads.get()) is not None:
-            number, keys = job
-            begin = time.perf_counter()
-            try:
-                pages = self._read_run(keys)
-            except Exception:  # a fault of ours must not leave a request waiting
-                _log.exception("the disk tier in %s failed to read", self._folder.path)
-                pages = []
-            seconds = time.perf_counter() - begin
-            done = LoadDone(number, tuple(pages), len(keys), seconds)
-            if pages:
-                self._read_bytes += done.num_bytes
-                self._rate = done.num_bytes / max(seconds, 1e-9)
-            self._done.append(done)
-            self._has_done.set()
-            self._wake()
-
-    def _read_run(self, keys: Sequence[bytes]) -> list[NDArray[np.uint8]]:
-        """Read pages until one is missing or not proven."""
-        pages: list[NDArray[np.uint8]] = []
-        for key in keys:
-            page = None
-            try:
-                page = self._read(key)
-            except OSError:
-                self._num_loads["failed"] += 1
-            if page is None:
-                break
-            pages.append(page)
-        self._num_loads["hit"] += len(pages)
-        return pages
-
-    def _read(self, key: bytes) -> NDArray[np.uint8] | None:
-        place, own = self._index.find(key), self._own
-        if place is None or own is None:
-            return None
-        data = place.segment.read(place.slot)
-        header = SlotHeader.unpack(data[:ALIGNMENT].tobytes(), own.secret)
-        payload = data[ALIGNMENT : ALIGNMENT + self._page_bytes]
-        is_proven = (
-            header is not None
-            and (header.key, header.generation) == (key, place.generation)
-            and header.geometry == self._geometry
-            and header.proves(payload.data)
-        )
-        if is_proven and header is not None and header.expires_at > self._wall_clock():
-            return payload
-        self._index.drop(key, place)
-        self._num_loads["failed" if is_proven else "corrupt"] += 1
-        return None
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _be_nice() -> None:
-    """Let the calling thread give way to those that compute, where the system can."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -82,6 +82,11 @@ class PageStore(Protocol):
         """Number of pages that `save` takes now without dropping one."""
         ...
 
+    @property
+    def read_rate(self) -> float | None:
+        """Bytes per second of the last load, or measured at the start; None: not known."""
+        ...
+
     def save(self, page: SavedPage) -> None:
         """Queue a page. The oldest queued page is dropped if the queue is full."""
         ...

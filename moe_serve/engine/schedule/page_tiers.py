@@ -108,6 +108,8 @@ class PageTiers:
             return False
         num_bytes = self._pages.num_bytes
         num_queued = sum(len(load.keys) for load in self._loads.values())
+        if self.rule.read_rate is None:
+            self.rule.read_rate = self._store.read_rate
         decision = self.rule.decide(len(keys) * size, len(keys) * num_bytes, num_queued * num_bytes)
         if not decision.is_load:
             self._skip(sequence, num_found, keys, decision.deadline_s)

@@ -22,6 +22,7 @@ class FakeStore:
         self.loads: list[list[bytes]] = []
         self.seconds = 0.001  # that a load says it took
         self.stopped = ""
+        self.read_rate: float | None = None
         self._running: list[tuple[int, int, list[bytes]]] = []
 
     def num_held(self, keys: Sequence[bytes]) -> int:
