@@ -27,6 +27,7 @@ from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
 from moe_serve.cluster.members.roster import RankState, Roster
+from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
 from moe_serve.cluster.rebalance.rebalancer import Rebalancer, make_mover, make_rebalancer
@@ -66,6 +67,7 @@ class StartedRanks:
         self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
         self._starter: RankStarter | None = None
+        self._arena = RankArena(model.config.cache)
         self._roster = Roster(model.ranks)
         self._membership = Membership(
             self._roster, self._configure, model.weights, cluster.heartbeat_s
@@ -164,13 +166,14 @@ class StartedRanks:
         )
 
     def _configure(self, name: RankName) -> Configure:
-        return self._model.configure(name, self.current.version)
+        return self._model.configure(name, self.current.version, self._arena.path)
 
     def close(self) -> None:
         """Ends the ranks and stops listening."""
         self._membership.close()
         self._listener.close()
         self._place.close()
+        self._arena.close()
 
     def _engine(
         self,
@@ -200,6 +203,7 @@ class StartedRanks:
             policy=policy,
             routes=routes,
             drafting=drafting,
+            make_tier=self._arena.tier_maker(executor, loaded.report),
         )
 
 

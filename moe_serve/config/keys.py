@@ -38,6 +38,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "cache.disk_min_free_bytes": (0, 2**50),
     "cache.disk_write_bytes_per_day": (1, 2**50),
     "cache.disk_ttl_s": (1.0, 31536000.0),
+    "cache.memory_tier_bytes": (1, 2**50),
+    "cache.checkpoint_after_s": (0.0, 86400.0),
     "scheduler.max_num_seqs": (1, 65536),
     "scheduler.max_batched_tokens": (1, 2**20),
     "scheduler.max_queued_requests": (1, _MANY),

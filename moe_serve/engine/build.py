@@ -95,7 +95,7 @@ def build_engine(
         policy=make_policy(),
         routes=routes,
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
-        make_tiers=tier_maker(config, model, part.cache, report),
+        make_tier=tier_maker(config, model, part.cache, report),
     )
     layout = EngineFacts.of(
         model,

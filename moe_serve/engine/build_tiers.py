@@ -18,7 +18,8 @@ from moe_serve.cache.tiers.weights_digest import weights_digest
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.config.sections import CacheConfig, EngineConfig
 from moe_serve.engine.opened_model import LoadReport, OpenedModel
-from moe_serve.engine.schedule.page_tiers import MakeTiers, PageAccess, PageTiers
+from moe_serve.engine.schedule.kv_tier import MakeTier
+from moe_serve.engine.schedule.page_tiers import PageAccess, PageTiers
 from moe_serve.errors import ConfigError
 
 _WITHOUT_EFFECT = ("path", "num_threads", "expert_memory_bytes", "expert_memory_policy")
@@ -27,6 +28,17 @@ _WITHOUT_EFFECT = ("path", "num_threads", "expert_memory_bytes", "expert_memory_
 def check_tiers(config: EngineConfig) -> None:
     """Raise ConfigError for a tier that the rest of the configuration does not allow."""
     cache = config.cache
+    if cache.memory_tier_bytes is not None and not config.cluster.is_disaggregated:
+        raise ConfigError(
+            "cache.memory_tier_bytes is set, but attention and experts share one process, whose "
+            "pages are in main memory already: raise cache.memory_bytes instead, or serve with "
+            "attention and expert ranks."
+        )
+    if cache.memory_tier_bytes is not None and not cache.prefix_cache:
+        raise ConfigError(
+            "cache.memory_tier_bytes is set, but cache.prefix_cache is false: the memory tier "
+            "keeps pages of the prefix cache. Set cache.prefix_cache to true, or leave it out."
+        )
     if cache.disk_path is None:
         return
     if not cache.prefix_cache:
@@ -43,7 +55,7 @@ def check_tiers(config: EngineConfig) -> None:
 
 def tier_maker(
     config: EngineConfig, model: OpenedModel, cache: KVCache, report: LoadReport
-) -> MakeTiers | None:
+) -> MakeTier | None:
     """Return what makes the tier of an engine; None without a tier. Raises ConfigError."""
     if config.cache.disk_path is None:
         return None
@@ -58,7 +70,8 @@ def tier_maker(
     access = PageAccess(pages.read, pages.write, pages.num_bytes)
 
     def make(prefixes: PrefixCache) -> PageTiers:
-        return PageTiers(prefixes, store, access, REAL_CLOCK)
+        after_s = config.cache.checkpoint_after_s
+        return PageTiers(prefixes, store, access, REAL_CLOCK, after_s)
 
     return make
 

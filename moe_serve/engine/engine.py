@@ -29,7 +29,7 @@ from moe_serve.engine.request.stats import EngineCounts, EngineStats
 from moe_serve.engine.routes.route_records import Made, RouteListeners, experts_of, made_tokens
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.engine.schedule.batcher import make_next_plan, make_step_plan
-from moe_serve.engine.schedule.page_tiers import MakeTiers
+from moe_serve.engine.schedule.kv_tier import MakeTier
 from moe_serve.engine.schedule.policy.arrival_order import FIFO
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
@@ -65,13 +65,13 @@ class Engine:
         policy: BatchPolicy = FIFO,
         routes: RouteListeners | None = None,
         drafting: Drafting | None = None,
-        make_tiers: MakeTiers | None = None,
+        make_tier: MakeTier | None = None,
         clock: Clock = REAL_CLOCK,
     ) -> None:
         assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
         cache = PrefixCache(num_pages, page_size, sampled_pages)
         identity = model_identity if has_prefix_cache else None
-        sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tiers)
+        sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier)
         self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy, clock)
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
         self._executor, self._routes = executor, RouteListeners() if routes is None else routes
@@ -118,14 +118,14 @@ class Engine:
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `DrivenEngine.set_waker`."""
-        self._scheduler.tiers.set_waker(wake)
+        self._scheduler.tier.set_waker(wake)
 
     def stop_waiting(self) -> None:
         """See `DrivenEngine.stop_waiting`. This engine never waits."""
 
     def close(self) -> None:
         """See `DrivenEngine.close`."""
-        self._scheduler.tiers.close()
+        self._scheduler.tier.close()
 
     @property
     def num_pending_tokens(self) -> int:
@@ -135,7 +135,7 @@ class Engine:
     def surrender(self) -> list[Sequence]:
         """Give up all sequences in order of arrival. Their pages and computed state are lost."""
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
-        self._policy.forget(s.id for s in (*sequences, *self._scheduler.running))
+        self._scheduler.abandon(sequences)
         self.drafts.forget(sequences)
         for sequence in sequences:
             sequence.leave_engine()
@@ -257,7 +257,7 @@ class Engine:
             num_steps=self._num_steps,
             load=self._scheduler.load,
             counts=self._scheduler.counts + own,
-            tier=self._scheduler.tiers.stats(),
+            tier=self._scheduler.tier.stats(),
             expert_memory=self._executor.expert_memory,
             batching=self._policy.stats(),
         )

@@ -23,6 +23,7 @@ from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.tiers.store import LoadDone, PageStore, SavedPage, TierStats
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.schedule.kv_tier import KVTier
 from moe_serve.engine.schedule.load_or_compute import LoadOrCompute
 
 _log = logging.getLogger(__name__)
@@ -56,12 +57,19 @@ class _Load:
     is_probe: bool = False
 
 
-class PageTiers:
+class PageTiers(KVTier):
     """Connects a prefix cache with one store. Used on the engine's thread only."""
 
     def __init__(
-        self, cache: PrefixCache, store: PageStore, pages: PageAccess, clock: Clock
+        self,
+        cache: PrefixCache,
+        store: PageStore,
+        pages: PageAccess,
+        clock: Clock,
+        give_after_s: float = 2.0,
     ) -> None:
+        """`give_after_s`: how often running sequences give their full pages."""
+        self._give_after_s, self._next_give = give_after_s, clock() + give_after_s
         self._cache, self._store, self._pages, self._clock = cache, store, pages, clock
         self.rule = LoadOrCompute()
         self._fresh: deque[tuple[int, bytes, bytes]] = deque()  # page, key, parent key
@@ -76,24 +84,28 @@ class PageTiers:
 
     @property
     def has_work(self) -> bool:
-        """Return whether pages can be handed to the store now."""
+        """See `KVTier.has_work`: pages can be handed to the store."""
         return bool(self._fresh) and self._store.room > 0
 
+    @property
+    def is_due(self) -> bool:
+        """See `KVTier.is_due`."""
+        return self._clock() >= self._next_give
+
     def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
-        """Note a full page that the prefix cache has now."""
+        """See `KVTier.entered`."""
         if len(self._fresh) < _MOST_QUEUED:
             self._fresh.append((page, key, parent_key))
         else:
             self._counts["dropped"] += 1
 
     def awaits(self, sequence: Sequence) -> bool:
-        """Return whether pages are being read that the sequence would start with."""
+        """See `KVTier.awaits`."""
         return sequence.awaited_key in self._awaited
 
-    def begin_load(self, sequence: Sequence, num_found: int) -> bool:
-        """Begin to load the pages behind the first `num_found` pages of a sequence that could
-        start. Returns whether it should wait for them."""
-        size = self._cache.page_size
+    def begin_load(self, sequence: Sequence, found: list[int]) -> bool:
+        """See `KVTier.begin_load`."""
+        size, num_found = self._cache.page_size, len(found)
         num_wanted = (sequence.num_tokens - 1) // size
         if sequence.started_at is None and not sequence.num_tier_loads:
             self._num_queried += sequence.num_tokens - num_found * size
@@ -143,7 +155,9 @@ class PageTiers:
         self._num_skipped += 1
 
     def update(self) -> None:
-        """Take what the store has done, and hand it fresh pages. Called before each schedule."""
+        """See `KVTier.update`."""
+        if self.is_due:
+            self._next_give = self._clock() + self._give_after_s
         for done in self._store.take_done():
             self._end(done)
         self._give_up_late()
@@ -154,7 +168,7 @@ class PageTiers:
                 self._store.save(SavedPage(key, parent_key, size, data))
 
     def step_begins(self, schedule: Schedule) -> None:
-        """Note a step's tokens. If it is empty while a load runs, wait a moment for the load."""
+        """See `KVTier.step_begins`. An empty step waits a moment for a load that runs."""
         num_tokens = sum(count for _, count in schedule.values())
         num_prompt_tokens = sum(s.num_unread(count) for s, count in schedule.values())
         self._step = self._clock(), num_tokens, num_prompt_tokens
@@ -162,16 +176,16 @@ class PageTiers:
             self._store.wait(_WAIT_S)
 
     def step_ended(self) -> None:
-        """Measure the step that began last."""
+        """See `KVTier.step_ended`. Measures the step."""
         begin, num_tokens, num_prompt_tokens = self._step
         self.rule.note_step(num_tokens, num_prompt_tokens, self._clock() - begin)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """See `DrivenEngine.set_waker`."""
+        """See `KVTier.set_waker`."""
         self._store.set_waker(wake)
 
     def close(self) -> None:
-        """Store what was computed, at most for some seconds."""
+        """See `KVTier.close`."""
         deadline = self._clock() + _CLOSE_S
         while self._fresh and self._clock() < deadline:
             self.update()
@@ -242,41 +256,3 @@ class PageTiers:
                 why = f"{_MOST_LATE} loads in turn were late"
                 _log.warning("the KV tier is switched off: %s.", why)
                 self._store.stop_reading(why)
-
-
-class NoTiers:
-    """Stands for the tiers where pages are kept in the cache only."""
-
-    has_work = False
-
-    def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
-        """See `PageTiers.entered`."""
-
-    def awaits(self, sequence: Sequence) -> bool:
-        """See `PageTiers.awaits`."""
-        return False
-
-    def begin_load(self, sequence: Sequence, num_found: int) -> bool:
-        """See `PageTiers.begin_load`."""
-        return False
-
-    def update(self) -> None:
-        """See `PageTiers.update`."""
-
-    def step_begins(self, schedule: Schedule) -> None:
-        """See `PageTiers.step_begins`."""
-
-    def step_ended(self) -> None:
-        """See `PageTiers.step_ended`."""
-
-    def set_waker(self, wake: Callable[[], None]) -> None:
-        """See `PageTiers.set_waker`."""
-
-    def close(self) -> None:
-        """See `PageTiers.close`."""
-
-    def stats(self) -> None:
-        """See `PageTiers.stats`."""
-
-
-MakeTiers = Callable[[PrefixCache], PageTiers]

@@ -62,7 +62,7 @@ def engine_with(
         micro_batches=1,
         max_model_len=160,
         eos_token_ids=frozenset(),
-        make_tiers=make,
+        make_tier=make,
         clock=clock,
     )
 
