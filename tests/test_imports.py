@@ -155,7 +155,16 @@ BACKENDS = frozenset(
         "huggingface_hub",
     }
 )
-HEAVY = ("torch", "triton", "deepspeed", "transformers", "numpy", "fastapi", "pydantic", "huggingface_hub")
+HEAVY = (
+    "torch",
+    "triton",
+    "deepspeed",
+    "transformers",
+    "numpy",
+    "fastapi",
+    "pydantic",
+    "huggingface_hub",
+)
 
 
 @dataclass(frozen=True, slots=True)

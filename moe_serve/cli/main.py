@@ -22,8 +22,8 @@ from moe_serve.cli.config import config
 from moe_serve.cli.console import OutputError, checked_output, open_missing_streams
 from moe_serve.cli.doctor.doctor import doctor
 from moe_serve.cli.launch.launch import launch
-from moe_serve.cli.place.place import place
 from moe_serve.cli.models.models import models
+from moe_serve.cli.place.place import place
 from moe_serve.cli.placement import placement
 from moe_serve.cli.plan import plan
 from moe_serve.cli.predictor.predictor import predictor

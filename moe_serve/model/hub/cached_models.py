@@ -98,7 +98,7 @@ def _model(repo: Any, revision: Any, family_of: Callable[[Path], str]) -> Cached
     except CheckpointError as error:
         problem = f"not served: {str(error).removeprefix(f'{folder}/')}"
     if problem is None and missing:
-        problem = f"incomplete: {len(missing)} files are missing, such as {missing[0]}"
+        problem = f"incomplete: {len(missing)} of its files are missing, such as {missing[0]}"
     partial = sum(size_of(path) or 0 for path in Path(repo.repo_path).glob("blobs/*.incomplete"))
     return CachedModel(
         name=repo.repo_id,

@@ -30,7 +30,7 @@ CheckConfig = Callable[[Path], None]  # raises CheckpointError for a folder with
 
 _log = logging.getLogger(STARTUP_LOG)
 _SPARE_BYTES = 256 << 20  # of the disk, left free
-_JOIN_S = 5.0
+_JOIN_S = 1.0  # a thread that waits for bytes ends with the process
 
 
 def fetch_model(
@@ -64,8 +64,8 @@ def cached_model(name: HubName, settings: HubSettings) -> Path:
     missing = repo.missing_files(commit)
     if missing:
         raise HubError(
-            f"{name} is not complete in the cache {settings.cache}: {len(missing)} files of "
-            f"{commit[:12]} are missing, such as {missing[0]}; fetch them with `moe-serve models "
+            f"{name} is not complete in the cache {settings.cache}: {len(missing)} of the "
+            f"files of {commit[:12]} are missing, such as {missing[0]}; fetch them with `moe-serve models "
             f"pull {name}`{' without HF_HUB_OFFLINE' if settings.is_offline else ''}."
         )
     note_use(repo.snapshot(commit))

@@ -61,8 +61,8 @@ class FileDownload:
         if hasher.hexdigest() != self.file.digest:
             partial.unlink()
             raise HubError(
-                f"{self.file.name} of {self.name.repo} arrived damaged and was removed: its hash is "
-                f"{hasher.hexdigest()}, but the hub lists {self.file.digest} for "
+                f"{self.file.name} of {self.name.repo} arrived damaged and was removed: its hash "
+                f"is {hasher.hexdigest()}, but the hub lists {self.file.digest} for "
                 f"{self.file.size} bytes; run the command again."
             )
 

@@ -217,11 +217,13 @@ def _refusal(
             "`hf auth login`)."
         )
     if status == 404 and (what or code == "EntryNotFound"):
-        return HubError(f"{where} lists the file {what} of {name}, but does not have it (HTTP 404).")
+        return HubError(
+            f"{where} lists the file {what} of {name}, but does not have it (HTTP 404)."
+        )
     if status == 404 and code == "RevisionNotFound":
         return HubError(
-            f"{name.repo} has no revision {name.revision!r} at {where} (HTTP 404): give a branch, a "
-            "tag or a commit after the @."
+            f"{name.repo} has no revision {name.revision!r} at {where} (HTTP 404): give a branch, "
+            "a tag or a commit after the @."
         )
     if status == 404:
         return HubError(

@@ -168,8 +168,8 @@ def size_of(path: Path) -> int | None:
 def unwritable(cache: Path, error: OSError) -> HubError:
     """Return the error for a cache that cannot be written."""
     return HubError(
-        f"the cache {cache} cannot be written ({error.strerror}): free space with `moe-serve models "
-        "remove`, or set HF_HUB_CACHE to another folder; received bytes are kept."
+        f"the cache {cache} cannot be written ({error.strerror}): free space with `moe-serve "
+        "models remove`, or set HF_HUB_CACHE to another folder; received bytes are kept."
     )
 
 

@@ -49,9 +49,7 @@ def test_fetches_data_files_and_nothing_else(hub: FakeHub, settings: HubSettings
     assert [path for path, _ in hub.requests] == [f"/api/models/{REPO}/revision/main"]
 
 
-def test_a_pinned_commit_needs_no_hub_once_it_is_there(
-    hub: FakeHub, settings: HubSettings
-) -> None:
+def test_a_pinned_commit_needs_no_hub_once_it_is_there(hub: FakeHub, settings: HubSettings) -> None:
     old = hub.repos[REPO].revisions["main"]
     folder = fetch_model(parse_hub_name(f"{REPO}@{old}"), settings, served)
     new = hub.add(REPO, {**small_model(), "tokenizer_config.json": b'{"new": 1}'})
@@ -228,9 +226,7 @@ def test_the_family_is_checked_before_the_weights(hub: FakeHub, settings: HubSet
     assert set(hub.sent) == {"config.json"}
 
 
-def test_a_full_disk(
-    hub: FakeHub, settings: HubSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk(hub: FakeHub, settings: HubSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "free_disk_bytes", lambda folder: 300 << 20)
     monkeypatch.setattr(fetch, "_SPARE_BYTES", 300 << 20)
     with pytest.raises(HubError, match=r"594.8 KiB of its 594.9 KiB are still .* 300.0 MiB free"):
@@ -265,7 +261,8 @@ def test_offline(hub: FakeHub, settings: HubSettings) -> None:
     hub.requests.clear()
     assert fetch_model(NAME, offline, served) == folder
     (folder / SHARD).unlink()
-    with pytest.raises(HubError, match=rf"1 files of {folder.name[:12]} are missing, such as {SHARD}"):
+    missing = rf"1 of the files of {folder.name[:12]} are missing, such as {SHARD}"
+    with pytest.raises(HubError, match=missing):
         fetch_model(NAME, offline, served)
     assert not hub.requests
 
