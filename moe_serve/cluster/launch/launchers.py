@@ -25,7 +25,7 @@ from moe_serve.cluster.launch.hosts import Host
 from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.errors import ConfigError
 
-PASSED_ON = ("MOE_SERVE_", "NCCL_", "GLOO_", "PYTHONPATH")  # prefixes of names
+PASSED_ON = ("MOE_SERVE_", "NCCL_", "GLOO_", "HF_", "PYTHONPATH")  # prefixes of names
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 # Standard input of a background command is /dev/null, so it is kept as 3. A process that holds the
 # connection's output open would keep ssh waiting, so the watcher has no output.

@@ -56,17 +56,16 @@ def cached_model(name: HubName, settings: HubSettings) -> Path:
     used."""
     repo = RepoFolder.of(settings.cache, name)
     commit = repo.commit_of(name.revision)
+    how = f"`moe-serve models pull {name}`"
+    if settings.is_offline:
+        how += " without HF_HUB_OFFLINE"
     if commit is None or not repo.snapshot(commit).is_dir():
-        raise HubError(
-            f"{name} is not in the cache {settings.cache}: fetch it with `moe-serve models pull "
-            f"{name}`{' without HF_HUB_OFFLINE' if settings.is_offline else ''}."
-        )
+        raise HubError(f"{name} is not in the cache {settings.cache}: fetch it with {how}.")
     missing = repo.missing_files(commit)
     if missing:
         raise HubError(
-            f"{name} is not complete in the cache {settings.cache}: {len(missing)} of the "
-            f"files of {commit[:12]} are missing, such as {missing[0]}; fetch them with `moe-serve models "
-            f"pull {name}`{' without HF_HUB_OFFLINE' if settings.is_offline else ''}."
+            f"{name} is not complete in the cache {settings.cache}: {len(missing)} of the files of "
+            f"{commit[:12]} are missing, such as {missing[0]}; fetch them with {how}."
         )
     note_use(repo.snapshot(commit))
     return repo.snapshot(commit)

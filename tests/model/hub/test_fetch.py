@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from moe_serve.model.hub.hub_name import parse_hub_name
 from moe_serve.model.hub.hub_settings import HubSettings
 from tests.model.hub.conftest import REPO, SERVED, SHARDS, small_model
 from tests.support.hub.fake_hub import FakeHub, Fault, fake_hub
+from tests.support.server.server_process import server_environment
 
 NAME = parse_hub_name(REPO)
 SHARD = "model-00002-of-00003.safetensors"
@@ -298,44 +299,48 @@ def test_an_answer_that_is_no_hub(hub: FakeHub, settings: HubSettings) -> None:
         fetch_model(NAME, page, served)
 
 
-def _fetch_in_process(settings: HubSettings, done: Any) -> None:
-    done.put(str(fetch_model(NAME, settings, served)))
+FETCH = (
+    "import pathlib, sys; from moe_serve.model.hub.fetch import fetch_model; "
+    "from moe_serve.model.hub.hub_name import HubName; "
+    "from moe_serve.model.hub.hub_settings import HubSettings; "
+    "settings = HubSettings(endpoint=sys.argv[1], cache=pathlib.Path(sys.argv[2])); "
+    f"print(fetch_model(HubName({REPO!r}), settings, lambda folder: None))"
+)
 
 
-def _both(run: Callable[[], Any]) -> None:
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+def fetching(settings: HubSettings) -> subprocess.Popen[str]:
+    """A process that fetches the model."""
+    return subprocess.Popen(
+        [sys.executable, "-c", FETCH, settings.endpoint, str(settings.cache)],
+        env=server_environment({"NO_PROXY": "127.0.0.1"}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_processes_fetch_once(hub: FakeHub, settings: HubSettings) -> None:
-    spawn = multiprocessing.get_context("fork")
-    done = spawn.Queue()
-    processes = [spawn.Process(target=_fetch_in_process, args=(settings, done)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    folders = {done.get(timeout=60) for _ in processes}
-    for process in processes:
-        process.join(60)
-    assert len(folders) == 1
+    held = threading.Event()
+    hub.fail(SHARD, Fault(cut_after=120_000, waits_for=held))
+    with fetching(settings) as one, fetching(settings) as other:
+        while len(hub.asked("/revision/main")) < 2:  # both know that the cache lacks it
+            assert one.poll() is None and other.poll() is None
+            held.wait(0.01)
+        held.set()
+        folders = {process.communicate(timeout=60)[0] for process in (one, other)}
+    assert len(folders) == 1 and names(Path(folders.pop().strip())) == SERVED
     assert all(hub.sent[name] == len(data) for name, data in SHARDS.items())
 
 
 def test_killed_in_the_middle(hub: FakeHub, settings: HubSettings) -> None:
-    spawn = multiprocessing.get_context("fork")
     held = threading.Event()
     hub.fail(SHARD, Fault(cut_after=120_000, waits_for=held))
-    process = spawn.Process(target=_fetch_in_process, args=(settings, spawn.Queue()))
-    process.start()
-    partial = settings.cache / "models--Tiny--Mixture-1M" / "blobs"
-    clock = threading.Event()
-    while sum(p.stat().st_size for p in partial.glob("*.incomplete")) < 120_000:
-        assert process.is_alive()
-        clock.wait(0.01)
-    process.kill()
-    process.join()
+    digest = hashlib.sha256(SHARDS[SHARD]).hexdigest()
+    partial = settings.cache / NAME.folder_name / "blobs" / f"{digest}.moe-serve.incomplete"
+    with fetching(settings) as process:
+        while not partial.exists() or partial.stat().st_size < 120_000:
+            assert process.poll() is None
+            held.wait(0.01)
+        process.kill()
     held.set()
     with pytest.raises(HubError, match="not in the cache|not complete"):
         cached_model(NAME, settings)
