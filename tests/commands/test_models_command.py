@@ -23,6 +23,7 @@ from moe_serve.model.hub import hub_settings as settings_module
 from moe_serve.model.hub import named_model
 from moe_serve.model.hub.hub_settings import HubSettings
 from moe_serve.offline.llm import LLM
+from moe_serve.planning import plan_memory
 from tests.support.hub.fake_hub import FakeHub, Fault, etag_of, fake_hub
 from tests.support.server.server_process import SERVE, server_environment
 
@@ -124,6 +125,16 @@ def test_mistakes_are_one_sentence(
         assert all("INFO moe_serve.startup" in line for line in log)
     assert run("models", "pull", "../x") == 2
     assert "OWNER/NAME" in capsys.readouterr().err
+
+
+def test_memory_is_checked_before_the_weights(
+    hub: FakeHub, settings: HubSettings, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_memory, "free_bytes", lambda device: 40 << 20)
+    assert run("serve", REPO, "--port", "0") == 2
+    error = capsys.readouterr().err
+    assert "so its weights are not downloaded: the KV cache has" in error
+    assert set(hub.sent) == {"config.json"}
 
 
 def test_serves_by_name(hub: FakeHub, tmp_path: Path) -> None:

@@ -75,14 +75,18 @@ class ServiceStart:
         self._loading.close()
         self._stack.close()
 
-    def fetch_model(self) -> Config:
+    def fetch_model(self, *, has_local_ranks: bool) -> Config:
         """Returns the configuration with the folder of its model, which is downloaded if a name on
-        a hub is given. Raises HubError."""
+        a hub is given. Raises HubError, also for a model that does not fit into memory."""
+
+        def check(engine: EngineConfig) -> None:
+            plan_memory(engine, has_local_ranks=has_local_ranks).check()
+
         engine = self._config.engine
         if hub_name_of(engine.model.path) is not None:
             self.startup.begin("downloading")
             engine = local_engine_config(
-                engine, is_quiet=is_json_log(), note=self.startup.note_progress
+                engine, check=check, is_quiet=is_json_log(), note=self.startup.note_progress
             )
             self._config = replace(self._config, engine=engine)
         return self._config
@@ -153,7 +157,8 @@ def run_service(
     """
     set_up_logs(config.log)
     with ServiceStart(config) as start:
-        _serve(start.fetch_model(), build, start, settings, has_local_ranks)
+        fetched = start.fetch_model(has_local_ranks=has_local_ranks)
+        _serve(fetched, build, start, settings, has_local_ranks)
 
 
 def _serve(

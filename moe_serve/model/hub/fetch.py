@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_serve.config.logs import STARTUP_LOG
-from moe_serve.errors import CheckpointError, HubError, HubUnreachableError
+from moe_serve.errors import CheckpointError, ConfigError, HubError, HubUnreachableError
 from moe_serve.model.hub.file_download import FileDownload
 from moe_serve.model.hub.hub_client import HubClient
 from moe_serve.model.hub.hub_name import HubName
@@ -26,7 +26,7 @@ from moe_serve.model.hub.repo_files import CONFIG, INDEX, RepoFile, RepoListing
 from moe_serve.model.hub.repo_folder import RepoFolder, indexed_files, size_of, unwritable
 
 ShowBytes = Callable[[int, int], None]  # bytes received, bytes in all
-CheckConfig = Callable[[Path], None]  # raises CheckpointError for a folder with a config.json
+CheckConfig = Callable[[Path], None]  # raises CheckpointError or ConfigError for a config.json
 
 _log = logging.getLogger(STARTUP_LOG)
 _SPARE_BYTES = 256 << 20  # of the disk, left free
@@ -169,7 +169,7 @@ class _Fetching:
         small = listing.small_files()
         try:
             check(snapshot)
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             raise HubError(
                 f"{self._name} cannot be served, so its weights are not downloaded: {error}"
             ) from error

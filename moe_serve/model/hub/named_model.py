@@ -13,7 +13,7 @@ from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families import family_of
 from moe_serve.model.formats import format_of
 from moe_serve.model.hub.download_bar import download_bar
-from moe_serve.model.hub.fetch import ShowBytes, cached_model, fetch_model
+from moe_serve.model.hub.fetch import CheckConfig, ShowBytes, cached_model, fetch_model
 from moe_serve.model.hub.hub_name import HubName, hub_name_of
 from moe_serve.model.hub.hub_settings import HubSettings, hub_settings
 
@@ -32,11 +32,29 @@ def local_model(
 
 
 def local_engine_config(
-    config: EngineConfig, *, is_quiet: bool = False, note: ShowBytes | None = None
+    config: EngineConfig,
+    *,
+    check: Callable[[EngineConfig], None] | None = None,
+    is_quiet: bool = False,
+    note: ShowBytes | None = None,
 ) -> EngineConfig:
-    """Return the configuration with the folder of its model, as `local_model` finds it."""
-    path = local_model(config.model.path, is_quiet=is_quiet, note=note)
-    return replace(config, model=replace(config.model, path=path))
+    """Return the configuration with the folder of its model, as `local_model` finds it.
+
+    `check` is called with it once the folder has a config.json, before any weights are fetched.
+    """
+    name = hub_name_of(config.model.path)
+    if name is None:
+        return config
+
+    def at(folder: Path) -> EngineConfig:
+        return replace(config, model=replace(config.model, path=str(folder)))
+
+    def check_folder(folder: Path) -> None:
+        check_served(folder)
+        if check is not None:
+            check(at(folder))
+
+    return at(fetch_shown(name, hub_settings(), is_quiet, note, check_folder))
 
 
 def cached_engine_config(config: EngineConfig) -> EngineConfig:
@@ -47,14 +65,6 @@ def cached_engine_config(config: EngineConfig) -> EngineConfig:
         return config
     folder = str(cached_model(name, hub_settings()))
     return replace(config, model=replace(config.model, path=folder))
-
-
-def fetch_shown(
-    name: HubName, settings: HubSettings, is_quiet: bool = False, note: ShowBytes | None = None
-) -> Path:
-    """Fetch a model with a bar on the terminal. Raises HubError."""
-    with download_bar(Console(stderr=True, quiet=is_quiet), str(name)) as show:
-        return fetch_model(name, settings, check_served, _both(show, note))
 
 
 def served_family(folder: Path) -> str:
@@ -68,6 +78,18 @@ def served_family(folder: Path) -> str:
 
 def check_served(folder: Path) -> None:
     served_family(folder)
+
+
+def fetch_shown(
+    name: HubName,
+    settings: HubSettings,
+    is_quiet: bool = False,
+    note: ShowBytes | None = None,
+    check: CheckConfig = check_served,
+) -> Path:
+    """Fetch a model with a bar on the terminal. Raises HubError."""
+    with download_bar(Console(stderr=True, quiet=is_quiet), str(name)) as show:
+        return fetch_model(name, settings, check, _both(show, note))
 
 
 def _both(one: ShowBytes | None, other: ShowBytes | None) -> ShowBytes | None:
