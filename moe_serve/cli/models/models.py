@@ -35,7 +35,7 @@ class ListOptions:
 class NamedOptions:
     """Options of `models pull` and `models remove`."""
 
-    name: str = argument(REQUIRED, help=_NAME_HELP)
+    name: str = argument(REQUIRED, metavar="NAME", help=_NAME_HELP)
     as_json: bool = option(False, "--json", help="Print the result as JSON, for scripts.")
 
 
