@@ -61,7 +61,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class ModelConfig:
     """The checkpoint, and how it is held in memory."""
 
-    path: str | None = None  # a folder in Hugging Face layout; None: the demonstration model
+    path: str | None = None  # a folder, or a name on a hub; None: the demonstration model
     dtype: DtypeName = "auto"  # auto: the checkpoint's own
     device: DeviceName = "auto"  # auto: cuda if there is one
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds

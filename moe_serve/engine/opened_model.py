@@ -18,6 +18,7 @@ from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.checkpoint.hf_config import HFConfig, generation_eos_token_ids
 from moe_serve.model.families import family_of
+from moe_serve.model.hub.hub_name import hub_hint
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
@@ -32,7 +33,7 @@ def model_folder(config: ModelConfig) -> Path:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder: give a local checkpoint in Hugging Face layout "
-            "(config.json, *.safetensors, tokenizer.json)."
+            f"(config.json, *.safetensors, tokenizer.json){hub_hint(config.path or '')}."
         )
     if not is_there(folder / "config.json"):
         raise CheckpointError(
