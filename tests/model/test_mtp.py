@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import modeling_layers
 
 from moe_kernels.kernel_choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
@@ -90,6 +91,20 @@ def test_logits_are_those_of_the_description(
 def test_a_checkpoint_may_have_another_embedding_and_head(tmp_path: Path) -> None:
     folder = write_with_mtp(tmp_path, "glm4_moe", is_own_head=True)
     check(Served(folder, "native"), MTPReference(folder))
+
+
+@pytest.mark.parametrize("name", ["glm4_moe-qk-norm-groups", "deepseek_v3-groups"])
+def test_the_reference_is_that_of_transformers(
+    tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """Newer releases have the layer, too."""
+    if not hasattr(modeling_layers, "MtpModel"):
+        pytest.skip("this release of transformers has no MTP layers")
+    reference = MTPReference(folder_of(tmp_path_factory.getbasetemp(), name, False))
+    (tokens,) = random_prompts((NUM_TOKENS,))
+    states_TD = reference.states(tokens[:-1])
+    expected_TD = reference.theirs(states_TD, tokens[1:])
+    torch.testing.assert_close(reference.next_states(states_TD, tokens[1:]), expected_TD)
 
 
 def check(served: Served, reference: MTPReference) -> None:
