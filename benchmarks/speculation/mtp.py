@@ -30,7 +30,7 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 
 from .turns import Bench, Comparison, Turn, comparison, line
 
-_TOKENS = 160
+_TOKENS = 96
 _WIDTH, _EXPERTS, _EXPERT_WIDTH, _VOCAB_SIZE = 768, 32, 512, 8192
 _HEADS, _KV_HEADS, _HEAD_DIM = 12, 4, 64
 
@@ -62,8 +62,8 @@ def _layer(root: str, generator: torch.Generator) -> dict[str, Tensor]:
     d, f = _WIDTH, _EXPERT_WIDTH
 
     def random(*shape: int) -> Tensor:
-        values = torch.randn(*shape, generator=generator, dtype=torch.float32)
-        return (values * shape[-1] ** -0.5).bfloat16()
+        values = torch.randn(*shape, generator=generator) * float(shape[-1] ** -0.5)
+        return values.bfloat16()
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16)

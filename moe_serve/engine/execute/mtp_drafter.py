@@ -24,6 +24,8 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
+_PATIENCE = 8  # steps in a row whose guesses were not verified before the next ones are left out
+_PAUSE = 16  # steps: one of so many then guesses, so that drafting can begin again
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class MTPDrafter:
     def __init__(self, part: MTPPart, pipeline: Pipeline, max_tokens: int) -> None:
         self._part, self._pipeline = part, pipeline
         self._max_tokens, self._has_failed = min(max_tokens, MAX_TOKENS), False
+        self._num_unused: dict[int, int] = {}  # steps without a draft, by sequence id
         pipeline.keeps_every_row = True
 
     def propose(
@@ -76,6 +79,7 @@ class MTPDrafter:
             hidden_TD = hidden_TD[torch.from_numpy(rows).to(hidden_TD.device)]
         batch = MicroBatch(tuple(each.piece for each in followed))
         states_TD = self._part.stage.first_states(batch, hidden_TD, self._part.cache)
+        self._note_use(plan)
         drafting = [each for each in followed if self._may_draft(each, sequences)]
         if not drafting or len(drafting) > MAX_GUESSES:
             return {}
@@ -86,12 +90,25 @@ class MTPDrafter:
             for each, tokens in zip(drafting, guesses, strict=True)
         }
 
+    def _note_use(self, plan: StepPlan) -> None:
+        """Count the decode steps in a row that verified no draft, as no gain was expected."""
+        before = self._num_unused
+        self._num_unused = {
+            piece.sequence_id: 0
+            if len(piece.token_ids) > 1  # a prompt, or with a draft
+            else before.get(piece.sequence_id, 0) + 1
+            for piece in plan.slices
+        }
+
     def _may_draft(self, each: _Followed, sequences: Mapping[int, Sequence]) -> bool:
         """Return whether tokens behind the rows are wanted, and have positions."""
         piece = each.piece
+        num_unused = self._num_unused[piece.sequence_id]
+        if not each.is_sampled or (num_unused > _PATIENCE and num_unused % _PAUSE):
+            return False
         end = piece.start + len(piece.token_ids) + self._max_tokens
         request = sequences[piece.sequence_id].request
-        return each.is_sampled and request.may_draft and end <= self._part.max_positions
+        return request.may_draft and end <= self._part.max_positions
 
     def _guesses(self, drafting: list[_Followed], state_SD: Tensor, most: int) -> list[list[int]]:
         """Return `most` tokens for each sequence, each the likeliest behind the one before."""

@@ -118,14 +118,14 @@ class MTPReference:
     @torch.inference_mode()
     def theirs(self, state_TD: Tensor, next_ids: list[int]) -> Tensor:
         """Return what `next_states` returns, computed by the layer of transformers."""
-        theirs = modeling_layers.MtpModel(self.model, 1).eval()  # type: ignore[attr-defined]
+        theirs = modeling_layers.MtpModel(self.model, 1).eval()
         layer = theirs.layers[0]
         layer.mtp_block.load_state_dict(self.layer.state_dict())
         names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
         parts = (layer.enorm, layer.hnorm, layer.eh_proj, layer.post_norm)
         for name, part in zip(names, parts, strict=True):
             part.weight.copy_(self._weight(name))
-        cache = cache_utils.MtpCache(config=self.config.get_mtp_config())  # type: ignore[attr-defined]
+        cache = cache_utils.MtpCache(config=self.config.get_mtp_config())
         ids, places = torch.tensor([next_ids]), torch.arange(1, len(next_ids) + 1)[None]
         states: Tensor = theirs.forward_layer(0, state_TD[None], places, cache, input_ids=ids)
         return states[0]
