@@ -21,7 +21,7 @@ RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
 PredictorMode = Literal["off", "observe", "act"]
-SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head"]
+SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp"]
 TransportName = Literal["auto", "host", "nccl"]
 RebalanceName = Literal["off", "manual", "auto"]
 ToolParserName = Literal[
@@ -182,6 +182,7 @@ class SpeculationConfig:
             "suffix": ("ngram", "suffix", "prediction"),
             "auto": ("ngram", "suffix", "prediction", "grammar"),
             "head": ("ngram", "prediction", "grammar", "head"),
+            "mtp": ("ngram", "prediction", "grammar", "mtp"),
         }
         return sources[self.method]
 
