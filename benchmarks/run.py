@@ -39,6 +39,7 @@ BENCHMARKS = {
     "hostile_grammars": "grammars.hostile_grammars",
     "speculation": "speculation.speculation",
     "kv_tiers": "kv_tiers.kv_tiers",
+    "mtp": "speculation.mtp",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",
     "gpu_engine": "gpu_bench.gpu_engine",
