@@ -214,6 +214,7 @@ class EngineStats:
             num_steps=max(self.num_steps, other.num_steps),
             load=self.load + other.load,
             counts=self.counts + other.counts,
+            tier=self.tier or other.tier,  # ranks share one
             batching=sum(policies[1:], policies[0]) if policies else None,
         )
 
