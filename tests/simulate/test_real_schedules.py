@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def jobs() -> list[Job]:
                 index=index,
                 at_s=0.004 * (index // 3),
                 num_output=10 + 9 * (index % 5),
-                make_prompt=lambda prompt=prompt: prompt,
+                make_prompt=partial(list, prompt),
             )
         )
     return made
