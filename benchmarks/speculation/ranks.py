@@ -77,7 +77,7 @@ def _turn(
     while engine.has_work:
         for delta in engine.step():
             assert delta.error is None, f"{delta.request_id}: {delta.error}"
-            answers[delta.request_id.partition("-")[2]] += delta.token_ids
+            answers[delta.request_id.rpartition("-")[2]] += delta.token_ids
     return time.perf_counter() - clock, answers
 
 

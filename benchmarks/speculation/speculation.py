@@ -249,9 +249,9 @@ def main() -> int:
     for name in wanted:
         for comparison in PARTS[name](parts):
             found.append(comparison)
-            print(_line(comparison), flush=True)
-    for line in shares_of_best(found):
-        print(line)
+            print(line(comparison), flush=True)
+    for text in shares_of_best(found):
+        print(text)
     if "oracle" in wanted:
         print(_experts_line(bench, parts))
     write_report(options.json, {**environment, "figures": [asdict(each) for each in found]})
@@ -296,14 +296,6 @@ def _bench(options: argparse.Namespace, wanted: Sequence[str]) -> Bench:
         self_experts=options.self_experts,
         expert_memory_bytes=num_bytes,
         open_weights=slow_weights(tier),
-    )
-
-
-def _line(of: Comparison) -> str:
-    return (
-        f"{of.name:36} {of.speedup:5.2f}x ({of.low:.2f} to {of.high:.2f}) {of.cpu_speedup:6.2f}x"
-        f" {of.tokens_per_step:7.2f} {of.acceptance:8.1%} {of.rows_per_step:8.1f}"
-        f" {of.step_ratio:6.2f} {of.drafter_us:8.1f}"
     )
 
 

@@ -13,6 +13,7 @@ from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.build_tiers import check_tiers, tier_maker
 from moe_serve.engine.drafting.build import drafting_maker
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
@@ -70,7 +71,6 @@ def build_engine(
     have their own threads.
     """
     clock = time.monotonic()
-    keep_freed_memory()
     model = _opened(config, progress, open_weights)
     loader, spec, max_model_len = model.loader, model.spec, model.max_model_len
     eos, grammars = model.eos_token_ids, model.grammars()
@@ -99,6 +99,7 @@ def build_engine(
         policy=make_policy(),
         routes=routes,
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
+        make_tier=tier_maker(config, model, part.cache, report),
     )
     layout = EngineFacts.of(
         model,
@@ -133,7 +134,7 @@ def _sampling(
     eos = model.eos_token_ids
     masks = AnswerMasks(model.spec.vocab_size, eos, grammars)
     by_self = _self_drafter(config, model.spec, part, experts, pipeline.device)
-    drafter = StepDrafter.of(config, model.folder, masks, part.stage, pipeline, by_self)
+    drafter = StepDrafter.of(config, model.folder, masks, part.stage, pipeline, part.mtp, by_self)
     return make_sampler(eos, model.loader.kernels), masks, drafter
 
 
@@ -168,6 +169,8 @@ def _opened(
     config: EngineConfig, progress: LoadProgress | None, open_weights: OpenWeights
 ) -> OpenedModel:
     of = config.model
+    check_tiers(config)
+    keep_freed_memory()
     num_threads = of.num_threads or default_num_threads()
     folder, device = model_folder(of), device_of(of)
     model = OpenedModel.open(folder, of, num_threads, device, progress, open_weights)

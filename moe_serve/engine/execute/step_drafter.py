@@ -1,4 +1,4 @@
-"""Drafts where tokens are sampled: what grammars force, and what a trained head expects."""
+"""Drafts where tokens are sampled: what grammars force, and what a network expects."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.drafting.draft import DraftSource
+from moe_serve.engine.execute.mtp_drafter import MTPDrafter
 from moe_serve.engine.execute.self_drafter import SelfDrafter
 from moe_serve.engine.execute.step_outcome import Proposal
 from moe_serve.engine.execute.verify import Verified
@@ -17,6 +18,7 @@ from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.errors import ConfigError
 from moe_serve.model.speculation_head import SpeculationHead
 from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.stage.mtp_stage import MTPPart
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 
@@ -33,12 +35,14 @@ class StepDrafter:
         masks: AnswerMasks | None,
         head: SpeculationHead | None = None,
         pipeline: Pipeline | None = None,
+        mtp: MTPDrafter | None = None,
         by_self: SelfDrafter | None = None,
     ) -> None:
         """`pipeline` keeps the last hidden states, from which a `head` starts. `by_self` drafts
         with the model itself."""
         assert (head is None) == (pipeline is None), "a head starts from a pipeline's states"
-        self._masks, self._head, self._pipeline, self._self = masks, head, pipeline, by_self
+        self._masks, self._head, self._pipeline = masks, head, pipeline
+        self._mtp, self._self = mtp, by_self
         if pipeline is not None:
             pipeline.keeps_hidden = True
 
@@ -50,16 +54,19 @@ class StepDrafter:
         masks: AnswerMasks | None,
         stage: AttentionStage,
         pipeline: Pipeline,
+        mtp: MTPPart | None = None,
         by_self: SelfDrafter | None = None,
     ) -> StepDrafter | None:
         """Build what `config.speculation` needs beside the engine's own drafters; None: nothing.
 
-        Raises ConfigError or CheckpointError if a head is wanted and cannot be used. `by_self` is
-        there if the method is self.
+        `mtp` and `by_self` are there if the method needs them. Raises ConfigError or
+        CheckpointError if a head is wanted and cannot be used.
         """
         method = config.speculation.method
         if method in ("auto", "self"):
             return cls(masks, by_self=by_self)
+        if mtp is not None:
+            return cls(masks, mtp=MTPDrafter(mtp, pipeline, config.speculation.max_tokens))
         if method != "head":
             return None
         device = pipeline.device.type
@@ -78,6 +85,8 @@ class StepDrafter:
     ) -> dict[int, Proposal]:
         """Return drafts that follow the runs which a step has sampled, by sequence id."""
         proposals: dict[int, Proposal] = {}
+        if self._mtp is not None:
+            proposals = self._mtp.propose(plan, found, sequences)
         if self._self is not None and found.sampled:
             proposals = self._self.propose(plan, found)
         if self._head is not None and found.sampled:
