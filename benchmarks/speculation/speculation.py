@@ -232,8 +232,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     if options.parts == RANKS:
-        for line in gains_by_layout(options.rounds, options.threads):
-            print(line, flush=True)
+        for text in gains_by_layout(options.rounds, options.threads):
+            print(text, flush=True)
         return 0
     wanted = (options.parts or ("oracle" if options.model else ",".join(_USUAL))).split(",")
     if unknown := set(wanted) - set(PARTS):
