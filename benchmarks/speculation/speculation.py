@@ -37,7 +37,7 @@ from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
 from .ranks import gains_by_layout
-from .turns import Bench, Comparison
+from .turns import Bench, Comparison, line
 from .workloads import loops, natural, random_prompts, structured, with_predictions
 
 _TOKENS = 160
