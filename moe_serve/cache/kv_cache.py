@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_kernels.interface.kernels import Kernels, KVPages
+from moe_kernels.interface.attention_shape import KVPages
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.config.sections import CacheConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.spec import ModelSpec

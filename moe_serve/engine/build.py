@@ -37,6 +37,7 @@ from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
+from moe_serve.pipeline.stacked_layers import StackedLayers
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.transport import LocalTransport
 
@@ -76,6 +77,8 @@ def build_engine(
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part, transport = model.load_attention(config), _local_transport(loader, experts, config)
     pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
+    if next_layer is None and config.cluster.wire_dtype == "auto":  # nothing between two layers
+        pipeline.stacked = StackedLayers.of(part.stage, experts, part.cache)
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     sampler, masks, drafter = _sampling(config, model, grammars, part.stage, pipeline)

@@ -48,6 +48,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_rms_norm": (_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 2, _REAL, _INT),
     "moe_attend": (_POINTER,) * 13,
     "moe_front": (*[_POINTER] * 11, _INT),
+    "moe_stack": (_POINTER, _POINTER),
     "moe_draft": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_add": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_attend_latent": (
@@ -57,6 +58,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 # ... and of those that there is one of.
 _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_route": (*[_POINTER] * 5, _INT),
+    "moe_largest": (*[_POINTER] * 3, *[_INT] * 3),
     "moe_advise_huge_pages": (_POINTER, _INT),
     "moe_instruction_set": (),
 }
@@ -99,7 +101,8 @@ def _declare(library: ctypes.CDLL) -> None:
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        function.restype = _INT if name.startswith("moe_experts") else None
+        has_absence = name.startswith(("moe_experts", "moe_stack"))
+        function.restype = _INT if has_absence else None
     library.moe_instruction_set.restype = ctypes.c_char_p
 
 
