@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
+class SequenceSlice(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one sequence that a step computes: positions [start, start + len(token_ids)).
 
     `page_table` covers them. Logits are wanted for the last `num_logits` tokens: 0 while a prompt
     is still being read, 1 to sample, more for prompt log probabilities or to verify a draft. The
     last `num_drafted` tokens are not the sequence's own yet: a drafter expects them.
+
+    A msgspec struct, as one is made for each sequence of a step.
     """
 
     sequence_id: int
@@ -68,3 +70,7 @@ class StepPlan:
     @property
     def slices(self) -> list[SequenceSlice]:
         return [s for batch in self.micro_batches for s in batch.slices]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(batch.num_tokens for batch in self.micro_batches)

@@ -15,8 +15,9 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,9 +33,11 @@ _USUAL_NUCLEUS = 1024  # tokens; rows with a larger nucleus are sorted completel
 _MASK = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The token of one row. `is_valid` is False if the row's logits held NaN or infinity."""
+class Sampled(msgspec.Struct, frozen=True, gc=False):
+    """The token of one row. `is_valid` is False if the row's logits held NaN or infinity.
+
+    A msgspec struct, as one is made per sampled token.
+    """
 
     token_id: int
     is_valid: bool
@@ -64,16 +67,16 @@ class Sampler:
         top_S, ids_S = self._largest(adjusted_SV)
         tokens = ids_S.tolist()
         is_valid = [math.isfinite(top) for top in top_S.tolist()]
-        params = [point.params for point in points]
-        drawing = [i for i, p in enumerate(params) if is_valid[i] and not p.is_greedy]
-        for wants_filter in (False, True):
+        params = [point.sequence.request.params for point in points]
+        drawing = [i for i, p in enumerate(params) if not p.is_greedy and is_valid[i]]
+        for wants_filter in (False, True) if drawing else ():
             rows = [i for i in drawing if _has_filter(params[i]) == wants_filter]
             if rows:
                 drawn = _draw(adjusted_SV[rows], [points[i] for i in rows], wants_filter)
                 for row, token in zip(rows, drawn, strict=True):
                     tokens[row] = token
         logprobs = _logprobs(logits_SV, tokens, points)
-        return [Sampled(*fields) for fields in zip(tokens, is_valid, logprobs, strict=True)]
+        return list(map(Sampled, tokens, is_valid, logprobs))
 
     def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
         """See `describe_tokens`."""
@@ -180,7 +183,7 @@ def _draw(logits_SV: Tensor, points: Rows[SamplingPoint], has_filter: bool) -> l
 def _logprobs(
     logits_SV: Tensor, tokens: list[int], points: Rows[SamplingPoint]
 ) -> list[TokenLogprob | None]:
-    wanted = [p.params.logprobs for p in points]
+    wanted = [p.sequence.request.params.logprobs for p in points]
     rows = [row for row, num_top in enumerate(wanted) if num_top is not None]
     result: list[TokenLogprob | None] = [None] * len(points)
     if rows:
