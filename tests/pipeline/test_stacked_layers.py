@@ -1,4 +1,4 @@
-"""All layers in one call give the bits of the layers run one by one, and all that is kept beside."""
+"""All layers in one call give the bits of the layers run one by one, and keep the same records."""
 
 from __future__ import annotations
 
