@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from moe_serve.pipeline.timeline.timeline_recorder import (
     NO_LAYER,
@@ -19,9 +20,8 @@ from moe_serve.pipeline.timeline.timeline_recorder import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """The current operation.
+class Operation(msgspec.Struct, frozen=True, gc=False):
+    """The current operation. A msgspec struct, as one is made for every stage.
 
     `peer`: the rank it waits for; `since`: a reading of time.perf_counter(). `at_layer`: returns
     the layer now, if one operation passes several.
