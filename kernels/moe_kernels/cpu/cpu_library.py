@@ -62,6 +62,7 @@ _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_advise_huge_pages": (_POINTER, _INT),
     "moe_instruction_set": (),
 }
+_COUNTING = ("moe_experts", "moe_stack")  # functions that return a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,7 @@ def _declare(library: ctypes.CDLL) -> None:
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        has_absence = name.startswith(("moe_experts", "moe_stack"))
-        function.restype = _INT if has_absence else None
+        function.restype = _INT if name.startswith(_COUNTING) else None
     library.moe_instruction_set.restype = ctypes.c_char_p
 
 
@@ -115,9 +115,10 @@ def cache_folder() -> Path:
 def _build(compiler: str) -> Path:
     """The library for this source, compiler and processor, built if it is not in the cache."""
     folder = Path(__file__).parent / "source"
-    sources = sorted(folder.glob("*.cpp"))
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".cpp", ".h"))
+    sources = [path for path in files if path.suffix == ".cpp"]
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in files:
         digest.update(path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20)
     digest.update(version.stdout)

@@ -18,7 +18,7 @@ from moe_kernels.interface.kernels import FrontResult, LayerFrontParts
 
 
 class _FrontStruct(ctypes.Structure):
-    """`Front` in cpu/front.h."""
+    """`Front` in cpu/source/calls/front.h."""
 
     _fields_ = (
         *((name, Pointer) for name in (

@@ -19,7 +19,7 @@ from moe_kernels.interface.layer_stack import CLOCKS, StackParts, StackResult, S
 
 
 class _LayerStruct(ctypes.Structure):
-    """`StackLayer` in cpu/stack.cpp."""
+    """`StackLayer` in cpu/source/calls/stack.cpp."""
 
     _fields_ = (
         *((name, Pointer) for name in ("front", "experts", "mlp", "keys", "values")),
@@ -28,7 +28,7 @@ class _LayerStruct(ctypes.Structure):
 
 
 class _StackStruct(ctypes.Structure):
-    """`Stack` in cpu/stack.cpp."""
+    """`Stack` in cpu/source/calls/stack.cpp."""
 
     _fields_ = (
         *((name, Pointer) for name in ("embedding", "final_norm", "head", "layers", "shapes")),
@@ -41,7 +41,7 @@ class _StackStruct(ctypes.Structure):
 
 
 class _StepStruct(ctypes.Structure):
-    """`StackStep` in cpu/stack.cpp."""
+    """`StackStep` in cpu/source/calls/stack.cpp."""
 
     _fields_ = (
         *((name, Pointer) for name in (

@@ -5,9 +5,9 @@
 
 #include <algorithm>
 
-#include "largest.h"
-#include "norm.h"
-#include "scratch.h"
+#include "../largest.h"
+#include "../norm.h"
+#include "../scratch.h"
 
 struct Linear;
 struct Experts;

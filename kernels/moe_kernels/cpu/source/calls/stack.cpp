@@ -7,10 +7,10 @@
 #include <chrono>
 #include <vector>
 
-#include "attention_plan.h"
+#include "../attention_plan.h"
 #include "front.h"
-#include "scratch.h"
-#include "vectors.h"
+#include "../scratch.h"
+#include "../vectors.h"
 
 struct Experts;
 
