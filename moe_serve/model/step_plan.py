@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 
-class SequenceSlice(msgspec.Struct, frozen=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
     """The tokens of one sequence that a step computes: positions [start, start + len(token_ids)).
 
     `page_table` covers them. Logits are wanted for the last `num_logits` tokens: 0 while a prompt
     is still being read, 1 to sample, more for prompt log probabilities or to verify a draft. The
     last `num_drafted` tokens are not the sequence's own yet: a drafter expects them.
-
-    A msgspec struct, as one is made for each sequence of a step.
     """
 
     sequence_id: int

@@ -15,9 +15,8 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from collections.abc import Sequence as Tokens
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,11 +32,9 @@ _USUAL_NUCLEUS = 1024  # tokens; rows with a larger nucleus are sorted completel
 _MASK = 2**64 - 1
 
 
-class Sampled(msgspec.Struct, frozen=True, gc=False):
-    """The token of one row. `is_valid` is False if the row's logits held NaN or infinity.
-
-    A msgspec struct, as one is made per sampled token.
-    """
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token of one row. `is_valid` is False if the row's logits held NaN or infinity."""
 
     token_id: int
     is_valid: bool
