@@ -16,12 +16,14 @@ import typer
 from experts.placement.placement_error import PlacementError
 from moe_serve import __version__
 from moe_serve.cli.bench.bench import bench
+from moe_serve.cli.cache import cache
 from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.config import config
 from moe_serve.cli.console import OutputError, checked_output, open_missing_streams
 from moe_serve.cli.doctor.doctor import doctor
 from moe_serve.cli.launch.launch import launch
+from moe_serve.cli.models.models import models
 from moe_serve.cli.place.place import place
 from moe_serve.cli.placement_commands import placement
 from moe_serve.cli.plan import plan
@@ -54,11 +56,18 @@ app.command(rich_help_panel="Use")(chat)
 app.command(name="run-batch", rich_help_panel="Use")(run_batch)
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 app.command(rich_help_panel="Inspect")(doctor)
+app.add_typer(models, name="models", rich_help_panel="Inspect")
 app.add_typer(
     config,
     name="config",
     rich_help_panel="Inspect",
     help="Show the configuration that a server would start with.",
+)
+app.add_typer(
+    cache,
+    name="cache",
+    rich_help_panel="Inspect",
+    help="Show, verify or clear the KV pages that a server keeps on a disk.",
 )
 app.command(rich_help_panel="Inspect")(timeline)
 app.command(rich_help_panel="Inspect")(top)

@@ -21,7 +21,7 @@ RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
 PredictorMode = Literal["off", "observe", "act"]
-SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head"]
+SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp"]
 TransportName = Literal["auto", "host", "nccl"]
 RebalanceName = Literal["off", "manual", "auto"]
 ToolParserName = Literal[
@@ -61,7 +61,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class ModelConfig:
     """The checkpoint, and how it is held in memory."""
 
-    path: str | None = None  # a folder in Hugging Face layout; None: the demonstration model
+    path: str | None = None  # a folder, or a name on a hub; None: the demonstration model
     dtype: DtypeName = "auto"  # auto: the checkpoint's own
     device: DeviceName = "auto"  # auto: cuda if there is one
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
@@ -84,6 +84,20 @@ class CacheConfig:
     memory_bytes: int | None = None  # None and None: enough for `max_num_seqs` average requests
     prefix_cache: bool = True  # requests reuse pages of equal beginnings
     metrics_sample: float = 0.01  # share of pages whose times are measured; 0: none
+    disk_path: str | None = None  # a folder for pages that survive a restart; None: no disk tier
+    disk_bytes: int = 10 * 2**30  # most that the folder takes
+    disk_min_free_bytes: int = 2**30  # space of the disk that is left to others
+    disk_write_bytes_per_day: int | None = None  # None: any number
+    disk_ttl_s: float = 86400.0  # how long a page is kept
+    memory_tier_bytes: int | None = None  # shared by the ranks of a host; None: no memory tier
+    checkpoint_after_s: float = 2.0  # how often running requests give their pages to a tier
+    share_across_keys: bool = False  # API keys share pages, also with a disk tier
+
+    @property
+    def separates_keys(self) -> bool:
+        """True if requests with different API keys share no pages: the disk keeps pages for so
+        long that response times would tell one client what others have asked."""
+        return self.disk_path is not None and not self.share_across_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +196,7 @@ class SpeculationConfig:
             "suffix": ("ngram", "suffix", "prediction"),
             "auto": ("ngram", "suffix", "prediction", "grammar"),
             "head": ("ngram", "prediction", "grammar", "head"),
+            "mtp": ("ngram", "prediction", "grammar", "mtp"),
         }
         return sources[self.method]
 

@@ -11,6 +11,7 @@ from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.build_tiers import check_tiers, tier_maker
 from moe_serve.engine.drafting.build import drafting_maker
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
@@ -33,7 +34,6 @@ from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.pipeline.exchange.next_layer import NextLayer
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
@@ -68,7 +68,6 @@ def build_engine(
     have their own threads.
     """
     clock = time.monotonic()
-    keep_freed_memory()
     model = _opened(config, progress, open_weights)
     loader, spec, max_model_len = model.loader, model.spec, model.max_model_len
     eos, grammars = model.eos_token_ids, model.grammars()
@@ -80,7 +79,7 @@ def build_engine(
     pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer))
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
-    sampler, masks, drafter = _sampling(config, model, grammars, part.stage, pipeline)
+    sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline)
     executor = LocalExecutor(runner, sampler, tap, experts.memory, masks, watch, drafter)
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
     engine = Engine(
@@ -97,6 +96,7 @@ def build_engine(
         policy=make_policy(),
         routes=routes,
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
+        make_tier=tier_maker(config, model, part.cache, report),
     )
     layout = EngineFacts.of(
         model,
@@ -123,13 +123,13 @@ def _sampling(
     config: EngineConfig,
     model: OpenedModel,
     grammars: Grammars,
-    stage: AttentionStage,
+    part: AttentionPart,
     pipeline: Pipeline,
 ) -> tuple[SamplingBackend, AnswerMasks, StepDrafter | None]:
     """Build what samples a step's tokens: a sampler, masks and drafts for the next step."""
     eos = model.eos_token_ids
     masks = AnswerMasks(model.spec.vocab_size, eos, grammars)
-    drafter = StepDrafter.of(config, model.folder, masks, stage, pipeline)
+    drafter = StepDrafter.of(config, model.folder, masks, part.stage, pipeline, part.mtp)
     return make_sampler(eos, model.loader.kernels), masks, drafter
 
 
@@ -137,6 +137,8 @@ def _opened(
     config: EngineConfig, progress: LoadProgress | None, open_weights: OpenWeights
 ) -> OpenedModel:
     of = config.model
+    check_tiers(config)
+    keep_freed_memory()
     num_threads = of.num_threads or default_num_threads()
     folder, device = model_folder(of), device_of(of)
     model = OpenedModel.open(folder, of, num_threads, device, progress, open_weights)

@@ -72,6 +72,22 @@ class BatchOptions:
         "for --max-num-seqs requests of average length.",
         rich_help_panel=LIMITS,
     )
+    kv_disk: str | None = option(
+        None,
+        "--kv-disk",
+        key="cache.disk_path",
+        help="Folder in which computed prefixes survive a restart. It holds data made from "
+        "prompts, and only this user may read it. Default: prefixes are kept in memory only.",
+        rich_help_panel=LIMITS,
+    )
+    kv_disk_bytes: str | None = option(
+        None,
+        "--kv-disk-bytes",
+        key="cache.disk_bytes",
+        help="Largest size of the folder given with --kv-disk, in bytes or as a size such as "
+        "50GiB. Default: 10GiB.",
+        rich_help_panel=LIMITS,
+    )
     max_num_seqs: int | None = option(
         None,
         key="scheduler.max_num_seqs",
@@ -118,9 +134,9 @@ class BatchOptions:
     speculative_config: str | None = option(
         None,
         key="speculation.method",
-        help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram or "
-        "suffix), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. Answers stay the "
-        "same. Default: off.",
+        help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram, "
+        "suffix, head or mtp), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
+        "Answers stay the same. Default: off.",
         rich_help_panel=LIMITS,
     )
 
@@ -250,7 +266,7 @@ class RunOptions:
     )
 
 
-_NUMBERS_OR_WORDS = ("model.expert_memory_bytes", "pipeline.micro_batches")
+_NUMBERS_OR_WORDS = ("model.expert_memory_bytes", "cache.disk_bytes", "pipeline.micro_batches")
 
 
 def flag_settings(settings: Mapping[str, object]) -> dict[str, object]:
@@ -274,6 +290,13 @@ _SPECULATIVE_KEYS = {  # vLLM's names
     "prompt_lookup_min": "speculation.prompt_lookup_min",
     "prompt_lookup_max": "speculation.prompt_lookup_max",
     "model": "speculation.head",
+}
+_OTHER_SPELLINGS = {  # of vLLM
+    "[ngram]": "ngram",
+    "deepseek_mtp": "mtp",
+    "glm4_moe_mtp": "mtp",
+    "glm4_moe_lite_mtp": "mtp",
+    "exaone_moe_mtp": "mtp",
 }
 _WITHOUT_EQUAL = {
     "suffix_decoding_max_cached_requests": "set speculation.suffix_max_tokens, which counts tokens",
@@ -306,9 +329,8 @@ def speculative_settings(text: str) -> dict[str, object]:
             )
     if "method" not in given:
         raise ConfigError(
-            "--speculative-config needs a method: off, auto, ngram, suffix or head, as in "
+            "--speculative-config needs a method: off, auto, ngram, suffix, head or mtp, as in "
             """--speculative-config '{"method": "auto"}'."""
         )
-    if given["method"] == "[ngram]":  # vLLM's other spelling
-        given["method"] = "ngram"
+    given["method"] = _OTHER_SPELLINGS.get(str(given["method"]), given["method"])
     return {_SPECULATIVE_KEYS[name]: value for name, value in given.items()}

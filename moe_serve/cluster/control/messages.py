@@ -46,6 +46,7 @@ class Configure(ControlMessage, frozen=True):
     is_recording: bool
     placement: int = 0  # the version that `held` belongs to
     num_slots: int = 0  # expert slots for all layers, if experts may move; 0: they stay
+    arena: str = ""  # path of the memory tier; empty: none
 
 
 class Join(ControlMessage, frozen=True):
@@ -100,10 +101,13 @@ def unpack_params(packed: msgspec.Raw) -> tuple[SamplingParams, DecodingRules]:
 
 
 class PageWork(msgspec.Struct, frozen=True, array_like=True):
-    """Pages to zero, and then pages to copy, as (from, to) pairs."""
+    """Pages to zero, and then pages to copy, as (from, to) pairs. `save`: pages to copy to slots of
+    the memory tier, as (page, slot); `load`: slots to copy to pages, as (slot, page)."""
 
-    clear: Sequence[int]
-    copy: Sequence[tuple[int, int]]
+    clear: Sequence[int] = ()
+    copy: Sequence[tuple[int, int]] = ()
+    save: Sequence[tuple[int, int]] = ()
+    load: Sequence[tuple[int, int]] = ()
 
 
 class RunStep(ControlMessage, frozen=True):
