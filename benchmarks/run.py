@@ -39,6 +39,7 @@ BENCHMARKS = {
     "hostile_grammars": "grammars.hostile_grammars",
     "speculation": "speculation.speculation",
     "kv_tiers": "kv_tiers.kv_tiers",
+    "lost_rank": "kv_tiers.lost_rank",
     "mtp": "speculation.mtp",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",

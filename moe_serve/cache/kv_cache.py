@@ -58,7 +58,7 @@ class KVCache:
         """
         dtype = self.layers[0].keys.dtype
         other = KVCache(spec, self.num_pages + num_more, self.page_size, dtype, self.device)
-        self._parts += other._parts
+        self.parts += other.parts
         return other
 
     @property

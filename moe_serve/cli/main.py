@@ -31,6 +31,7 @@ from moe_serve.cli.predictor.predictor import predictor
 from moe_serve.cli.run_batch.run_batch import run_batch
 from moe_serve.cli.serve.foreign_flags import ServerCommand
 from moe_serve.cli.serve.serve import serve
+from moe_serve.cli.simulate import simulate
 from moe_serve.cli.timeline import timeline
 from moe_serve.cli.top.top import top
 from moe_serve.cli.trace.trace_commands import trace
@@ -85,6 +86,7 @@ app.add_typer(
 )
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
+app.command(rich_help_panel="Plan")(simulate)
 app.add_typer(place, rich_help_panel="Plan")
 app.add_typer(predictor, rich_help_panel="Plan")
 

@@ -269,6 +269,5 @@ class DiskStore:
             if self._space is None:
                 self._state = self._write_state
             self._num_saves["dropped"] += len(self._queue)
-            self._num_saves["dropped"] += len(self._queue)
             self._queue.clear()
             self._queued.clear()
