@@ -89,6 +89,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "links",
         "exchange",
         "route_tap",
+        "stacked_layers",
         "pipeline",
         "costs",
         "graphs",

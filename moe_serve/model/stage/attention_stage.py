@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experts.expert_stage import RoutedRows
-from moe_kernels.interface.kernels import Kernels, LayerFront, LayerFrontParts, Linear
+from moe_kernels.interface.kernels import (
+    ExpertBank,
+    Kernels,
+    LayerFront,
+    LayerFrontParts,
+    Linear,
+)
+from moe_kernels.interface.layer_stack import LayerStack, StackLayer, StackParts
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention import Attention, GroupedQueryAttention
@@ -130,6 +137,39 @@ class AttentionStage:
                 selection_bias_E=None if router is None else router.selection_bias_E,
             )
         )
+
+    def stacked(self, experts: Sequence[ExpertBank | None], cache: KVCache) -> LayerStack | None:
+        """Return all layers, with embedding and head, as one call over a cache.
+
+        `experts`: the routed experts of each layer. None: the kernels have no such call, or a part
+        of the model is not in it (latent attention, multipliers, a gate of the shared expert).
+        """
+        spec, layers = self.spec, []
+        if spec.embedding_multiplier != 1.0:
+            return None
+        for layer, weights in enumerate(self._layers):
+            front, mlp = self._fronts[layer], weights.mlp
+            if front is None or (mlp is not None and mlp.gate is not None):
+                return None
+            bank = None if mlp is None else mlp.bank
+            shape = spec.layers[layer].attention
+            layers.append(StackLayer(front, shape, cache.layers[layer], experts[layer], bank))
+        return self.kernels.layer_stack(
+            StackParts(
+                embedding_VD=self._embedding,
+                layers=layers,
+                final_norm_D=self._final_norm,
+                head=self._head,
+                norm_eps=spec.norm_eps,
+                logits_divisor=spec.logits_divisor,
+                page_size=cache.page_size,
+                top_k=spec.router.top_k,
+            )
+        )
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether a layer has a shared expert, or is dense."""
+        return self._layers[layer].mlp is not None
 
     def advance(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Advance:
         """Run a layer up to its routed experts: attention, and the router or the dense MLP."""
