@@ -17,6 +17,7 @@ from moe_kernels.kernel_choice import KernelsName, choose_kernels, default_num_t
 from moe_serve.config.sections import ExpertWeightsName
 from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.checkpoint.manifest import (
+    Stored,
     Table,
     all_tensors,
     attention_table,
@@ -105,11 +106,7 @@ class ModelLoader:
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
         table = model_table(self._names, spec)
         embedding = self._tensors.keep(table["embedding"])
-        bias = self._tensors.keep(table["head_bias"]) if spec.has_head_bias else None
-        weight = embedding if spec.is_head_tied else self._tensors.read(table["head"])
-        head = self._head(weight, bias, gather)
-        if not spec.is_head_tied:
-            self._tensors.done(table["head"])
+        head = self._output_head(spec, embedding, gather)
         attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
         return AttentionStage(
             spec,
@@ -121,6 +118,23 @@ class ModelLoader:
             final_norm=self._tensors.keep(table["final_norm"]),
             head=head,
         )
+
+    def layer_stage(self, layer: int, max_positions: int) -> AttentionStage:
+        """Load one layer as a stage of a single layer, without embedding and head."""
+        attention = AttentionLoader(self.spec, self.kernels, max_positions, self.device)
+        return AttentionStage(
+            replace(self.spec, layers=(self.spec.layers[layer],)),
+            self.kernels,
+            embedding=torch.empty(0, self.spec.width, dtype=self.dtype, device=self.device),
+            layers=[self._attention_layer(layer, attention, None)],
+            final_norm=self.final_norm(),
+            head=_no_head,
+        )
+
+    def output_head(self) -> Linear:
+        """Load the output head alone: normed rows -> logits."""
+        embedding = self.embedding() if self.spec.is_head_tied else None
+        return self._output_head(self.spec, embedding, None)
 
     def routers(self) -> list[Router | None]:
         """Load the routers alone, for an expert side that routes; None for dense layers."""
@@ -142,6 +156,10 @@ class ModelLoader:
     def final_norm(self) -> Tensor:
         """Load the weights of the final norm alone, [D]."""
         return self._tensors.keep(model_table(self._names, self.spec)["final_norm"])
+
+    def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Load one matrix of the checkpoint by its plain name, as a copy."""
+        return self._tensors.keep(Stored(name, shape))
 
     def router_weights(self, layer: int) -> Mapping[str, Tensor]:
         """Load the tensors that a layer routes with: moe_norm, and in fp32 router and, if present,
@@ -204,6 +222,19 @@ class ModelLoader:
         if experts:
             banks.put(self.expert_bank(layer, experts), experts)
         return banks
+
+    def _output_head(
+        self, spec: ModelSpec, embedding: Tensor | None, gather: Gather | None
+    ) -> Linear:
+        """Load the head; `embedding` is its matrix if they are tied."""
+        table = model_table(self._names, spec)
+        bias = self._tensors.keep(table["head_bias"]) if spec.has_head_bias else None
+        if spec.is_head_tied:
+            assert embedding is not None, "a tied head needs the embedding"
+            return self._head(embedding, bias, gather)
+        head = self._head(self._tensors.read(table["head"]), bias, gather)
+        self._tensors.done(table["head"])
+        return head
 
     def _head(self, weight: Tensor, bias: Tensor | None, gather: Gather | None) -> Linear:
         if gather is None:
@@ -296,3 +327,8 @@ class ModelLoader:
             width=self.spec.width,
             gather=gather,
         )
+
+
+def _no_head(x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
+    """Stands for the head of a stage of one layer, which computes no logits."""
+    raise AssertionError("a stage of one layer has no head")
