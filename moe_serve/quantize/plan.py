@@ -85,15 +85,20 @@ class PlannedLayer:
     attention: tuple[PlannedMatrix, ...]
     mlp: dict[str, PlannedMatrix]
     experts: tuple[PlannedExpert, ...]
+    fused: tuple[Stored, ...] = ()  # gate_up and down, if the experts stay in these two tensors
     replaced: frozenset[str]  # stored tensors of the checkpoint that are not copied
     kept: tuple[str, ...]  # modules of matrices that stay as they are
+
+    @property
+    def of_experts(self) -> Iterator[PlannedMatrix]:
+        for expert in self.experts:
+            yield from expert.matrices
 
     @property
     def matrices(self) -> Iterator[PlannedMatrix]:
         yield from self.attention
         yield from self.mlp.values()
-        for expert in self.experts:
-            yield from expert.matrices
+        yield from self.of_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,27 +191,35 @@ def _plan_layer(
             matrix = choose(stored, chooser.rules.dense)
             if matrix is not None:
                 mlp[key.partition(".")[2]] = matrix
-    planned = _plan_experts(spec, names, layer, chooser)
+    fused = _fused(spec, experts, layer) if chooser.rules.experts.is_float else ()
+    planned = _plan_experts(spec, names, layer, chooser, fused)
     if planned:
         replaced |= _stored_experts(spec, experts, layer)
     elif spec.layers[layer].is_sparse:
-        kept.append(_experts_module(_separate(names, spec).gate.format(layer=layer, expert=0)))
+        stored = next(iter(expert_table(experts, spec, layer, 0).values()))
+        kept.append(_experts_module(stored.name))
     return PlannedLayer(
         attention=tuple(matrix for matrix in attention if matrix is not None),
         mlp=mlp,
         experts=planned,
+        fused=fused if planned else (),
         replaced=frozenset(replaced),
         kept=tuple(kept),
     )
 
 
 def _plan_experts(
-    spec: ModelSpec, names: TensorNames, layer: int, chooser: _Chooser
+    spec: ModelSpec,
+    names: TensorNames,
+    layer: int,
+    chooser: _Chooser,
+    fused: tuple[Stored, ...],
 ) -> tuple[PlannedExpert, ...]:
     """Plan the routed experts, one by one also if the checkpoint stores them fused."""
     if not spec.layers[layer].is_sparse:
         return ()
-    layout, storage = _separate(names, spec), chooser.rules.of_layer(layer)
+    layout = _within(fused) if fused else _separate(names, spec)
+    storage = chooser.rules.of_layer(layer)
     found: list[tuple[PlannedMatrix | None, ...]] = []
     for expert in range(spec.router.num_experts):
         table = expert_table(layout, spec, layer, expert)
@@ -218,6 +231,25 @@ def _plan_experts(
             "and not others: no engine loads such a layer; keep all of them, or none."
         )
     return tuple(planned)
+
+
+def _within(fused: tuple[Stored, ...]) -> ExpertNames:
+    """Return names for the matrices of experts that stay fused: those of parts, not of tensors."""
+    gate_up, down = (stored.name for stored in fused)
+    return ExpertNames(
+        gate=gate_up + ".{expert}.gate", up=gate_up + ".{expert}.up", down=down + ".{expert}"
+    )
+
+
+def _fused(spec: ModelSpec, experts: ExpertNames, layer: int) -> tuple[Stored, ...]:
+    """Return gate_up and down as GPT-OSS stores them. Raises ConfigError."""
+    if not (experts.gate_up and experts.is_transposed and experts.is_interleaved):
+        raise ConfigError(
+            f"--scheme is 'mxfp4', which stores fused experts as GPT-OSS has them, but those of "
+            f"{spec.family} are stored in another way: use --scheme w4a16."
+        )
+    table = expert_table(experts, spec, layer, 0)
+    return table["gate_up"], table["down"]
 
 
 def _separate(names: TensorNames, spec: ModelSpec) -> ExpertNames:
@@ -237,12 +269,14 @@ def _stored_experts(spec: ModelSpec, experts: ExpertNames, layer: int) -> set[st
         stored.name
         for expert in range(num)
         for stored in expert_table(experts, spec, layer, expert).values()
+        if len(stored.shape) > 1 and not stored.name.endswith("_bias")
     }
 
 
 def _experts_module(gate: str) -> str:
     """Convert `...mlp.experts.0.gate_proj.weight` to `...mlp.experts`."""
-    return gate.rpartition(".experts.")[0] + ".experts"
+    stem, is_there, _ = gate.rpartition(".experts.")
+    return stem + ".experts" if is_there else gate.removesuffix(".weight")
 
 
 def _plan_head(
@@ -263,6 +297,11 @@ def _plan_head(
 def storages(plan: QuantisePlan) -> Sequence[Storage]:
     """Return the distinct storages of a plan, in order of appearance."""
     return tuple(dict.fromkeys(matrix.storage for matrix in plan.matrices))
+
+
+def is_fused(plan: QuantisePlan) -> bool:
+    """Return whether experts stay in fused tensors (MXFP4)."""
+    return any(layer.fused for layer in plan.layers)
 
 
 def is_read_by_transformers(plan: QuantisePlan) -> bool:

@@ -11,10 +11,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moe_serve.quantize.plan import QuantisePlan
+from moe_serve.quantize.plan import QuantisePlan, is_fused
 from moe_serve.quantize.rounded_matrix import Storage
 
 _LAYER = re.compile(r"^.*?\.layers\.(\d+)\.(.*)$")
+_MXFP4_LEFT_OUT = (  # as published for GPT-OSS
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp.router",
+    "model.embed_tokens",
+    "lm_head",
+)
 _EXPERT = re.compile(r"\.experts\.\d+\..*$")
 
 
@@ -24,6 +30,11 @@ def quantization_config(plan: QuantisePlan, copied: Iterable[str] = ()) -> dict[
     `copied`: modules that the checkpoint has beside the model's own (a vision tower, layers that
     predict further tokens); they are named as not quantised.
     """
+    if is_fused(plan):
+        return {
+            "modules_to_not_convert": [*_MXFP4_LEFT_OUT, *copied],
+            "quant_method": "mxfp4",
+        }
     by_storage: dict[Storage, list[str]] = {}
     for matrix in plan.matrices:
         by_storage.setdefault(matrix.storage, []).append(_without_expert(matrix.module))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from moe_serve.engine.memory.free_memory import free_bytes
 from moe_serve.errors import ConfigError
@@ -21,12 +22,12 @@ from moe_serve.model.families import family_of
 from moe_serve.model.load.load_experts import expert_names
 from moe_serve.model.load.weight_reader import open_checkpoint
 from moe_serve.quantize.calibrate import POOL, ExpertReport, GptqSettings
-from moe_serve.quantize.layer_quantizer import LayerQuantizer
+from moe_serve.quantize.layer_quantizer import LayerQuantizer, RoundedLayer
 from moe_serve.quantize.layer_runs import HiddenStates, make_batches
 from moe_serve.quantize.measure import Comparison, DomainFigures
 from moe_serve.quantize.plan import PlannedMatrix, QuantisePlan, QuantiseRules, make_plan
 from moe_serve.quantize.quantization_config import quantization_config
-from moe_serve.quantize.rounded_matrix import RoundedMatrix
+from moe_serve.quantize.rounded_matrix import MXFP4, RoundedMatrix, mxfp4_parts
 from moe_serve.quantize.sensitivity import int8_layers, layer_divergences
 from moe_serve.quantize.texts import QuantiseTexts, read_texts
 from moe_serve.text.tokenizer import Tokenizer
@@ -209,8 +210,17 @@ class _Run:
         for name in self._copied:
             tensor = self._source.checkpoint.view(name)
             yield PlannedTensor(name, tensor.dtype, tuple(tensor.shape))
+        fused = {m.name for layer in self._plan.layers if layer.fused for m in layer.of_experts}
         for matrix in self._plan.matrices:
-            yield from matrix.storage.planned(matrix.name, matrix.shape, self._dtype)
+            if matrix.name not in fused:
+                yield from matrix.storage.planned(matrix.name, matrix.shape, self._dtype)
+        for layer in self._plan.layers:
+            for stored in layer.fused:
+                num_experts, num_inputs, num_outputs = stored.shape
+                grid = (num_experts, num_outputs, num_inputs // MXFP4.group)
+                blocks = (*grid, MXFP4.group // 2)
+                yield PlannedTensor(f"{stored.name}_blocks", torch.uint8, blocks)
+                yield PlannedTensor(f"{stored.name}_scales", torch.uint8, grid)
 
     def beside(self) -> list[str]:
         """Return the names of copied matrices that are none of the model's own."""
@@ -240,8 +250,7 @@ class _Run:
         for layer, planned in enumerate(self._plan.layers):
             self._progress(f"layer {layer} of {num_layers}", 0.3 + 0.65 * layer / num_layers)
             result = self._quantizer.round(layer, planned, states, settings)
-            for matrix in planned.matrices:
-                _write(writer, matrix, result.matrices[matrix.name])
+            _write_layer(writer, result)
             self._reports.append(result.experts)
             if comparison is not None:
                 comparison.pass_layer(result)
@@ -284,6 +293,26 @@ class _Run:
             bytes_after=sum(tensor.nbytes for tensor in self.planned_tensors()),
             seconds=seconds,
         )
+
+
+def _write_layer(writer: CheckpointWriter, result: RoundedLayer) -> None:
+    planned, matrices = result.planned, result.matrices
+    fused = set(planned.of_experts) if planned.fused else set()
+    for matrix in planned.matrices:
+        if matrix not in fused:
+            _write(writer, matrix, matrices[matrix.name])
+    if not planned.fused:
+        return
+    gate_up, down = planned.fused
+    parts: dict[str, list[Tensor]] = {}
+    for expert in planned.experts:
+        gate, up, of_down = (matrices[matrix.name] for matrix in expert.matrices)
+        for stored, rows in ((gate_up, [gate, up]), (down, [of_down])):
+            blocks, scales = mxfp4_parts(rows)
+            parts.setdefault(f"{stored.name}_blocks", []).append(blocks)
+            parts.setdefault(f"{stored.name}_scales", []).append(scales)
+    for name, pieces in parts.items():
+        writer.write(name, pieces)
 
 
 def _write(writer: CheckpointWriter, matrix: PlannedMatrix, rounded: RoundedMatrix) -> None:

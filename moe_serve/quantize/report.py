@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_serve.quantize.measure import DomainFigures
-from moe_serve.quantize.plan import is_read_by_transformers, storages
+from moe_serve.quantize.plan import is_fused, is_read_by_transformers, storages
 from moe_serve.quantize.quantize_job import QuantiseOutcome
 
 
@@ -127,16 +127,17 @@ def model_card(outcome: QuantiseOutcome) -> str:
     job, name = outcome.job, outcome.job.folder.resolve().name
     method = "GPTQ" if job.is_gptq else "rounding to nearest"
     kinds = "; ".join(storage.name for storage in storages(outcome.plan))
+    stored = "MXFP4" if is_fused(outcome.plan) else "compressed-tensors `pack-quantized`"
     lines = [
         "---",
         "library_name: transformers",
-        f"tags: [quantized, compressed-tensors, {'gptq' if job.is_gptq else 'rtn'}]",
+        f"tags: [quantized, {'gptq' if job.is_gptq else 'rtn'}]",
         "---",
         "",
         f"# {name}, quantised",
         "",
         f"Made from `{name}` by `moe-serve quantize`, with {method}. Weights are stored as "
-        f"compressed-tensors `pack-quantized`: {kinds}. Routers, norms, embeddings and all other "
+        f"{stored}: {kinds}. Routers, norms, embeddings and all other "
         "tensors are those of the original.",
         "",
         f"The weights take {outcome.bytes_after / 1e9:.3f} GB instead of "

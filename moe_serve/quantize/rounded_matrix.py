@@ -6,11 +6,14 @@
 
 The stored words are those of `moe_serve.model.formats.compressed_tensors`, layout `pack-quantized`:
 values are offset by half their range, and the first one is in the lowest bits of an int32.
+
+MXFP4 (`moe_serve.model.formats.mxfp4`) fits the same record: twice an E2M1 value is a whole number,
+and its scale is half the stored power of two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +28,17 @@ Shape = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Storage:
     """The bits of a value, and the neighbouring columns that share a scale; `group` 0: a whole
-    row."""
+    row. `is_float`: E2M1 values whose scales are powers of two (MXFP4).
+    """
 
     bits: int
     group: int
+    is_float: bool = False
 
     @property
     def name(self) -> str:
+        if self.is_float:
+            return "mxfp4"
         return f"int{self.bits} " + (f"groups of {self.group}" if self.group else "rows")
 
     @property
@@ -81,6 +88,25 @@ class RoundedMatrix:
         yield f"{name}_packed", _words(self.values_NK, self.storage.bits)
         yield f"{name}_scale", self.scales_NG.contiguous()
         yield f"{name}_shape", torch.tensor(self.shape)
+
+
+MXFP4 = Storage(bits=4, group=32, is_float=True)
+E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # by code; the sign is the fourth bit
+_EXPONENT_BIAS = 127
+
+
+def mxfp4_parts(matrices: Sequence[RoundedMatrix]) -> tuple[Tensor, Tensor]:
+    """Return blocks [N, K / 32, 16] and scales [N, K / 32] in uint8, with the rows of the matrices
+    in turn: row 0 of each, row 1 of each, and so on.
+    """
+    values_NK = torch.stack([each.values_NK for each in matrices], 1).flatten(0, 1)
+    scales_NG = torch.stack([each.scales_NG for each in matrices], 1).flatten(0, 1)
+    sizes_NK = values_NK.abs().int().contiguous()
+    codes_NK = torch.bucketize(sizes_NK, torch.tensor(E2M1_DOUBLED).int())
+    codes_NK = (codes_NK + 8 * (values_NK < 0)).to(torch.uint8)
+    bytes_NB = codes_NK[:, ::2] | codes_NK[:, 1::2] << 4
+    exponents_NG = scales_NG.log2().round().int() + 1 + _EXPONENT_BIAS
+    return bytes_NB.unflatten(1, (-1, MXFP4.group // 2)), exponents_NG.to(torch.uint8)
 
 
 def _words(values_NK: Tensor, bits: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_serve.quantize.rounded_matrix import RoundedMatrix, Storage
+from moe_serve.quantize.rounded_matrix import E2M1_DOUBLED, RoundedMatrix, Storage
 
 _SHRINKS = tuple(1.0 - step / 40 for step in range(15))  # 1.0 down to 0.65
 _VALUES_AT_ONCE = 2**21
@@ -43,6 +43,7 @@ def chosen_scales(
     value, that with the smallest squared error. int8 always takes the whole.
     """
     num_groups = storage.num_groups(weight_NK.shape[1])
+    scale_dtype = torch.float32 if storage.is_float else scale_dtype
     scales_NG = torch.empty(len(weight_NK), num_groups, dtype=scale_dtype)
     importance_1GC = None
     if importance_K is not None:
@@ -56,6 +57,8 @@ def chosen_scales(
 def _best(
     weight_nGC: Tensor, storage: Storage, dtype: torch.dtype, importance_1GC: Tensor | None
 ) -> Tensor:
+    if storage.is_float:
+        return _best_powers(weight_nGC, storage)
     widest_nG = weight_nGC.abs().amax(-1) / (storage.most + 0.5)
     if storage.bits == 8:
         widest_nG = widest_nG * ((storage.most + 0.5) / storage.most)
@@ -77,12 +80,31 @@ def _best(
     return best_nG
 
 
+def _best_powers(weight_nGC: Tensor, storage: Storage) -> Tensor:
+    """Return the power of two with the smaller squared error of two: the one with which the largest
+    value falls between 8 and 16 (above 12 it is cut), and twice that.
+    """
+    largest_nG = weight_nGC.abs().amax(-1).clamp_min(2.0**-120)
+    low_nG = torch.exp2(largest_nG.log2().floor() - 3)
+    errors = []
+    for scales_nG in (low_nG, 2 * low_nG):
+        scales_nG1 = scales_nG[:, :, None]
+        error_nGC = _nearest(weight_nGC, scales_nG1, storage) * scales_nG1 - weight_nGC
+        errors.append(error_nGC.square_().sum(-1))
+    return torch.where(errors[0] <= errors[1], low_nG, 2 * low_nG)
+
+
 def _in_dtype(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Round scales to the dtype; one that would vanish becomes the smallest normal number."""
     return scales.clamp_min(torch.finfo(dtype).tiny).to(dtype)
 
 
 def _nearest(weight_nGC: Tensor, scales_nG1: Tensor, storage: Storage) -> Tensor:
+    if storage.is_float:
+        doubled = torch.tensor(E2M1_DOUBLED, dtype=torch.float32)
+        sizes_nGC = (weight_nGC / scales_nG1).abs().contiguous()
+        places = torch.bucketize(sizes_nGC, (doubled[1:] + doubled[:-1]) / 2)
+        return doubled[places].copysign_(weight_nGC)
     return (weight_nGC / scales_nG1).round_().clamp_(-storage.most - 1, storage.most)
 
 

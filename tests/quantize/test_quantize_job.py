@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GptOssConfig
 
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.hf_config import HFConfig
@@ -22,16 +23,17 @@ from moe_serve.quantize.quantize_job import (
     quantise,
 )
 from moe_serve.quantize.report import model_card, record, report_files, summary
-from moe_serve.quantize.rounded_matrix import Storage
+from moe_serve.quantize.rounded_matrix import MXFP4, Storage
 from moe_serve.quantize.rtn import rounded
 from moe_serve.quantize.texts import read_texts
 from moe_serve.text.tokenizer import Tokenizer
 from tests.support.families.all_cases import CASES
 from tests.support.families.case import Case
+from tests.support.families.cases.gpt_oss import COMMON
 from tests.support.families.parity import model_logits, random_prompts, write_checkpoint
 
 INT4, INT8 = Storage(4, 32), Storage(8, 32)
-# One case of each family; GPT-OSS stores experts in a way that compressed-tensors cannot describe.
+# One case of each family; GPT-OSS is tested by itself.
 _FAMILIES = {name.partition("-")[0]: name for name in reversed(CASES)}
 _FAMILIES.pop("gpt_oss")
 
@@ -168,7 +170,27 @@ def test_refusals(
     assert {p.name for p in tmp_path.iterdir()} == {"out", "short.txt"}
 
 
-def test_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "plain", CASES["gpt_oss"])
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    folder = write_checkpoint(tmp_path / "plain", Case(GptOssConfig(**COMMON | sizes)))
     with pytest.raises(ConfigError, match=re.escape("gpt_oss are stored in one tensor")):
-        _run(folder, tmp_path / "out", QuantiseRules(experts=Storage(8, 4)))
+        _run(folder, tmp_path / "no", QuantiseRules(experts=INT8))
+    out = tmp_path / "out"
+    _run(folder, out, QuantiseRules(experts=MXFP4, attention=None))
+    assert ModelLoader(out).weight_format == "mxfp4"
+    loaders = ModelLoader(folder), ModelLoader(out)
+    original, found = (loader.live_experts().read(2, 3) for loader in loaders)
+    for part in ("gate", "up", "down"):
+        weight = getattr(original, part)
+        expected = rounded(weight, MXFP4, torch.float32).floats(torch.float32)
+        assert torch.equal(getattr(found, part), expected), part
+        assert (expected - weight).abs().max() <= weight.abs().max() / 6
+    for bias in ("gate_bias", "up_bias", "down_bias"):
+        assert torch.equal(getattr(found, bias), getattr(original, bias)), bias
+    (prompt,) = random_prompts((12,))
+    assert model_logits(out, "torch", prompt, 12).isfinite().all()
+
+
+def test_mxfp4_is_for_gpt_oss_alone(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="those of qwen3_moe are stored in another way"):
+        _run(tiny_model, tmp_path / "out", QuantiseRules(experts=MXFP4, attention=None))

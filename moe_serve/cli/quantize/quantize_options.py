@@ -8,7 +8,8 @@ from pathlib import Path
 from moe_serve.cli.options import REQUIRED, argument, option
 from moe_serve.errors import ConfigError
 
-SCHEMES = ("w4a16", "w8a16")
+MXFP4 = "mxfp4"
+SCHEMES = ("w4a16", "w8a16", MXFP4)
 METHODS = ("rtn", "gptq")
 GROUPS = (32, 64, 128)
 _ATTENTION = ("w8", "w4", "keep")
@@ -26,8 +27,8 @@ class QuantizeOptions:
     out: Path = option(REQUIRED, help="Folder to write; it must not exist.")
     scheme: str = option(
         "w4a16",
-        help="Storage of the routed experts: w4a16 (int4) or w8a16 (int8). Activations stay in 16 "
-        "bits.",
+        help="Storage of the routed experts: w4a16 (int4), w8a16 (int8), or mxfp4 for GPT-OSS. "
+        "Activations stay in 16 bits.",
     )
     group: int = option(32, help="Number of inputs that share a scale: 32, 64 or 128.")
     method: str = option(
@@ -44,8 +45,9 @@ class QuantizeOptions:
     held_out_tokens: int = option(
         16_384, min=64, help="Number of held-out tokens to measure the result on."
     )
-    attention: str = option(
-        "w8",
+    attention: str | None = option(
+        None,
+        show_default="w8; keep with mxfp4",
         help="Storage of attention, shared experts and dense MLPs: w8 (int8, a scale for each "
         "row), w4 (int4 in groups) or keep (attention only; the others are then stored as --scheme "
         "says).",
@@ -75,16 +77,29 @@ class QuantizeOptions:
         """Raises ConfigError for values that do not exist or do not fit together."""
         _check_one_of("--scheme", self.scheme, SCHEMES)
         _check_one_of("--method", self.method, METHODS)
-        _check_one_of("--attention", self.attention, _ATTENTION)
+        _check_one_of("--attention", self.attention or "keep", _ATTENTION)
         _check_one_of("--head", self.head, _HEAD)
+        if self.scheme == MXFP4:
+            self._check_mxfp4()
         if self.group not in GROUPS:
             raise ConfigError(f"--group is {self.group}: it is one of 32, 64, 128.")
         if self.method == "gptq" and not self.texts:
             raise ConfigError("--method gptq needs --texts to calibrate on: give text files.")
-        if self.int8_layers is not None and self.scheme == "w8a16":
-            raise ConfigError("--int8-layers has no effect with --scheme w8a16: leave it out.")
+        if self.int8_layers is not None and self.scheme != "w4a16":
+            raise ConfigError(
+                f"--int8-layers has no effect with --scheme {self.scheme}: leave it out."
+            )
         if self.int8_budget is not None and not self.texts:
             raise ConfigError("--int8-layers needs --texts to measure the layers on.")
+
+    def _check_mxfp4(self) -> None:
+        """Raises ConfigError for options that MXFP4 checkpoints cannot follow."""
+        others = (self.method, self.attention or "keep", self.head, self.group)
+        if others != ("rtn", "keep", "keep", 32):
+            raise ConfigError(
+                "--scheme mxfp4 stores experts alone, in groups of 32, rounded to nearest: leave "
+                "out --method, --attention, --head and --group."
+            )
 
     @property
     def int8_budget(self) -> float | None:
