@@ -54,12 +54,11 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "openai",
         "dashboard",
         "admin",
-        "tracing",
     ),
     "moe_serve.cli": (
         "console",
         "options",
-        "client",
+        "server_client",
         "serve",
         "run_batch",
         "top",
@@ -106,7 +105,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     ),
     "experts": ("expert_layer", "memory", "placement"),
     "experts.placement": (
-        "errors",
+        "placement_error",
         "replicas",
         "problem",
         "judge",
