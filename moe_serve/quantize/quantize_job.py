@@ -42,7 +42,8 @@ _NOT_COPIED = ("config.json", "model.safetensors.index.json")
 class QuantiseJob:
     """What to quantise and how.
 
-    `texts`: files to calibrate and measure on; without them nothing is measured. `int8_budget`: the
+    `texts`: files to calibrate and measure on; without them nothing is measured. `held_out`: files
+    to measure on instead of a part of these. `int8_budget`: the
     divergence, in nats a token, that layers in few bits may add up to; the others are in int8.
     """
 
@@ -51,6 +52,7 @@ class QuantiseJob:
     rules: QuantiseRules
     is_gptq: bool
     texts: tuple[Path, ...] = ()
+    held_out: tuple[Path, ...] = ()
     num_tokens: int = 131_072
     num_held_out: int = 16_384
     int8_budget: float | None = None
@@ -147,6 +149,7 @@ def _texts(job: QuantiseJob, source: CheckpointSource) -> QuantiseTexts | None:
     return read_texts(
         job.texts,
         Tokenizer.load(job.folder),
+        held_out_paths=job.held_out,
         num_tokens=job.num_tokens if job.is_gptq else 0,
         num_held_out=job.num_held_out,
         max_piece=source.spec.max_positions,
@@ -162,6 +165,7 @@ def _check_memory(job: QuantiseJob, source: CheckpointSource, dtype: torch.dtype
     width = max(spec.width, spec.expert_width)
     needed = layer * (2 * dtype.itemsize + 1) + 8 * expert + 4 * 8 * width**2
     if job.texts:
+        needed += spec.vocab_size * (3 * 4 * 256 + 2 * spec.width * dtype.itemsize)
         tokens = 2 * job.num_held_out + (3 * job.num_tokens if job.is_gptq else 0)
         needed += tokens * spec.width * dtype.itemsize
     free = free_bytes(torch.device("cpu"))

@@ -27,6 +27,7 @@ def read_texts(
     paths: Sequence[Path],
     tokenizer: Tokenizer,
     *,
+    held_out_paths: Sequence[Path] = (),
     num_tokens: int,
     num_held_out: int,
     max_piece: int,
@@ -34,10 +35,19 @@ def read_texts(
 ) -> QuantiseTexts:
     """Read texts and hold some out: files named valid*, every tenth document, or the end of a text.
 
+    With `held_out_paths` these are held out instead. A document that is held out is not calibrated
+    on, wherever else it occurs.
+
     Nothing is read to calibrate on if `num_tokens` is 0. Raises ConfigError for too few tokens.
     """
     size = min(max_piece, _MAX_PIECE)
-    train, valid = _split(read_documents(paths, "train"), read_documents(paths, "valid"))
+    train = read_documents(paths, "train")
+    if held_out_paths:
+        valid = read_documents(held_out_paths, "valid")
+    else:
+        train, valid = _split(train, read_documents(paths, "valid"))
+    names = {document.name for document in valid}
+    train = [document for document in train if document.name not in names]
     held_out = cut_into_pieces(valid, tokenizer, num_held_out, size, seed)
     if not num_tokens:
         return QuantiseTexts((), held_out)

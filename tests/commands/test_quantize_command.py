@@ -52,6 +52,7 @@ def test_the_demonstration_model_is_quantised_and_served(tmp_path: Path, capsys:
         (["--method", "awq"], "--method is 'awq'"),
         (["--method", "gptq"], "--method gptq needs --texts"),
         (["--method", "gptq", "--texts", "nowhere"], "nowhere does not exist"),
+        (["--held-out", "somewhere"], "--held-out needs --texts"),
         (["--attention", "w2"], "--attention is 'w2'"),
         (["--head", "w8"], "its embedding (tie_word_embeddings)"),
         (["--int8-layers", "3"], "--int8-layers is '3': it is auto:BUDGET"),

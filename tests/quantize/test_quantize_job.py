@@ -136,6 +136,19 @@ def _header_bytes(path: Path) -> int:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
+def test_held_out_texts_of_their_own(tiny_model: Path, texts: Path) -> None:
+    arguments = {"num_held_out": 5000, "max_piece": 512, "seed": 0}
+    tokenizer = Tokenizer.load(tiny_model)
+    first, second = texts / "first.txt", texts / "second.txt"
+    split = read_texts([texts], tokenizer, num_tokens=9000, **arguments)
+    assert not {p.request_id for p in split.calibration} & {p.request_id for p in split.held_out}
+    apart = read_texts([texts], tokenizer, held_out_paths=[first], num_tokens=9000, **arguments)
+    assert {piece.label for piece in apart.calibration} == {"second"}
+    assert {piece.label for piece in apart.held_out} == {"first"}
+    with pytest.raises(ConfigError, match="no document"):
+        read_texts([second], tokenizer, held_out_paths=[second], num_tokens=9000, **arguments)
+
+
 def test_sensitive_layers_are_in_int8(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     more = {"texts": (texts,), "num_held_out": 500}
     rules = QuantiseRules(experts=INT4)

@@ -41,6 +41,10 @@ class QuantizeOptions:
         "folder or file is a domain. A part is held out for the measurement. May be given more "
         "than once.",
     )
+    held_out: list[Path] | None = option(
+        None,
+        help="Texts to measure on instead of a part of --texts. May be given more than once.",
+    )
     tokens: int = option(131_072, min=1, help="Number of tokens of the texts to calibrate on.")
     held_out_tokens: int = option(
         16_384, min=64, help="Number of held-out tokens to measure the result on."
@@ -85,6 +89,8 @@ class QuantizeOptions:
             raise ConfigError(f"--group is {self.group}: it is one of 32, 64, 128.")
         if self.method == "gptq" and not self.texts:
             raise ConfigError("--method gptq needs --texts to calibrate on: give text files.")
+        if self.held_out and not self.texts:
+            raise ConfigError("--held-out needs --texts: give the texts to calibrate on.")
         if self.int8_layers is not None and self.scheme != "w4a16":
             raise ConfigError(
                 f"--int8-layers has no effect with --scheme {self.scheme}: leave it out."

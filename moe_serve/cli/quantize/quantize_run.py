@@ -43,6 +43,7 @@ def run_quantize(
         rules=_rules(options),
         is_gptq=options.method == "gptq",
         texts=tuple(options.texts or ()),
+        held_out=tuple(options.held_out or ()),
         num_tokens=options.tokens,
         num_held_out=options.held_out_tokens,
         int8_budget=options.int8_budget,
