@@ -59,6 +59,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "console",
         "options",
         "server_client",
+        "models",
         "serve",
         "run_batch",
         "top",
@@ -102,6 +103,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "formats",
         "families",
         "load",
+        "hub",
     ),
     "experts": ("expert_layer", "memory", "placement"),
     "experts.placement": (
@@ -143,9 +145,27 @@ BOUNDARIES = frozenset(
 STANDALONE = ("experts", "routing_predictor", "moe_kernels")  # usable without moe_serve
 # What a function may import: backends that are heavy, optional, or both.
 BACKENDS = frozenset(
-    {"triton", "deepspeed", "transformers", "matplotlib", "sklearn", "scipy", "opentelemetry"}
+    {
+        "triton",
+        "deepspeed",
+        "transformers",
+        "matplotlib",
+        "sklearn",
+        "scipy",
+        "opentelemetry",
+        "huggingface_hub",
+    }
 )
-HEAVY = ("torch", "triton", "deepspeed", "transformers", "numpy", "fastapi", "pydantic")
+HEAVY = (
+    "torch",
+    "triton",
+    "deepspeed",
+    "transformers",
+    "numpy",
+    "fastapi",
+    "pydantic",
+    "huggingface_hub",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_kernels.interface.kernels import ExpertBank
 from moe_kernels.interface.quantised_matrix import as_floats
 from moe_serve.model.checkpoint.hf_config import HFConfig
+from moe_serve.model.checkpoint.manifest import Stored
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import WeightSource, open_checkpoint
 from moe_serve.model.stage.attention_stage import AttentionStage
@@ -21,7 +22,7 @@ from moe_serve.quantize.calibrate import (
     GptqSettings,
     round_mlp,
 )
-from moe_serve.quantize.layer_runs import HiddenStates, base_bank
+from moe_serve.quantize.layer_runs import HiddenStates, base_bank, layer_stage
 from moe_serve.quantize.plan import INT8_ROWS, PlannedLayer, PlannedMatrix
 from moe_serve.quantize.rounded_matrix import RoundedMatrix
 from moe_serve.quantize.rtn import rounded
@@ -70,7 +71,7 @@ class LayerQuantizer:
         if states is None or settings is None:
             self._round_to_nearest(layer, planned)
         else:
-            stage = self._changed.layer_stage(layer, self.max_positions)
+            stage = layer_stage(self._changed, layer, self.max_positions)
             states.attend(stage)
             reports = self._round_for_inputs(layer, planned, states, stage, settings)
         result = RoundedLayer(layer, planned, dict(self._rounded), tuple(reports))
@@ -92,7 +93,7 @@ class LayerQuantizer:
         """Load a rounded layer's attention, router and dense MLP."""
         self._rounded.clear()
         self._rounded.update(result.matrices)
-        return self._changed.layer_stage(result.layer, self.max_positions)
+        return layer_stage(self._changed, result.layer, self.max_positions)
 
     def bank(self, result: RoundedLayer) -> ExpertBank | None:
         """Load a rounded layer's routed experts; None for a dense layer."""
@@ -111,7 +112,7 @@ class LayerQuantizer:
         return rounded(self._read(matrix), matrix.storage, self.base.dtype)
 
     def _read(self, matrix: PlannedMatrix) -> Tensor:
-        return self.base.matrix(matrix.name, matrix.shape)
+        return self.base.tensor(Stored(matrix.name, matrix.shape))
 
     def _round_to_nearest(self, layer: int, planned: PlannedLayer) -> None:
         for matrix in planned.mlp.values():

@@ -7,7 +7,7 @@ residual stream of all tokens is kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -106,7 +106,7 @@ class HiddenStates:
     @torch.inference_mode()
     def expert_inputs(self, stage: AttentionStage) -> ExpertInputs:
         """Return what enters the experts of the stage's layer, after its attention."""
-        x_TD = torch.cat([stage.normed(0, part) for part in self.parts])
+        x_TD = torch.cat([stage.moe_normed(0, part) for part in self.parts])
         if not stage.spec.layers[0].is_sparse:
             return ExpertInputs(x_TD, None)
         rows = [stage.route(0, part).rows for part in self.parts]
@@ -155,6 +155,23 @@ class OutputHead:
         """Return the logarithms of the next token's probabilities [T, V], in fp32."""
         normed = self._kernels.rms_norm(hidden_TD, self._norm, self._spec.norm_eps)
         return (self._head(normed).float() / self._spec.logits_divisor).log_softmax(-1)
+
+
+def layer_stage(loader: ModelLoader, layer: int, max_positions: int) -> AttentionStage:
+    """Load one layer as a stage of a single layer, without embedding and head."""
+    return AttentionStage(
+        replace(loader.spec, layers=(loader.spec.layers[layer],)),
+        loader.kernels,
+        embedding=torch.empty(0, loader.spec.width, dtype=loader.dtype),
+        layers=loader.attention_layers(max_positions, layers=[layer]),
+        final_norm=loader.final_norm(),
+        head=_no_head,
+    )
+
+
+def _no_head(x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
+    """Stands for the head of a stage of one layer, which computes no logits."""
+    raise AssertionError("a stage of one layer has no head")
 
 
 def base_bank(loader: ModelLoader, layer: int) -> ExpertBank | None:

@@ -16,7 +16,13 @@ from torch import Tensor
 from moe_serve.learn.documents import TextPiece
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.quantize.layer_quantizer import LayerQuantizer, RoundedLayer
-from moe_serve.quantize.layer_runs import HiddenStates, OutputHead, base_bank, make_batches
+from moe_serve.quantize.layer_runs import (
+    HiddenStates,
+    OutputHead,
+    base_bank,
+    layer_stage,
+    make_batches,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +59,7 @@ class Comparison:
     def pass_layer(self, result: RoundedLayer) -> None:
         """Take both through a layer."""
         quantizer, layer = self._quantizer, result.layer
-        stage = quantizer.base.layer_stage(layer, quantizer.max_positions)
+        stage = layer_stage(quantizer.base, layer, quantizer.max_positions)
         self._base.attend(stage)
         before = self._base.feed_forward(stage, base_bank(quantizer.base, layer))
         stage = quantizer.stage(result)

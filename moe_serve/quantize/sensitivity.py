@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 
 from moe_serve.learn.documents import TextPiece
 from moe_serve.quantize.layer_quantizer import LayerQuantizer
-from moe_serve.quantize.layer_runs import HiddenStates, OutputHead, base_bank, make_batches
+from moe_serve.quantize.layer_runs import (
+    HiddenStates,
+    OutputHead,
+    base_bank,
+    layer_stage,
+    make_batches,
+)
 from moe_serve.quantize.plan import QuantisePlan
 
 _MAX_TOKENS = 4096
@@ -35,7 +41,7 @@ def layer_divergences(
         rounded, stage = base.copy(), quantizer.stage(result)
         rounded.attend(stage)
         rounded.feed_forward(stage, quantizer.bank(result))
-        stage = quantizer.base.layer_stage(layer, quantizer.max_positions)
+        stage = layer_stage(quantizer.base, layer, quantizer.max_positions)
         bank = base_bank(quantizer.base, layer)
         for states in (base, *changed):
             states.attend(stage)

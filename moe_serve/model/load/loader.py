@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +16,7 @@ from experts.expert_stage import ExpertStage
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels, Linear
 from moe_kernels.kernel_choice import KernelsName, choose_kernels, default_num_threads
 from moe_serve.config.sections import ExpertWeightsName
+from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.checkpoint.manifest import (
     Stored,
@@ -22,9 +24,11 @@ from moe_serve.model.checkpoint.manifest import (
     all_tensors,
     attention_table,
     feed_forward_table,
+    layer_tensors,
     model_table,
 )
 from moe_serve.model.families import Family, family_of
+from moe_serve.model.families.mtp import MTPLayer
 from moe_serve.model.load.expert_packing import ExpertPacking
 from moe_serve.model.load.load_attention import AttentionLoader
 from moe_serve.model.load.load_expert_memory import MemoryBudget, memory_stage, room_stage
@@ -69,25 +73,52 @@ class ModelLoader:
         config = config.text()
         self.spec: ModelSpec = family.read_spec(config)
         check_spec(self.spec, config)
-        self._num_threads = num_threads or default_num_threads()
-        self._reader = open_weights(folder, config)
-        self._names = family.names_in(self._reader.has)
-        experts = expert_names(self._names, self.spec, self._reader)
+        self._folder, self._num_threads = folder, num_threads or default_num_threads()
+        self.reader = open_weights(folder, config)
+        self.prefix = family.prefix_in(self.reader.has)  # before the names of all tensors
+        self.names = family.names.after(self.prefix)
+        experts = expert_names(self.names, self.spec, self.reader)
         num_tensors = 0
-        for item in all_tensors(self._names, experts, self.spec):
-            self._reader.expect(item.name, item.shape)
+        for item in all_tensors(self.names, experts, self.spec):
+            self.reader.expect(item.name, item.shape)
             num_tensors += 1
         self.dtype: torch.dtype = dtype or self._own_dtype()
         self.device = device or torch.device("cpu")
         self.kernels: Kernels = choose_kernels(self.device, self.dtype, kernels, num_threads)
-        self._packing = ExpertPacking(self._reader, self.kernels, expert_weights, self.dtype)
-        self._tensors = ModelTensors(self._reader, self.dtype, self.device, num_tensors, progress)
+        self._packing = ExpertPacking(self.reader, self.kernels, expert_weights, self.dtype)
+        self._tensors = ModelTensors(self.reader, self.dtype, self.device, num_tensors, progress)
         self._experts = ExpertLoader(self.spec, experts, self._tensors, self._packing)
+
+    def beside(self, layer: MTPLayer) -> ModelLoader:
+        """Return a loader of a layer that predicts further tokens, from the same checkpoint.
+
+        Checks the header of its tensors. Raises CheckpointError if there is no such layer.
+        """
+        spec, names, reader = layer.spec, layer.names.layer, self.reader
+        if not reader.has(layer.names.projection):
+            raise CheckpointError(
+                f"speculation.method is 'mtp', but {self._folder} has no weights of an MTP layer "
+                f"({layer.names.projection} is missing): use a checkpoint with them, or set it to "
+                "'auto' or 'off'."
+            )
+        other, experts = copy.copy(self), expert_names(names, spec, reader)
+        for item in (*layer.fusion_table().values(), *layer_tensors(names, experts, spec, 0)):
+            reader.expect(item.name, item.shape)
+        mode = "auto" if self._packing.mode == "packed" else self._packing.mode
+        other.spec, other.names = spec, names
+        other._packing = ExpertPacking(reader, self.kernels, mode, self.dtype)
+        other._tensors = ModelTensors(reader, self.dtype, self.device, 0, progress=None)
+        other._experts = ExpertLoader(spec, experts, other._tensors, other._packing)
+        return other
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """Load one weight."""
+        return self._tensors.keep(stored)
 
     @property
     def weight_format(self) -> str:
         """The format of the stored weights, for logs."""
-        return self._reader.format_name
+        return self.reader.format_name
 
     @property
     def expert_weights(self) -> str:
@@ -99,73 +130,71 @@ class ModelLoader:
         if self.spec.dtype is not None:
             stated: torch.dtype = getattr(torch, self.spec.dtype)
             return stated
-        return self._reader.stored_dtype(self._names.embedding)
+        return self.reader.stored_dtype(self.names.embedding)
 
     def attention_stage(self, max_positions: int, gather: Gather | None = None) -> AttentionStage:
         """Load everything but the routed experts; `gather`: of every layer, this shard's part."""
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
-        table = model_table(self._names, spec)
+        table = model_table(self.names, spec)
         embedding = self._tensors.keep(table["embedding"])
-        head = self._output_head(spec, embedding, gather)
-        attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
+        head = self.output_head(embedding, gather)
         return AttentionStage(
             spec,
             self.kernels,
             embedding=embedding,
-            layers=[
-                self._attention_layer(layer, attention, gather) for layer in range(spec.num_layers)
-            ],
+            layers=self.attention_layers(max_positions, gather),
             final_norm=self._tensors.keep(table["final_norm"]),
             head=head,
         )
 
-    def layer_stage(self, layer: int, max_positions: int) -> AttentionStage:
-        """Load one layer as a stage of a single layer, without embedding and head."""
-        attention = AttentionLoader(self.spec, self.kernels, max_positions, self.device)
-        return AttentionStage(
-            replace(self.spec, layers=(self.spec.layers[layer],)),
-            self.kernels,
-            embedding=torch.empty(0, self.spec.width, dtype=self.dtype, device=self.device),
-            layers=[self._attention_layer(layer, attention, None)],
-            final_norm=self.final_norm(),
-            head=_no_head,
-        )
+    def attention_layers(
+        self,
+        max_positions: int,
+        gather: Gather | None = None,
+        layers: Collection[int] | None = None,
+    ) -> list[AttentionLayer]:
+        """Load some layers, or all, without their routed experts."""
+        spec = self.spec if gather is None else gather.shard.spec(self.spec)
+        attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
+        numbers = range(spec.num_layers) if layers is None else layers
+        return [self._attention_layer(layer, attention, gather) for layer in numbers]
 
-    def output_head(self) -> Linear:
-        """Load the output head alone: normed rows -> logits."""
-        embedding = self.embedding() if self.spec.is_head_tied else None
-        return self._output_head(self.spec, embedding, None)
+    def output_head(self, embedding: Tensor | None = None, gather: Gather | None = None) -> Linear:
+        """Load the output head; `embedding` is its matrix if they are tied."""
+        table = model_table(self.names, self.spec)
+        bias = self._tensors.keep(table["head_bias"]) if self.spec.has_head_bias else None
+        if self.spec.is_head_tied:
+            return self._head(self.embedding() if embedding is None else embedding, bias, gather)
+        head = self._head(self._tensors.read(table["head"]), bias, gather)
+        self._tensors.done(table["head"])
+        return head
 
     def routers(self) -> list[Router | None]:
         """Load the routers alone, for an expert side that routes; None for dense layers."""
         tables = [
-            feed_forward_table(self._names, self.spec, layer)
+            feed_forward_table(self.names, self.spec, layer)
             for layer in range(self.spec.num_layers)
         ]
         return [self._router(table) for table in tables]
 
     def embedding(self) -> Tensor:
         """Load the token embeddings alone, [V, D]."""
-        return self._tensors.keep(model_table(self._names, self.spec)["embedding"])
+        return self._tensors.keep(model_table(self.names, self.spec)["embedding"])
 
     def output_matrix(self) -> Tensor:
         """Load the matrix of the output head alone, [V, D]; the embedding if they are tied."""
         key = "embedding" if self.spec.is_head_tied else "head"
-        return self._tensors.keep(model_table(self._names, self.spec)[key])
+        return self._tensors.keep(model_table(self.names, self.spec)[key])
 
     def final_norm(self) -> Tensor:
         """Load the weights of the final norm alone, [D]."""
-        return self._tensors.keep(model_table(self._names, self.spec)["final_norm"])
-
-    def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Load one matrix of the checkpoint by its plain name, as a copy."""
-        return self._tensors.keep(Stored(name, shape))
+        return self._tensors.keep(model_table(self.names, self.spec)["final_norm"])
 
     def router_weights(self, layer: int) -> Mapping[str, Tensor]:
         """Load the tensors that a layer routes with: moe_norm, and in fp32 router and, if present,
         router_bias and selection_bias.
         """
-        table = feed_forward_table(self._names, self.spec, layer)
+        table = feed_forward_table(self.names, self.spec, layer)
         weights = {"moe_norm": self._tensors.keep(table["moe_norm"])}
         for key in ("router", "router_bias", "selection_bias"):
             if key in table:
@@ -204,7 +233,7 @@ class ModelLoader:
 
         A disk error raises an exception instead of ending the process.
         """
-        tensors = ModelTensors(self._reader.copying(), self.dtype, self.device, 0, progress=None)
+        tensors = ModelTensors(self.reader.copying(), self.dtype, self.device, 0, progress=None)
         return self._experts.with_tensors(tensors)
 
     def expert_bank(self, layer: int, experts: Collection[int]) -> ExpertBank:
@@ -223,19 +252,6 @@ class ModelLoader:
             banks.put(self.expert_bank(layer, experts), experts)
         return banks
 
-    def _output_head(
-        self, spec: ModelSpec, embedding: Tensor | None, gather: Gather | None
-    ) -> Linear:
-        """Load the head; `embedding` is its matrix if they are tied."""
-        table = model_table(self._names, spec)
-        bias = self._tensors.keep(table["head_bias"]) if spec.has_head_bias else None
-        if spec.is_head_tied:
-            assert embedding is not None, "a tied head needs the embedding"
-            return self._head(embedding, bias, gather)
-        head = self._head(self._tensors.read(table["head"]), bias, gather)
-        self._tensors.done(table["head"])
-        return head
-
     def _head(self, weight: Tensor, bias: Tensor | None, gather: Gather | None) -> Linear:
         if gather is None:
             return self.kernels.linear(weight, bias)
@@ -246,8 +262,8 @@ class ModelLoader:
     def _attention_layer(
         self, layer: int, attention: AttentionLoader, gather: Gather | None
     ) -> AttentionLayer:
-        table = attention_table(self._names, self.spec, layer)
-        feed = feed_forward_table(self._names, self.spec, layer)
+        table = attention_table(self.names, self.spec, layer)
+        feed = feed_forward_table(self.names, self.spec, layer)
         weights = {key: self._tensors.read(item) for key, item in table.items()}
         if gather is not None:
             weights = gather.shard.attention(weights, self.spec, layer)
@@ -327,8 +343,3 @@ class ModelLoader:
             width=self.spec.width,
             gather=gather,
         )
-
-
-def _no_head(x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
-    """Stands for the head of a stage of one layer, which computes no logits."""
-    raise AssertionError("a stage of one layer has no head")

@@ -164,7 +164,7 @@ class AttentionStage:
             return weights.output(attended, hidden_TD)
         return self.add(hidden_TD, weights.output(attended))
 
-    def normed(self, layer: int, hidden_TD: Tensor) -> Tensor:
+    def moe_normed(self, layer: int, hidden_TD: Tensor) -> Tensor:
         """Apply the norm before the experts or the dense MLP -> [T, D]."""
         return self.kernels.rms_norm(hidden_TD, self._layers[layer].moe_norm, self.spec.norm_eps)
 
@@ -172,13 +172,13 @@ class AttentionStage:
         """Apply norm, the MLP of a layer without routed experts, and residual -> [T, D]."""
         weights = self._layers[layer]
         assert weights.mlp is not None, f"layer {layer} is not dense"
-        return self.add(hidden_TD, weights.mlp(self.normed(layer, hidden_TD)))
+        return self.add(hidden_TD, weights.mlp(self.moe_normed(layer, hidden_TD)))
 
     def route(self, layer: int, hidden_TD: Tensor) -> Routed:
         """Apply norm and router -> the rows for the experts."""
         weights = self._layers[layer]
         assert weights.router is not None, f"layer {layer} has no router"
-        x_TD = self.normed(layer, hidden_TD)
+        x_TD = self.moe_normed(layer, hidden_TD)
         rows = choose_experts(self.kernels, self.spec.router, weights.router, x_TD)
         return Routed(x_TD, rows)
 
@@ -199,7 +199,13 @@ class AttentionStage:
 
     def logits(self, hidden_TD: Tensor, rows: Tensor) -> Tensor:
         """Apply final norm and head to some rows -> [rows, V] in fp32."""
-        chosen = hidden_TD.index_select(0, rows)
-        normed = self.kernels.rms_norm(chosen, self._final_norm, self.spec.norm_eps)
-        logits = self._head(normed).float()
+        return self.head_logits(self.normed(hidden_TD.index_select(0, rows)))
+
+    def normed(self, hidden_TD: Tensor) -> Tensor:
+        """Apply the final norm -> [T, D]."""
+        return self.kernels.rms_norm(hidden_TD, self._final_norm, self.spec.norm_eps)
+
+    def head_logits(self, normed_TD: Tensor) -> Tensor:
+        """Apply the head to normed rows -> [T, V] in fp32."""
+        logits = self._head(normed_TD).float()
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
