@@ -4,12 +4,12 @@ T tokens, n rows of one expert, D model width, F expert width.
 
 Gate and up of expert e are rounded for
 
-    H_e = (sum over its rows of w^2 x x^T + P H) / (n + P)
+    H_e = (sum over its rows of x x^T + P H) / (n + P)
 
-where w is the router's weight (scaled so that w^2 has mean 1), and H is the mean of x x^T over all
-tokens of the layer, whichever experts they chose: P tokens of it stand for what the texts did not
-show. The down projection is rounded likewise for the expert's hidden rows. If there are few of
-them, a sample of all tokens passes the expert, for these statistics only.
+where H is the mean of x x^T over all tokens of the layer, whichever experts they chose: P tokens of
+it stand for what the texts did not show. The down projection is rounded likewise for the expert's
+hidden rows. If there are few of them, a sample of all tokens passes the expert, for these
+statistics only.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ExpertCalibration:
         self, expert: int, weights: ExpertWeights, planned: PlannedExpert
     ) -> tuple[dict[str, RoundedMatrix], ExpertReport]:
         """Round one expert's matrices; their names are those of the plan."""
-        row_n, place_n = (self._rows.expert_ids_TK == expert).nonzero(as_tuple=True)
+        row_n, _ = (self._rows.expert_ids_TK == expert).nonzero(as_tuple=True)
         num_rows, storage = len(row_n), planned.gate.storage
         gate, up, down = (
             as_floats(m, torch.float32).float() for m in (weights.gate, weights.up, weights.down)
@@ -81,13 +81,11 @@ class ExpertCalibration:
             results = [rounded(weight, storage, dtype) for weight in (gate, up, down)]
             return dict(zip(names, results, strict=True)), ExpertReport(num_rows, "rtn")
         x_nD = self._rows.x_TD[row_n]
-        importance_n = self._rows.weights_TK[row_n, place_n].square()
-        importance_n = importance_n / importance_n.mean().clamp_min(1e-20)
-        hessian_DD = second_moments(x_nD, importance_n) if num_rows else torch.zeros(0)
+        hessian_DD = second_moments(x_nD) if num_rows else torch.zeros(0)
         hessian_DD = self._pooled(hessian_DD, self._mean_DD, num_rows)
         both = gptq_rounded(torch.cat([gate, up]), hessian_DD, storage, self._settings.scale_dtype)
         gate_q, up_q = both.rows(slice(len(gate))), both.rows(slice(len(gate), None))
-        moments_FF = self._hidden_moments(x_nD, importance_n, gate_q, up_q, weights)
+        moments_FF = self._hidden_moments(x_nD, gate_q, up_q, weights)
         down_q = gptq_rounded(down, moments_FF, storage, self._settings.scale_dtype)
         is_plenty = num_rows >= _PLENTY * gate.shape[1]
         results = [gate_q, up_q, down_q]
@@ -105,7 +103,6 @@ class ExpertCalibration:
     def _hidden_moments(
         self,
         x_nD: Tensor,
-        importance_n: Tensor,
         gate: RoundedMatrix,
         up: RoundedMatrix,
         weights: ExpertWeights,
@@ -118,20 +115,19 @@ class ExpertCalibration:
 
         own = torch.zeros(0)
         if num_rows:
-            own = second_moments(hidden(x_nD), importance_n)
+            own = second_moments(hidden(x_nD))
         if self._mean_DD is None or num_rows >= _PLENTY * width:
             return own
         sample_T = self._shuffled_T[: _PLENTY * width]
         return self._pooled(own, second_moments(hidden(self._rows.x_TD[sample_T])), num_rows)
 
 
-def second_moments(x_TK: Tensor, importance_T: Tensor | None = None) -> Tensor:
-    """Return the mean of importance * x x^T over rows, [K, K] in fp32."""
+def second_moments(x_TK: Tensor) -> Tensor:
+    """Return the mean of x x^T over rows, [K, K] in fp32."""
     total_KK = torch.zeros(x_TK.shape[1], x_TK.shape[1])
     for rows in _slices(len(x_TK)):
         part = x_TK[rows].float()
-        weighed = part if importance_T is None else part * importance_T[rows, None]
-        total_KK.addmm_(weighed.t(), part)
+        total_KK.addmm_(part.t(), part)
     return total_KK / max(1, len(x_TK))
 
 
