@@ -12,18 +12,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from experts.expert_stage import RoutedRows
 from moe_kernels.interface.kernels import ExpertBank
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config.sections import CacheConfig
+from moe_serve.learn.predictor_data import Tokens, as_batch
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.attention_stage import AttentionStage
-from moe_serve.model.step_plan import MicroBatch, SequenceSlice
-
-Tokens = NDArray[np.int64]
+from moe_serve.model.step_plan import MicroBatch
 
 _TOKENS_AT_ONCE = 4096
 _ROWS_AT_ONCE = 256  # of logits
@@ -56,13 +54,8 @@ def make_batches(texts: Sequence[Tokens]) -> list[TokenBatch]:
 
 
 def _as_batch(texts: Sequence[Tokens]) -> TokenBatch:
-    slices, page = [], 1
-    for index, tokens in enumerate(texts):
-        num_pages = -(-len(tokens) // CacheConfig().page_size)
-        pages = tuple(range(page, page + num_pages))
-        slices.append(SequenceSlice(index, 0, tokens, pages, 0))
-        page += num_pages
-    return TokenBatch(MicroBatch(tuple(slices)), page)
+    batch = as_batch(texts, CacheConfig().page_size)
+    return TokenBatch(batch, 1 + max(batch.slices[-1].page_table))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def _header_bytes(path: Path) -> int:
 
 
 def test_held_out_texts_of_their_own(tiny_model: Path, texts: Path) -> None:
-    arguments = {"num_held_out": 5000, "max_piece": 512, "seed": 0}
+    arguments: dict[str, Any] = {"num_held_out": 5000, "max_piece": 512, "seed": 0}
     tokenizer = Tokenizer.load(tiny_model)
     first, second = texts / "first.txt", texts / "second.txt"
     split = read_texts([texts], tokenizer, num_tokens=9000, **arguments)
