@@ -29,6 +29,7 @@ LAYERS: Mapping[str, int] = {
     "moe_serve.offline": 5,
     "moe_serve.bench": 5,
     "moe_serve.planning": 4,
+    "moe_serve.simulate": 4,
     "moe_serve.cluster": 4,
     "moe_serve.engine": 4,
     "moe_serve.learn": 4,

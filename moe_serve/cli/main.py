@@ -16,6 +16,7 @@ import typer
 from experts.placement.placement_error import PlacementError
 from moe_serve import __version__
 from moe_serve.cli.bench.bench import bench
+from moe_serve.cli.cache import cache
 from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.config import config
@@ -31,6 +32,7 @@ from moe_serve.cli.quantize.quantize import quantize
 from moe_serve.cli.run_batch.run_batch import run_batch
 from moe_serve.cli.serve.foreign_flags import ServerCommand
 from moe_serve.cli.serve.serve import serve
+from moe_serve.cli.simulate import simulate
 from moe_serve.cli.timeline import timeline
 from moe_serve.cli.top.top import top
 from moe_serve.cli.trace.trace_commands import trace
@@ -64,6 +66,12 @@ app.add_typer(
     rich_help_panel="Inspect",
     help="Show the configuration that a server would start with.",
 )
+app.add_typer(
+    cache,
+    name="cache",
+    rich_help_panel="Inspect",
+    help="Show, verify or clear the KV pages that a server keeps on a disk.",
+)
 app.command(rich_help_panel="Inspect")(timeline)
 app.command(rich_help_panel="Inspect")(top)
 app.add_typer(
@@ -80,6 +88,7 @@ app.add_typer(
 )
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
+app.command(rich_help_panel="Plan")(simulate)
 app.add_typer(place, rich_help_panel="Plan")
 app.add_typer(predictor, rich_help_panel="Plan")
 
