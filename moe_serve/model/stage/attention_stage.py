@@ -204,18 +204,21 @@ class AttentionStage:
             return weights.output(attended, hidden_TD)
         return self.add(hidden_TD, weights.output(attended))
 
+    def moe_normed(self, layer: int, hidden_TD: Tensor) -> Tensor:
+        """Apply the norm before the experts or the dense MLP -> [T, D]."""
+        return self.kernels.rms_norm(hidden_TD, self._layers[layer].moe_norm, self.spec.norm_eps)
+
     def dense(self, layer: int, hidden_TD: Tensor) -> Tensor:
         """Apply norm, the MLP of a layer without routed experts, and residual -> [T, D]."""
         weights = self._layers[layer]
         assert weights.mlp is not None, f"layer {layer} is not dense"
-        x_TD = self.kernels.rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
-        return self.add(hidden_TD, weights.mlp(x_TD))
+        return self.add(hidden_TD, weights.mlp(self.moe_normed(layer, hidden_TD)))
 
     def route(self, layer: int, hidden_TD: Tensor) -> Routed:
         """Apply norm and router -> the rows for the experts."""
         weights = self._layers[layer]
         assert weights.router is not None, f"layer {layer} has no router"
-        x_TD = self.kernels.rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
+        x_TD = self.moe_normed(layer, hidden_TD)
         rows = choose_experts(self.kernels, self.spec.router, weights.router, x_TD)
         return Routed(x_TD, rows)
 
