@@ -16,6 +16,7 @@ import typer
 from experts.placement.placement_error import PlacementError
 from moe_serve import __version__
 from moe_serve.cli.bench.bench import bench
+from moe_serve.cli.cache import cache
 from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.config import config
@@ -62,6 +63,12 @@ app.add_typer(
     name="config",
     rich_help_panel="Inspect",
     help="Show the configuration that a server would start with.",
+)
+app.add_typer(
+    cache,
+    name="cache",
+    rich_help_panel="Inspect",
+    help="Show, verify or clear the KV pages that a server keeps on a disk.",
 )
 app.command(rich_help_panel="Inspect")(timeline)
 app.command(rich_help_panel="Inspect")(top)

@@ -84,6 +84,20 @@ class CacheConfig:
     memory_bytes: int | None = None  # None and None: enough for `max_num_seqs` average requests
     prefix_cache: bool = True  # requests reuse pages of equal beginnings
     metrics_sample: float = 0.01  # share of pages whose times are measured; 0: none
+    disk_path: str | None = None  # a folder for pages that survive a restart; None: no disk tier
+    disk_bytes: int = 10 * 2**30  # most that the folder takes
+    disk_min_free_bytes: int = 2**30  # space of the disk that is left to others
+    disk_write_bytes_per_day: int | None = None  # None: any number
+    disk_ttl_s: float = 86400.0  # how long a page is kept
+    memory_tier_bytes: int | None = None  # shared by the ranks of a host; None: no memory tier
+    checkpoint_after_s: float = 2.0  # how often running requests give their pages to a tier
+    share_across_keys: bool = False  # API keys share pages, also with a disk tier
+
+    @property
+    def separates_keys(self) -> bool:
+        """True if requests with different API keys share no pages: the disk keeps pages for so
+        long that response times would tell one client what others have asked."""
+        return self.disk_path is not None and not self.share_across_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.build_tiers import check_tiers, tier_maker
 from moe_serve.engine.drafting.build import drafting_maker
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
@@ -65,7 +66,6 @@ def build_engine(
     have their own threads.
     """
     clock = time.monotonic()
-    keep_freed_memory()
     model = _opened(config, progress, open_weights)
     loader, spec, max_model_len = model.loader, model.spec, model.max_model_len
     eos, grammars = model.eos_token_ids, model.grammars()
@@ -94,6 +94,7 @@ def build_engine(
         policy=make_policy(),
         routes=routes,
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
+        make_tier=tier_maker(config, model, part.cache, report),
     )
     layout = EngineFacts.of(
         model,
@@ -134,6 +135,8 @@ def _opened(
     config: EngineConfig, progress: LoadProgress | None, open_weights: OpenWeights
 ) -> OpenedModel:
     of = config.model
+    check_tiers(config)
+    keep_freed_memory()
     num_threads = of.num_threads or default_num_threads()
     folder, device = model_folder(of), device_of(of)
     model = OpenedModel.open(folder, of, num_threads, device, progress, open_weights)

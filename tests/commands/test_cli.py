@@ -59,6 +59,8 @@ def test_the_flags_are_frozen() -> None:
         "--expert-memory",
         "--expert-ranks",
         "--host",
+        "--kv-disk",
+        "--kv-disk-bytes",
         "--log-format",
         "--max-batched-tokens",
         "--max-model-len",

@@ -69,6 +69,7 @@ class CpuLibrary:
     library: ctypes.CDLL | None
     refusal: str | None
     instructions: str = ""  # AVX512-BF16, AVX-512, AVX2, NEON, ...
+    build: str = ""  # digest of source, compiler, flags and processor
 
 
 @functools.lru_cache(maxsize=1)
@@ -83,7 +84,7 @@ def load_cpu_library() -> CpuLibrary:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return CpuLibrary(None, f"{compiler} could not build them: {_last_line(error)}")
     _declare(library)
-    return CpuLibrary(library, None, instruction_set(library))
+    return CpuLibrary(library, None, instruction_set(library), path.stem)
 
 
 def instruction_set(library: ctypes.CDLL) -> str:

@@ -72,6 +72,22 @@ class BatchOptions:
         "for --max-num-seqs requests of average length.",
         rich_help_panel=LIMITS,
     )
+    kv_disk: str | None = option(
+        None,
+        "--kv-disk",
+        key="cache.disk_path",
+        help="Folder in which computed prefixes survive a restart. It holds data made from "
+        "prompts, and only this user may read it. Default: prefixes are kept in memory only.",
+        rich_help_panel=LIMITS,
+    )
+    kv_disk_bytes: str | None = option(
+        None,
+        "--kv-disk-bytes",
+        key="cache.disk_bytes",
+        help="Largest size of the folder given with --kv-disk, in bytes or as a size such as "
+        "50GiB. Default: 10GiB.",
+        rich_help_panel=LIMITS,
+    )
     max_num_seqs: int | None = option(
         None,
         key="scheduler.max_num_seqs",
@@ -250,7 +266,7 @@ class RunOptions:
     )
 
 
-_NUMBERS_OR_WORDS = ("model.expert_memory_bytes", "pipeline.micro_batches")
+_NUMBERS_OR_WORDS = ("model.expert_memory_bytes", "cache.disk_bytes", "pipeline.micro_batches")
 
 
 def flag_settings(settings: Mapping[str, object]) -> dict[str, object]:

@@ -143,6 +143,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the id that ended the request, last in `token_ids`
     num_cached_tokens: int = 0
+    num_tier_tokens: int = 0  # those of them that were loaded from a KV tier
     num_preemptions: int = 0  # so far
     started_at: float | None = None  # when it first joined a step, on the engine's clock
     error: str | None = None

@@ -33,6 +33,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    tier_tokens: int = 0  # those of the cached tokens that came from a disk
     reasoning_tokens: int | None = None
     prediction: PredictionUsage | None = None  # None: the client sent no prediction
     timing: Timing | None = None
