@@ -38,7 +38,7 @@ from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.sections import EngineConfig, TransportName
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.build_tiers import check_tiers
-from moe_serve.engine.drafting.build import drafting_maker
+from moe_serve.engine.drafting.build import check_on_ranks, drafting_maker
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
@@ -277,6 +277,7 @@ def build_cluster(
     routes, loads = RouteListeners(), RankLoads(model.placement)
     make_policy = policy_maker(config, model.folder, model.spec, routes, loads)
     check_next_layer(config, model.folder, model.spec)
+    check_on_ranks(config)
     with contextlib.ExitStack() as opened:  # closed again if a later part is refused
         watch = watch_for(config, model)
         opened.callback(watch.close)

@@ -54,6 +54,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "speculation.prompt_lookup_min": (1, 64),
     "speculation.prompt_lookup_max": (1, 64),
     "speculation.suffix_max_tokens": (1024, 2**28),
+    "speculation.self_experts": (1, 64),
     "cluster.attention_ranks": (0, 4096),
     "cluster.expert_ranks": (0, 4096),
     "cluster.attention_tp": (1, 64),

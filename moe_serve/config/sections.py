@@ -21,7 +21,7 @@ RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
 PredictorMode = Literal["off", "observe", "act"]
-SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp"]
+SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp", "self"]
 TransportName = Literal["auto", "host", "nccl"]
 RebalanceName = Literal["off", "manual", "auto"]
 ToolParserName = Literal[
@@ -181,11 +181,17 @@ class SpeculationConfig:
     prompt_lookup_min: int = 2  # least tokens that must agree in a request's own text
     prompt_lookup_max: int = 5  # most tokens that are compared there
     suffix_max_tokens: int = 1_000_000  # tokens of past answers that are kept, in all
+    self_experts: int = 2  # experts of a token while the model drafts for itself (method self)
     head: str | None = None  # a folder; None: speculation_head in the model's folder
 
     @property
     def is_on(self) -> bool:
         return self.method != "off"
+
+    @property
+    def num_self_tokens(self) -> int:
+        """Most tokens that the model drafts for a sequence in one step by itself."""
+        return min(self.max_tokens, 5) if self.method == "self" else 0
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -197,6 +203,7 @@ class SpeculationConfig:
             "auto": ("ngram", "suffix", "prediction", "grammar"),
             "head": ("ngram", "prediction", "grammar", "head"),
             "mtp": ("ngram", "prediction", "grammar", "mtp"),
+            "self": ("ngram", "prediction", "grammar", "self"),
         }
         return sources[self.method]
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from experts.expert_stage import ExpertStage
 from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.cache.kv_cache import check_page_size
@@ -18,6 +20,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
+from moe_serve.engine.execute.self_drafter import SelfDrafter
 from moe_serve.engine.execute.step_drafter import StepDrafter
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_timeline import StepTimeline, StepWatch
@@ -30,10 +33,12 @@ from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.sampling_backend import SamplingBackend, make_sampler
 from moe_serve.engine.schedule.policy.build import policy_maker
 from moe_serve.engine.watch.hang_watch import ActivityReport, LocalActivity
+from moe_serve.errors import ConfigError
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
+from moe_serve.pipeline.fewer_experts import FewerExperts
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
@@ -77,7 +82,7 @@ def build_engine(
     pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
-    sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline)
+    sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline, experts)
     executor = LocalExecutor(runner, sampler, tap, experts.memory, masks, watch, drafter)
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
     engine = Engine(
@@ -123,12 +128,41 @@ def _sampling(
     grammars: Grammars,
     part: AttentionPart,
     pipeline: Pipeline,
+    experts: ExpertStage,
 ) -> tuple[SamplingBackend, AnswerMasks, StepDrafter | None]:
     """Build what samples a step's tokens: a sampler, masks and drafts for the next step."""
     eos = model.eos_token_ids
     masks = AnswerMasks(model.spec.vocab_size, eos, grammars)
-    drafter = StepDrafter.of(config, model.folder, masks, part.stage, pipeline, part.mtp)
+    by_self = _self_drafter(config, model.spec, part, experts, pipeline.device)
+    drafter = StepDrafter.of(config, model.folder, masks, part.stage, pipeline, part.mtp, by_self)
     return make_sampler(eos, model.loader.kernels), masks, drafter
+
+
+def _self_drafter(
+    config: EngineConfig,
+    spec: ModelSpec,
+    part: AttentionPart,
+    experts: ExpertStage,
+    device: torch.device,
+) -> SelfDrafter | None:
+    """Build what drafts with the model itself, if the configuration asks for it. Raises ConfigError
+    if the model cannot run with fewer experts."""
+    if config.speculation.method != "self":
+        return None
+    wanted, top_k = config.speculation.self_experts, spec.router.top_k
+    if wanted >= top_k:
+        raise ConfigError(
+            f"speculation.self_experts is {wanted} and must be less than {top_k}, the number of "
+            "experts that this model runs for each token: give a smaller number, or set "
+            "speculation.method to 'auto'."
+        )
+    if config.cluster.wire_dtype != "auto":
+        raise ConfigError(
+            f"speculation.method 'self' drafts without rounding rows to cluster.wire_dtype "
+            f"{config.cluster.wire_dtype!r}: leave that out, or set speculation.method to 'auto'."
+        )
+    pipeline = Pipeline(part.stage, FewerExperts(experts, wanted), part.cache, device)
+    return SelfDrafter(pipeline, config.cache.page_size, config.speculation.num_self_tokens)
 
 
 def _opened(

@@ -388,7 +388,7 @@ def test_make_installs_torch_first(tmp_path: Path, target: str, last: str) -> No
     [
         ("x", "takes a JSON object, got 'x'; its keys are method, num_speculative_tokens"),
         ("[]", "takes a JSON object, got '[]'"),
-        ('{"num_speculative_tokens": 3}', "needs a method: off, auto, ngram, suffix, head or mtp"),
+        ('{"num_speculative_tokens": 3}', "needs a method: off, auto, ngram, suffix, head, mtp or"),
         ('{"method": "eagle"}', "speculation.method cannot be 'eagle'"),
         ('{"method": "ngram", "num_speculative_tokens": 99}', "an integer in [1, 16]"),
         ('{"method": "ngram", "x": 1}', "does not take 'x'; its keys are method"),

@@ -135,7 +135,7 @@ class BatchOptions:
         None,
         key="speculation.method",
         help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram, "
-        "suffix, head or mtp), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
+        "suffix, head, mtp or self), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
         "Answers stay the same. Default: off.",
         rich_help_panel=LIMITS,
     )
@@ -329,8 +329,8 @@ def speculative_settings(text: str) -> dict[str, object]:
             )
     if "method" not in given:
         raise ConfigError(
-            "--speculative-config needs a method: off, auto, ngram, suffix, head or mtp, as in "
-            """--speculative-config '{"method": "auto"}'."""
+            "--speculative-config needs a method: off, auto, ngram, suffix, head, mtp or self, as "
+            """in --speculative-config '{"method": "auto"}'."""
         )
     given["method"] = _OTHER_SPELLINGS.get(str(given["method"]), given["method"])
     return {_SPECULATIVE_KEYS[name]: value for name, value in given.items()}

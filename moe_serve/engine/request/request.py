@@ -97,12 +97,14 @@ class TokenExperts:
     """The experts that led to a token: the routers' choices for the row before it.
 
     `ids` are K expert ids for each of L layers with routed experts, in the host's byte order.
+    `drafter` is the source of the draft that had the token; empty if no accepted draft had it.
     """
 
     ids: bytes
     num_layers: int
     top_k: int
     is_wide: bool = False  # int16 ids, not uint8
+    drafter: str = ""
 
     @property
     def num_ids(self) -> int:
