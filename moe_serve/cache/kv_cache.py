@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.interface.kernels import Kernels, KVPages
+from moe_kernels.interface.attention_shape import KVPages
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.config.sections import CacheConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.spec import ModelSpec

@@ -28,6 +28,7 @@ from moe_serve.cli.place.place import place
 from moe_serve.cli.placement_commands import placement
 from moe_serve.cli.plan import plan
 from moe_serve.cli.predictor.predictor import predictor
+from moe_serve.cli.quantize.quantize import quantize
 from moe_serve.cli.run_batch.run_batch import run_batch
 from moe_serve.cli.serve.foreign_flags import ServerCommand
 from moe_serve.cli.serve.serve import serve
@@ -55,6 +56,7 @@ app.command(rich_help_panel="Serve", cls=ServerCommand)(serve)
 app.command(rich_help_panel="Serve", cls=ServerCommand)(launch)
 app.command(rich_help_panel="Use")(chat)
 app.command(name="run-batch", rich_help_panel="Use")(run_batch)
+app.command(rich_help_panel="Use")(quantize)
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 app.command(rich_help_panel="Inspect")(doctor)
 app.add_typer(models, name="models", rich_help_panel="Inspect")

@@ -38,10 +38,12 @@ from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
+from moe_serve.pipeline.exchange.next_layer import NextLayer
 from moe_serve.pipeline.fewer_experts import FewerExperts
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
+from moe_serve.pipeline.stacked_layers import StackedLayers
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.transport import LocalTransport
 
@@ -78,8 +80,8 @@ def build_engine(
     make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
     next_layer = open_next_layer(config, model.folder, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
-    part, transport = model.load_attention(config), _local_transport(loader, experts, config)
-    pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
+    part = model.load_attention(config)
+    pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer))
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline, experts)
@@ -177,6 +179,21 @@ def _opened(
     check_page_size(config.cache.page_size, model.loader.kernels)
     model.set_torch_threads()
     return model
+
+
+def _pipeline(
+    config: EngineConfig,
+    part: AttentionPart,
+    loader: ModelLoader,
+    experts: ExpertStage,
+    beside: tuple[StageLog, RouteTap, NextLayer | None],
+) -> Pipeline:
+    """Build the pipeline of this process, with all layers in one call if nothing lies between."""
+    transport, (*_, next_layer) = _local_transport(loader, experts, config), beside
+    pipeline = Pipeline(part.stage, transport, part.cache, loader.device, *beside)
+    if next_layer is None and config.cluster.wire_dtype == "auto":
+        pipeline.stacked = StackedLayers.of(part.stage, experts, part.cache)
+    return pipeline
 
 
 def _local_transport(

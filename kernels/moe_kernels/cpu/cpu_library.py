@@ -48,6 +48,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_rms_norm": (_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 2, _REAL, _INT),
     "moe_attend": (_POINTER,) * 13,
     "moe_front": (*[_POINTER] * 11, _INT),
+    "moe_stack": (_POINTER, _POINTER),
     "moe_draft": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_add": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_attend_latent": (
@@ -57,9 +58,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 # ... and of those that there is one of.
 _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_route": (*[_POINTER] * 5, _INT),
+    "moe_largest": (*[_POINTER] * 3, *[_INT] * 3),
     "moe_advise_huge_pages": (_POINTER, _INT),
     "moe_instruction_set": (),
 }
+_COUNTING = ("moe_experts", "moe_stack")  # functions that return a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def _declare(library: ctypes.CDLL) -> None:
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        function.restype = _INT if name.startswith("moe_experts") else None
+        function.restype = _INT if name.startswith(_COUNTING) else None
     library.moe_instruction_set.restype = ctypes.c_char_p
 
 
@@ -113,9 +116,10 @@ def cache_folder() -> Path:
 def _build(compiler: str) -> Path:
     """The library for this source, compiler and processor, built if it is not in the cache."""
     folder = Path(__file__).parent / "source"
-    sources = sorted(folder.glob("*.cpp"))
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".cpp", ".h"))
+    sources = [path for path in files if path.suffix == ".cpp"]
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in files:
         digest.update(path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20)
     digest.update(version.stdout)

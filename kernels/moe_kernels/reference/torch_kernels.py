@@ -25,6 +25,7 @@ from moe_kernels.interface.kernels import (
     LayerFrontParts,
     SplitMLP,
 )
+from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout
 from moe_kernels.interface.routing import RouterShape, route
 from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
@@ -167,6 +168,13 @@ class TorchKernels:
 
     def layer_front(self, parts: LayerFrontParts) -> None:
         return None
+
+    def layer_stack(self, parts: StackParts) -> None:
+        return None
+
+    def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
+        values_R, places_R = x_RN.max(dim=-1)
+        return values_R, places_R
 
     def drafting(self, parts: DraftingParts) -> None:
         return None

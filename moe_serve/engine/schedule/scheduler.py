@@ -111,7 +111,8 @@ class Scheduler:
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Remove sequences, running or waiting. Pages proven by a valid token stay cached if their
         values are finite; the others are freed."""
-        sequences = list(sequences)
+        if not (sequences := list(sequences)):
+            return
         self.sharing.give((s for s in sequences if s.is_proven), is_end=True)
         for sequence in sequences:
             if sequence.is_running:

@@ -137,11 +137,7 @@ class ModelLoader:
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
         table = model_table(self.names, spec)
         embedding = self._tensors.keep(table["embedding"])
-        bias = self._tensors.keep(table["head_bias"]) if spec.has_head_bias else None
-        weight = embedding if spec.is_head_tied else self._tensors.read(table["head"])
-        head = self._head(weight, bias, gather)
-        if not spec.is_head_tied:
-            self._tensors.done(table["head"])
+        head = self.output_head(embedding, gather)
         return AttentionStage(
             spec,
             self.kernels,
@@ -152,12 +148,26 @@ class ModelLoader:
         )
 
     def attention_layers(
-        self, max_positions: int, gather: Gather | None = None
+        self,
+        max_positions: int,
+        gather: Gather | None = None,
+        layers: Collection[int] | None = None,
     ) -> list[AttentionLayer]:
-        """Load all layers without their routed experts."""
+        """Load some layers, or all, without their routed experts."""
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
         attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
-        return [self._attention_layer(layer, attention, gather) for layer in range(spec.num_layers)]
+        numbers = range(spec.num_layers) if layers is None else layers
+        return [self._attention_layer(layer, attention, gather) for layer in numbers]
+
+    def output_head(self, embedding: Tensor | None = None, gather: Gather | None = None) -> Linear:
+        """Load the output head; `embedding` is its matrix if they are tied."""
+        table = model_table(self.names, self.spec)
+        bias = self._tensors.keep(table["head_bias"]) if self.spec.has_head_bias else None
+        if self.spec.is_head_tied:
+            return self._head(self.embedding() if embedding is None else embedding, bias, gather)
+        head = self._head(self._tensors.read(table["head"]), bias, gather)
+        self._tensors.done(table["head"])
+        return head
 
     def routers(self) -> list[Router | None]:
         """Load the routers alone, for an expert side that routes; None for dense layers."""
