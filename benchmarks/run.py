@@ -24,6 +24,7 @@ BENCHMARKS = {
     "streams": "serving.streams",
     "tracing": "serving.tracing",
     "prefix_replay": "serving.prefix_replay",
+    "published_rows": "serving.published_rows",
     "kernels": "kernel_bench.kernels",
     "cpu_kernels": "kernel_bench.cpu_kernels",
     "drafting": "kernel_bench.drafting",
