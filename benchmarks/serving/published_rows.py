@@ -4,8 +4,8 @@
 
 Every row is one steady step, not a run: `decode` is a step of `rows` sequences on each device, in
 tokens per second of a node of 8 devices; `prefill` is a step that reads whole prompts; `tpot` is
-the time of a step in milliseconds. The shares of the peaks are the defaults, fitted to none of the
-rows, so the errors are those of a bare roofline with usual shares.
+the time of a step in milliseconds. The shares of the peaks are the defaults, not fitted to the rows
+(but for the share of links, which comes from two of them), so the errors are those of a roofline.
 """
 
 from __future__ import annotations
