@@ -63,7 +63,7 @@ def test_all_alike_stay_packed(reader_of: ReaderOf) -> None:
     reader = reader_of(fp8_blocks("a.weight") | fp8_blocks("b.weight"), FP8_BLOCKS)
     packing = packing_of(reader)
     forms = packing.forms(product("a.weight", "b.weight"), product("b.weight"))
-    form = MatrixForm(values="e4m3", scale_bits=32, group=128, block_rows=128)
+    form = MatrixForm(values="e4m3", scales="float32", group=128, block_rows=128)
     assert forms == BankForms(form, form), forms
     said = "experts blocks packed, 8.50 bits; the rest dequantised to bfloat16 while loading"
     assert packing.description == said, packing.description

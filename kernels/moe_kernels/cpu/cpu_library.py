@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.quantised_matrix import LowBitProducts
+
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread")
 _MATH_FLAGS = ("-ffp-contract=fast", "-fno-math-errno")
 _BUILD_TIMEOUT_S = 120
@@ -58,8 +60,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_route": (*[_POINTER] * 5, _INT),
     "moe_advise_huge_pages": (_POINTER, _INT),
+    "moe_low_bit_bytes": (_POINTER, *[_INT] * 2),
+    "moe_pack_low_bits": (*[_POINTER] * 3, *[_INT] * 3),
     "moe_instruction_set": (),
 }
+_COUNTING = ("moe_experts", "moe_low_bit_bytes")  # functions that return a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ def _declare(library: ctypes.CDLL) -> None:
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        function.restype = _INT if name.startswith("moe_experts") else None
+        function.restype = _INT if name.startswith(_COUNTING) else None
     library.moe_instruction_set.restype = ctypes.c_char_p
 
 
@@ -112,9 +117,10 @@ def cache_folder() -> Path:
 def _build(compiler: str) -> Path:
     """The library for this source, compiler and processor, built if it is not in the cache."""
     folder = Path(__file__).parent / "source"
-    sources = sorted(folder.glob("*.cpp"))
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".cpp", ".h"))
+    sources = [path for path in files if path.suffix == ".cpp"]
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in files:
         digest.update(path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20)
     digest.update(version.stdout)
@@ -126,7 +132,7 @@ def _build(compiler: str) -> Path:
     with _work_folder(target.parent) as work, _told_progress(len(sources)):
         objects = [Path(work) / f"{path.stem}.o" for path in sources]
         commands = [
-            [compiler, *_FLAGS, *_MATH_FLAGS, "-c", str(path), "-o", str(built)]
+            [compiler, *_FLAGS, *_math_flags(path), "-c", str(path), "-o", str(built)]
             for path, built in zip(sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
@@ -138,6 +144,11 @@ def _build(compiler: str) -> Path:
         library.replace(target)  # atomic: two processes may build at once
     _LOGGER.info("the CPU kernels are built after %.0f s: %s", time.monotonic() - begin, target)
     return target
+
+
+def _math_flags(path: Path) -> tuple[str, ...]:
+    """Every processor has the same bits of products with quantised rows: nothing is fused there."""
+    return (*_MATH_FLAGS, "-ffp-contract=off") if path.name == "int8_rows.cpp" else _MATH_FLAGS
 
 
 @contextlib.contextmanager
@@ -220,6 +231,7 @@ class NativeLibrary:
     library: ctypes.CDLL
     dtype: torch.dtype
     threads: int
+    low_bit_products: LowBitProducts = "exact"
 
     def function(self, name: str) -> ctypes._NamedFuncPointer:
         """The library's function for this dtype."""

@@ -39,7 +39,7 @@ class ByteTable:
         self, values_256v: npt.NDArray[np.float32], offset: int = 0, is_signed: bool = False
     ) -> None:
         self.num_values = values_256v.shape[1]
-        self.offset, self._is_signed = offset, is_signed
+        self.offset, self.is_signed = offset, is_signed
         assert self.num_values in (1, 2), f"{self.num_values} values of a byte"
         # One or two floats are one item, so that a look-up copies them together.
         item = np.dtype(np.float32 if self.num_values == 1 else np.complex64)
@@ -56,7 +56,7 @@ class ByteTable:
         """[N, B] uint8 -> [N, B * values of a byte] uint8."""
         if self.num_values == 2:
             return torch.stack((bytes_NB & 15, bytes_NB >> 4), dim=-1).flatten(1)
-        return bytes_NB ^ _SIGN if self._is_signed else bytes_NB
+        return bytes_NB ^ _SIGN if self.is_signed else bytes_NB
 
 
 def transposed_bytes(words_KN: Tensor) -> Tensor:
@@ -92,10 +92,16 @@ E8M0 = ByteTable(
 )
 
 
+# How rows are multiplied with matrices in few bits: exact products have the bits of the dequantised
+# matrix; for int8 the rows are quantised too (moe_kernels/reference/int8_rows.py).
+LowBitProducts = Literal["exact", "int8"]
 # int4 and int8 are whole numbers, e4m3 floats of 8 bits, e2m1 floats of 4 bits.
 ValueFormat = Literal["int4", "int8", "e4m3", "e2m1"]
+# e8m0 is an exponent alone.
+ScaleFormat = Literal["float32", "float16", "bfloat16", "e8m0"]
 
 _BITS: dict[ValueFormat, int] = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4}
+_SCALE_BITS: dict[ScaleFormat, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8}
 _ZERO_BITS = 8
 
 
@@ -105,12 +111,12 @@ class MatrixForm:
 
     `group`: neighbouring inputs that share a scale, the last ones may be fewer; 0: all do.
     `block_rows`: neighbouring outputs that share their scales; 1: none do, 0: all do.
-    `scale_bits`: of a scale. `is_shuffled`: a group's inputs are not neighbours (activation
-    order). `is_transposed`: the checkpoint's tensor of this name is [K, N].
+    `is_shuffled`: a group's inputs are not neighbours (activation order). `is_transposed`: the
+    checkpoint's tensor of this name is [K, N].
     """
 
     values: ValueFormat
-    scale_bits: int
+    scales: ScaleFormat
     group: int = 0
     block_rows: int = 1
     has_zeros: bool = False
@@ -146,6 +152,10 @@ class MatrixForm:
     @property
     def value_bits(self) -> int:
         return _BITS[self.values]
+
+    @property
+    def scale_bits(self) -> int:
+        return _SCALE_BITS[self.scales]
 
     @property
     def bits(self) -> float:
