@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer
 from moe_kernels.interface.quantised_matrix import (
+    LowBitProducts,
     MatrixForm,
     PackedLayout,
     QuantisedMatrix,
@@ -20,6 +21,7 @@ from moe_kernels.interface.quantised_matrix import (
     ValueFormat,
     Weight,
 )
+from moe_kernels.reference.int8_rows import ROW_GROUP, can_quantise_rows
 
 _FLOATS = 0
 _VALUES: dict[ValueFormat, int] = {"int4": 1, "int8": 2, "e4m3": 3, "e2m1": 4}
@@ -32,7 +34,6 @@ _SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {
 }
 _ROUNDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EIGHT = 8  # inputs that lie together
-_ROW_GROUP = 32  # inputs that share a scale where rows are quantised too
 _SIGN_BIT = 0x80
 _UNIT_BYTES = 4
 
@@ -61,7 +62,7 @@ class _StoredStruct(ctypes.Structure):
     )
 
 
-def native_layout(form: MatrixForm) -> PackedLayout | str:
+def native_layout(form: MatrixForm, products: LowBitProducts) -> PackedLayout | str:
     """Return the layout of matrices of this form, or why they are not held in few bits."""
     if form.is_shuffled:
         return "their groups are shuffled (activation order)"
@@ -71,13 +72,8 @@ def native_layout(form: MatrixForm) -> PackedLayout | str:
         return f"{form.name} are not known to the native kernels"
     shared_bits = form.scale_bits + (8 if form.has_zeros else 0)
     bits = form.value_bits + (shared_bits / form.group if form.group else 0.0)
-    return PackedLayout(form.name, bits)
-
-
-def can_quantise_rows(form: MatrixForm, width: int) -> bool:
-    """Whether rows may be quantised for a matrix of this form and K."""
-    is_whole = form.values != "e4m3"
-    return is_whole and width % _ROW_GROUP == 0 and form.group % _ROW_GROUP == 0
+    name = f"{form.name} x int8" if products == "int8" and can_quantise_rows(form) else form.name
+    return PackedLayout(name, bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +125,7 @@ class NativeForm:
 
 def _form_struct(native: NativeLibrary, matrix: QuantisedMatrix) -> FormStruct:
     form, width = matrix.form, matrix.num_columns
-    has_int8_rows = native.low_bit_products == "int8" and can_quantise_rows(form, width)
+    is_int8 = native.low_bit_products == "int8" and can_quantise_rows(form)
     return FormStruct(
         values=_VALUES[form.values],
         group=form.group or -(-width // _EIGHT) * _EIGHT,
@@ -137,7 +133,7 @@ def _form_struct(native: NativeLibrary, matrix: QuantisedMatrix) -> FormStruct:
         has_zeros=form.has_zeros,
         zero=matrix.table.offset,
         rounding=_ROUNDINGS[matrix.product_dtype],
-        has_int8_rows=has_int8_rows,
+        has_int8_rows=is_int8 and width % ROW_GROUP == 0,
     )
 
 
@@ -148,14 +144,20 @@ def _stored(matrix: QuantisedMatrix) -> tuple[_StoredStruct, tuple[Tensor, ...]]
     scales_NG = matrix.scales_NG.expand(num_rows, -1)
     wanted = _SCALE_DTYPES[matrix.form.scales]
     assert scales_NG.dtype == wanted, f"{scales_NG.dtype} scales, not {wanted}"
-    kept, zeros, zero_steps = (bytes_NB, scales_NG), None, (0, 0)
-    if matrix.zeros_NG is not None:
-        codes_NG = (matrix.zeros_NG.to(torch.int16) + matrix.table.offset).to(torch.uint8)
-        codes_NG = codes_NG.expand(num_rows, -1)
-        kept, zeros, zero_steps = (*kept, codes_NG), codes_NG.data_ptr(), codes_NG.stride()
     stored = _StoredStruct(
-        bytes_NB.data_ptr(), bytes_NB.stride(0), num_rows, width,
-        scales_NG.data_ptr(), *scales_NG.stride(), zeros, *zero_steps,
-        _SIGN_BIT if matrix.table.is_signed else 0,
-    )  # fmt: skip
-    return stored, kept
+        bytes=bytes_NB.data_ptr(),
+        row_step=bytes_NB.stride(0),
+        num_rows=num_rows,
+        width=width,
+        scales=scales_NG.data_ptr(),
+        scale_row_step=scales_NG.stride(0),
+        scale_group_step=scales_NG.stride(1),
+        flipped=_SIGN_BIT if matrix.table.is_signed else 0,
+    )
+    if matrix.zeros_NG is None:
+        return stored, (bytes_NB, scales_NG)
+    codes_NG = (matrix.zeros_NG.to(torch.int16) + matrix.table.offset).to(torch.uint8)
+    codes_NG = codes_NG.expand(num_rows, -1)
+    stored.zeros = codes_NG.data_ptr()
+    stored.zero_row_step, stored.zero_group_step = codes_NG.stride()
+    return stored, (bytes_NB, scales_NG, codes_NG)

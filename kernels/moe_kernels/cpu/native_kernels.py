@@ -24,8 +24,8 @@ from moe_kernels.cpu.cpu_library import (
 )
 from moe_kernels.cpu.native_attention import NativePlan
 from moe_kernels.cpu.native_drafting import NativeDrafting
-from moe_kernels.cpu.native_forms import native_layout
 from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_experts
+from moe_kernels.cpu.native_forms import native_layout
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
@@ -160,6 +160,7 @@ class NativeKernels:
     has_own_threads = True
     least_page_size = 16  # keys are packed sixteen at a time, all from one page
     has_packed_products = True
+    has_packed_linears = True
     can_be_captured = False
     can_split_columns = True
 
@@ -178,7 +179,10 @@ class NativeKernels:
         self._routers: dict[RouterShape, _RouterStruct] = {}
 
     def packed_layout(self, form: MatrixForm) -> PackedLayout | str:
-        return native_layout(form)
+        return native_layout(form, self._native.low_bit_products)
+
+    def linear_layout(self, form: MatrixForm) -> PackedLayout | str:
+        return self.packed_layout(form)
 
     def linear(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Linear:
         return NativeLinear(self._native, weight_NK, bias_N)

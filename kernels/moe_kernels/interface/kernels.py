@@ -237,7 +237,12 @@ class Kernels(Protocol):
 
     @property
     def has_packed_products(self) -> bool:
-        """True if packed experts are multiplied as they are, not dequantised in every call."""
+        """True if packed matrices are multiplied as they are, not dequantised in every call."""
+        ...
+
+    @property
+    def has_packed_linears(self) -> bool:
+        """The same of linear layers."""
         ...
 
     @property
@@ -250,8 +255,15 @@ class Kernels(Protocol):
         """Return how `experts` would hold quantised matrices of this form, or why it cannot."""
         ...
 
-    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
-        """Make a linear layer; the weight may be repacked, and need not be kept by the caller."""
+    def linear_layout(self, form: MatrixForm) -> PackedLayout | str:
+        """Return how `linear` would hold a quantised matrix of this form, or why it cannot."""
+        ...
+
+    def linear(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Linear:
+        """Make a linear layer; the weight may be repacked, and need not be kept by the caller.
+
+        A quantised matrix is of a form for which `linear_layout` has given a layout.
+        """
         ...
 
     def head_linear(self, weight_HNK: Tensor) -> HeadLinear:

@@ -14,7 +14,7 @@ that the reference multiplies in, then to the wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -196,6 +196,9 @@ class QuantisedMatrix:
     def shape(self) -> torch.Size:
         return torch.Size((len(self.bytes_NB), self.num_columns))
 
+    def __len__(self) -> int:
+        return len(self.bytes_NB)
+
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors, as `Tensor.nbytes`."""
@@ -224,8 +227,8 @@ class QuantisedMatrix:
             return E8M0.decode(self.scales_NG)
         return self.scales_NG.float()
 
-    def rows(self, wanted: slice) -> QuantisedMatrix:
-        """Some of the rows: views. Where rows share scales, whole blocks of them."""
+    def rows(self, wanted: slice | Tensor) -> QuantisedMatrix:
+        """Some of the rows: views of a slice's. Where rows share scales, whole blocks of them."""
         return self._each(lambda part: part[wanted] if len(part) == len(self.bytes_NB) else part)
 
     def transposed(self) -> QuantisedMatrix:
@@ -276,6 +279,28 @@ class QuantisedMatrix:
 
 
 Weight = Tensor | QuantisedMatrix
+
+
+def selected_rows(weight: Weight, wanted: slice | Tensor) -> Weight:
+    """Some of the rows of a matrix, or all in another order."""
+    return weight[wanted] if isinstance(weight, Tensor) else weight.rows(wanted)
+
+
+def joined_rows(parts: Sequence[Weight]) -> Weight:
+    """The rows of all parts, one after the other: all tensors, or quantised matrices of one
+    form."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([only_floats(part) for part in parts])
+    matrices = [part for part in parts if isinstance(part, QuantisedMatrix)]
+    assert len(matrices) == len(parts) and len({m.form for m in matrices}) == 1, "several forms"
+    zeros = [m.zeros_NG.expand(len(m), -1) for m in matrices if m.zeros_NG is not None]
+    return replace(
+        first,
+        bytes_NB=torch.cat([m.bytes_NB for m in matrices]),
+        scales_NG=torch.cat([m.scales_NG.expand(len(m), -1) for m in matrices]),
+        zeros_NG=torch.cat(zeros) if zeros else None,
+    )
 
 
 def as_floats(weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -13,10 +13,12 @@ from torch import Tensor
 from experts.expert_layer import LayerBanks
 from experts.expert_stage import ExpertStage
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels, Linear
+from moe_kernels.interface.quantised_matrix import LowBitProducts, Weight, selected_rows
 from moe_kernels.kernel_choice import KernelsName, choose_kernels, default_num_threads
-from moe_serve.config.sections import ExpertWeightsName
+from moe_serve.config.sections import WeightsName
 from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.checkpoint.manifest import (
+    Stored,
     Table,
     all_tensors,
     attention_table,
@@ -25,6 +27,7 @@ from moe_serve.model.checkpoint.manifest import (
 )
 from moe_serve.model.families import Family, family_of
 from moe_serve.model.load.expert_packing import ExpertPacking
+from moe_serve.model.load.linear_packing import LINEAR_KEYS, LinearPacking, weights_description
 from moe_serve.model.load.load_attention import AttentionLoader
 from moe_serve.model.load.load_expert_memory import MemoryBudget, memory_stage, room_stage
 from moe_serve.model.load.load_experts import ExpertLoader, expert_names
@@ -46,6 +49,7 @@ from moe_serve.model.stage.gather import (
     GatheredMLP,
     RowNormedQKV,
 )
+from moe_serve.model.stage.tensor_shard import AttentionWeights
 
 
 class ModelLoader:
@@ -59,7 +63,9 @@ class ModelLoader:
         device: torch.device | None = None,
         kernels: KernelsName = "auto",
         num_threads: int | None = None,
-        expert_weights: ExpertWeightsName = "auto",
+        expert_weights: WeightsName = "auto",
+        linear_weights: WeightsName = "auto",
+        low_bit_products: LowBitProducts = "exact",
         progress: LoadProgress | None = None,
         open_weights: OpenWeights = open_checkpoint,
     ) -> None:
@@ -78,10 +84,18 @@ class ModelLoader:
             num_tensors += 1
         self.dtype: torch.dtype = dtype or self._own_dtype()
         self.device = device or torch.device("cpu")
-        self.kernels: Kernels = choose_kernels(self.device, self.dtype, kernels, num_threads)
+        self.kernels: Kernels = choose_kernels(
+            self.device, self.dtype, kernels, num_threads, low_bit_products
+        )
         self._packing = ExpertPacking(self._reader, self.kernels, expert_weights, self.dtype)
+        self._linears = LinearPacking(self._reader, self.kernels, linear_weights)
         self._tensors = ModelTensors(self._reader, self.dtype, self.device, num_tensors, progress)
         self._experts = ExpertLoader(self.spec, experts, self._tensors, self._packing)
+        self._tables = [
+            attention_table(self._names, self.spec, layer) for layer in range(self.spec.num_layers)
+        ]
+        self._packed_linears = [self._linears.packed(table) for table in self._tables]
+        self._is_head_packed = bool(self._linears.packed(model_table(self._names, self.spec)))
 
     @property
     def weight_format(self) -> str:
@@ -91,7 +105,7 @@ class ModelLoader:
     @property
     def expert_weights(self) -> str:
         """The way the weights of a quantised checkpoint are held, for logs."""
-        return self._packing.description
+        return weights_description(self._packing, self._linears, self.dtype)
 
     def _own_dtype(self) -> torch.dtype:
         """Return the config's dtype, or else the stored embedding's."""
@@ -106,7 +120,9 @@ class ModelLoader:
         table = model_table(self._names, spec)
         embedding = self._tensors.keep(table["embedding"])
         bias = self._tensors.keep(table["head_bias"]) if spec.has_head_bias else None
-        weight = embedding if spec.is_head_tied else self._tensors.read(table["head"])
+        weight: Weight = embedding
+        if not spec.is_head_tied:
+            weight = self._matrix(table["head"], is_packed=self._is_head_packed)
         head = self._head(weight, bias, gather)
         if not spec.is_head_tied:
             self._tensors.done(table["head"])
@@ -205,27 +221,30 @@ class ModelLoader:
             banks.put(self.expert_bank(layer, experts), experts)
         return banks
 
-    def _head(self, weight: Tensor, bias: Tensor | None, gather: Gather | None) -> Linear:
+    def _matrix(self, stored: Stored, *, is_packed: bool) -> Weight:
+        return self._tensors.read_packed(stored) if is_packed else self._tensors.read(stored)
+
+    def _head(self, weight: Weight, bias: Tensor | None, gather: Gather | None) -> Linear:
         if gather is None:
             return self.kernels.linear(weight, bias)
         own = gather.shard.columns(len(weight))
-        part = self.kernels.linear(weight[own], None if bias is None else bias[own])
+        part = self.kernels.linear(selected_rows(weight, own), None if bias is None else bias[own])
         return GatheredHead(part, len(weight), gather)
 
     def _attention_layer(
         self, layer: int, attention: AttentionLoader, gather: Gather | None
     ) -> AttentionLayer:
-        table = attention_table(self._names, self.spec, layer)
+        table = self._tables[layer]
         feed = feed_forward_table(self._names, self.spec, layer)
-        weights = {key: self._tensors.read(item) for key, item in table.items()}
+        weights = self._attention_weights(layer)
         if gather is not None:
             weights = gather.shard.attention(weights, self.spec, layer)
-        output: Linear = self.kernels.linear(weights["o"], weights.get("o_bias"))
+        output: Linear = self.kernels.linear(weights.matrices["o"], weights.tensors.get("o_bias"))
         heads = attention.load(layer, weights)
         if gather is not None and isinstance(heads, GroupedQueryAttention):
-            heads = self._with_row_norm(layer, heads, attention, weights, gather)
+            heads = self._with_row_norm(layer, heads, attention, weights.tensors, gather)
         result = AttentionLayer(
-            attention_norm=weights["attention_norm"].clone(),
+            attention_norm=weights.tensors["attention_norm"].clone(),
             attention=heads if gather is None else GatheredAttention(heads, gather),
             output=output if gather is None else GatheredLinear(output, self.spec.width, gather),
             moe_norm=self._tensors.keep(feed["moe_norm"]),
@@ -235,6 +254,15 @@ class ModelLoader:
         for item in table.values():
             self._tensors.done(item)
         return result
+
+    def _attention_weights(self, layer: int) -> AttentionWeights:
+        packed, tensors, matrices = self._packed_linears[layer], {}, {}
+        for key, item in self._tables[layer].items():
+            if key in LINEAR_KEYS:
+                matrices[key] = self._matrix(item, is_packed=key in packed)
+            else:
+                tensors[key] = self._tensors.read(item)
+        return AttentionWeights(tensors=tensors, matrices=matrices)
 
     def _with_row_norm(
         self,
