@@ -51,6 +51,34 @@ static void unpack_piece(const Form& form, const Piece& piece, uint32_t* out, in
   }
 }
 
+#if defined(__AVX512BW__)
+// MXFP4 in bf16, where every value is exact: a scale adds to the exponents of all but 0. False if
+// a scale could leave the range of bf16's normal numbers.
+static bool unpack_powers(const Piece& piece, uint32_t* out, int64_t out_step) {
+  const u32x16 exponents = (u32x16)piece.scale >> 23;
+  if (_mm512_cmplt_epu32_mask((__m512i)(exponents - 2), _mm512_set1_epi32(251)) != 0xffff)
+    return false;
+  const u32x16 added = (exponents - 127 << 7 & 0xffff) | (exponents - 127) << 23;
+  const __m512i values = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+      0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, (short)0x8000, (short)0xbf00,
+      (short)0xbf80, (short)0xbfc0, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0));
+  const __m512i codes = _mm512_set1_epi16(15), sizes = _mm512_set1_epi16(7);
+  const uint32_t* from = piece.units;
+  for (int64_t i = 0; i < piece.num_eights; ++i, from += piece.step) {
+    __builtin_prefetch((const char*)from + 4096);
+    __m512i unit = _mm512_loadu_si512(from);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j, out += out_step) {
+      __m512i index = _mm512_and_si512(_mm512_srli_epi16(unit, 4 * j), codes);
+      __m512i value = _mm512_permutexvar_epi16(index, values);
+      __mmask32 is_more = _mm512_test_epi16_mask(index, sizes);
+      _mm512_storeu_si512(out, _mm512_mask_add_epi16(value, is_more, value, (__m512i)added));
+    }
+  }
+  return true;
+}
+#endif
+
 template <class T>
 using Unpack = void (*)(const Form&, const Piece&, uint32_t*, int64_t);
 
@@ -68,6 +96,9 @@ template <class T>
 void unpack(const Form& form, const char* cells, int64_t num_panels, int64_t first, int64_t last,
             uint32_t* out, const T*) {
   const Unpack<T> unpack_some = unpack_of<T>(form);
+#if defined(__AVX512BW__)
+  const bool has_powers = form.values == kE2M1 && form.scales == kE8M0 && sizeof(T) == sizeof(bf16);
+#endif
   const int64_t eight_units = value_bits(form) / 4, step = num_panels * kLanes;
   const int64_t cell_step = cells_bytes(form, form.group, num_panels);
   for (int64_t k = first; k < last;) {
@@ -81,7 +112,11 @@ void unpack(const Form& form, const char* cells, int64_t num_panels, int64_t fir
                   load_scales(cell + p * kLanes * scale_bytes(form), form.scales), {}};
       if (form.has_zeros)
         piece.zero = __builtin_convertvector((i32x16)widened<u8x16>(zeros + p * kLanes), f32x16);
-      unpack_some(form, piece, out + (k - first) / kUnit<T> * step + p * kLanes, step);
+      uint32_t* to = out + (k - first) / kUnit<T> * step + p * kLanes;
+#if defined(__AVX512BW__)
+      if (has_powers && unpack_powers(piece, to, step)) continue;
+#endif
+      unpack_some(form, piece, to, step);
     }
     k = end;
   }
