@@ -30,9 +30,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def of_folder(folder: Path, attention: int, experts: int, **cluster: object) -> EngineConfig:
-    return config(
-        attention, experts, folder=folder, dtype="bfloat16", kernels="native", **cluster
-    )
+    return config(attention, experts, folder=folder, dtype="bfloat16", kernels="native", **cluster)
 
 
 def packed(of: EngineConfig, **model: object) -> EngineConfig:

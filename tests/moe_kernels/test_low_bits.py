@@ -110,9 +110,10 @@ def test_columns_may_be_shared_out(
     bank = kernels.experts([weights], GatedActivation())
     wanted = bank(x_TK, torch.zeros(rows, 1, dtype=torch.int64), weights_T1)
     cut = data.draw(st.integers(1, min(width, 32 * hidden) - 1))
+    matrices = (weights.gate, weights.up, weights.down)
     halves = [
         kernels.split_mlp(
-            ExpertWeights(*(selected_rows(w, part) for w in (weights.gate, weights.up, weights.down))),
+            ExpertWeights(*(selected_rows(matrix, part) for matrix in matrices)),
             GatedActivation(),
         )
         for part in (slice(0, cut), slice(cut, None))
