@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from routing_predictor.layers.router_residual import RouterResidual, RouterWeights
 from routing_predictor.layers.train_layers import LayerPredictors, predicted_pairs
-from routing_predictor.requests.pools import PrefixPools
-from routing_predictor.requests.request_mlp import PrefixPredictor, RequestMLP
+from routing_predictor.requests.request_mlp import PrefixPools, PrefixPredictor, RequestMLP
 from routing_predictor.traces.card import PredictorCard, PredictorKind, read_card, write_card
-from routing_predictor.traces.errors import PredictorError
 from routing_predictor.traces.metadata import regular
+from routing_predictor.traces.routing_error import PredictorError
 
 
 def write_predictor(folder: Path, card: PredictorCard, module: nn.Module) -> None:

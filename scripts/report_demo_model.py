@@ -28,8 +28,7 @@ from demo_model.evaluation import (
 from demo_model.export import TrainedWeights, load_exported
 from demo_model.network import Shape
 from demo_model.plots import TrainingLog, plot_expert_use, plot_training
-from demo_model.report import Findings, render_report
-from demo_model.samples import generate_samples
+from demo_model.report import Findings, generate_samples, render_report
 from demo_model.training import Recipe
 
 

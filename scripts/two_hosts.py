@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_serve.cluster.launch.host_commands import HostCommand, run_on_hosts
+from moe_serve.cluster.launch.launchers import HostCommand, run_on_hosts
 
 # From the range for benchmarks (RFC 2544). Addresses mean something inside the namespaces only.
 _ADDRESSES = ("198.18.0.1", "198.18.0.2")

@@ -53,12 +53,11 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "openai",
         "dashboard",
         "admin",
-        "tracing",
     ),
     "moe_serve.cli": (
         "console",
         "options",
-        "client",
+        "server_client",
         "serve",
         "run_batch",
         "top",
@@ -104,7 +103,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     ),
     "experts": ("expert_layer", "memory", "placement"),
     "experts.placement": (
-        "errors",
+        "placement_error",
         "replicas",
         "problem",
         "judge",

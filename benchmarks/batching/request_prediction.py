@@ -23,9 +23,8 @@ from moe_serve.engine.opened_model import OpenedModel, model_folder
 from moe_serve.engine.schedule.policy.build import open_request_predictor
 from moe_serve.engine.schedule.policy.live_learning import LiveLearning
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
-from routing_predictor.requests.pools import PrefixPools
-from routing_predictor.requests.prefix_samples import HORIZON
-from routing_predictor.requests.request_mlp import PrefixPredictor, RequestMLP
+from routing_predictor.requests.request_mlp import PrefixPools, PrefixPredictor, RequestMLP
+from routing_predictor.requests.train_request import HORIZON
 
 BATCHES, LENGTHS = (1, 16, 64, 256), (16, 128, 1024)
 SHAPES = ((6, 32, 4), (58, 256, 8))  # the demonstration model's, DeepSeek-V3's

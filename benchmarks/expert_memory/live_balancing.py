@@ -30,8 +30,8 @@ from expert_memory.rounds import draw, token_streams
 from experts.placement.plan_file import write_placement
 from experts.placement.problem.placement import Placement
 from harness.environment import write_report
-from moe_serve.cluster.rebalance.load_window import LoadWindow
 from moe_serve.cluster.rebalance.planner import PlanAnswer, PlanJob, plan_in_process
+from moe_serve.cluster.rebalance.proposal import LoadWindow
 from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import (
     CacheConfig,

@@ -30,8 +30,7 @@ from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, vocabulary_of
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
-from moe_serve.text.assistant.format_grammars import thinking_lead
-from moe_serve.text.assistant.spelling import Spelling
+from moe_serve.text.assistant.format_grammars import Spelling, thinking_lead
 from moe_serve.text.tokenizer import Tokenizer
 
 PERSON = {

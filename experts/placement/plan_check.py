@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
-from experts.placement.problem.cluster_devices import ClusterDevices
+from experts.placement.problem.devices import ClusterDevices
 from experts.placement.problem.model_facts import ModelFacts
 from experts.placement.problem.placement import Placement
 

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experts.placement.errors import NotAPlanError, PlacementError
+from experts.placement.placement_error import NotAPlanError, PlacementError
 from experts.placement.problem.placement import Placement, RanksOf
 
 FORMAT, VERSION = "moe-serve placement", 1

@@ -15,12 +15,11 @@ from typing import Any
 import httpx
 
 from moe_serve import __version__
-from moe_serve.bench.client.client_health import allow_open_files
 from moe_serve.bench.client.connection import Target
 from moe_serve.bench.client.endpoint import Endpoint, RunPlan
-from moe_serve.bench.client.load_client import LoadClient
+from moe_serve.bench.client.load_client import LoadClient, allow_open_files
 from moe_serve.bench.client.server_metrics import Metrics, ServerSide
-from moe_serve.bench.figures.over_time import RunTimeline
+from moe_serve.bench.figures.request_record import RunTimeline
 from moe_serve.bench.figures.summary import Samples, notes_of, quantiles_ms, summarize
 from moe_serve.bench.load import Load, OnStart, WallTimer, make_requests, warm_up
 from moe_serve.bench.report.report import Report

@@ -16,9 +16,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
-from moe_serve.bench.client.client_health import ClientHealth, HealthMeter
 from moe_serve.bench.client.endpoint import Endpoint, RunPlan
-from moe_serve.bench.client.load_client import LoadClient, RunProgress
+from moe_serve.bench.client.load_client import ClientHealth, HealthMeter, LoadClient, RunProgress
 from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.workload.prompt_maker import PromptMaker, Ready, TextScale
 from moe_serve.bench.workload.workload import Workload

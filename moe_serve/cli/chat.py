@@ -14,8 +14,8 @@ import httpx
 import typer
 from rich.console import Console
 
-from moe_serve.cli.client.server_client import NotReachedError, ServerClient, refusal, sent_key
 from moe_serve.cli.options import option, with_options
+from moe_serve.cli.server_client import NotReachedError, ServerClient, refusal, sent_key
 from moe_serve.config.sources import API_KEY_VARIABLE
 from moe_serve.errors import ConfigError, plain
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from moe_serve import __version__
 from moe_serve.cli.bench.bench import bench
 from moe_serve.cli.calibrate import calibrate
@@ -23,7 +23,7 @@ from moe_serve.cli.console import OutputError, checked_output, open_missing_stre
 from moe_serve.cli.doctor.doctor import doctor
 from moe_serve.cli.launch.launch import launch
 from moe_serve.cli.place.place import place
-from moe_serve.cli.placement import placement
+from moe_serve.cli.placement_commands import placement
 from moe_serve.cli.plan import plan
 from moe_serve.cli.predictor.predictor import predictor
 from moe_serve.cli.run_batch.run_batch import run_batch
@@ -34,7 +34,7 @@ from moe_serve.cli.top.top import top
 from moe_serve.cli.trace.trace_commands import trace
 from moe_serve.config.logs import is_json_log
 from moe_serve.errors import ClusterError, EngineDeadError, MoeServeError, printable
-from routing_predictor.traces.errors import RoutingError
+from routing_predictor.traces.routing_error import RoutingError
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2

@@ -15,13 +15,13 @@ from moe_serve.engine.request.placement_version import placement_version
 from moe_serve.engine.routes.route_recorder import RouteRecorder
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, TracingError
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.recording import (
     RecordingStats,
     RecordingWriter,
     TraceHeader,
     earlier_parts,
 )
+from routing_predictor.traces.routing_error import TraceError
 
 MIN_RATE = 0.0001
 

@@ -53,7 +53,7 @@ from moe_serve.http.openai.responses.response_routes import responses_router
 from moe_serve.http.openai.tokens import render_router, token_router
 from moe_serve.http.pages.page_files import add_page_routes
 from moe_serve.http.schema.api_error import HANDLED_ERRORS, error_handler
-from moe_serve.http.tracing.spans import SpanExport, SpanMiddleware
+from moe_serve.http.spans import SpanExport, SpanMiddleware
 
 _STREAMING = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"}

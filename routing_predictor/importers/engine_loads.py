@@ -30,14 +30,14 @@ from routing_predictor.importers.tables import (
     read_json,
     read_json_lines,
 )
-from routing_predictor.traces.errors import TraceError
-from routing_predictor.traces.load_file import ExpertLoad
+from routing_predictor.traces.load_file import RecordedLoad
 from routing_predictor.traces.metadata import regular, unreadable
+from routing_predictor.traces.routing_error import TraceError
 
 STATS, VERSION = "eplb_load_stats", 1
 
 
-def import_vllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
+def import_vllm(paths: Sequence[Path], options: ImportOptions) -> RecordedLoad:
     """Read the loads. Raises TraceError."""
     if len(paths) != 1:
         raise TraceError(f"{len(paths)} files; vLLM writes one for all ranks")
@@ -75,7 +75,7 @@ def _counts(entry: Any, load: str, slots: str, path: Path) -> tuple[Any, Any]:
 META = "meta_info.json"
 
 
-def import_trtllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
+def import_trtllm(paths: Sequence[Path], options: ImportOptions) -> RecordedLoad:
     """Read the loads of all ranks. Raises TraceError."""
     if len(paths) != 1 or not paths[0].is_dir():
         raise TraceError(f"{paths[0]} is not one folder with {META} and rank*.safetensors")
@@ -97,7 +97,7 @@ def import_trtllm(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
             if len(found) != num_experts:
                 raise TraceError(f"{file}: {key} has {len(found)} counts, of {num_experts} experts")
             place = int(iteration), int(layer)
-            with np.errstate(over="ignore"):  # ExpertLoad refuses infinite counts
+            with np.errstate(over="ignore"):  # RecordedLoad refuses infinite counts
                 counts[place] = counts[place] + found if place in counts else found
     iterations = sorted({iteration for iteration, _ in counts})
     layers = sorted({layer for _, layer in counts})

@@ -14,7 +14,7 @@ from routing_predictor.importers.plain import (
 )
 from routing_predictor.importers.sglang_recorder import import_sglang
 from routing_predictor.importers.tables import Imported, ImportOptions, read_json, read_json_lines
-from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.routing_error import TraceError
 
 Importer = Callable[[Sequence[Path], ImportOptions], Imported]
 IMPORTERS: Mapping[str, Importer] = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.routing_error import TraceError
 
 _MAX_BYTES = 2**28
 _MAX_COUNT = 2**40  # limit on a tensor's sizes

@@ -31,9 +31,9 @@ from routing_predictor.importers.tables import (
     read_json_lines,
     read_text,
 )
-from routing_predictor.traces.errors import TraceError
-from routing_predictor.traces.load_file import ExpertLoad
+from routing_predictor.traces.load_file import RecordedLoad
 from routing_predictor.traces.metadata import regular
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import RoutingTrace, check_distinct
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf)", re.ASCII | re.I)
@@ -82,7 +82,7 @@ def import_npy(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
     return make_trace(ids_NLK, options)
 
 
-def import_csv(paths: Sequence[Path], options: ImportOptions) -> ExpertLoad:
+def import_csv(paths: Sequence[Path], options: ImportOptions) -> RecordedLoad:
     """Read counts from a CSV file; a first row of words is a heading. Raises TraceError."""
     path = _one(paths)
     rows = _csv_rows(read_text(path), path)

@@ -31,8 +31,8 @@ from routing_predictor.importers.tables import (
     read_json_lines,
 )
 from routing_predictor.importers.torch_file import read_torch_file
-from routing_predictor.traces.errors import TraceError
-from routing_predictor.traces.load_file import ExpertLoad
+from routing_predictor.traces.load_file import RecordedLoad
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
 
 _EXTEND = 1  # forward_mode of tokens of prompts
@@ -59,7 +59,7 @@ def import_sglang(paths: Sequence[Path], options: ImportOptions) -> Imported:
     return _per_pass(contents, options, paths)
 
 
-def _stat(value: Any, options: ImportOptions, what: str) -> ExpertLoad:
+def _stat(value: Any, options: ImportOptions, what: str) -> RecordedLoad:
     num_dimensions = np.ndim(value) if isinstance(value, np.ndarray) else _depth(value)
     counts = as_array(value, 2 if num_dimensions == 2 else 3, f"{what}: logical_count")
     steps = [counts] if counts.ndim == 2 else list(counts)
@@ -89,7 +89,7 @@ def _map(content: dict[str, Any], path: Path) -> NDArray[np.int64]:
 
 def _per_pass(
     contents: Sequence[dict[str, Any]], options: ImportOptions, paths: Sequence[Path]
-) -> ExpertLoad:
+) -> RecordedLoad:
     """Make a load with one step for each pass: the sum over its ranks."""
     steps: dict[Any, NDArray[np.float64]] = {}
     for content, path in zip(contents, paths, strict=True):
@@ -102,7 +102,7 @@ def _per_pass(
             key = record.get("forward_pass_id")
             if not isinstance(key, int):
                 raise TraceError(f"{path}: forward_pass_id is {key!r}, not a number")
-            with np.errstate(over="ignore"):  # ExpertLoad refuses infinite counts
+            with np.errstate(over="ignore"):  # RecordedLoad refuses infinite counts
                 steps[key] = steps[key] + logical_LE if key in steps else logical_LE
     return make_load([steps[key] for key in sorted(steps)], "sglang", options.model)
 

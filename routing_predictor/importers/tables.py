@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.traces.errors import TraceError
-from routing_predictor.traces.load_file import ExpertLoad
+from routing_predictor.traces.load_file import RecordedLoad
 from routing_predictor.traces.metadata import regular, whole_number
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import DECODE, RoutingTrace
 from routing_predictor.traces.trace_file import as_int32, id_dtype
 
@@ -31,7 +31,7 @@ class ImportOptions:
     model: str = ""
 
 
-Imported = RoutingTrace | ExpertLoad
+Imported = RoutingTrace | RecordedLoad
 
 
 def read_text(path: Path) -> str:
@@ -133,14 +133,14 @@ def logical_counts(
     logical_LE = np.zeros((len(counts_LP), num_experts))
     for layer, (counts_P, map_P) in enumerate(zip(counts_LP, map_LP, strict=True)):
         used = map_P >= 0
-        with np.errstate(over="ignore"):  # ExpertLoad refuses infinite counts
+        with np.errstate(over="ignore"):  # RecordedLoad refuses infinite counts
             np.add.at(logical_LE[layer], map_P[used], counts_P[used])
     return logical_LE
 
 
 def make_load(
     steps: Sequence[NDArray[np.float64]], source: str, model: str, layers: Sequence[int] = ()
-) -> ExpertLoad:
+) -> RecordedLoad:
     """Make a load from [L, E] tables; layers without any count (dense ones) are left out."""
     shapes = {step.shape for step in steps}
     if len(shapes) != 1:
@@ -150,7 +150,7 @@ def make_load(
     is_sparse = np.asarray(counts_SLE.any(axis=(0, 2)))
     if not is_sparse.any():
         raise TraceError("all counts are 0: nothing was recorded")
-    return ExpertLoad(
+    return RecordedLoad(
         counts_SLE=counts_SLE[:, is_sparse],
         layers=tuple(n for n, keep in zip(numbers, is_sparse, strict=True) if keep),
         source=source,

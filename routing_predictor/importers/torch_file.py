@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routing_predictor.importers.opcodes import StoredTensor, read_plain_data
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.metadata import regular
+from routing_predictor.traces.routing_error import TraceError
 
 _DTYPES = {
     "DoubleStorage": "f8", "FloatStorage": "f4", "HalfStorage": "f2", "LongStorage": "i8",

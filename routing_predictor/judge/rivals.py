@@ -17,13 +17,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from routing_predictor.judge.evaluate import PredictorVerdict, Truth, judge
-from routing_predictor.judge.scores import is_among, share
-from routing_predictor.requests.pools import PrefixPools
-from routing_predictor.requests.prefix_samples import PrefixCuts, cut_each, cut_texts
-from routing_predictor.requests.request_mlp import RequestPredictor, as_probability
+from routing_predictor.judge.evaluate import PredictorVerdict, Truth, is_among, judge, share
+from routing_predictor.requests.request_mlp import PrefixPools, RequestPredictor, as_probability
 from routing_predictor.requests.texts import RoutedTexts
-from routing_predictor.requests.train_request import history_shares, pooled, train_request
+from routing_predictor.requests.train_request import (
+    PrefixCuts,
+    cut_each,
+    cut_texts,
+    history_shares,
+    pooled,
+    train_request,
+)
 from routing_predictor.traces.fitting import Progress, Recipe
 from routing_predictor.traces.trace import RoutingTrace
 

@@ -1,6 +1,11 @@
 """The request predictor: its interface, and an MLP of three layers on pooled embeddings.
 
-R requests, F features (see `pools.py`), H hidden units, L layers with routed experts, E experts.
+`PrefixPools` turns a prefix into one row: token embeddings averaged over windows that end where the
+prefix does. A window of 1 is the last token; the largest window bounds the cost of a prefix of any
+length.
+
+R prefixes, V vocabulary, D model width, W windows; F = W * D features, H hidden units, L layers
+with routed experts, E experts.
 """
 
 from __future__ import annotations
@@ -14,12 +19,45 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from routing_predictor.requests.pools import PrefixPools
-
+WINDOWS = (512, 128, 32, 8, 1)
 NUM_HIDDEN = 512
 _DROPOUT = 0.1  # in training
 # lower limit of a feature's deviation, so that the scale of a constant feature fits into fp16
 _MIN_DEVIATION = 1e-3
+
+
+class PrefixPools:
+    """The model's own embeddings, scaled to a mean square of 1, and the windows."""
+
+    def __init__(self, embedding_VD: Tensor, windows: Sequence[int] = WINDOWS) -> None:
+        table_VD = embedding_VD.detach().to(device="cpu", dtype=torch.float32)
+        self._table_VD = table_VD / table_VD.square().mean().sqrt().clamp_min(1e-12)
+        self.windows = tuple(sorted(windows, reverse=True))
+
+    @property
+    def num_features(self) -> int:
+        return len(self.windows) * self._table_VD.shape[1]
+
+    def pool(self, prefixes: Sequence[NDArray[np.integer]]) -> Tensor:
+        """[R, F] in fp32. A prefix shorter than a window is averaged whole; an empty one is 0.
+
+        Windows 4 and 1 of the tokens abcde: the bags are bcd and e, and e's sum is added to that of
+        bcd.
+        """
+        sizes_W = np.array(self.windows)
+        tails = [np.asarray(prefix[-sizes_W[0] :], dtype=np.int64) for prefix in prefixes]
+        lengths_R = np.array([len(tail) for tail in tails], dtype=np.int64)
+        first_R = np.cumsum(lengths_R) - lengths_R
+        bags_RW = first_R[:, None] + np.maximum(0, lengths_R[:, None] - sizes_W[None])
+        sums = F.embedding_bag(
+            torch.from_numpy(np.concatenate([*tails, np.empty(0, dtype=np.int64)])),
+            self._table_VD,
+            torch.from_numpy(bags_RW.reshape(-1)),
+            mode="sum",
+        )
+        sums_RWD = sums.view(len(tails), len(sizes_W), -1).flip(1).cumsum(1).flip(1)
+        counts_RW = np.minimum(lengths_R[:, None], sizes_W[None]).clip(1)
+        return (sums_RWD / torch.from_numpy(counts_RW)[:, :, None]).flatten(1).float()
 
 
 class RequestPredictor(Protocol):

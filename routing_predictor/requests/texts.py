@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import RoutingTrace
 
 PIECE = "#piece"

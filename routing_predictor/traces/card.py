@@ -13,8 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from routing_predictor.traces.errors import PredictorError
 from routing_predictor.traces.metadata import regular
+from routing_predictor.traces.routing_error import PredictorError
 
 VERSION = 1
 

@@ -1,9 +1,8 @@
-"""Stores how often experts were chosen, which planners need and which is all that some engines
-record.
+"""Stores how often experts were chosen: planners need it, and some engines record nothing else.
 
 A safetensors file with one tensor, `counts`: float64 [S, L, E] for S steps (or windows, or 1 for a
-sum), L layers and E experts of a layer. Its facts are the other fields of `ExpertLoad`. Reading it
-needs only numpy and safetensors.
+sum), L layers and E experts of a layer. Its facts are the other fields of `RecordedLoad`. Reading
+it needs only numpy and safetensors.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.metadata import read_tensors, write_tensors
+from routing_predictor.traces.routing_error import TraceError
 
 FORMAT, VERSION = "moe-serve expert load", 1
 _MOST = 2.0**53  # limit on counts; beyond it floats skip whole numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLoad:
+class RecordedLoad:
     """Counts of choices by logical expert. Raises TraceError if they are not valid counts."""
 
     counts_SLE: NDArray[np.float64]
@@ -56,7 +55,7 @@ class ExpertLoad:
         return summed
 
 
-def write_load(load: ExpertLoad, path: Path) -> int:
+def write_load(load: RecordedLoad, path: Path) -> int:
     """Write the file completely or not at all; returns its bytes. Raises TraceError."""
     facts = {
         "layers": list(load.layers),
@@ -67,14 +66,14 @@ def write_load(load: ExpertLoad, path: Path) -> int:
     return write_tensors(path, {"counts": load.counts_SLE}, facts, FORMAT, VERSION)
 
 
-def read_load(path: Path) -> ExpertLoad:
+def read_load(path: Path) -> RecordedLoad:
     """Read and check a file. Raises TraceError."""
     file = read_tensors(path, FORMAT, VERSION)
     layers = file.fact("layers", list)
     if not all(isinstance(layer, int) and layer >= 0 for layer in layers):
         raise TraceError(f"{path}: layers holds a value that is not a layer number")
     try:
-        return ExpertLoad(
+        return RecordedLoad(
             counts_SLE=file.tensor("counts", "f", 3).astype(np.float64, copy=False),
             layers=tuple(layers),
             source=file.fact("source", str),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.routing_error import TraceError
 
 Tensors = Mapping[str, NDArray[Any]]
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.metadata import read_tensors, write_tensors
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
 
 FORMAT, VERSION = "moe-serve routing trace", 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import DECODE, RoutingTrace
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

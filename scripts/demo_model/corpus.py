@@ -1,7 +1,7 @@
 """Reads the training text: eight domains of documents, some of them also as chats.
 
-This module does not use token ids. A document is a string; a chat is a list of (user, assistant)
-turns.
+A document is a string; a chat is a list of (user, assistant) turns. The tokenizer of the model is
+a byte-level BPE.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import lzma
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END_OF_TEXT_ID, IM_START_ID, IM_END_ID = 0, 1, 2
 DOMAINS = (
     "stories",
     "encyclopedia",
@@ -29,6 +34,27 @@ Turns = list[tuple[str, str]]
 _INSTRUCT = re.compile(r"### Instruction:\n(.*?)\n+### Response:\n(.*)", re.S)
 _QUESTION = re.compile(r"Question: (.*?)\nAnswer: (.*)", re.S)
 _DRILL = re.compile(r"Q: (.*?)\nA: (.*?)(?=\n\nQ: |\Z)", re.S)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:
+    """Train BPE over bytes (every digit its own token) and save it to `path`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(path))
+    return tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from .corpus import END_OF_TEXT_ID
 from .network import Network
 from .training import encode_documents
-from .vocabulary import END_OF_TEXT_ID
 
 _BYTES = 256
 _SEPARATOR = b"\0"  # between documents; in no text

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .corpus import END_OF_TEXT_ID, IM_END_ID, SPECIAL_TOKENS
 from .network import Network, Shape
 from .training import Recipe
-from .vocabulary import END_OF_TEXT_ID, IM_END_ID, SPECIAL_TOKENS
 
 # Renders as corpus.render_chat does; system messages have the same form. With tools, these are
 # listed in the system message, which the model has never seen in training.

@@ -24,9 +24,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from .corpus import DOMAINS, Corpus, chat_tuning_texts, training_texts
+from .corpus import (
+    DOMAINS,
+    END_OF_TEXT_ID,
+    IM_END_ID,
+    Corpus,
+    chat_tuning_texts,
+    train_tokenizer,
+    training_texts,
+)
 from .network import Network, Shape
-from .vocabulary import END_OF_TEXT_ID, IM_END_ID, train_tokenizer
 
 _ADAM_NAMES = ("embedding", "router", "norm")
 

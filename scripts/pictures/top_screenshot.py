@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moe_serve.cli.client.server_client import NotReachedError
+from moe_serve.cli.server_client import NotReachedError
 from moe_serve.cli.top.top_source import TopSource
 from moe_serve.cli.top.top_view import frame
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from moe_serve.bench.bench_run import run_bench
-from moe_serve.bench.client import client_health
-from moe_serve.bench.client.client_health import allow_open_files
+from moe_serve.bench.client import load_client
 from moe_serve.bench.client.connection import Target
 from moe_serve.bench.client.endpoint import Endpoint, RunPlan
+from moe_serve.bench.client.load_client import allow_open_files
 from moe_serve.bench.report.report import Report, read_report
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
 from moe_serve.cli.main import main
@@ -169,8 +169,8 @@ class TestFailures:
             asyncio.run(run_bench(plan("http://127.0.0.1:1")))
 
     def test_too_few_open_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(client_health.resource, "getrlimit", lambda _: (64, 100))
-        monkeypatch.setattr(client_health.resource, "setrlimit", lambda *_: None)
+        monkeypatch.setattr(load_client.resource, "getrlimit", lambda _: (64, 100))
+        monkeypatch.setattr(load_client.resource, "setrlimit", lambda *_: None)
         assert allow_open_files(1000) == 100
         with pytest.raises(BenchError, match="200 requests at once need 264.*allows 100"):
             asyncio.run(run_bench(plan("http://127.0.0.1:1", concurrency=200)))

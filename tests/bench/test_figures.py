@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.bench.client.client_health import ClientHealth
+from moe_serve.bench.client.load_client import ClientHealth
 from moe_serve.bench.client.server_metrics import Metrics, ServerSide
-from moe_serve.bench.figures.over_time import RunTimeline
+from moe_serve.bench.figures.request_record import RunTimeline
 from moe_serve.bench.figures.summary import (
     Goodput,
     Samples,

@@ -18,8 +18,8 @@ from moe_serve.cli.options import build_options, setting_keys
 from moe_serve.cli.serve.serve import ServeOptions
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.environment import NodeEnvironment
-from moe_serve.cluster.launch.host_commands import HostCommand
-from moe_serve.cluster.launch.host_port import own_address
+from moe_serve.cluster.launch.hosts import own_address
+from moe_serve.cluster.launch.launchers import HostCommand
 from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import Config

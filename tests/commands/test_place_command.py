@@ -19,14 +19,14 @@ import typer
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from experts.placement import sources
-from experts.placement.errors import PlacementError
+from experts.placement import problem_sources
 from experts.placement.judge.copies import placement_of as placement_of_copies
+from experts.placement.placement_error import PlacementError
 from experts.placement.plan_file import read_placement, write_placement
 from experts.placement.problem.placement import contiguous
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress, Solution, Solver
-from experts.placement.solvers.references.engine_defaults import Consecutive
+from experts.placement.solvers.references import Consecutive
 from experts.placement.solvers.search.search_solver import Search
 from moe_serve.cli.main import app, main
 from moe_serve.cli.place import place_plan
@@ -292,7 +292,7 @@ def test_ctrl_c_before_a_plan_says_so(
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(sources, "read_workloads", interrupted)
+    monkeypatch.setattr(problem_sources, "read_workloads", interrupted)
     out = tmp_path / "plan.json"
     assert run("--load", *loads, "--devices", 4, "--out", out) == 130
     printed = capsys.readouterr()

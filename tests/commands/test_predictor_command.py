@@ -68,7 +68,7 @@ def test_documents_of_a_folder(texts: Path) -> None:
 def test_train_evaluate_and_refuse(
     texts: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # How well the regression fits is asked in test_scores.py; here, that it is judged.
+    # How well the regression fits is asked in test_evaluate.py; here, that it is judged.
     monkeypatch.setattr(rivals, "_MAX_ITERATIONS", 3)
     out, report = tmp_path / "out", tmp_path / "report.json"
     quick = ("--max-tokens", "2400", "--epochs", "1")

@@ -25,8 +25,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from moe_serve.cli.client.server_client import NotReachedError
 from moe_serve.cli.main import main
+from moe_serve.cli.server_client import NotReachedError
 from moe_serve.cli.top.top import top
 from moe_serve.cli.top.top_source import StateView, TopSource
 from moe_serve.cli.top.top_tables import (

@@ -13,8 +13,8 @@ from moe_serve.cli.trace import trace_record
 from moe_serve.cli.trace.trace_record import TracePrompt, read_prompts
 from moe_serve.errors import InvalidRequestError
 from routing_predictor.traces import trace_file
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.load_file import read_load
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import RoutingTrace
 from routing_predictor.traces.trace_file import read_trace, read_traces, write_trace
 from tests.support.routing.traces import make_trace

@@ -7,7 +7,7 @@ import pytest
 
 from moe_serve.learn.training import held_out_tokens
 from routing_predictor.requests.texts import PIECE
-from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import PREFILL, RoutingTrace
 
 

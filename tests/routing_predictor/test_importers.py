@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from routing_predictor.importers.importer import detect, import_files
 from routing_predictor.importers.tables import ImportOptions
-from routing_predictor.traces.errors import TraceError
-from routing_predictor.traces.load_file import ExpertLoad, read_load, write_load
+from routing_predictor.traces.load_file import RecordedLoad, read_load, write_load
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace
 from routing_predictor.traces.trace_stats import windows
 from tests.support.routing.traces import make_trace
@@ -22,9 +22,9 @@ DATA = Path(__file__).parent / "data"
 SLOTS = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2], [0, 1, 2, 3, 1, 1]])  # of 4 experts
 
 
-def load(*paths: Path, kind: str = "auto", **options: object) -> ExpertLoad:
+def load(*paths: Path, kind: str = "auto", **options: object) -> RecordedLoad:
     found = import_files(paths, kind, ImportOptions(**options))  # type: ignore[arg-type]
-    assert isinstance(found, ExpertLoad)
+    assert isinstance(found, RecordedLoad)
     return found
 
 
@@ -330,7 +330,9 @@ def test_what_cannot_be(tmp_path: Path) -> None:
 def test_a_load_survives_its_file(tmp_path: Path) -> None:
     trace_of = make_trace()
     counts_SLE = windows(trace_of, 3).astype(np.float64)
-    whole = ExpertLoad(counts_SLE=counts_SLE, layers=trace_of.layers, source="trace", model="tiny")
+    whole = RecordedLoad(
+        counts_SLE=counts_SLE, layers=trace_of.layers, source="trace", model="tiny"
+    )
     assert np.array_equal(whole.total(), trace_of.load())
     path = tmp_path / "load.safetensors"
     write_load(whole, path)
@@ -338,4 +340,4 @@ def test_a_load_survives_its_file(tmp_path: Path) -> None:
     assert np.array_equal(found.counts_SLE, whole.counts_SLE)
     assert (found.layers, found.source, found.model) == ((1, 3), "trace", "tiny")
     with pytest.raises(TraceError, match="shape"):
-        ExpertLoad(counts_SLE=np.zeros((1, 2, 0)), layers=(0, 1))
+        RecordedLoad(counts_SLE=np.zeros((1, 2, 0)), layers=(0, 1))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from routing_predictor.traces import recording
-from routing_predictor.traces.errors import TraceError
 from routing_predictor.traces.recording import (
     RecordingStats,
     RecordingWriter,
@@ -17,6 +16,7 @@ from routing_predictor.traces.recording import (
     TraceHeader,
     earlier_parts,
 )
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import DECODE, PREFILL
 from routing_predictor.traces.trace_file import part_files, read_traces
 

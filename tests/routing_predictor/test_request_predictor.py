@@ -12,14 +12,20 @@ import torch
 
 from routing_predictor import predictor_file
 from routing_predictor.predictor_file import load_request_predictor, write_predictor
-from routing_predictor.requests.pools import PrefixPools
-from routing_predictor.requests.prefix_samples import MIN_PREFIX, PrefixCuts, cut_each, cut_texts
-from routing_predictor.requests.request_mlp import RequestMLP
+from routing_predictor.requests.request_mlp import PrefixPools, RequestMLP
 from routing_predictor.requests.texts import PIECE, RoutedTexts, split_documents, texts_of
-from routing_predictor.requests.train_request import history_shares, pooled, train_request
+from routing_predictor.requests.train_request import (
+    MIN_PREFIX,
+    PrefixCuts,
+    cut_each,
+    cut_texts,
+    history_shares,
+    pooled,
+    train_request,
+)
 from routing_predictor.traces.card import PredictorCard, PredictorKind, read_card
-from routing_predictor.traces.errors import PredictorError, TraceError
 from routing_predictor.traces.fitting import Recipe, Task, TrainingCourse, fit
+from routing_predictor.traces.routing_error import PredictorError, TraceError
 from routing_predictor.traces.trace import RoutingTrace
 
 EMBEDDING = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))

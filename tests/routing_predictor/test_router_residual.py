@@ -25,8 +25,8 @@ from routing_predictor.layers.train_layers import (
 from routing_predictor.predictor_file import load_layer_predictors, write_predictor
 from routing_predictor.requests.texts import RoutedTexts
 from routing_predictor.traces.card import PredictorCard, PredictorKind
-from routing_predictor.traces.errors import PredictorError
 from routing_predictor.traces.fitting import Recipe
+from routing_predictor.traces.routing_error import PredictorError
 
 _RANDOM = torch.Generator().manual_seed(0)
 

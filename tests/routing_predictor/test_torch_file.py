@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from routing_predictor.importers.opcodes import read_plain_data
 from routing_predictor.importers.torch_file import read_torch_file
-from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.routing_error import TraceError
 
 DATA = Path(__file__).parent / "data"
 

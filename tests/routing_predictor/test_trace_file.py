@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import RoutingTrace
 from routing_predictor.traces.trace_file import join_traces, read_trace, read_traces, write_trace
 from tests.support.routing.traces import make_trace, same

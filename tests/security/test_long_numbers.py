@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import PlanFacts
+from experts.placement.placement_error import PlacementError
 from experts.placement.plan_file import read_placement
 from moe_serve.cli.place import place_inputs
 from moe_serve.cli.run_batch.batch_output import BatchRow, read_line
@@ -27,7 +27,7 @@ from moe_serve.text.tokenizer import read_json_file
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import ImportOptions
 from routing_predictor.traces.card import read_card
-from routing_predictor.traces.errors import RoutingError
+from routing_predictor.traces.routing_error import RoutingError
 
 DIGITS = pytest.mark.parametrize("digits", [4000, 5000])
 

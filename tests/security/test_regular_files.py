@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import PlanFacts
+from experts.placement.placement_error import PlacementError
 from experts.placement.plan_file import read_placement
 from experts.placement.problem.workloads import read_workloads
 from moe_serve import LLM
@@ -38,7 +38,7 @@ from moe_serve.text.chat_template import ChatTemplate
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import ImportOptions
 from routing_predictor.traces.card import read_card
-from routing_predictor.traces.errors import RoutingError
+from routing_predictor.traces.routing_error import RoutingError
 
 CHECKPOINT_FILES = (
     "config.json",

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from experts.placement.judge.fan_out import measure_fan_out
+from experts.placement.judge.plan_judge import measure_fan_out
 from experts.placement.problem.devices import even_devices
 from experts.placement.problem.loads import ExpertLoads, TokenChoices
 from experts.placement.problem.plan_limits import Move

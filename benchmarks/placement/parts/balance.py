@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.bound import lower_bound
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.references.engine_defaults import Consecutive
-from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.references import Consecutive, Eplb
 from experts.placement.solvers.search.search_solver import Search
 from placement.inputs import read_halves, workloads, zipf_loads
 from placement.part import Bar, PartResult, Setting, balance_of, figures

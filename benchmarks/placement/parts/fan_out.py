@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from experts.placement.judge.balance import balancedness
 from experts.placement.judge.copies import copies_of
-from experts.placement.judge.fan_out import FanOut, measure_fan_out
+from experts.placement.judge.plan_judge import FanOut, measure_fan_out
 from experts.placement.problem.devices import Devices, even_devices
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solvers.fan_out.fan_out_solver import FanOutSolver
-from experts.placement.solvers.fan_out.neighbours import relabelled
-from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.fan_out.layer_descent import relabelled
+from experts.placement.solvers.references import Eplb
 from experts.placement.solvers.search.search_solver import Search
 from placement.inputs import Halves, read_halves
 from placement.part import Bar, PartResult, Setting, Stopwatch, timed

@@ -12,7 +12,7 @@ from experts.placement.problem.devices import even_devices
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.plan_limits import Move
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.references import Eplb
 from experts.placement.solvers.search.search_solver import Search
 from placement.inputs import distances, workloads
 from placement.part import Bar, PartResult, Setting, balance_of, figures, scenario

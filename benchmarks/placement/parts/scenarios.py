@@ -11,7 +11,7 @@ import numpy as np
 from experts.placement.problem.devices import even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.references import Eplb
 from experts.placement.solvers.search.search_solver import Search
 from placement.inputs import distances, workloads
 from placement.part import (

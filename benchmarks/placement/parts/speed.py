@@ -10,7 +10,7 @@ from experts.placement.problem.devices import even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Solution
-from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.references import Eplb
 from experts.placement.solvers.search.search_solver import Search
 from placement.inputs import workloads
 from placement.part import Bar, PartResult, Setting, Stopwatch, timed

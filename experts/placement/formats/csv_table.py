@@ -14,8 +14,8 @@ from __future__ import annotations
 import csv
 import io
 
-from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, counted_layers
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.placement import Placement
 
 NAME, HEADER = "csv", ("Expert", "Node")

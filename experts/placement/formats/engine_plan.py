@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError, PlacementInputError
 from experts.placement.judge.copies import copies_in_slots, copies_of, placement_of
+from experts.placement.placement_error import PlacementError, PlacementInputError
 from experts.placement.problem.model_facts import ModelFacts
 from experts.placement.problem.placement import Placement
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experts.placement.errors import NotAPlanError, PlacementError, PlacementInputError
 from experts.placement.formats import ascend, csv_table, sglang, trtllm, vllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, check_size
+from experts.placement.placement_error import NotAPlanError, PlacementError, PlacementInputError
 from experts.placement.plan_file import FORMAT, parse_json, parse_placement
 from experts.placement.problem.devices import Devices
 from experts.placement.problem.placement import Placement

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import (
     EnginePlan,
     PlanFacts,
@@ -21,6 +20,7 @@ from experts.placement.formats.engine_plan import (
     plan_of_slots,
     slots_of_plan,
 )
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.placement import Placement
 
 NAME, RECORD, VERSION = "vllm", "eplb_initial_mapping", 1

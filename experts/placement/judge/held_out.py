@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import Balancedness, balancedness
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.problem import PlacementProblem
 

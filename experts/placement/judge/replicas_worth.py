@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import objective_of
 from experts.placement.judge.bound import FewestPeaks
 from experts.placement.judge.copies import CopyLoad
 from experts.placement.judge.steps import StepBalance
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.problem import PlacementProblem
 
 _WORTH, _OF_MEMORY = 0.01, 0.1  # the largest load falls by 1%, and by a tenth of the memory

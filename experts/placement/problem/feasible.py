@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.plan_limits import Grouping, Move, Pin, copies_in_memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from experts.placement.errors import PlacementInputError
+from experts.placement.placement_error import PlacementInputError
 from experts.placement.problem.workloads import Workloads
 
 _MAX_LAYERS = 100_000

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.replicas.replica_choice import ReplicaChoice
 
 RanksOf = tuple[tuple[int, ...], ...]  # expert -> ranks

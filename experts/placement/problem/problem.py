@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem import feasible
 from experts.placement.problem.devices import Devices
 from experts.placement.problem.loads import ExpertLoads

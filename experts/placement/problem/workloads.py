@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementInputError
+from experts.placement.placement_error import PlacementInputError
 from experts.placement.problem.loads import ExpertLoads, TokenChoices
 from routing_predictor.importers.engine_loads import META
 from routing_predictor.importers.importer import import_files
 from routing_predictor.importers.tables import Imported, ImportOptions, read_json
-from routing_predictor.traces.errors import TraceError
-from routing_predictor.traces.load_file import FORMAT, ExpertLoad, read_load
+from routing_predictor.traces.load_file import FORMAT, RecordedLoad, read_load
 from routing_predictor.traces.metadata import read_metadata
+from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import RoutingTrace, check_distinct
 from routing_predictor.traces.trace_file import read_traces
 from routing_predictor.traces.trace_stats import windows
@@ -170,6 +170,6 @@ def _tokens(found: Sequence[Imported]) -> TokenChoices | None:
 
 
 def _has_model_numbers(one: Imported, path: Path) -> bool:
-    if isinstance(one, ExpertLoad):
+    if isinstance(one, RecordedLoad):
         return one.source not in _COUNTED
     return path.suffix.lstrip(".") not in _COUNTED

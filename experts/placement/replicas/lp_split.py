@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
 from experts.placement.replicas.greedy_choices import poured
 
 _SWEEPS = 4  # rounds of pairwise levelling before paths finish the work
@@ -189,34 +188,3 @@ class _Paths:
             steps.append(step)
             rank = self._ranks_of[step[0]][step[1]]
         return steps[::-1]
-
-
-def least_busiest(
-    rows_E: NDArray[np.float64],
-    ranks_of: Sequence[Sequence[int]],
-    speeds_R: NDArray[np.float64],
-) -> float:
-    """Return the largest load of a rank over its speed under the best split, with divisible rows:
-    by HiGHS."""
-    from scipy.optimize import linprog
-    from scipy.sparse import csr_array
-
-    pairs = [(expert, rank) for expert, ranks in enumerate(ranks_of) for rank in ranks]
-    if not pairs or len({expert for expert, _ in pairs}) < len(rows_E):
-        raise PlacementError(
-            "A split needs at least one copy of every expert, but some expert is on no rank."
-        )
-    expert_n, rank_n = np.array(pairs).T
-    num_pairs = len(pairs)
-    columns_n = np.arange(num_pairs)
-    shares = csr_array((np.ones(num_pairs), (expert_n, columns_n)), (len(rows_E), num_pairs + 1))
-    num_ranks = len(speeds_R)
-    values = np.concatenate((np.ones(num_pairs), -speeds_R))
-    rows = np.concatenate((rank_n, np.arange(num_ranks)))
-    columns = np.concatenate((columns_n, np.full(num_ranks, num_pairs)))
-    loads = csr_array((values, (rows, columns)), (num_ranks, num_pairs + 1))
-    cost = np.zeros(num_pairs + 1)
-    cost[-1] = 1.0
-    found = linprog(cost, A_ub=loads, b_ub=np.zeros(num_ranks), A_eq=shares, b_eq=rows_E)
-    assert found.status == 0, f"the split's linear program was not solved: {found.message}"
-    return float(found.fun)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from experts.placement.errors import PlacementInputError
+from experts.placement.placement_error import PlacementInputError
 from experts.placement.problem.devices import Devices
 from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Solver
 from experts.placement.solvers.fan_out.fan_out_solver import FanOutOptions, FanOutSolver
 from experts.placement.solvers.ilp.ilp_solver import IlpSolver
-from experts.placement.solvers.references.engine_defaults import Consecutive, RoundRobin
-from experts.placement.solvers.references.eplb import Eplb
+from experts.placement.solvers.references import Consecutive, Eplb, RoundRobin
 from experts.placement.solvers.search.search_solver import Search
 
 REFERENCES = ("linear", "round-robin", "eplb", "eplb-hierarchical")  # look at slots alone

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from moe_serve.bench.client.client_health import ClientHealth
+from moe_serve.bench.client.load_client import ClientHealth
 from moe_serve.bench.client.server_metrics import ServerSide
-from moe_serve.bench.figures.over_time import RunTimeline
-from moe_serve.bench.figures.request_record import RequestRecord
+from moe_serve.bench.figures.request_record import RequestRecord, RunTimeline
 from moe_serve.bench.figures.summary import Goodput, Spread, Summary
 from moe_serve.errors import BenchError
 from moe_serve.regular_file import regular_file

@@ -123,7 +123,7 @@ def _told(error: BenchServerError, url: str) -> str:
     commands."""
     import httpx
 
-    from moe_serve.cli.client.server_client import no_connection
+    from moe_serve.cli.server_client import no_connection
 
     if isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout):
         return no_connection(url, error.__cause__)

@@ -17,15 +17,17 @@ from moe_serve.cli.launch.launch_options import LaunchOptions, LaunchRequest, la
 from moe_serve.cli.options import with_options
 from moe_serve.cli.serve.serve import begin_log
 from moe_serve.cluster.control.secret import new_secret, read_secret
-from moe_serve.cluster.launch.emit.deployment import Deployment
+from moe_serve.cluster.launch.deployment import Deployment, LaunchCommand
 from moe_serve.cluster.launch.emit.kubernetes import kubernetes_files
 from moe_serve.cluster.launch.emit.scripts import shell_files, slurm_files, systemd_files
 from moe_serve.cluster.launch.environment import DEFAULT_PORT
-from moe_serve.cluster.launch.host_commands import run_on_hosts
-from moe_serve.cluster.launch.host_port import HostPort
-from moe_serve.cluster.launch.hosts import check_slots, read_hostfile
-from moe_serve.cluster.launch.launch_command import LaunchCommand
-from moe_serve.cluster.launch.launchers import deepspeed_command, run_deepspeed, ssh_commands
+from moe_serve.cluster.launch.hosts import HostPort, check_slots, read_hostfile
+from moe_serve.cluster.launch.launchers import (
+    deepspeed_command,
+    run_deepspeed,
+    run_on_hosts,
+    ssh_commands,
+)
 from moe_serve.cluster.launch.node_layout import NodeLayout, fill_nodes
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import ServerConfig

@@ -21,7 +21,7 @@ from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.launch.cluster_file import find_node
 from moe_serve.cluster.launch.environment import NodeEnvironment, detect_node, is_spare_copy
-from moe_serve.cluster.launch.host_port import HostPort, own_address
+from moe_serve.cluster.launch.hosts import HostPort, own_address
 from moe_serve.cluster.launch.node_agent import AgentMessage, NodeLife, connect_agent
 from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks

@@ -20,9 +20,9 @@ from moe_serve.cli.serve.server_options import (
 )
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.cluster_file import ClusterFile, read_cluster_file
+from moe_serve.cluster.launch.deployment import LaunchCommand
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind
 from moe_serve.cluster.launch.environment import NodeFlags, node_flags
-from moe_serve.cluster.launch.launch_command import LaunchCommand
 from moe_serve.cluster.launch.node_layout import NodeLayout, fill_nodes
 from moe_serve.config.sources import LoadedConfig, load_config
 from moe_serve.errors import ConfigError

@@ -17,7 +17,7 @@ from moe_serve.cli.place.place_options import (
 )
 
 if TYPE_CHECKING:
-    from experts.placement.sources import ProblemWithSources
+    from experts.placement.problem_sources import ProblemWithSources
 
 _FLAGS = ("--trace", "--load", "--plan")
 

@@ -15,15 +15,15 @@ import msgspec
 import numpy as np
 import yaml
 
-from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.formats import trtllm
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.formats.plan_text import parse_content, parse_text
-from experts.placement.problem.cluster_devices import ClusterDevice, ClusterDevices
+from experts.placement.placement_error import NotAPlanError, PlacementError
+from experts.placement.problem.devices import ClusterDevice, ClusterDevices
 from experts.placement.problem.model_facts import ModelFacts
 from experts.placement.problem.plan_limits import Grouping, Pin
 from experts.placement.problem.workloads import holds_loads
-from experts.placement.sources import JudgedPlanRequest, ProblemRequest
+from experts.placement.problem_sources import JudgedPlanRequest, ProblemRequest
 from moe_serve.cli.place.place_options import (
     CompareOptions,
     DeviceOptions,
@@ -37,7 +37,7 @@ from moe_serve.config.yaml_nodes import plain_value, read_yaml, value_place
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
 from routing_predictor.importers.torch_file import read_torch_file
-from routing_predictor.traces.errors import TraceError
+from routing_predictor.traces.routing_error import TraceError
 
 MAX_DEVICES = 2**14
 

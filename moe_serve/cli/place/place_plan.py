@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from experts.placement.errors import PlacementError
 from experts.placement.formats.plan_text import check_export, render_plan
 from experts.placement.judge.plan_judge import Judge, Judged
+from experts.placement.placement_error import PlacementError
 from experts.placement.plan_file import write_placement
 from experts.placement.plan_report import make_report
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
+from experts.placement.problem_sources import ProblemWithSources
 from experts.placement.solution import Progress, Solution, Solver
 from experts.placement.solvers.choice import check_limits, fan_out_solver, make_solver
-from experts.placement.sources import ProblemWithSources
 from moe_serve.cli.console import check_output, wide_console
 from moe_serve.cli.place.place_inputs import (
     check_devices,

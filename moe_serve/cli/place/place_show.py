@@ -13,14 +13,14 @@ import typer
 from numpy.typing import NDArray
 from rich.table import Table
 
-from experts.placement.errors import NotAPlanError, PlacementError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.judge.balance import device_loads
 from experts.placement.judge.copies import copies_of
 from experts.placement.judge.plan_judge import Judge
+from experts.placement.placement_error import NotAPlanError, PlacementError
 from experts.placement.plan_check import check_numbers, gib, misfits, plan_notes, plan_words
 from experts.placement.problem.placement import contiguous
-from experts.placement.sources import ProblemWithSources
+from experts.placement.problem_sources import ProblemWithSources
 from moe_serve.cli.console import check_output, wide_console
 from moe_serve.cli.place.place_inputs import (
     check_devices,

@@ -66,7 +66,7 @@ def evaluate(options: EvaluateOptions) -> None:
     as_json = None if options.as_json is None else options.as_json.expanduser()
     check_output(as_json)
 
-    from moe_serve.cli.predictor.predictor_verdicts import (
+    from moe_serve.cli.predictor.predictor_training import (
         judge_predictors,
         print_verdicts,
         write_verdicts,

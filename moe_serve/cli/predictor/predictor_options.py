@@ -25,8 +25,8 @@ def _texts() -> list[Path] | None:
     )
 
 
-def _seed() -> int:
-    return option(0, help="Seed of the random numbers; the same seed gives the same files.")
+def _seed(results: str) -> int:
+    return option(0, help=f"Seed of the random numbers; the same seed gives the same {results}.")
 
 
 def _num_threads() -> int:
@@ -58,7 +58,7 @@ class TrainOptions:
         help="Loss of the next-layer and pre-attention predictors: router (match the "
         "router's distribution) or ranked (match the ranks of the experts).",
     )
-    seed: int = _seed()
+    seed: int = _seed("files")
     num_threads: int = _num_threads()
 
     @property
@@ -101,5 +101,5 @@ class EvaluateOptions:
     as_json: Path | None = option(
         None, "--json", help="JSON file for all figures, by layer and label."
     )
-    seed: int = _seed()
+    seed: int = _seed("figures")
     num_threads: int = _num_threads()

@@ -16,7 +16,6 @@ from types import TracebackType
 
 import httpx
 
-from moe_serve.cli.client.server_client import ServerAddress, is_distrust, no_connection, trusted
 from moe_serve.cli.run_batch.batch_output import (
     BatchLine,
     BatchOutput,
@@ -24,6 +23,7 @@ from moe_serve.cli.run_batch.batch_output import (
     read_line,
     repeated,
 )
+from moe_serve.cli.server_client import ServerAddress, is_distrust, no_connection, trusted
 from moe_serve.errors import ConfigError, EngineDeadError
 
 OWN_URL = "http://moe-serve"  # of the application in this process

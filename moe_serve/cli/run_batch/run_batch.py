@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moe_serve.cli.client.server_client import sent_key
 from moe_serve.cli.options import REQUIRED, option, with_options
 from moe_serve.cli.run_batch.batch_output import BatchOutput
 from moe_serve.cli.run_batch.batch_run import OWN_URL, BatchCount, BatchTarget, run_lines
+from moe_serve.cli.server_client import sent_key
 from moe_serve.config.sources import API_KEY_VARIABLE, load_config
 from moe_serve.errors import ConfigError
 

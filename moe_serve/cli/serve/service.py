@@ -38,7 +38,7 @@ from moe_serve.http.dashboard.facts import DashboardFacts, dashboard_facts
 from moe_serve.http.loading import LoadingServer
 from moe_serve.http.pages.page_files import PAGE_FILES
 from moe_serve.http.server import bind, run_server
-from moe_serve.http.tracing.spans import make_span_export
+from moe_serve.http.spans import make_span_export
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.planning.plan_memory import plan_memory
 

@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from moe_serve.cli.client.server_client import NotReachedError, sent_key
 from moe_serve.cli.options import option, with_options
+from moe_serve.cli.server_client import NotReachedError, sent_key
 from moe_serve.cli.top.top_source import StateView, TopSource
 from moe_serve.cli.top.top_view import frame
 from moe_serve.config.sources import API_KEY_VARIABLE

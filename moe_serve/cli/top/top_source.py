@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from moe_serve.bench.client.server_metrics import Metrics
-from moe_serve.cli.client.server_client import NotReachedError, ServerClient
+from moe_serve.cli.server_client import NotReachedError, ServerClient
 from moe_serve.errors import BLANKED, ConfigError
 
 

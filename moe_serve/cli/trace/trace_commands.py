@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from moe_serve.cli.client.server_client import URL, AdminClient, AdminKey, Url
 from moe_serve.cli.console import counted, wide_console
+from moe_serve.cli.server_client import URL, AdminClient, AdminKey, Url
 from moe_serve.cli.trace.trace_record import record
 from moe_serve.cli.trace.trace_show import show
 from moe_serve.errors import InvalidRequestError, TracingError
@@ -72,14 +72,14 @@ def import_(
 
     from routing_predictor.importers.importer import import_files
     from routing_predictor.importers.tables import ImportOptions
-    from routing_predictor.traces.load_file import ExpertLoad, write_load
+    from routing_predictor.traces.load_file import RecordedLoad, write_load
     from routing_predictor.traces.trace_file import write_trace
 
     options = ImportOptions(
         num_experts=num_experts, num_layers=num_layers, top_k=top_k, model=model
     )
     imported = import_files(files, kind, options)
-    if isinstance(imported, ExpertLoad):
+    if isinstance(imported, RecordedLoad):
         size = write_load(imported, out)
         steps, num_layers_read, experts = imported.counts_SLE.shape
         what = (

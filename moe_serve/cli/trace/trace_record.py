@@ -92,7 +92,7 @@ class _Output:
     def close(self) -> int:
         """Joins the parts and returns the number of recorded tokens. The parts stay if joining them
         fails."""
-        from routing_predictor.traces.errors import TraceError
+        from routing_predictor.traces.routing_error import TraceError
         from routing_predictor.traces.trace_file import read_traces, write_trace
 
         stats = self.writer.close()

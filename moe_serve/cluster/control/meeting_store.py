@@ -11,16 +11,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import msgspec
-from torch.distributed import DistStoreError, ProcessGroupGloo
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from moe_serve.cluster.control.channel import Channel, connect
 from moe_serve.cluster.control.listener import Listener
 from moe_serve.cluster.control.secret import ClusterSecret
-from moe_serve.errors import ChannelClosedError, ClusterError, ConfigError
+from moe_serve.errors import ChannelClosedError, ClusterError
 
 _IDLE_S = 3600.0  # between two requests; the end of the connection wakes the server
 _ANSWER_S = 5.0  # for the answer, beyond the wait that was requested
@@ -274,14 +273,3 @@ def connect_store(host: str, port: int, secret: ClusterSecret, timeout_s: float)
         return RemoteStore(connect(host, port, secret, decoder, timeout_s), timeout_s)
     except ClusterError as error:
         raise ClusterError(f"the store is not there: {error}") from error
-
-
-def make_data_device(host: str) -> Any:
-    """Returns the gloo device whose pairs listen and connect on the interface of `host` only."""
-    try:
-        return ProcessGroupGloo.create_device(hostname=host)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(
-            f"this machine cannot exchange data by the address {host}: {reason}."
-        ) from error

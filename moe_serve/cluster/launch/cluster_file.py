@@ -23,7 +23,7 @@ import yaml
 
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.environment import NodeEnvironment, NodeFlags, detect_node
-from moe_serve.cluster.launch.host_port import HostPort
+from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.cluster.launch.node_layout import NodeLayout, explicit_layout
 from moe_serve.config.keys import SECRETS
 from moe_serve.config.yaml_nodes import plain_value, read_yaml, value_place

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_serve.cluster.launch.host_port import HostPort, parse_endpoint, parse_port
-from moe_serve.cluster.launch.hosts import expand_hostlist
+from moe_serve.cluster.launch.hosts import HostPort, expand_hostlist, parse_endpoint, parse_port
 from moe_serve.errors import ConfigError
 
 DEFAULT_PORT = 29600  # of the coordinator, if the launcher names none

@@ -1,15 +1,17 @@
-"""Reads lists of hosts: DeepSpeed's hostfile, and the compressed lists of Slurm.
+"""Reads addresses of hosts: HOST:PORT, DeepSpeed's hostfile, and the compressed lists of Slurm.
 
-A hostfile has `host slots=n` on each line, and `#` starts a comment. Nodes are in the order of the
-file; slots are the most ranks that a host may get. Slurm's `node[01-03,7],login` is node01 node02
-node03 node7 login. It is expanded here because `scontrol show hostnames` is missing in some
-containers.
+An IPv6 address in HOST:PORT is in brackets. A hostfile has `host slots=n` on each line, and `#`
+starts a comment. Nodes are in the order of the file; slots are the most ranks that a host may get.
+Slurm's `node[01-03,7],login` is node01 node02 node03 node7 login. It is expanded here because
+`scontrol show hostnames` is missing in some containers.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,75 @@ _LINE = re.compile(r"(?P<host>[^\s#=]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
 MAX_HOSTS = 65536
 _PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _NUMBERS = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class HostPort:
+    """The address on which the coordinator listens, as other nodes reach it."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_endpoint(text: str, source: str) -> HostPort:
+    """Parses HOST:PORT; raises ConfigError, whose message names `source`."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not colon or not host or any(character.isspace() for character in host):
+        raise ConfigError(
+            f"{text!r} ({source}) is not HOST:PORT, such as 10.0.0.1:29600 or [fd00::1]:29600."
+        )
+    return HostPort(host, parse_port(port, source))
+
+
+def parse_port(text: str, source: str) -> int:
+    is_number = text.isascii() and text.isdigit()
+    if not is_number or not 1 <= int(text) <= 65535:
+        raise ConfigError(f"{text!r} ({source}) is not a port: give an integer in [1, 65535].")
+    return int(text)
+
+
+def resolve(host: str) -> list[str]:
+    """Returns the addresses of a name, the preferred one first."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def own_address(
+    host: str, num_nodes: int, resolve_name: Callable[[str], list[str]] = resolve
+) -> str:
+    """Returns an address of the coordinator's name that other nodes can reach; raises
+    ConfigError.
+
+    Many systems give their own name a loopback address in /etc/hosts, on which other nodes could
+    not find the coordinator.
+    """
+    try:
+        addresses = resolve_name(host)
+    except OSError as error:
+        raise ConfigError(
+            f"the coordinator's host {host} has no address here: {error.strerror or error}; give "
+            "node 0's address: --coordinator ADDRESS:PORT."
+        ) from error
+    if num_nodes == 1:
+        return addresses[0]
+    open_ones = [address for address in addresses if not _is_loopback(address)]
+    if not open_ones:
+        raise ConfigError(
+            f"the coordinator's host {host} is {addresses[0]} on this node, which the other "
+            f"{num_nodes - 1} cannot reach; give node 0's address: --coordinator ADDRESS:PORT."
+        )
+    return open_ones[0]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

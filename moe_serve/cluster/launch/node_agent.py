@@ -18,7 +18,8 @@ import msgspec
 from moe_serve import __version__
 from moe_serve.cluster.control.channel import Channel, connect
 from moe_serve.cluster.control.secret import ClusterSecret
-from moe_serve.cluster.launch.agent_messages import (
+from moe_serve.cluster.launch.environment import NodeEnvironment
+from moe_serve.cluster.launch.node_ranks import (
     ALIVE_PERIOD_S,
     AgentOrder,
     AgentReport,
@@ -26,11 +27,10 @@ from moe_serve.cluster.launch.agent_messages import (
     KillRank,
     NodeAlive,
     NodeHello,
+    NodeRanks,
     StartRank,
     Welcome,
 )
-from moe_serve.cluster.launch.environment import NodeEnvironment
-from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.errors import ChannelClosedError, ClusterError
 
 _PERIOD_S = 0.05  # between two checks of the ranks

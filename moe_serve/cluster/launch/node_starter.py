@@ -17,21 +17,21 @@ from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.listener import Listener
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret
-from moe_serve.cluster.launch.agent_messages import (
+from moe_serve.cluster.launch.hosts import HostPort
+from moe_serve.cluster.launch.node_agent import AgentMessage
+from moe_serve.cluster.launch.node_layout import NodeLayout
+from moe_serve.cluster.launch.node_ranks import (
     SILENCE_S,
     AgentOrder,
     AgentReport,
     Dismiss,
     KillRank,
     NodeHello,
+    NodeRanks,
     RankEnded,
     StartRank,
     Welcome,
 )
-from moe_serve.cluster.launch.host_port import HostPort
-from moe_serve.cluster.launch.node_agent import AgentMessage
-from moe_serve.cluster.launch.node_layout import NodeLayout
-from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.members.rank_starter import RankExit
 from moe_serve.errors import ChannelClosedError, ClusterError
 

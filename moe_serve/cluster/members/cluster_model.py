@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.plan_file import read_placement
 from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cache.page_key import model_identity

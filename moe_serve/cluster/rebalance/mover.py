@@ -41,7 +41,7 @@ class MoveStall:
     during_p99_s: float | None = None
 
 
-class StepTimes:
+class MoveStepTimes:
     """Keeps step times before and during a move. The engine thread writes; any thread may read
     `stall`."""
 
@@ -135,7 +135,7 @@ class Mover:
         self._numbers = itertools.count(1)
         self._move: _OngoingMove | None = None
         self.on_end: Callable[[MoveEnd], None] = lambda end: None
-        self.times = StepTimes()
+        self.times = MoveStepTimes()
         self.num_bytes = 0  # read by ranks, since the start
         self.num_copies = 0  # copies switched to
 

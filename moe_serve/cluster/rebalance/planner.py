@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Device, Devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import Placement
@@ -38,7 +38,7 @@ class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
     scenarios: Sequence[str]
     num_experts: int
     ranks_of: Sequence[Sequence[Sequence[int]]]  # layer -> expert -> ranks
-    slots: Sequence[int]  # of each rank in a layer
+    slots: tuple[int, ...]  # of each rank in a layer
     max_moves: int  # most copies of a layer that may move
     top_k: int
     batch_size: int | None = None  # rows of a step, to balance activated experts; None: rows

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.placement import Placement
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.cluster.control.epoch import sparse_layers
@@ -17,10 +17,16 @@ from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement, PlacementVersion
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.roster import Roster
-from moe_serve.cluster.rebalance.load_window import LoadWindow, WindowCounts
 from moe_serve.cluster.rebalance.mover import MoveEnd, Mover, MoverLimits
 from moe_serve.cluster.rebalance.planner import Plan
-from moe_serve.cluster.rebalance.proposal import Forecast, PlanLimits, Proposal, Proposer
+from moe_serve.cluster.rebalance.proposal import (
+    Forecast,
+    LoadWindow,
+    PlanLimits,
+    Proposal,
+    Proposer,
+    WindowCounts,
+)
 from moe_serve.engine.routes.placement_control import (
     OUTCOMES,
     BalanceFigures,
@@ -278,7 +284,7 @@ def make_rebalancer(
         layers=tuple(layers),
         top_k=model.spec.router.top_k,
         num_attention_ranks=cluster.attention_ranks,
-        slots=model.slots_per_layer(),
+        slots=tuple(model.slots_per_layer()),
         max_moves=cluster.rebalance_max_moves,
         min_gain=cluster.rebalance_min_gain,
         objective=cluster.rebalance_objective,

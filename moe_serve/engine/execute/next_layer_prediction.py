@@ -15,7 +15,7 @@ from moe_serve.pipeline.exchange.next_layer import NextLayer
 from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 from routing_predictor.predictor_file import load_layer_predictors, read_predictor_card
 from routing_predictor.traces.card import PredictorKind
-from routing_predictor.traces.errors import PredictorError
+from routing_predictor.traces.routing_error import PredictorError
 
 _POLICY = "next-layer"
 _KIND = PredictorKind.NEXT_LAYER

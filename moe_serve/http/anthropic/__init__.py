@@ -3,6 +3,5 @@
 message_body.py     the request body
 message_content.py  converts messages made of blocks to the messages of a chat
 message_chat.py     converts a request and its tools to a chat
-message_answer.py   runs one message; the answer as blocks, and the events of a stream
-message_routes.py   the routes
+message_routes.py   the routes; answers as blocks and as the events of a stream
 """

@@ -9,8 +9,8 @@ from typing import Any
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.anthropic.message_body import CountTokensBody, MessagesBody
 from moe_serve.http.anthropic.message_content import ContentReader
-from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.chat_fields import ChatFields, extensions, renamed_fields
+from moe_serve.http.generation.chat_request import AnswerOptions, Chat
 from moe_serve.http.schema.field_types import parse_body
 from moe_serve.http.schema.parameters import check_fields
 

@@ -10,7 +10,7 @@ from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.sampling.grammar.schema_rules import SchemaRuleError, prepared_source
 from moe_serve.errors import InvalidGrammarError, InvalidRequestError
-from moe_serve.http.generation.chat import Chat
+from moe_serve.http.generation.chat_request import Chat
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.schema.tool_fields import tools_by_name
 from moe_serve.text.assistant.formats import (

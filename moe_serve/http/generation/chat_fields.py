@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field
 
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import ContextLengthError, InvalidRequestError
-from moe_serve.http.generation.chat import AnswerOptions, Chat
-from moe_serve.http.schema.chat_messages import ChatMessage
+from moe_serve.http.generation.chat_request import AnswerOptions, Chat
+from moe_serve.http.schema.chat_messages import ChatMessage, ReasoningEffort, TemplateOptions
 from moe_serve.http.schema.field_types import (
     CacheSalt,
     Int,
@@ -25,7 +25,6 @@ from moe_serve.http.schema.field_types import (
     StrictSchema,
 )
 from moe_serve.http.schema.structured import ResponseFormat, wished_constraint
-from moe_serve.http.schema.template_options import ReasoningEffort, TemplateOptions
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
 
 # The fields of a chat that other vendors' APIs lack. Clients may send them all the same.

@@ -11,7 +11,7 @@ from moe_serve.engine.request.thought_counter import ThoughtCounter
 from moe_serve.engine.sampling.thinking_limit import counting_markers, limiting_markers
 from moe_serve.http.generation.answer_sequence import Piece
 from moe_serve.http.generation.assistant_formats import answer_constraint
-from moe_serve.http.generation.chat import AnswerOptions, Chat
+from moe_serve.http.generation.chat_request import AnswerOptions, Chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.generation import Generation
 from moe_serve.http.generation.prompts import Prompt, predicted_tokens, render_prompt, truncated

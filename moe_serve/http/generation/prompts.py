@@ -13,7 +13,7 @@ import msgspec
 
 from moe_serve.engine.request.sampling_params import MAX_CHOICES
 from moe_serve.errors import ContextLengthError, InvalidRequestError
-from moe_serve.http.generation.chat import Chat, Truncation
+from moe_serve.http.generation.chat_request import Chat, Truncation
 from moe_serve.http.generation.served_model import MAX_INLINE_CHARS, ServedModel
 from moe_serve.http.schema.chat_messages import ChatMessage
 

@@ -13,7 +13,7 @@ from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.engine.sampling.bad_words import bad_word_ids
 from moe_serve.errors import ContextLengthError, InvalidGrammarError, InvalidRequestError
 from moe_serve.http.gate.auth import current_client
-from moe_serve.http.generation.chat import AnswerOptions
+from moe_serve.http.generation.chat_request import AnswerOptions
 from moe_serve.http.generation.context import EngineLimits, ServerContext
 from moe_serve.http.generation.prompts import Prompt, check_prompt_length, tokens_requested
 

@@ -160,7 +160,7 @@ _MEMORY_ROWS = (
     _memory.counter(
         "late", "Needed experts that were being read when the rows came.", lambda m: m.num_late
     ),
-    _memory.counter("rows", "Choices of rows.", lambda m: m.num_rows),
+    _memory.counter("rows", "Experts that rows chose, counted for each row.", lambda m: m.num_rows),
     _memory.counter(
         "row_hits", "Choices of experts that were in memory.", lambda m: m.num_row_hits
     ),
@@ -180,7 +180,11 @@ _MEMORY_ROWS = (
         lambda m: m.num_foretold,
     ),
     _memory.counter("foreseen", "Predicted experts that were needed.", lambda m: m.num_foreseen),
-    _memory.counter("passes", "Passes over a layer's rows.", lambda m: m.num_passes),
+    _memory.counter(
+        "passes",
+        "Passes over the rows of a layer; more than one if its experts do not fit at once.",
+        lambda m: m.num_passes,
+    ),
     _memory.counter(
         "wait_seconds", "Time that layers waited for experts.", lambda m: m.wait_seconds
     ),
@@ -252,7 +256,7 @@ _POLICY_ROWS = (
     ),
     _policy.gauge(
         "predictor_on",
-        "Whether the predictor's recall is at its floor or above.",
+        "1 while the predictor is used: its recall is at its minimum or above; else 0.",
         lambda p: None if p.is_predictor_on is None else float(p.is_predictor_on),
     ),
 )

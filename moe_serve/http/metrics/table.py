@@ -33,9 +33,7 @@ from moe_serve.http.metrics.scrape import (
 
 _trace = ScrapePart[TracingStatus](lambda scrape: scrape.tracing, "trace_")
 _TRACE_ROWS = (
-    _trace.gauge(
-        "recording", "Whether the routing is recorded now.", lambda t: float(t.is_recording)
-    ),
+    _trace.gauge("recording", "1 while recording, else 0.", lambda t: float(t.is_recording)),
     _trace.counter("tokens", "Tokens whose routing was recorded.", lambda t: t.total.num_tokens),
     _trace.counter(
         "bytes", "Bytes of recordings that were written.", lambda t: t.total.num_written_bytes
@@ -71,7 +69,7 @@ _PLACEMENT_ROWS = (
         "age_seconds", "Time since the last switch, or since the start.", lambda p: p.age_s
     ),
     _placement.gauge(
-        "moving", "Whether experts are being copied.", lambda p: float(p.state == "copying")
+        "moving", "1 while experts move, else 0.", lambda p: float(p.state == "copying")
     ),
     _placement.counter(
         "copied_bytes", "Bytes of experts that ranks read for moves.", lambda p: p.num_bytes
@@ -131,37 +129,37 @@ _gaps = ScrapePart[TokenGaps](lambda scrape: scrape.token_gaps, is_vllm=True)
 _REQUEST_ROWS = (
     _observed(
         "time_to_first_token_seconds",
-        "From the request to its first token.",
+        "Time from request to first token.",
         buckets=_TTFT,
         is_vllm=True,
     ),
     _gaps.histogram(
         "inter_token_latency_seconds",
-        "Between two tokens of a sequence.",
+        "Time between two tokens of a sequence.",
         lambda gaps: gaps.snapshot(),
     ),
     _observed(
         "e2e_request_latency_seconds",
-        "From the request to its last token.",
+        "Time from request to last token.",
         buckets=_E2E,
         is_vllm=True,
     ),
     _observed("event_loop_lag_seconds", "Delay of the event loop's clock ticks.", buckets=_LAG),
     _of_request(
-        "queue_time_seconds", "From the request to its first step.", _SECONDS, lambda s: s.queue_s
+        "queue_time_seconds", "Time from request to first step.", _SECONDS, lambda s: s.queue_s
     ),
     _of_request(
         "prefill_time_seconds",
-        "From its first step to its first token.",
+        "Time from first step to first token.",
         _SECONDS,
         lambda s: s.prefill_s,
     ),
     _of_request(
-        "decode_time_seconds", "From its first token to its last.", _SECONDS, lambda s: s.decode_s
+        "decode_time_seconds", "Time from first to last token.", _SECONDS, lambda s: s.decode_s
     ),
     _of_request(
         "inference_time_seconds",
-        "From its first step to its last token.",
+        "Time from first step to last token.",
         _SECONDS,
         lambda s: s.inference_s,
     ),
@@ -214,7 +212,7 @@ _REQUEST_ROWS = (
     _observed("http_requests", "HTTP requests.", "route", "status"),
     _observed(
         "http_request_duration_seconds",
-        "From an HTTP request to the end of its answer.",
+        "Time from an HTTP request to the end of its answer.",
         "route",
         buckets=_HTTP,
     ),
@@ -249,7 +247,7 @@ _ranks = ScrapePart[EngineStats](lambda scrape: scrape.stats if scrape.stats.mem
 _SERVER_ROWS = (
     _server.gauge(
         "ready",
-        "Whether the server accepts new requests, as /health/ready reports.",
+        "1 while the server accepts new requests, as /health/ready reports, else 0.",
         lambda scrape: float(scrape.is_ready),
     ),
     _server.gauge(

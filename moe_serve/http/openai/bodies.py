@@ -13,9 +13,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.generation.chat import AnswerOptions, Chat, Truncation, TruncationSide
 from moe_serve.http.generation.chat_fields import sampling_params
-from moe_serve.http.schema.chat_messages import ChatMessage
+from moe_serve.http.generation.chat_request import AnswerOptions, Chat, Truncation, TruncationSide
+from moe_serve.http.schema.chat_messages import ChatMessage, ReasoningEffort, TemplateOptions
 from moe_serve.http.schema.field_types import (
     AllowedTokenIds,
     CacheSalt,
@@ -35,7 +35,6 @@ from moe_serve.http.schema.field_types import (
 )
 from moe_serve.http.schema.parameters import check_extra_fields, check_fields
 from moe_serve.http.schema.structured import StructuredFields
-from moe_serve.http.schema.template_options import ReasoningEffort, TemplateOptions
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
 from moe_serve.text.chat_template import join_text_parts
 

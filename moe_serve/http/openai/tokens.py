@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.generation.chat import Truncation
+from moe_serve.http.generation.chat_request import Truncation
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.prompts import (
     Prompt,

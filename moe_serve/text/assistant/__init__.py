@@ -5,10 +5,9 @@ arrives.
                         reasoning in front of the answer
     reader.py           reads text that arrives in pieces as if it were all there
     outbox.py           holds parsed pieces until they are handed out as AssistantDelta, CallDelta
-    json_call.py        a call written as JSON
     tool.py             a tool, and its arguments written as text between tags
-    *_format(s).py      one file per family of call formats
+    call_formats.py     calls as JSON or between tags: Hermes, Qwen, GLM, Mistral
+    *_format.py         the call formats of DeepSeek and gpt-oss
     formats.py          formats by name, the markers of reasoning; the parser of one request
     format_grammars.py  grammars that force a call in each format, and those of the reasoning before
-    spelling.py         markers in grammars
 """

@@ -6,16 +6,16 @@ In a grammar of the reasoning before an answer, @answer stands for the grammar o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.text.assistant import (
+    call_formats,
     deepseek_format,
     harmony_format,
-    mistral_format,
-    tag_formats,
 )
-from moe_serve.text.assistant.spelling import Spelling, quoted, text_up_to
 from moe_serve.text.assistant.tool import Tool, is_text
 
 MAX_CALLS = 16  # of one forced answer
@@ -24,7 +24,36 @@ _LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator"
 
 _LINE_BREAKS = r'"\n"{0,2}'  # around reasoning; the parser drops them
 
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """Writes a marker as text, or as a special token if it is one."""
+
+    special_ids: Mapping[str, int]
+
+    def __call__(self, text: str) -> str:
+        special = self.special_ids.get(text)
+        return quoted(text) if special is None else f"<[{special}]>"
+
+
 WriteCalls = Callable[[Sequence[Tool], Spelling, bool], list[str]]
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def text_up_to(name: str, end: str, spell: Spelling) -> list[str]:
+    """Return rules for any text and the marker that ends it.
+
+    If the marker is a special token, ordinary tokens must not spell it: parsers read text and would
+    take it for the end.
+    """
+    if end not in spell.special_ids:
+        return [f"{name}[suffix={quoted(end)}]: /(?s:.*)/"]
+    spelt = re.escape(end).replace("/", r"\/")
+    text = f"{name}_text".upper()
+    return [f"{name}: {text} {spell(end)}", f"{text}: /(?s:.*)/ & ~/(?s:.*{spelt}.*)/"]
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
@@ -34,7 +63,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 def hermes_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
     rules = _alternatives(tools, is_parallel, '"\\n"')
-    opening, closing = spell(tag_formats.OPEN), spell(tag_formats.CLOSE)
+    opening, closing = spell(call_formats.OPEN), spell(call_formats.CLOSE)
     for i, tool in enumerate(tools):
         head = quoted(f'\n{{"name": {quoted(tool.name)}, "arguments": ')
         tail = quoted("}\n")
@@ -45,16 +74,16 @@ def hermes_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> l
 
 def mistral_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
     """Build the newer form if the vocabulary has its marker, else the older one, a list."""
-    is_newer = mistral_format.ARGS in spell.special_ids
+    is_newer = call_formats.ARGS in spell.special_ids
     rules = _alternatives(tools, is_parallel, "" if is_newer else '", "')
     if not is_newer:
-        rules[0] = f'start: {spell(mistral_format.CALLS)} "[" calls "]"'
+        rules[0] = f'start: {spell(call_formats.CALLS)} "[" calls "]"'
     for i, tool in enumerate(tools):
         if is_newer:
             parts = [
-                spell(mistral_format.CALLS),
+                spell(call_formats.CALLS),
                 quoted(tool.name),
-                spell(mistral_format.ARGS),
+                spell(call_formats.ARGS),
                 f"args_{i}",
             ]
         else:
@@ -114,18 +143,18 @@ def qwen_xml_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) ->
     for i, tool in enumerate(tools):
         head, tail = (
             quoted(f"\n<function={tool.name}>\n"),
-            quoted(tag_formats.END_FUNCTION + "\n"),
+            quoted(call_formats.END_FUNCTION + "\n"),
         )
         names = " ".join(_argument_names(i, tool))
-        begin, close = spell(tag_formats.OPEN), spell(tag_formats.CLOSE)
+        begin, close = spell(call_formats.OPEN), spell(call_formats.CLOSE)
         rules.append(f"call_{i}: {begin} {head} {names} {tail} {close}")
         for k, key in enumerate(tool.properties):
-            opening = quoted(f"{tag_formats.PARAMETER}{key}>\n")
+            opening = quoted(f"{call_formats.PARAMETER}{key}>\n")
             rules.append(f'arg_{i}_{k}: {opening} value_{i}_{k} "\\n"')
             # A text ends with the marker, with or without a line break before it: the parser ends
             # it there.
             before = "" if _is_free_text(tool.properties[key]) else "\n"
-            end = before + tag_formats.END_PARAMETER
+            end = before + call_formats.END_PARAMETER
             rules += _value_rules(f"value_{i}_{k}", tool, key, end, spell)
     return rules
 
@@ -136,18 +165,18 @@ def glm_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list
         names = " ".join(_argument_names(i, tool))
         head = quoted(tool.name + "\n")
         rules.append(
-            f"call_{i}: {spell(tag_formats.OPEN)} {head} {names} {spell(tag_formats.CLOSE)}"
+            f"call_{i}: {spell(call_formats.OPEN)} {head} {names} {spell(call_formats.CLOSE)}"
         )
         for k, key in enumerate(tool.properties):
             parts = [
-                spell(tag_formats.KEY),
+                spell(call_formats.KEY),
                 quoted(key),
-                spell(tag_formats.END_KEY),
+                spell(call_formats.END_KEY),
                 '"\\n"',
-                spell(tag_formats.VALUE),
+                spell(call_formats.VALUE),
             ]
             rules.append(f'arg_{i}_{k}: {" ".join(parts)} value_{i}_{k} "\\n"')
-            rules += _value_rules(f"value_{i}_{k}", tool, key, tag_formats.END_VALUE, spell)
+            rules += _value_rules(f"value_{i}_{k}", tool, key, call_formats.END_VALUE, spell)
     return rules
 
 

@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from moe_serve.text.assistant import (
+    call_formats,
     deepseek_format,
     format_grammars,
     harmony_format,
-    mistral_format,
-    tag_formats,
 )
-from moe_serve.text.assistant.format_grammars import harmony_lead, thinking_lead
+from moe_serve.text.assistant.format_grammars import Spelling, harmony_lead, thinking_lead
 from moe_serve.text.assistant.outbox import Outbox, new_call_id
 from moe_serve.text.assistant.parser import AssistantParser, PlainParser, ThinkingParser
-from moe_serve.text.assistant.spelling import Spelling
 from moe_serve.text.assistant.tool import Tool
 
 
@@ -122,25 +120,25 @@ _DEEPSEEK_MARKERS = (
     *(deepseek_format.CALL_BEGIN, deepseek_format.CALL_END, deepseek_format.SEPARATOR),
 )
 _HERMES = ToolFormat(
-    markers=(tag_formats.OPEN, tag_formats.CLOSE),
-    make=lambda out, _: tag_formats.HermesParser(out),
+    markers=(call_formats.OPEN, call_formats.CLOSE),
+    make=lambda out, _: call_formats.HermesParser(out),
     write_calls=format_grammars.hermes_calls,
 )
 _QWEN_XML = ToolFormat(
-    markers=(tag_formats.OPEN, tag_formats.CLOSE),
-    make=tag_formats.QwenXmlParser,
+    markers=(call_formats.OPEN, call_formats.CLOSE),
+    make=call_formats.QwenXmlParser,
     write_calls=format_grammars.qwen_xml_calls,
 )
 _GLM = ToolFormat(
     markers=(
-        tag_formats.OPEN,
-        tag_formats.CLOSE,
-        tag_formats.KEY,
-        tag_formats.END_KEY,
-        tag_formats.VALUE,
-        tag_formats.END_VALUE,
+        call_formats.OPEN,
+        call_formats.CLOSE,
+        call_formats.KEY,
+        call_formats.END_KEY,
+        call_formats.VALUE,
+        call_formats.END_VALUE,
     ),
-    make=tag_formats.GlmParser,
+    make=call_formats.GlmParser,
     write_calls=format_grammars.glm_calls,
 )
 _HARMONY = ToolFormat(
@@ -167,10 +165,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "glm45": _GLM,
     "glm47": _GLM,
     "mistral": ToolFormat(
-        markers=(mistral_format.CALLS, mistral_format.CALL_ID, mistral_format.ARGS),
-        make=lambda out, _: mistral_format.MistralParser(out),
+        markers=(call_formats.CALLS, call_formats.CALL_ID, call_formats.ARGS),
+        make=lambda out, _: call_formats.MistralParser(out),
         write_calls=format_grammars.mistral_calls,
-        make_id=mistral_format.new_mistral_id,
+        make_id=call_formats.new_mistral_id,
     ),
     "openai": _HARMONY,
     "gpt-oss": _HARMONY,
@@ -195,10 +193,10 @@ def tool_format_of(template: str) -> str | None:
     if deepseek_format.CALL_BEGIN in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     for marker, name in (
-        (tag_formats.KEY, "glm45"),
-        (tag_formats.FUNCTION, "qwen3_coder"),
-        (mistral_format.CALLS, "mistral"),
-        (tag_formats.OPEN, "hermes"),
+        (call_formats.KEY, "glm45"),
+        (call_formats.FUNCTION, "qwen3_coder"),
+        (call_formats.CALLS, "mistral"),
+        (call_formats.OPEN, "hermes"),
     ):
         if marker in template:
             return name

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_serve.cluster.launch.host_port import HostPort
-from moe_serve.cluster.launch.launch_command import LaunchCommand
+from moe_serve.cluster.launch.deployment import LaunchCommand
+from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.cluster.launch.launchers import deepspeed_command, run_deepspeed
 from moe_serve.errors import ConfigError
 

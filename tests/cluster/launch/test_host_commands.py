@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from moe_serve.cluster.control.secret import new_secret
-from moe_serve.cluster.launch.host_commands import HostCommand, run_on_hosts
-from moe_serve.cluster.launch.host_port import HostPort
-from moe_serve.cluster.launch.hosts import Host
-from moe_serve.cluster.launch.launch_command import LaunchCommand
-from moe_serve.cluster.launch.launchers import ssh_commands
+from moe_serve.cluster.launch.deployment import LaunchCommand
+from moe_serve.cluster.launch.hosts import Host, HostPort
+from moe_serve.cluster.launch.launchers import HostCommand, run_on_hosts, ssh_commands
 from moe_serve.errors import ConfigError
 
 # What sshd does: the command line goes to a shell; the host name is what comes before it.

@@ -15,19 +15,19 @@ from moe_serve.cluster.control.channel import Channel, connect
 from moe_serve.cluster.control.listener import Listener
 from moe_serve.cluster.control.secret import new_secret
 from moe_serve.cluster.launch import node_agent
-from moe_serve.cluster.launch.agent_messages import (
+from moe_serve.cluster.launch.node_agent import NodeAgent
+from moe_serve.cluster.launch.node_layout import fill_nodes
+from moe_serve.cluster.launch.node_ranks import (
     AgentOrder,
     AgentReport,
     Dismiss,
     KillRank,
     NodeAlive,
     NodeHello,
+    NodeRanks,
     RankEnded,
     StartRank,
 )
-from moe_serve.cluster.launch.node_agent import NodeAgent
-from moe_serve.cluster.launch.node_layout import fill_nodes
-from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.errors import ClusterError
 

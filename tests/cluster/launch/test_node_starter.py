@@ -18,12 +18,11 @@ import pytest
 from moe_serve.cluster.control.channel import Channel, connect
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret
-from moe_serve.cluster.launch.agent_messages import AgentOrder, Dismiss, NodeHello
 from moe_serve.cluster.launch.environment import NodeEnvironment
-from moe_serve.cluster.launch.host_port import HostPort
+from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.cluster.launch.node_agent import AgentMessage, NodeAgent, NodeLife, connect_agent
 from moe_serve.cluster.launch.node_layout import fill_nodes
-from moe_serve.cluster.launch.node_ranks import NodeRanks
+from moe_serve.cluster.launch.node_ranks import AgentOrder, Dismiss, NodeHello, NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.cluster.members.rank_starter import RankExit
 from moe_serve.errors import ClusterError

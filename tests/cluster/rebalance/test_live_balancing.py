@@ -18,7 +18,7 @@ from experts.placement.solvers.search.search_solver import Search
 from experts.slot_room import SlotRoom
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.rank_base import RankPlacement
-from moe_serve.cluster.rebalance import expert_copies, load_window, proposal, rebalancer
+from moe_serve.cluster.rebalance import expert_copies, proposal, rebalancer
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.cluster.rebalance.planner import answer
 from moe_serve.cluster.rebalance.rounds import num_copies, rounds
@@ -234,7 +234,7 @@ def test_by_itself(
     The search runs here, because its own process gives way to a busy machine; and nothing is served
     meanwhile, because the steps would take the interpreter's lock from it.
     """
-    monkeypatch.setattr(load_window, "STRIDE", 1)
+    monkeypatch.setattr(proposal, "STRIDE", 1)
     monkeypatch.setattr(proposal, "CHOICES_PER_EXPERT", 8)
     cluster = replace(
         OF.cluster,

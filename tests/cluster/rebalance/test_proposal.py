@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.placement import Placement, contiguous
-from moe_serve.cluster.rebalance.load_window import LoadWindow, WindowCounts
 from moe_serve.cluster.rebalance.planner import PlanAnswer, PlanJob, plan_in_process, problem_of
-from moe_serve.cluster.rebalance.proposal import PlanLimits, Proposer
+from moe_serve.cluster.rebalance.proposal import LoadWindow, PlanLimits, Proposer, WindowCounts
 from moe_serve.engine.routes.route_records import RouteRecord
 
 LAYERS, E = (1, 3), 4
@@ -22,7 +21,7 @@ LIMITS = PlanLimits(
     layers=LAYERS,
     top_k=2,
     num_attention_ranks=2,
-    slots=[2, 2],
+    slots=(2, 2),
     max_moves=2,
     min_gain=0.1,
     objective="tokens",
@@ -77,7 +76,7 @@ def test_forecast_by_hand() -> None:
     assert before.balancedness == pytest.approx(4 / 6) and before.busiest == pytest.approx(1.5)
     assert after.balancedness == 1.0 and before.gain_to(after) == pytest.approx(1 / 3)
     both = replace(NOW, ranks_of=dict.fromkeys(LAYERS, ((0, 1), (0,), (1,), (1,))))
-    loose = Proposer(replace(LIMITS, slots=[3, 3]), plan_in_process)
+    loose = Proposer(replace(LIMITS, slots=(3, 3)), plan_in_process)
     spread = loose.judge(skewed(), both)
     assert spread is not None and spread.busiest == pytest.approx(4.5 / 4)
     assert asked.judge(skewed(63), NOW) is None

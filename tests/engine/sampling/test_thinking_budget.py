@@ -26,11 +26,10 @@ from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.sampling.thinking_limit import limiting_markers
 from moe_serve.errors import InvalidRequestError
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
-from moe_serve.text.assistant.format_grammars import harmony_lead, thinking_lead
+from moe_serve.text.assistant.format_grammars import Spelling, harmony_lead, thinking_lead
 from moe_serve.text.assistant.formats import REASONING_FORMATS, ReasoningFormat
 from moe_serve.text.assistant.harmony_format import MARKERS, HarmonyParser
 from moe_serve.text.assistant.outbox import Outbox, joined
-from moe_serve.text.assistant.spelling import Spelling
 from moe_serve.text.tokenizer import Tokenizer
 from tests.support.engine.points import ends_of
 

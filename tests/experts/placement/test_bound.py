@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import objective_of
 from experts.placement.judge.bound import TERMS, crowded, lower_bound
 from experts.placement.judge.copies import placement_of
 from experts.placement.judge.replicas_worth import Redundancy
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.plan_limits import Grouping

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import objective_of
 from experts.placement.judge.copies import copies_of, placement_of
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import contiguous
 from experts.placement.problem.plan_limits import Grouping, Move, Pin
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.ilp import small_layers
+from experts.placement.solvers.search import search_solver
 from experts.placement.solvers.search.search_solver import Search
 from tests.support.placement.tiny import every_plan, faults, tiny_problems
 
@@ -98,7 +98,7 @@ def test_it_says_so_and_is_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -
     assert first.objective == pytest.approx(
         objective_of(problem, copies_of(first.placement, problem.loads.layers))
     )
-    monkeypatch.setattr(small_layers, "_MOST_CHOICES", 0)
+    monkeypatch.setattr(search_solver, "_MOST_CHOICES", 0)
     searched = Search().solve(problem)
     assert searched.objective >= first.objective - 1e-9
     assert "HiGHS" not in searched.bound_proof and searched.bound <= first.bound + 1e-9

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import objective_of
 from experts.placement.judge.copies import copies_of
-from experts.placement.judge.fan_out import measure_fan_out
+from experts.placement.judge.plan_judge import measure_fan_out
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.placement import Placement

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import Placement

@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.errors import PlacementError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts
 from experts.placement.formats.plan_text import WRITERS, parse_content, parse_text, render_plan
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.placement import Placement
 
 # Three experts and a replica of the first, or of the second, on two devices of two slots each.

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.placement import LostExpert, Placement, RanksOf, contiguous
 
 ROOT = Path(__file__).resolve().parents[3]

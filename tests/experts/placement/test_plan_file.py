@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.plan_file import read_placement, write_placement
 from experts.placement.problem.placement import Placement, contiguous
 

@@ -9,11 +9,11 @@ from textwrap import dedent
 
 import pytest
 
-from experts.placement.errors import PlacementInputError
+from experts.placement.placement_error import PlacementInputError
 from experts.placement.plan_file import read_placement
-from experts.placement.problem.cluster_devices import ClusterDevices
+from experts.placement.problem.devices import ClusterDevices
 from experts.placement.problem.model_facts import ModelFacts
-from experts.placement.sources import ProblemRequest
+from experts.placement.problem_sources import ProblemRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 TRACE = ROOT / "configs/placement/demo-model.safetensors"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import copies_of, num_layers_with_repeats
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.plan_limits import Grouping
 from experts.placement.problem.problem import PlacementProblem
-from experts.placement.solvers.references.engine_defaults import Consecutive, RoundRobin
-from experts.placement.solvers.references.eplb import Eplb, eplb_slots
+from experts.placement.solvers.references import Consecutive, Eplb, RoundRobin, eplb_slots
 
 WEIGHT_LE = np.array(
     [

@@ -10,18 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import balancedness, objective_of
 from experts.placement.judge.copies import copies_of
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.loads import ExpertLoads
 from experts.placement.problem.placement import contiguous
 from experts.placement.problem.plan_limits import Grouping, Move, Pin
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress
-from experts.placement.solvers.references.engine_defaults import Consecutive
-from experts.placement.solvers.references.eplb import Eplb
-from experts.placement.solvers.search import search_solver, sweep, watch
+from experts.placement.solvers.references import Consecutive, Eplb
+from experts.placement.solvers.search import descent, search_solver, watch
 from experts.placement.solvers.search.improve import Effort
 from experts.placement.solvers.search.search_solver import Search
 from tests.support.placement.tiny import every_plan, faults, tiny_problems
@@ -297,14 +296,14 @@ class TestManyDevices:
         """Two layers of 256 experts: devices held against all others, counted. Tables of all pairs
         took about 5000 steps of 16384 pairs for each of eight layers."""
         looks = 0
-        best = sweep._best
+        best = descent._best
 
         def counted(*arguments: Any) -> Any:
             nonlocal looks
             looks += len(arguments[3])
             return best(*arguments)
 
-        monkeypatch.setattr(sweep, "_best", counted)
+        monkeypatch.setattr(descent, "_best", counted)
         problem = PlacementProblem(
             loads=skewed(1, 2, 256, seed=1), devices=even_devices(128, 16, 384)
         )

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.anthropic.message_answer import ContentBlocks, call_input
 from moe_serve.http.anthropic.message_chat import chat_tool_choice, chat_tools
 from moe_serve.http.anthropic.message_content import ContentReader
+from moe_serve.http.anthropic.message_routes import ContentBlocks, call_input
 from moe_serve.text.assistant.outbox import AssistantDelta, CallDelta
 
 PATH = "/v1/messages"

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from moe_serve.cli.client.server_client import sent_key
+from moe_serve.cli.server_client import sent_key
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.gate import auth

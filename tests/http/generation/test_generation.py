@@ -16,7 +16,7 @@ import pytest
 
 from moe_serve.engine.request.request import DecodingRules, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.http.generation.chat import AnswerOptions
+from moe_serve.http.generation.chat_request import AnswerOptions
 from moe_serve.http.generation.context import EngineLimits
 from moe_serve.http.generation.generation import Generation, GenerationService
 from moe_serve.http.generation.prompts import Prompt

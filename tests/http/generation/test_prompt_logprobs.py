@@ -12,7 +12,7 @@ from moe_serve.engine.request.request import DecodingRules, GenerationRequest, T
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.generation.answer_sequence import Piece
-from moe_serve.http.generation.chat import AnswerOptions
+from moe_serve.http.generation.chat_request import AnswerOptions
 from moe_serve.http.generation.context import EngineLimits
 from moe_serve.http.generation.generation import SharedPromptLogprobs
 from moe_serve.http.generation.prompts import Prompt

@@ -6,9 +6,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from moe_serve.bench.client.client_health import ClientHealth
-from moe_serve.bench.figures.over_time import RunTimeline
-from moe_serve.bench.figures.request_record import RequestRecord
+from moe_serve.bench.client.load_client import ClientHealth
+from moe_serve.bench.figures.request_record import RequestRecord, RunTimeline
 from moe_serve.bench.figures.summary import Samples, quantiles_ms, summarize
 from moe_serve.bench.report.report import Report
 

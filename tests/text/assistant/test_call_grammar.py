@@ -16,7 +16,7 @@ from moe_serve.config.sections import ReasoningParserName, ToolParserName
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.sampling.grammar.compiler import compile_constraint
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary, vocabulary_of
-from moe_serve.text.assistant import harmony_format, tag_formats
+from moe_serve.text.assistant import call_formats, harmony_format
 from moe_serve.text.assistant.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -139,9 +139,9 @@ def test_the_configuration_names_every_format() -> None:
     ("template", "tools", "reasoning"),
     [
         ("{{ messages }}", None, None),
-        (tag_formats.OPEN + "</think>", "hermes", "qwen3"),
-        (tag_formats.OPEN + "<function=", "qwen3_coder", None),
-        (tag_formats.OPEN + "<arg_key><think></think>", "glm45", "qwen3"),
+        (call_formats.OPEN + "</think>", "hermes", "qwen3"),
+        (call_formats.OPEN + "<function=", "qwen3_coder", None),
+        (call_formats.OPEN + "<arg_key><think></think>", "glm45", "qwen3"),
         ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
         (harmony_format.CHANNEL + harmony_format.MESSAGE, "openai", "openai_gptoss"),
         ("<\uff5ctool\u2581call\u2581begin\uff5c>```json", "deepseek_v3", None),

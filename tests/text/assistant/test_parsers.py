@@ -10,6 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from moe_serve.text.assistant.call_formats import (
+    GlmParser,
+    HermesParser,
+    MistralParser,
+    QwenXmlParser,
+)
 from moe_serve.text.assistant.deepseek_format import (
     CALL_BEGIN,
     CALL_END,
@@ -19,7 +25,6 @@ from moe_serve.text.assistant.deepseek_format import (
     DeepSeekParser,
 )
 from moe_serve.text.assistant.harmony_format import HarmonyParser
-from moe_serve.text.assistant.mistral_format import MistralParser
 from moe_serve.text.assistant.outbox import Outbox
 from moe_serve.text.assistant.parser import (
     AssistantParser,
@@ -27,7 +32,6 @@ from moe_serve.text.assistant.parser import (
     ReadingParser,
     ThinkingParser,
 )
-from moe_serve.text.assistant.tag_formats import GlmParser, HermesParser, QwenXmlParser
 from moe_serve.text.assistant.tool import Tool
 
 WEATHER = {

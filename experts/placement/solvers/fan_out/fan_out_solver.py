@@ -12,18 +12,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.balance import device_loads, objective_of
 from experts.placement.judge.copies import CopyLoad, copies_of
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.placement import Placement
 from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress, Solution, Solver
 from experts.placement.solvers.fan_out.layer_copies import LayerCopies, LayerLimits
 from experts.placement.solvers.fan_out.layer_cost import CostWeights, TokenSets
-from experts.placement.solvers.fan_out.layer_descent import Descent
+from experts.placement.solvers.fan_out.layer_descent import (
+    Descent,
+    Neighbours,
+    kinds_of,
+    node_of,
+    relabelled,
+)
 from experts.placement.solvers.fan_out.layer_search import LayerSearch
-from experts.placement.solvers.fan_out.neighbours import Neighbours, kinds_of, node_of, relabelled
 from experts.placement.solvers.search.search_solver import Search
 from experts.placement.solvers.search.watch import Watch
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experts.placement.errors import PlacementError
+from experts.placement.placement_error import PlacementError
 from experts.placement.solvers.search.recount import recount
 from experts.placement.solvers.search.soft_peak import SoftPeak
 from experts.placement.solvers.search.state import Bools, Ints, State

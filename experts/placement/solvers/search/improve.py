@@ -1,6 +1,8 @@
 """Improves a first plan: descents, then kicks and descents of rows that are not proved best.
 
-Shapes as in `state.py`; n rows still worth a try, t tries of each at a time.
+A budget of moves is spent one change at a time, on the change that lowers the peak most for each
+copy. Shapes as in `state.py`; n rows still worth a try, t tries of each at a time, g pairs of
+devices of a row.
 """
 
 from __future__ import annotations
@@ -10,15 +12,94 @@ from functools import partial
 
 import numpy as np
 
-from experts.placement.solvers.search.descent import DescentStage, Stop, settle
-from experts.placement.solvers.search.exchange import Pairs, allowed_swaps, swap_slots
+from experts.placement.solvers.search.descent import MANY, DescentStage, Stop, settle
+from experts.placement.solvers.search.exchange import (
+    CHEAPEST,
+    Pairs,
+    allowed_swaps,
+    best_swaps,
+    bundles_of,
+    promises,
+    swap_slots,
+)
 from experts.placement.solvers.search.folding import can_fold, folded
 from experts.placement.solvers.search.recount import best_recounts, put, recount, without_replicas
 from experts.placement.solvers.search.soft_peak import SoftPeak
-from experts.placement.solvers.search.spend import spend
 from experts.placement.solvers.search.state import Bools, Floats, Ints, State
-from experts.placement.solvers.search.sweep import MANY
 from experts.placement.solvers.search.watch import Watch
+
+_NUM_PAIRS = 24  # pairs examined for a swap
+_LEAST = 1e-9
+# With one scenario use the peak itself; with several begin with a soft peak, because scenarios
+# block each other.
+_FINE = DescentStage(sharpness=1000.0, least=1e-3, sizes=(1, 2), num_pairs=8)
+_BROAD = DescentStage(sharpness=100.0, least=2.5e-2, sizes=(1, 2))
+_NARROW = DescentStage(sharpness=300.0, least=2.5e-2, sizes=(1, 2))
+_MANY_COPIES = 100_000
+_MOST_KICKS, _RECOUNTS = 3, 0.5  # changes of a kick, and the share of them that change counts
+_MOST_KICKS_OF_MANY, _RECOUNTS_OF_MANY = 4, 0.3  # with many devices
+_LEAVING_SHARPNESS = (10.0, 50.0)
+_SPENDING_SHARPNESS = (8.0, 80.0)
+_NARROWEST = DescentStage(sharpness=300.0, least=8e-3, sizes=(1, 2, 3), num_pairs=8)
+_SHARPNESS = 30.0
+_SPREAD = 0.02  # difference in even loads within which a device counts as hot
+
+
+def spend(state: State, sharpness_N: Floats, random: np.random.Generator | None) -> None:
+    """Make changes until none helps or is allowed.
+
+    A sharp peak considers the hottest device alone, a soft one also the next hottest. `random` adds
+    noise to the choice between the two kinds of change, so that several tries differ.
+    """
+    if state.slot_NDC.shape[1] == 1:
+        return  # all load is on one device
+    live = np.arange(len(state.slot_NDC))
+    while len(live):
+        part = state.take(live)
+        changed_n = _spend_once(part, sharpness_N[live], random)
+        state.put(live, part, np.arange(len(live)))
+        live = live[changed_n]
+
+
+def _spend_once(
+    state: State, sharpness_N: Floats, random: np.random.Generator | None
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    soft = SoftPeak(state, sharpness_N)
+    rows = np.arange(len(state.slot_NDC))
+    recounts = best_recounts(state, soft, per_copy=True)
+    weighed_NDS = soft.weighed(state.loads_NDS)
+    pairs = _pairs(promises(weighed_NDS))
+    slots_C1 = bundles_of(state.slot_NDC.shape[2], (1,))
+    swaps = best_swaps(state, soft, weighed_NDS, pairs, slots_C1, per_copy=True)
+    score_Ng = (swaps.change_n / np.maximum(swaps.cost_n, CHEAPEST)).reshape(len(rows), -1)
+    recount_N = recounts.change_N / np.maximum(recounts.cost_N, CHEAPEST)
+    if random is not None:
+        score_Ng = score_Ng * random.uniform(0.6, 1.0, score_Ng.shape)
+        recount_N = recount_N * random.uniform(0.6, 1.0, recount_N.shape)
+    best_N = score_Ng.argmin(axis=1)
+    swap_N = score_Ng[rows, best_N]
+    is_recount_N = (recount_N <= swap_N) & (recount_N < -_LEAST)
+    is_swap_N = ~is_recount_N & (swap_N < -_LEAST)
+    live = rows[is_swap_N]
+    n = live * score_Ng.shape[1] + best_N[live]
+    swap_slots(state, live, (pairs.a_n[n], swaps.from_n[n]), (pairs.b_n[n], swaps.to_n[n]))
+    live = rows[is_recount_N]
+    put(state, live, recounts.expert_N[live], recounts.place_N[live])
+    return np.asarray(is_recount_N | is_swap_N)
+
+
+def _pairs(promise_NDD: Floats) -> Pairs:
+    """Return the `_NUM_PAIRS` most promising pairs, each once; a device may be in several."""
+    num_rows, num_devices, _ = promise_NDD.shape
+    a_p, b_p = np.triu_indices(num_devices, 1)
+    promise_Np = promise_NDD[:, a_p, b_p]
+    count = min(_NUM_PAIRS, len(a_p))
+    if count == len(a_p):
+        chosen_Ng: Ints = np.tile(np.arange(count), (num_rows, 1))
+    else:
+        chosen_Ng = np.argpartition(-promise_Np, count - 1, axis=1)[:, :count]
+    row_n = np.repeat(np.arange(num_rows), count)
+    return Pairs(row_n=row_n, a_n=a_p[chosen_Ng].ravel(), b_n=b_p[chosen_Ng].ravel())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +133,6 @@ class Effort:
             return cls(stages=(_FINE,), rounds=10_000, tries=8, patience=60, spending_rounds=10_000)
         stages = (_BROAD, _NARROW, _NARROWEST)
         return cls(stages=stages, rounds=10_000, tries=2, patience=30, spending_rounds=10_000)
-
-
-# With one scenario use the peak itself; with several begin with a soft peak, because scenarios
-# block each other.
-_FINE = DescentStage(sharpness=1000.0, least=1e-3, sizes=(1, 2), num_pairs=8)
-_BROAD = DescentStage(sharpness=100.0, least=2.5e-2, sizes=(1, 2))
-_NARROW = DescentStage(sharpness=300.0, least=2.5e-2, sizes=(1, 2))
-_MANY_COPIES = 100_000
-_MOST_KICKS, _RECOUNTS = 3, 0.5  # changes of a kick, and the share of them that change counts
-_MOST_KICKS_OF_MANY, _RECOUNTS_OF_MANY = 4, 0.3  # with many devices
-_LEAVING_SHARPNESS = (10.0, 50.0)
-_SPENDING_SHARPNESS = (8.0, 80.0)
-_NARROWEST = DescentStage(sharpness=300.0, least=8e-3, sizes=(1, 2, 3), num_pairs=8)
 
 
 def improve(state: State, bound_N: Floats, effort: Effort, seed: int, watch: Watch) -> None:
@@ -240,10 +308,6 @@ def _hot(state: State, random: np.random.Generator) -> Ints:
     heat_ND = state.loads_NDS[np.arange(num_rows), :, scenario_N]
     noise_ND = random.exponential(_SPREAD, size=(num_rows, num_devices))
     return np.asarray((heat_ND + noise_ND).argmax(axis=1))
-
-
-_SHARPNESS = 30.0
-_SPREAD = 0.02  # difference in even loads within which a device counts as hot
 
 
 def _any(open_Nn: Bools, random: np.random.Generator) -> tuple[Ints, Bools]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from experts.placement.errors import PlacementError
 from experts.placement.judge.copies import CopyLoad, copies_of
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.feasible import pins_of_layer
 from experts.placement.problem.plan_limits import Grouping
 from experts.placement.problem.problem import PlacementProblem

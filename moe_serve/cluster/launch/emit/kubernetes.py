@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import yaml
 
-from moe_serve.cluster.launch.emit.deployment import Deployment
-from moe_serve.cluster.launch.host_port import HostPort
+from moe_serve.cluster.launch.deployment import Deployment
+from moe_serve.cluster.launch.hosts import HostPort
 
 KubernetesKind = Literal["leader-worker-set", "stateful-set"]
 Manifest = dict[str, Any]

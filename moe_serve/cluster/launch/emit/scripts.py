@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from moe_serve.cluster.launch.emit.deployment import Deployment
+from moe_serve.cluster.launch.deployment import Deployment
 
 _SCRIPT = """\
 #!/usr/bin/env bash

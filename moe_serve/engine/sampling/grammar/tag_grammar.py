@@ -16,7 +16,7 @@ import re
 from moe_serve.engine.request.structural_tag import StructuralTag, StructuralTagError, Trigger
 from moe_serve.engine.sampling.grammar.schema_rules import prepared_source
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary
-from moe_serve.text.assistant.spelling import quoted
+from moe_serve.text.assistant.format_grammars import quoted
 
 
 def tag_grammar(structure: StructuralTag, vocabulary: Vocabulary, whitespace: str) -> str:

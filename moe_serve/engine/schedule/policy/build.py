@@ -32,7 +32,7 @@ from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 from routing_predictor.predictor_file import load_request_predictor
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
 from routing_predictor.requests.request_mlp import PrefixPredictor, RequestPredictor
-from routing_predictor.traces.errors import PredictorError
+from routing_predictor.traces.routing_error import PredictorError
 
 _log = logging.getLogger(__name__)
 

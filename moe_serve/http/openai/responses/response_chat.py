@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.chat_fields import ChatFields, extensions, renamed_fields
+from moe_serve.http.generation.chat_request import AnswerOptions, Chat
 from moe_serve.http.openai.responses.input_items import Item, chat_messages, input_items
 from moe_serve.http.openai.responses.response_body import FORMAT_FIELDS, ResponsesBody
 from moe_serve.http.schema.field_types import parse_body

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moe_serve.cluster.launch.emit.deployment import Deployment
+from moe_serve.cluster.launch.deployment import Deployment, LaunchCommand
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind, kubernetes_files
 from moe_serve.cluster.launch.emit.scripts import (
     shell_files,
@@ -23,8 +23,7 @@ from moe_serve.cluster.launch.emit.scripts import (
     systemd_quote,
 )
 from moe_serve.cluster.launch.environment import detect_node
-from moe_serve.cluster.launch.host_port import HostPort
-from moe_serve.cluster.launch.launch_command import LaunchCommand
+from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.errors import ConfigError
 from moe_serve.http.gate.auth import OPEN_PATHS
 

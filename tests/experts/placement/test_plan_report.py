@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from experts.placement.judge.copies import copies_of
-from experts.placement.judge.moves import count_moves
 from experts.placement.judge.steps import draw_steps, step_balance
+from experts.placement.plan_report import count_moves
 from experts.placement.problem.devices import Device, Devices
 from experts.placement.problem.loads import ExpertLoads, TokenChoices
 from experts.placement.problem.placement import Placement, RanksOf, contiguous

@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.http.schema.chat_messages import ChatMessage, template_messages
-from moe_serve.http.schema.template_options import ReasoningEffort, template_options
+from moe_serve.http.schema.chat_messages import (
+    ChatMessage,
+    ReasoningEffort,
+    template_messages,
+    template_options,
+)
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolDefinition, tool_dicts
 from moe_serve.text.chat_template import join_text_parts
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from moe_serve.cli.client.server_client import URL, AdminClient, AdminKey, Url
 from moe_serve.cli.console import wide_console
+from moe_serve.cli.server_client import URL, AdminClient, AdminKey, Url
 from moe_serve.errors import RebalanceError
 
 _STATUS = frozenset({"mode", "state", "version", "balance", "last", "num_plans"})
@@ -89,7 +89,7 @@ def save(
 
 def _read(file: Path) -> Mapping[str, Any]:
     """Returns the JSON of a plan's file, after the checks that need no server."""
-    from experts.placement.errors import PlacementError
+    from experts.placement.placement_error import PlacementError
     from experts.placement.plan_file import placement_text, read_placement
 
     try:

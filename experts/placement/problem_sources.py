@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experts.placement.errors import PlacementError, PlacementInputError
 from experts.placement.formats.engine_plan import EnginePlan, PlanFacts, only_layers
 from experts.placement.formats.plan_text import parse_text
-from experts.placement.problem.cluster_devices import ClusterDevices
+from experts.placement.placement_error import PlacementError, PlacementInputError
+from experts.placement.problem.devices import ClusterDevices
 from experts.placement.problem.model_facts import ModelFacts
 from experts.placement.problem.plan_limits import Grouping, Move, Pin
 from experts.placement.problem.problem import Balance, PlacementProblem

@@ -5,17 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from routing_predictor.judge.evaluate import Truth, document_means, interval, judge
-from routing_predictor.judge.rivals import blended, logistic_regression, marginal
-from routing_predictor.judge.scores import (
+from routing_predictor.judge.evaluate import (
+    Truth,
     calibration,
     captured,
+    document_means,
+    interval,
+    judge,
     overlap,
     rank_load_error,
     token_overlap,
     top_experts,
     wider_recall,
 )
+from routing_predictor.judge.rivals import blended, logistic_regression, marginal
 
 # One sample, one layer, four experts, k = 2. Predicted: 0 and 1. Used most: 1 and 2.
 SCORE = np.array([[[0.9, 0.8, 0.1, 0.2]]])

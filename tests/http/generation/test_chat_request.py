@@ -9,8 +9,8 @@ import pytest
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.anthropic.message_body import MessagesBody
 from moe_serve.http.anthropic.message_chat import translate as translate_message
-from moe_serve.http.generation.chat import AnswerOptions, Chat
 from moe_serve.http.generation.chat_fields import EXTENSIONS, ChatFields
+from moe_serve.http.generation.chat_request import AnswerOptions, Chat
 from moe_serve.http.openai.bodies import ChatBody
 from moe_serve.http.openai.responses.response_body import ResponsesBody
 from moe_serve.http.openai.responses.response_chat import translate as translate_response

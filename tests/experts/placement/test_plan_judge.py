@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.placement.errors import PlacementError
-from experts.placement.judge.fan_out import measure_fan_out
+from experts.placement.judge.plan_judge import measure_fan_out
+from experts.placement.placement_error import PlacementError
 from experts.placement.problem.devices import Device, Devices, even_devices
 from experts.placement.problem.loads import TokenChoices
 from experts.placement.problem.placement import Placement, contiguous
-from experts.placement.solvers.fan_out.neighbours import relabelled
+from experts.placement.solvers.fan_out.layer_descent import relabelled
 
 
 def choices_of(rows: list[list[list[int]]], num_experts: int) -> TokenChoices:

@@ -1,4 +1,7 @@
-"""The facts of a launch that every kind of emitted file needs."""
+"""The command that is started on every node, and the facts that emitted files need beside it.
+
+The command never holds a secret: secrets travel in the environment, on standard input, or as @FILE.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,48 @@ from typing import Literal
 
 from moe_serve import __version__
 from moe_serve.cluster.launch.environment import DEFAULT_PORT
-from moe_serve.cluster.launch.host_port import HostPort
-from moe_serve.cluster.launch.launch_command import LaunchCommand
+from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.errors import ConfigError
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """`moe-serve launch ...` without the options that differ between nodes."""
+
+    model: str | None
+    attention_ranks: int | None  # None: as in the cluster file
+    expert_ranks: int | None
+    cluster_file: str | None = None  # a path that every node has
+    secret_file: str | None = None  # the same
+    serve_flags: tuple[str, ...] = ()  # ("--port", "9000"), as `serve` takes them
+
+    def arguments(
+        self,
+        *,
+        node_rank: int | str | None = None,
+        num_nodes: int | None = None,
+        coordinator: HostPort | str | None = None,
+    ) -> tuple[str, ...]:
+        """Returns the arguments after the program: `launch MODEL --attention-ranks 2 ...`."""
+        options = {
+            "--attention-ranks": self.attention_ranks,
+            "--expert-ranks": self.expert_ranks,
+            "--cluster": self.cluster_file,
+            "--secret-file": self.secret_file,
+            "--node-rank": node_rank,
+            "--num-nodes": num_nodes,
+            "--coordinator": coordinator,
+        }
+        given = [
+            text
+            for name, value in options.items()
+            if value is not None
+            for text in (name, str(value))
+        ]
+        model = [] if self.model is None else [self.model]
+        return ("launch", *model, *given, *self.serve_flags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,0 @@
-"""Reference solvers for comparison: what engines do without a planner, and the published EPLB."""

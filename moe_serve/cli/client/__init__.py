@@ -1,1 +1,0 @@
-"""The HTTP client that commands use to talk to a running server."""
