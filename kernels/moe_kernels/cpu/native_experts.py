@@ -9,13 +9,14 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Float, Int, NativeLibrary, Pointer, num_panels
 from moe_kernels.cpu.native_forms import FormStruct, NativeForm
-from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, num_held
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
 _UNIT_BYTES = 4
 
@@ -172,6 +173,21 @@ def _absence(absent: int) -> str:
     return f"rows were sent for expert {absent - 1}, which is not here"
 
 
+@runtime_checkable
+class LazyExperts(Protocol):
+    """A sequence of experts that reads one when it is asked for it, and knows how many it has."""
+
+    @property
+    def _num_held(self) -> int: ...
+
+
+def _num_held(experts: Sequence[ExpertWeights | None]) -> int:
+    """Count the held experts of a bank, without reading those that are read on demand."""
+    if isinstance(experts, LazyExperts):
+        return experts.num_held
+    return sum(expert is not None for expert in experts)
+
+
 def native_experts(
     native: NativeLibrary,
     experts: Sequence[ExpertWeights | None],
@@ -179,7 +195,7 @@ def native_experts(
 ) -> ExpertTable:
     """A bank of experts that stay. `experts` is read once, in order, so it may read its tensors
     when it is asked for them; memory for all is reserved at once, and taken when it is written."""
-    most, slot = num_held(experts), 0
+    most, slot = _num_held(experts), 0
     assert most, "a bank without experts has nothing to compute"
     for expert_id, expert in enumerate(experts):
         if expert is None:

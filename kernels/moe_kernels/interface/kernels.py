@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -134,21 +134,6 @@ class ExpertWeights:
         """As they are here: in floats, or in few bits with what these need."""
         parts = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
         return sum(0 if part is None else part.nbytes for part in parts)
-
-
-@runtime_checkable
-class LazyExperts(Protocol):
-    """A sequence of experts that reads one when it is asked for it, and knows how many it has."""
-
-    @property
-    def num_held(self) -> int: ...
-
-
-def num_held(experts: Sequence[ExpertWeights | None]) -> int:
-    """Count the held experts of a bank, without reading those that are read on demand."""
-    if isinstance(experts, LazyExperts):
-        return experts.num_held
-    return sum(expert is not None for expert in experts)
 
 
 @dataclass(frozen=True, slots=True)
