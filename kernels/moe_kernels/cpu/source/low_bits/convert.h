@@ -80,23 +80,61 @@ static inline f32x16 rounded_product(f32x16 v, int64_t type) {
   return v;
 }
 
-template <class V>
-static inline u32x16 widened(const void* from) {
-  V narrow;
+// Sixteen bytes, or sixteen of 16 bits -> lanes; and lanes -> bytes. (GCC converts bytes one by one.)
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
+static inline u32x16 widened_bytes(const void* from) {
+  return (u32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+}
+
+static inline u32x16 widened_halves(const void* from) {
+  return (u32x16)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+}
+
+static inline i8x16 to_bytes(i32x16 v) { return (i8x16)_mm512_cvtepi32_epi8((__m512i)v); }
+#else
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+static inline u32x16 widened_halves(const void* from) {
+  u16x16 narrow;
+  memcpy(&narrow, from, sizeof narrow);
+  return __builtin_convertvector(narrow, u32x16);
+}
+#if defined(__AVX2__)
+static inline u32x16 widened_bytes(const void* from) {
+  const char* bytes = (const char*)from;
+  __m256i parts[2] = {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes)),
+                      _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(bytes + 8)))};
+  u32x16 v;
+  memcpy(&v, parts, sizeof v);
+  return v;
+}
+
+static inline i8x16 to_bytes(i32x16 v) {
+  __m128i parts[4];
+  memcpy(parts, &v, sizeof v);
+  return (i8x16)_mm_packs_epi16(_mm_packs_epi32(parts[0], parts[1]),
+                                _mm_packs_epi32(parts[2], parts[3]));
+}
+#else
+static inline u32x16 widened_bytes(const void* from) {
+  u8x16 narrow;
   memcpy(&narrow, from, sizeof narrow);
   return __builtin_convertvector(narrow, u32x16);
 }
 
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
+static inline i8x16 to_bytes(i32x16 v) { return __builtin_convertvector(v, i8x16); }
+#endif
+#endif
 
 // Sixteen scales -> fp32.
 static inline f32x16 load_scales(const char* from, int64_t type) {
   switch (type) {
     case kFloat32: return load16((const float*)from);
-    case kBfloat16: return (f32x16)(widened<u16x16>(from) << 16);
-    case kFloat16: return from_half(widened<u16x16>(from));
+    case kBfloat16: return (f32x16)(widened_halves(from) << 16);
+    case kFloat16: return from_half(widened_halves(from));
     default: {  // 2^(code - 127); 255 is NaN
-      u32x16 code = widened<u8x16>(from), bits = code << 23;
+      u32x16 code = widened_bytes(from), bits = code << 23;
       bits = code == 0 ? u32x16{} + 0x400000u : bits;
       return (f32x16)(code == 255 ? u32x16{} + 0x7fc00000u : bits);
     }

@@ -6,38 +6,47 @@
 #include "../threads.h"
 #include "convert.h"
 
-static inline uint32_t largest_lane(u32x16 v) {
-  uint32_t most = 0;
-  for (int i = 0; i < 16; ++i) most = v[i] > most ? v[i] : most;
-  return most;
+// Of lanes that are not negative, and of any: four halvings.
+static inline int32_t largest_lane(i32x16 v) {
+  const i32x16 halves[4] = {{8, 9, 10, 11, 12, 13, 14, 15}, {4, 5, 6, 7}, {2, 3}, {1}};
+  for (const i32x16& half : halves) {
+    i32x16 other = __builtin_shuffle(v, half);
+    v = v > other ? v : other;
+  }
+  return v[0];
 }
 
-typedef int8_t i8x16 __attribute__((vector_size(16)));
+static inline int32_t sum_of_lanes(i32x16 v) {
+  const i32x16 halves[4] = {{8, 9, 10, 11, 12, 13, 14, 15}, {4, 5, 6, 7}, {2, 3}, {1}};
+  for (const i32x16& half : halves) v += __builtin_shuffle(v, half);
+  return v[0];
+}
 
 constexpr float kLeastMagnitude = 0x1p-100f;  // below it all count as 0
 
 template <class T>
 static void quantise_group(const T* x, int8_t* values, float* scale, int32_t* sum) {
   f32x16 v[2] = {load16(x), load16(x + 16)};
-  u32x16 size[2] = {(u32x16)v[0] & 0x7fffffffu, (u32x16)v[1] & 0x7fffffffu};
-  uint32_t bits = largest_lane(size[0] > size[1] ? size[0] : size[1]);
+  i32x16 size[2] = {(i32x16)v[0] & 0x7fffffff, (i32x16)v[1] & 0x7fffffff};
+  int32_t bits = largest_lane(size[0] > size[1] ? size[0] : size[1]);
   float most;
   memcpy(&most, &bits, sizeof most);
-  *sum = 0;
-  if (bits >= 0x7f800000u || most < kLeastMagnitude) {  // NaN and infinity make the row NaN
+  if (bits >= 0x7f800000 || most < kLeastMagnitude) {  // NaN and infinity make the row NaN
     *scale = most < kLeastMagnitude ? 0.0f : __builtin_nanf("");
     memset(values, 0, kRowGroup);
+    *sum = 0;
     return;
   }
   *scale = most / 127.0f;
   const float factor = 127.0f / most;
   const i32x16 order = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
+  i32x16 q[2];
   for (int i = 0; i < 2; ++i) {
-    i32x16 q = __builtin_convertvector(round16(v[i] * factor), i32x16);
-    for (int lane = 0; lane < 16; ++lane) *sum += q[lane];
-    i8x16 bytes = __builtin_convertvector(__builtin_shuffle(q, order), i8x16);
+    q[i] = __builtin_convertvector(round16(v[i] * factor), i32x16);
+    i8x16 bytes = to_bytes(__builtin_shuffle(q[i], order));
     memcpy(values + 16 * i, &bytes, sizeof bytes);
   }
+  *sum = sum_of_lanes(q[0] + q[1]);
 }
 
 template <class T>
@@ -204,7 +213,7 @@ struct CellHead {
       if (kValues == kE2M1) scale *= 0.5f;
       memcpy(&scales[p * kVectors], &scale, sizeof scale);
       i32x16 zero = i32x16{} + (kValues == kE2M1 ? kDoubledZero : (int32_t)form.zero);
-      if (form.has_zeros) zero = (i32x16)widened<u8x16>(codes + p * kLanes);
+      if (form.has_zeros) zero = (i32x16)widened_bytes(codes + p * kLanes);
       if (kValues == kInt8) zero -= kByteOffset;
       memcpy(&zeros[p * kVectors], &zero, sizeof zero);
     }

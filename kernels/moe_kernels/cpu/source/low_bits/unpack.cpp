@@ -111,7 +111,7 @@ void unpack(const Form& form, const char* cells, int64_t num_panels, int64_t fir
       Piece piece{(const uint32_t*)values + skipped + p * kLanes, (end - k + 7) / kEight, step,
                   load_scales(cell + p * kLanes * scale_bytes(form), form.scales), {}};
       if (form.has_zeros)
-        piece.zero = __builtin_convertvector((i32x16)widened<u8x16>(zeros + p * kLanes), f32x16);
+        piece.zero = __builtin_convertvector((i32x16)widened_bytes(zeros + p * kLanes), f32x16);
       uint32_t* to = out + (k - first) / kUnit<T> * step + p * kLanes;
 #if defined(__AVX512BW__)
       if (has_powers && unpack_powers(piece, to, step)) continue;
