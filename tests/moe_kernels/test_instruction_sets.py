@@ -14,7 +14,6 @@ import torch
 from moe_kernels.cpu import cpu_library
 from moe_kernels.cpu.cpu_library import NativeLibrary
 from moe_kernels.cpu.native_linear import NativeLinear
-from moe_kernels.reference.int8_rows import can_quantise_rows
 from moe_kernels.reference.torch_kernels import TorchKernels
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 from tests.support.kernels.quantised_matrices import KINDS
@@ -70,7 +69,7 @@ def test_the_bits_of_the_reference(library: ctypes.CDLL) -> None:
     reference = TorchKernels(low_bit_products="int8")
     native = NativeLibrary(library, torch.float32, 1, "int8")
     for kind in KINDS:
-        if not can_quantise_rows(kind.form):
+        if not kind.form.can_quantise_rows:
             continue
         for n, k in ((64, 256), (40, 96)):
             matrix, x_TK = kind.matrix(n, k), torch.randn(7, k)

@@ -19,7 +19,6 @@ from moe_kernels.interface.quantised_matrix import (
     selected_rows,
 )
 from moe_kernels.kernel_choice import choose_kernels
-from moe_kernels.reference.int8_rows import can_quantise_rows
 from moe_kernels.reference.torch_kernels import TorchKernels
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 from tests.support.kernels.quantised_matrices import KINDS, Kind, rounded_once
@@ -28,7 +27,7 @@ pytestmark = list(KERNEL_SETS[1].marks)  # the native kernels
 
 FLOATS = (torch.float32, torch.bfloat16)
 ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)
-WHOLE = [kind for kind in KINDS if can_quantise_rows(kind.form)]
+WHOLE = [kind for kind in KINDS if kind.form.can_quantise_rows]
 
 
 def native(dtype: torch.dtype, products: LowBitProducts = "exact") -> Kernels:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer
 from moe_kernels.interface.quantised_matrix import (
+    ROW_GROUP,
     LowBitProducts,
     MatrixForm,
     PackedLayout,
@@ -21,7 +22,6 @@ from moe_kernels.interface.quantised_matrix import (
     ValueFormat,
     Weight,
 )
-from moe_kernels.reference.int8_rows import ROW_GROUP, can_quantise_rows
 
 _FLOATS = 0
 _VALUES: dict[ValueFormat, int] = {"int4": 1, "int8": 2, "e4m3": 3, "e2m1": 4}
@@ -72,7 +72,7 @@ def native_layout(form: MatrixForm, products: LowBitProducts) -> PackedLayout | 
         return f"{form.name} are not known to the native kernels"
     shared_bits = form.scale_bits + (8 if form.has_zeros else 0)
     bits = form.value_bits + (shared_bits / form.group if form.group else 0.0)
-    name = f"{form.name} x int8" if products == "int8" and can_quantise_rows(form) else form.name
+    name = f"{form.name} x int8" if products == "int8" and form.can_quantise_rows else form.name
     return PackedLayout(name, bits)
 
 
@@ -125,7 +125,7 @@ class NativeForm:
 
 def _form_struct(native: NativeLibrary, matrix: QuantisedMatrix) -> FormStruct:
     form, width = matrix.form, matrix.num_columns
-    is_int8 = native.low_bit_products == "int8" and can_quantise_rows(form)
+    is_int8 = native.low_bit_products == "int8" and form.can_quantise_rows
     return FormStruct(
         values=_VALUES[form.values],
         group=form.group or -(-width // _EIGHT) * _EIGHT,

@@ -95,6 +95,7 @@ E8M0 = ByteTable(
 # How rows are multiplied with matrices in few bits: exact products have the bits of the dequantised
 # matrix; for int8 the rows are quantised too (moe_kernels/reference/int8_rows.py).
 LowBitProducts = Literal["exact", "int8"]
+ROW_GROUP = 32  # values of a row that share a scale, where rows are quantised
 # int4 and int8 are whole numbers, e4m3 floats of 8 bits, e2m1 floats of 4 bits.
 ValueFormat = Literal["int4", "int8", "e4m3", "e2m1"]
 # e8m0 is an exponent alone.
@@ -156,6 +157,11 @@ class MatrixForm:
     @property
     def scale_bits(self) -> int:
         return _SCALE_BITS[self.scales]
+
+    @property
+    def can_quantise_rows(self) -> bool:
+        """True if rows may be quantised for such matrices, where ROW_GROUP divides K."""
+        return self.values != "e4m3" and self.group % ROW_GROUP == 0 and not self.is_shuffled
 
     @property
     def bits(self) -> float:

@@ -18,16 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.quantised_matrix import MatrixForm, QuantisedMatrix
+from moe_kernels.interface.quantised_matrix import ROW_GROUP, QuantisedMatrix
 
-ROW_GROUP = 32
 _MOST = 127.0
 _LEAST_MAGNITUDE = 2.0**-100  # groups below it count as zeros
-
-
-def can_quantise_rows(form: MatrixForm) -> bool:
-    """Whether rows may be quantised for matrices of this form, if 32 divides their inputs."""
-    return form.values != "e4m3" and form.group % ROW_GROUP == 0 and not form.is_shuffled
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +52,7 @@ class Int8Matrix:
     def __init__(self, matrix: QuantisedMatrix) -> None:
         num_rows, width = matrix.shape
         form = matrix.form
-        assert can_quantise_rows(form) and width % ROW_GROUP == 0, f"{form.name} of {width} inputs"
+        assert form.can_quantise_rows and width % ROW_GROUP == 0, f"{form.name} of {width} inputs"
         values_NK = matrix.table.decode(matrix.bytes_NB)[:, :width]
         group = form.group or width
         group_of_G = torch.arange(0, width, ROW_GROUP) // group

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_kernels.interface.quantised_matrix import LowBitProducts, QuantisedMatrix, Weight
-from moe_kernels.reference.int8_rows import (
+from moe_kernels.interface.quantised_matrix import (
     ROW_GROUP,
-    Int8Matrix,
-    can_quantise_rows,
-    int8_product,
-    quantised_rows,
+    LowBitProducts,
+    QuantisedMatrix,
+    Weight,
 )
+from moe_kernels.reference.int8_rows import Int8Matrix, int8_product, quantised_rows
 from moe_kernels.reference.linear import FastLinear, make_linear
 
 
@@ -55,6 +54,6 @@ def made_linear(
     """Make a layer of floats or of few bits. May keep or replace a tensor; copies a matrix."""
     if isinstance(weight, Tensor):
         return make_linear(weight, bias_N)
-    has_groups = weight.num_columns % ROW_GROUP == 0 and can_quantise_rows(weight.form)
+    has_groups = weight.num_columns % ROW_GROUP == 0 and weight.form.can_quantise_rows
     made = Int8Linear if products == "int8" and has_groups else QuantisedLinear
     return made(weight.clone(), bias_N)

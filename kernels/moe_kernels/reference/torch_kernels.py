@@ -33,7 +33,6 @@ from moe_kernels.interface.quantised_matrix import (
 )
 from moe_kernels.interface.routing import RouterShape, route
 from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
-from moe_kernels.reference.int8_rows import can_quantise_rows
 from moe_kernels.reference.linear import make_linear
 from moe_kernels.reference.low_bit_linear import AnyLinear, made_linear
 from moe_kernels.reference.norm import rms_norm, rotate
@@ -91,7 +90,7 @@ class TorchKernels:
 
     def packed_layout(self, form: MatrixForm) -> PackedLayout:
         """As the checkpoint has them."""
-        is_int8 = self._products == "int8" and can_quantise_rows(form)
+        is_int8 = self._products == "int8" and form.can_quantise_rows
         return PackedLayout(f"{form.name} x int8" if is_int8 else form.name, form.bits)
 
     def linear_layout(self, form: MatrixForm) -> PackedLayout:
