@@ -164,6 +164,31 @@ static inline f32x16 decode(u32x16 codes) {
   return __builtin_convertvector((i32x16)(codes & (kValues == kInt4 ? 15 : 255)), f32x16);
 }
 
+// The values of a pair of codes 16 bits apart, first the lower one's.
+struct Pair {
+  f32x16 even, odd;
+};
+
+template <Values kValues>
+static inline Pair decode_pair(u32x16 codes) {
+#if defined(__AVX512BW__)
+  if (kValues == kE4M3) {  // every value is exact in bf16: both at once
+    const __m512i c = (__m512i)codes, size = _mm512_and_si512(c, _mm512_set1_epi16(0x7f));
+    const __m512i denormals = _mm512_castsi128_si512(_mm_setr_epi16(
+        0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    __m512i v = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(0x3c00));
+    const __mmask32 is_denormal = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
+    const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(0x7f));
+    v = _mm512_mask_permutexvar_epi16(v, is_denormal, size, denormals);
+    v = _mm512_mask_mov_epi16(v, is_nan, _mm512_set1_epi16(0x7fc0));
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(c, _mm512_set1_epi16(0x80)), 8);
+    const u32x16 both = (u32x16)_mm512_or_si512(v, sign);
+    return {(f32x16)(both << 16), (f32x16)(both & 0xffff0000u)};
+  }
+#endif
+  return {decode<kValues>(codes), decode<kValues>(codes >> 16)};
+}
+
 // The same for whole numbers in 4 bits and no zeros of the groups' own: zero is subtracted.
 static inline f32x16 decode_int4(u32x16 codes, float zero) {
 #if defined(__AVX512F__)

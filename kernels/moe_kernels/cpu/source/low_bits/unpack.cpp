@@ -24,12 +24,13 @@ static void unpack_piece(const Form& form, const Piece& piece, uint32_t* out, in
   const bool is_rounded = form.rounding == kFloat16 ||
                           (form.rounding == kBfloat16 && sizeof(T) == sizeof(float));
   const float constant = (float)form.zero;
-  auto value = [&](u32x16 codes) {
-    f32x16 v = kValues == kInt4 && !kHasZeros ? decode_int4(codes, constant)
-                                              : decode<kValues>(codes);
-    if (kValues == kInt8 && !kHasZeros) v -= constant;
-    if (kHasZeros) v -= piece.zero;
-    return v * piece.scale;
+  const f32x16 zero = kHasZeros ? piece.zero : splat((float)form.zero);
+  auto values = [&](u32x16 codes) {
+    if (kValues == kInt4 && !kHasZeros)
+      return Pair{decode_int4(codes, constant), decode_int4(codes >> 16, constant)};
+    Pair v = decode_pair<kValues>(codes);
+    if (kValues == kInt4 || kValues == kInt8) v.even -= zero, v.odd -= zero;
+    return v;
   };
   const uint32_t* from = piece.units;
   for (int64_t i = 0; i < piece.num_eights; ++i) {
@@ -41,7 +42,8 @@ static void unpack_piece(const Form& form, const Piece& piece, uint32_t* out, in
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j, out += pair_step) {
       u32x16 codes = pair_codes<kValues>(units, j);
-      f32x16 even = value(codes), odd = value(codes >> 16);
+      const Pair pair = values(codes);
+      f32x16 even = pair.even * piece.scale, odd = pair.odd * piece.scale;
       if (is_rounded) {
         even = rounded_product(even, form.rounding);
         odd = rounded_product(odd, form.rounding);
