@@ -178,7 +178,7 @@ class LazyExperts(Protocol):
     """A sequence of experts that reads one when it is asked for it, and knows how many it has."""
 
     @property
-    def _num_held(self) -> int: ...
+    def num_held(self) -> int: ...
 
 
 def _num_held(experts: Sequence[ExpertWeights | None]) -> int:
