@@ -39,6 +39,7 @@ BENCHMARKS = {
     "grammar_masks": "grammars.grammar_masks",
     "hostile_grammars": "grammars.hostile_grammars",
     "speculation": "speculation.speculation",
+    "mtp": "speculation.mtp",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",
     "gpu_engine": "gpu_bench.gpu_engine",

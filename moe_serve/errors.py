@@ -11,6 +11,8 @@
       x EngineDeadError              the engine itself has stopped: the process must end
       x ConfigError                  the configuration is wrong: names key, source and values
       x CheckpointError              the checkpoint cannot be served: names the file and the tensor
+      x HubError                     a model cannot be fetched by its name; says why and what to do
+        + HubUnreachableError        the hub does not answer, or only with errors of its own
       x ClusterError                 processes of a cluster cannot reach or do not fit each other
         + ChannelClosedError         a control connection has ended; the message says why
       x TracingError                 a recording of the routing cannot start or stop; says why
@@ -141,6 +143,14 @@ class CheckpointError(MoeServeError):
     """A checkpoint is missing a file or a tensor, or holds what this version cannot serve."""
 
 
+class HubError(MoeServeError):
+    """A model cannot be fetched from a hub, or the cache of models cannot be used."""
+
+
+class HubUnreachableError(HubError):
+    """The hub does not answer, breaks off, or answers with errors of its own."""
+
+
 class ClusterError(MoeServeError):
     """A process of the cluster cannot be reached or does not fit the others; the message names
     it."""
@@ -191,6 +201,8 @@ __all__ = [
     "ContextLengthError",
     "EngineDeadError",
     "GenerationError",
+    "HubError",
+    "HubUnreachableError",
     "InvalidGrammarError",
     "InvalidRequestError",
     "ModelNotFoundError",

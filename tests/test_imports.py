@@ -58,6 +58,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "console",
         "options",
         "server_client",
+        "models",
         "serve",
         "run_batch",
         "top",
@@ -100,6 +101,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "formats",
         "families",
         "load",
+        "hub",
     ),
     "experts": ("expert_layer", "memory", "placement"),
     "experts.placement": (
@@ -141,9 +143,27 @@ BOUNDARIES = frozenset(
 STANDALONE = ("experts", "routing_predictor", "moe_kernels")  # usable without moe_serve
 # What a function may import: backends that are heavy, optional, or both.
 BACKENDS = frozenset(
-    {"triton", "deepspeed", "transformers", "matplotlib", "sklearn", "scipy", "opentelemetry"}
+    {
+        "triton",
+        "deepspeed",
+        "transformers",
+        "matplotlib",
+        "sklearn",
+        "scipy",
+        "opentelemetry",
+        "huggingface_hub",
+    }
 )
-HEAVY = ("torch", "triton", "deepspeed", "transformers", "numpy", "fastapi", "pydantic")
+HEAVY = (
+    "torch",
+    "triton",
+    "deepspeed",
+    "transformers",
+    "numpy",
+    "fastapi",
+    "pydantic",
+    "huggingface_hub",
+)
 
 
 @dataclass(frozen=True, slots=True)

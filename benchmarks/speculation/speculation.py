@@ -27,7 +27,7 @@ from moe_serve.engine.drafting.oracle import Oracle
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.text.tokenizer import Tokenizer
 
-from .turns import Bench, Comparison
+from .turns import Bench, Comparison, line
 from .workloads import loops, natural, random_prompts, structured, with_predictions
 
 _TOKENS = 160
@@ -190,17 +190,9 @@ def main() -> int:
     for name in wanted:
         for comparison in getattr(parts, name)():
             found.append(comparison)
-            print(_line(comparison), flush=True)
+            print(line(comparison), flush=True)
     write_report(options.json, {**environment, "figures": [asdict(each) for each in found]})
     return 0
-
-
-def _line(of: Comparison) -> str:
-    return (
-        f"{of.name:36} {of.speedup:5.2f}x ({of.low:.2f} to {of.high:.2f}) {of.cpu_speedup:6.2f}x"
-        f" {of.tokens_per_step:7.2f} {of.acceptance:8.1%} {of.rows_per_step:8.1f}"
-        f" {of.step_ratio:6.2f} {of.drafter_us:8.1f}"
-    )
 
 
 if __name__ == "__main__":

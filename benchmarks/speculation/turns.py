@@ -69,12 +69,13 @@ class Bench:
         num_threads: int,
         method: SpeculationMethod = "auto",
         max_num_seqs: int = 64,
+        max_tokens: int = 16,
     ) -> None:
         self.config = EngineConfig(
             model=ModelConfig(path=model, num_threads=num_threads, max_model_len=1024),
             cache=CacheConfig(num_pages=64 * max_num_seqs),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
-            speculation=SpeculationConfig(method=method),
+            speculation=SpeculationConfig(method=method, max_tokens=max_tokens),
         )
         self.built = build_engine(self.config)
         assert isinstance(self.built.engine, Engine), "the model is in this process"
@@ -129,7 +130,7 @@ class Bench:
             for is_on in (False, True) if number % 2 else (True, False):
                 (on if is_on else off).append(self.turn(asked, made if is_on else None))
             assert on[-1].answers == off[-1].answers, f"{name}: drafts changed a token"
-        return _comparison(name, off, on)
+        return comparison(name, off, on)
 
 
 def _note(answers: dict[str, list[int]], deltas: Sequence[TokenDelta]) -> None:
@@ -138,7 +139,8 @@ def _note(answers: dict[str, list[int]], deltas: Sequence[TokenDelta]) -> None:
         answers[delta.request_id] += delta.token_ids
 
 
-def _comparison(name: str, off: Sequence[Turn], on: Sequence[Turn]) -> Comparison:
+def comparison(name: str, off: Sequence[Turn], on: Sequence[Turn]) -> Comparison:
+    """Compare turns with drafts to turns without, in pairs."""
     ratios = sorted(b.tokens_per_s / a.tokens_per_s for a, b in zip(off, on, strict=True))
     cpu = [a.cpu_s / b.cpu_s for a, b in zip(off, on, strict=True)]
     drafted = sum(turn.drafts.num_drafted for turn in on)
@@ -155,4 +157,13 @@ def _comparison(name: str, off: Sequence[Turn], on: Sequence[Turn]) -> Compariso
         rows_per_step=sum(turn.rows for turn in on) / max(1, sum(turn.steps for turn in on)),
         step_ratio=step_s[1] / step_s[0],
         drafter_us=1e6 * sum(turn.drafter_s for turn in on) / max(1, rows),
+    )
+
+
+def line(of: Comparison) -> str:
+    """Return a comparison as a line of a table."""
+    return (
+        f"{of.name:36} {of.speedup:5.2f}x ({of.low:.2f} to {of.high:.2f}) {of.cpu_speedup:6.2f}x"
+        f" {of.tokens_per_step:7.2f} {of.acceptance:8.1%} {of.rows_per_step:8.1f}"
+        f" {of.step_ratio:6.2f} {of.drafter_us:8.1f}"
     )

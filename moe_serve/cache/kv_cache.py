@@ -48,6 +48,17 @@ class KVCache:
             part for layer in self.layers for part in (layer.keys, layer.values)[: 2 - is_latent]
         ]
 
+    def beside(self, spec: ModelSpec, num_more: int) -> KVCache:
+        """Make a cache of further layers for the same pages, and `num_more` pages that only it has.
+
+        Pages that are cleared, copied or checked here are so there, too. Its own pages are the
+        numbers behind the last page here.
+        """
+        dtype = self.layers[0].keys.dtype
+        other = KVCache(spec, self.num_pages + num_more, self.page_size, dtype, self.device)
+        self._parts += other._parts
+        return other
+
     @property
     def device(self) -> torch.device:
         return self.layers[0].keys.device

@@ -28,7 +28,8 @@ class CalibrateOptions:
 
     model: str | None = argument(
         None,
-        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model.",
+        help="Folder of a checkpoint in Hugging Face layout, or the name of a model on a hub: "
+        "OWNER/NAME or OWNER/NAME@REVISION. Default: the demonstration model.",
     )
     out: Path = option(Path("calibration.json"), help="JSON file for the measured times.")
     device: str = option(
@@ -59,12 +60,13 @@ def calibrate(options: CalibrateOptions) -> None:
 
     from moe_serve.config.sections import ModelConfig
     from moe_serve.engine.opened_model import model_folder
+    from moe_serve.model.hub.named_model import local_model
     from moe_serve.planning.calibration import CalibrationRequest
     from moe_serve.planning.calibration import calibrate as measure
     from moe_serve.planning.calibration_file import write_calibration
 
     request = CalibrationRequest(
-        folder=model_folder(ModelConfig(path=options.model)),
+        folder=model_folder(ModelConfig(path=local_model(options.model))),
         device=options.device,
         num_threads=options.num_threads,
         is_quick=options.quick,

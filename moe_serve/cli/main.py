@@ -22,6 +22,7 @@ from moe_serve.cli.config import config
 from moe_serve.cli.console import OutputError, checked_output, open_missing_streams
 from moe_serve.cli.doctor.doctor import doctor
 from moe_serve.cli.launch.launch import launch
+from moe_serve.cli.models.models import models
 from moe_serve.cli.place.place import place
 from moe_serve.cli.placement_commands import placement
 from moe_serve.cli.plan import plan
@@ -54,6 +55,7 @@ app.command(rich_help_panel="Use")(chat)
 app.command(name="run-batch", rich_help_panel="Use")(run_batch)
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 app.command(rich_help_panel="Inspect")(doctor)
+app.add_typer(models, name="models", rich_help_panel="Inspect")
 app.add_typer(
     config,
     name="config",

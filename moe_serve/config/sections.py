@@ -22,7 +22,7 @@ RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
 PredictorMode = Literal["off", "observe", "act"]
-SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head"]
+SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp"]
 TransportName = Literal["auto", "host", "nccl"]
 RebalanceName = Literal["off", "manual", "auto"]
 ToolParserName = Literal[
@@ -62,7 +62,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class ModelConfig:
     """The checkpoint, and how it is held in memory."""
 
-    path: str | None = None  # a folder in Hugging Face layout; None: the demonstration model
+    path: str | None = None  # a folder, or a name on a hub; None: the demonstration model
     dtype: DtypeName = "auto"  # auto: the checkpoint's own
     device: DeviceName = "auto"  # auto: cuda if there is one
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds
@@ -185,6 +185,7 @@ class SpeculationConfig:
             "suffix": ("ngram", "suffix", "prediction"),
             "auto": ("ngram", "suffix", "prediction", "grammar"),
             "head": ("ngram", "prediction", "grammar", "head"),
+            "mtp": ("ngram", "prediction", "grammar", "mtp"),
         }
         return sources[self.method]
 

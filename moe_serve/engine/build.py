@@ -21,7 +21,7 @@ from moe_serve.engine.execute.step_drafter import StepDrafter
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_timeline import StepTimeline, StepWatch
 from moe_serve.engine.memory.allocator import keep_freed_memory
-from moe_serve.engine.opened_model import OpenedModel, device_of, model_folder
+from moe_serve.engine.opened_model import AttentionPart, OpenedModel, device_of, model_folder
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
@@ -33,7 +33,6 @@ from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
@@ -78,7 +77,7 @@ def build_engine(
     pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
-    sampler, masks, drafter = _sampling(config, model, grammars, part.stage, pipeline)
+    sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline)
     executor = LocalExecutor(runner, sampler, tap, experts.memory, masks, watch, drafter)
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
     engine = Engine(
@@ -121,13 +120,13 @@ def _sampling(
     config: EngineConfig,
     model: OpenedModel,
     grammars: Grammars,
-    stage: AttentionStage,
+    part: AttentionPart,
     pipeline: Pipeline,
 ) -> tuple[SamplingBackend, AnswerMasks, StepDrafter | None]:
     """Build what samples a step's tokens: a sampler, masks and drafts for the next step."""
     eos = model.eos_token_ids
     masks = AnswerMasks(model.spec.vocab_size, eos, grammars)
-    drafter = StepDrafter.of(config, model.folder, masks, stage, pipeline)
+    drafter = StepDrafter.of(config, model.folder, masks, part.stage, pipeline, part.mtp)
     return make_sampler(eos, model.loader.kernels), masks, drafter
 
 

@@ -17,12 +17,16 @@ from moe_serve.engine.sampling.grammar.vocabulary import read_vocabulary
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.checkpoint.hf_config import HFConfig, generation_eos_token_ids
-from moe_serve.model.families import family_of
+from moe_serve.model.families import FAMILIES, family_of
+from moe_serve.model.families.mtp import MTPLayer
+from moe_serve.model.hub.hub_name import hub_hint
+from moe_serve.model.load.load_mtp import MTPLoader
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.gather import Gather
+from moe_serve.model.stage.mtp_stage import MTPPart
 from moe_serve.regular_file import is_there
 
 
@@ -32,7 +36,7 @@ def model_folder(config: ModelConfig) -> Path:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder: give a local checkpoint in Hugging Face layout "
-            "(config.json, *.safetensors, tokenizer.json)."
+            f"(config.json, *.safetensors, tokenizer.json){hub_hint(config.path or '')}."
         )
     if not is_there(folder / "config.json"):
         raise CheckpointError(
@@ -73,6 +77,13 @@ class AttentionPart:
     cache: KVCache
     num_pages: int
     kv_bytes: int
+    mtp: MTPPart | None = None  # drafts, if the configuration wants it
+
+
+def kv_bytes_per_token(spec: ModelSpec, mtp: MTPLayer | None, itemsize: int) -> int:
+    """Return the bytes of one token in the KV cache, over all layers and that which drafts."""
+    own = 0 if mtp is None else mtp.spec.kv_bytes_per_token(itemsize)
+    return spec.kv_bytes_per_token(itemsize) + own
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +127,29 @@ class ServedCheckpoint:
     @property
     def stop_rule(self) -> StopRule:
         return StopRule(self.eos_token_ids, self.max_model_len)
+
+    def mtp_layer(self, config: EngineConfig) -> MTPLayer | None:
+        """Return the checkpoint's own layer that drafts, if `config` wants it.
+
+        Raises ConfigError or CheckpointError if it cannot be used. Its weights may be missing.
+        """
+        if config.speculation.method != "mtp":
+            return None
+        device, num_shards = device_of(self.config), config.cluster.attention_tp
+        if device.type != "cpu" or num_shards > 1:
+            raise ConfigError(
+                "speculation.method is 'mtp', which runs on CPUs with cluster.attention_tp 1, but "
+                f"the device is {device} and attention_tp is {num_shards}: use 'auto'."
+            )
+        hf_config = HFConfig.read(self.folder)
+        family = family_of(hf_config)
+        if family.read_mtp is None:
+            known = ", ".join(each.name for each in FAMILIES if each.read_mtp is not None)
+            raise ConfigError(
+                f"speculation.method is 'mtp', but the MTP layers of {family.name} are not known, "
+                f"only those of {known}: use 'auto' or 'off'."
+            )
+        return family.read_mtp(hf_config.text(), family.names, self.spec)
 
     def grammars(self) -> Grammars:
         """Return the model's grammars. The tokenizer is read at the first constraint."""
@@ -172,8 +206,10 @@ class OpenedModel(ServedCheckpoint):
         """Load everything but the routed experts, or one shard's part of it, and build the
         configured cache."""
         loader, max_model_len = self.loader, self.max_model_len
+        mtp = self.mtp_layer(config)
+        mtp_loader = None if mtp is None else MTPLoader.open(loader, mtp)  # first, as it may refuse
         stage = loader.attention_stage(max_model_len, gather)
-        token_bytes = stage.spec.kv_bytes_per_token(loader.dtype.itemsize)
+        token_bytes = kv_bytes_per_token(stage.spec, mtp, loader.dtype.itemsize)
         pages = num_pages(
             config.cache,
             bytes_per_token=token_bytes,
@@ -183,7 +219,8 @@ class OpenedModel(ServedCheckpoint):
         )
         page_size = config.cache.page_size
         cache = KVCache(stage.spec, pages, page_size, loader.dtype, loader.device)
-        return AttentionPart(stage, cache, pages, pages * page_size * token_bytes)
+        drafting = None if mtp_loader is None else mtp_loader.load(stage, cache, max_model_len)
+        return AttentionPart(stage, cache, pages, pages * page_size * token_bytes, drafting)
 
     def report(self, *, num_pages: int = 0, kv_bytes: int = 0) -> LoadReport:
         loader = self.loader

@@ -22,6 +22,8 @@ from moe_serve.config.sections import CacheConfig, ModelConfig
 from moe_serve.engine.execute.layer_routers import check_routers, layer_routers
 from moe_serve.engine.opened_model import OpenedModel, model_folder
 from moe_serve.learn.documents import TextPiece
+from moe_serve.model.hub.hub_name import folder_model_name
+from moe_serve.model.hub.named_model import local_model
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from routing_predictor.layers.router_residual import RouterWeights
@@ -119,15 +121,15 @@ class Captured:
 
 
 class PredictorModel:
-    """A checkpoint on the CPU. Weights are read on first use."""
+    """A checkpoint on the CPU, fetched first if it is named. Weights are read on first use."""
 
     def __init__(self, model: str | None, num_threads: int = 1) -> None:
-        config = ModelConfig(path=model, device="cpu")
+        config = ModelConfig(path=local_model(model), device="cpu")
         self.folder: Path = model_folder(config)
         cpu = torch.device("cpu")
         self._loader = OpenedModel.open(self.folder, config, num_threads, cpu).loader
         self.spec = self._loader.spec
-        self.name = self.folder.resolve().name
+        self.name = folder_model_name(self.folder.resolve())
         self.identity = model_identity(self.folder).hex()
         self.layers = tuple(i for i, layer in enumerate(self.spec.layers) if layer.is_sparse)
 

@@ -50,6 +50,7 @@ from moe_serve.errors import (
     GenerationError,
     InvalidRequestError,
 )
+from moe_serve.model.hub.named_model import local_engine_config
 from moe_serve.offline.job import (
     GrowingAnswer,
     Job,
@@ -126,7 +127,7 @@ class LLM:
                 placement=placement,
             ),
         )
-        checked = check_engine_config(config, "LLM")
+        checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
         self._open_engine: DrivenEngine | None = built.engine

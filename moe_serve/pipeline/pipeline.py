@@ -57,6 +57,8 @@ class Pipeline:
         self.device = device
         self.keeps_hidden = False
         self.hidden_RD: Tensor | None = None  # the last step's states behind its logits, if kept
+        self.keeps_every_row = False
+        self.hidden_TD: Tensor | None = None  # the last step's states of all its rows, if kept
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
@@ -65,7 +67,7 @@ class Pipeline:
         Afterwards the cache holds the keys and values of every token of the step.
         """
         since, aside_s, parts = time.perf_counter(), 0.0, list[Tensor]()
-        hidden = list[Tensor]()
+        hidden, every_row = list[Tensor](), list[Tensor]()
         self._tap.begin(plan)
         inputs = (
             self._stage.make_inputs(batch, self._cache, self._device)
@@ -78,9 +80,12 @@ class Pipeline:
             self._log.add(Stage.LOGITS, NO_LAYER, index, len(parts[-1]), start)
             if self.keeps_hidden:
                 hidden.append(state.hidden_TD.index_select(0, state.inputs.logit_rows))
+            if self.keeps_every_row:
+                every_row.append(state.hidden_TD)
             aside_s += time.perf_counter() - clock
         self._log.passed_layers(since, aside_s)
         self.hidden_RD = torch.cat(hidden) if hidden else None
+        self.hidden_TD = torch.cat(every_row) if len(every_row) > 1 else next(iter(every_row), None)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from moe_serve import __version__
 from moe_serve.cache.page_key import model_identity
 from moe_serve.errors import ConfigError
+from moe_serve.model.hub.hub_name import folder_model_name
 from moe_serve.pipeline.costs.cost_model import (
     AttentionCost,
     ExpertCost,
@@ -294,7 +295,7 @@ def _model_facts(model: MeasuredModel) -> CalibratedModel:
     spec, itemsize = model.spec, model.dtype.itemsize
     weights = weight_bytes(model.folder, spec, itemsize)
     return CalibratedModel(
-        name=model.folder.resolve().name,
+        name=folder_model_name(model.folder.resolve()),
         identity=model_identity(model.folder).hex(),
         family=spec.family,
         dtype=str(model.dtype).removeprefix("torch."),

@@ -16,7 +16,7 @@ from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.next_layer_prediction import num_foreseen
 from moe_serve.engine.memory.free_memory import free_bytes
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room
-from moe_serve.engine.opened_model import ServedCheckpoint, device_of
+from moe_serve.engine.opened_model import ServedCheckpoint, device_of, kv_bytes_per_token
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.manifest import (
     Table,
@@ -25,6 +25,7 @@ from moe_serve.model.checkpoint.manifest import (
     model_table,
 )
 from moe_serve.model.families import family_of
+from moe_serve.model.families.mtp import MTPLayer
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.frames.wire import make_wire_format
 
@@ -52,6 +53,15 @@ def weight_bytes(folder: Path, spec: ModelSpec, itemsize: int) -> WeightBytes:
     )
 
 
+def mtp_bytes(layer: MTPLayer, itemsize: int) -> int:
+    """Returns the bytes of a layer that drafts, with its experts. Each attention rank has it
+    whole."""
+    spec = layer.spec
+    expert = 3 * spec.width * spec.expert_width
+    num_experts = spec.num_sparse_layers * spec.router.num_experts
+    return (_numel(layer.tables()) + num_experts * expert) * itemsize
+
+
 def _numel(tables: Iterable[Table]) -> int:
     return sum(math.prod(stored.shape) for table in tables for stored in table.values())
 
@@ -74,6 +84,7 @@ class _Planner:
     checkpoint: ServedCheckpoint
     dtype: torch.dtype
     weights: WeightBytes
+    mtp: MTPLayer | None
     device: torch.device
 
     @classmethod
@@ -86,7 +97,11 @@ class _Planner:
         is_quantised = HFConfig.read(folder).quantization() is not None
         if is_quantised and config.model.expert_weights != "dequantised":
             weights = WeightBytes(weights.attention, min(weights.experts, _stored_bytes(folder)))
-        return cls(config, checkpoint, dtype, weights, device_of(config.model))
+        mtp = checkpoint.mtp_layer(config)
+        if mtp is not None:
+            attention = weights.attention + mtp_bytes(mtp, dtype.itemsize)
+            weights = WeightBytes(attention, weights.experts)
+        return cls(config, checkpoint, dtype, weights, mtp, device_of(config.model))
 
     @property
     def spec(self) -> ModelSpec:
@@ -153,7 +168,7 @@ class _Planner:
         return num_bytes if limit is None else min(num_bytes, limit)
 
     def _pages(self, available: int) -> tuple[int, int]:
-        token_bytes = self.spec.kv_bytes_per_token(self.dtype.itemsize)
+        token_bytes = kv_bytes_per_token(self.spec, self.mtp, self.dtype.itemsize)
         max_model_len = self.checkpoint.max_model_len
         if available <= 0:  # the plan reports this, not the size of the cache
             available = 4 * max_model_len * token_bytes

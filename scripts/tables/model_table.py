@@ -187,7 +187,8 @@ def case_names() -> list[str]:
 
 def render() -> str:
     models = {repository: read(values) for repository, values in published().items()}
-    lines = ["| family | architectures | what is particular | cases |", "|---|---|---|---|"]
+    lines = ["| family | architectures | what is particular | MTP | cases |"]
+    lines += ["|---|---|---|---|---|"]
     lines += [_family_row(family, case_names()) for family in FAMILIES]
     lines += ["", f"Weights: float32, float16, bfloat16, or stored as {', '.join(FORMATS)}.", ""]
     lines += [
@@ -206,7 +207,8 @@ def render() -> str:
 def _family_row(family: Family, cases: list[str]) -> str:
     mine = [name for name in cases if name == family.name or name.startswith(family.name + "-")]
     names = "<br>".join(f"`{name}`" for name in family.architectures)
-    return f"| `{family.name}` | {names} | {particulars(family)} | {len(mine)} |"
+    mtp = "" if family.read_mtp is None else "drafts"
+    return f"| `{family.name}` | {names} | {particulars(family)} | {mtp} | {len(mine)} |"
 
 
 def particulars(family: Family) -> str:

@@ -348,7 +348,7 @@ def test_make_installs_torch_first(tmp_path: Path, target: str, last: str) -> No
     [
         ("x", "takes a JSON object, got 'x'; its keys are method, num_speculative_tokens"),
         ("[]", "takes a JSON object, got '[]'"),
-        ('{"num_speculative_tokens": 3}', "needs a method: off, auto, ngram, suffix or head"),
+        ('{"num_speculative_tokens": 3}', "needs a method: off, auto, ngram, suffix, head or mtp"),
         ('{"method": "eagle"}', "speculation.method cannot be 'eagle'"),
         ('{"method": "ngram", "num_speculative_tokens": 99}', "an integer in [1, 16]"),
         ('{"method": "ngram", "x": 1}', "does not take 'x'; its keys are method"),
@@ -358,6 +358,13 @@ def test_make_installs_torch_first(tmp_path: Path, target: str, last: str) -> No
 def test_a_wrong_speculative_config_is_a_sentence(capsys: Capture, text: str, words: str) -> None:
     assert run("serve", "--speculative-config", text, "--print-config") == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "exaone_moe_mtp"])
+def test_vllm_s_names_of_mtp_are_known(name: str) -> None:
+    text = json.dumps({"method": name, "num_speculative_tokens": 2})
+    expected = {"speculation.method": "mtp", "speculation.max_tokens": 2}
+    assert flag_settings({"speculation.method": text}) == expected
 
 
 def test_vllm_s_keys_of_speculation_set_ours() -> None:

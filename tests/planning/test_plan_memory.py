@@ -14,7 +14,13 @@ import torch
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import PlacementVersion
-from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from moe_serve.config.sections import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    SpeculationConfig,
+)
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.memory import free_memory
 from moe_serve.engine.memory.free_memory import free_bytes
@@ -59,6 +65,28 @@ def test_one_process_is_as_planned() -> None:
     (room,) = plan.rooms
     assert plan.needed(room) == server.total
     assert any("300 KV pages" in line for line in plan.lines())
+
+
+def test_a_layer_that_drafts_is_counted(
+    published: Callable[[str], ModelConfig], free: Callable[[int], None]
+) -> None:
+    """DeepSeek-V3's has 11.5 B parameters of its own, and the 62nd part of the keys and values."""
+    free(2**50)
+    model, cache = published("DeepSeek-V3"), CacheConfig(num_pages=10_240)
+    for cluster in (ClusterConfig(), ClusterConfig(attention_ranks=1, expert_ranks=1)):
+        off, mtp = (
+            plan_memory(
+                EngineConfig(
+                    model=model,
+                    cache=cache,
+                    cluster=cluster,
+                    speculation=SpeculationConfig(method=method),
+                )
+            ).processes[0]
+            for method in ("off", "mtp")
+        )
+        assert (mtp.weights - off.weights) / 2 == pytest.approx(11.5e9, rel=0.01)
+        assert mtp.kv_bytes * 61 == off.kv_bytes * 62
 
 
 def test_ranks_share_out_the_model(free: Callable[[int], None]) -> None:

@@ -15,6 +15,7 @@ from moe_serve.cli.doctor.machine_limits import Fact
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.opened_model import OpenedModel, device_of, model_folder
 from moe_serve.errors import MoeServeError
+from moe_serve.model.hub.named_model import cached_engine_config
 from moe_serve.planning.plan_memory import plan_memory
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ def check_model(config: EngineConfig) -> ModelReport:
     """Returns facts and checks of a model. Faults of the folder become checks and are never
     raised."""
     try:
+        config = cached_engine_config(config)
         folder = model_folder(config.model)
     except MoeServeError as error:
         return ModelReport(facts={}, checks=(_problem("model", error),))

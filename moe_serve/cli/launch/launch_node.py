@@ -28,10 +28,11 @@ from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.cluster.members.rank_starter import RankStarter
 from moe_serve.cluster.started_ranks import build_cluster
-from moe_serve.config.logs import set_up_logs
+from moe_serve.config.logs import is_json_log, set_up_logs
 from moe_serve.config.sections import Config
 from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, LoadedConfig
 from moe_serve.errors import ConfigError
+from moe_serve.model.hub.named_model import local_model
 
 
 def run_node(
@@ -56,6 +57,8 @@ def run_node(
     if node.node_rank == 0:
         _run_node_0(request, loaded, node, layout, secret)
     else:
+        # Before it connects, as the ranks of this node read the files from its own disk.
+        local_model(loaded.config.engine.model.path, is_quiet=is_json_log())
         run_agent(loaded.config, node, secret, environ)
 
 

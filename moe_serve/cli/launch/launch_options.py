@@ -129,7 +129,8 @@ class LaunchOptions:
 
     model: str | None = argument(
         None,
-        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model.",
+        help="Folder of a checkpoint in Hugging Face layout, or the name of a model on a hub: "
+        "OWNER/NAME or OWNER/NAME@REVISION. Default: the demonstration model.",
     )
     counts: RankCounts
     ranks: RankOptions

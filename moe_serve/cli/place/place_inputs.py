@@ -305,7 +305,7 @@ def model_facts(options: ModelFactsOptions) -> ModelFacts:
         raise ConfigError("--model says which layers are dense: leave out the other flags.")
     from moe_serve.model.checkpoint.expert_shape import read_expert_shape
 
-    shape = read_expert_shape(options.folder.expanduser())
+    shape = read_expert_shape(_model_path(options.folder))
     return ModelFacts(
         num_layers=shape.num_layers,
         sparse=shape.sparse_layers,
@@ -314,6 +314,19 @@ def model_facts(options: ModelFactsOptions) -> ModelFacts:
         num_groups=shape.num_groups,
         bytes_per_expert=options.bytes_per_expert or shape.bytes_per_expert,
     )
+
+
+def _model_path(given: str) -> Path:
+    """Returns the path to a model. Of a name on a hub, only the config.json is fetched."""
+    from moe_serve.model.hub.hub_name import hub_name_of
+
+    name = hub_name_of(given)
+    if name is None:
+        return Path(given).expanduser()
+    from moe_serve.model.hub.fetch import fetch_config
+    from moe_serve.model.hub.hub_settings import hub_settings
+
+    return fetch_config(name, hub_settings())
 
 
 def _grouping(num_groups: int | None, max_nodes: int = 1) -> Grouping | None:

@@ -122,11 +122,11 @@ class LoadOptions:
 class ModelFactsOptions:
     """Options about the model."""
 
-    folder: Path | None = option(
+    folder: str | None = option(
         None,
         "--model",
-        help="Folder of a checkpoint, or its config.json: gives layers, experts and bytes "
-        "per expert.",
+        help="Folder of a checkpoint, its config.json, or its name on a hub (OWNER/NAME): gives "
+        "layers, experts and bytes per expert. No weights are downloaded.",
         rich_help_panel=_MODEL,
     )
     num_layers: int | None = option(

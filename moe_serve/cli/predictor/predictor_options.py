@@ -13,7 +13,8 @@ KINDS = ("request", "next-layer", "pre-attention")
 def _model() -> str | None:
     return option(
         None,
-        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model.",
+        help="Folder of a checkpoint in Hugging Face layout, or the name of a model on a hub: "
+        "OWNER/NAME or OWNER/NAME@REVISION. Default: the demonstration model.",
     )
 
 

@@ -44,8 +44,8 @@ class RunBatchOptions:
     )
     model: str | None = option(
         None,
-        help="Folder of a checkpoint to load, if no --url is given. Default: the demonstration "
-        "model.",
+        help="Folder of a checkpoint to load, or its name on a hub (OWNER/NAME or "
+        "OWNER/NAME@REVISION), if no --url is given. Default: the demonstration model.",
     )
     url: str | None = option(
         None,

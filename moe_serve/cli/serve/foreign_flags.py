@@ -21,7 +21,7 @@ def _set(path: str, value: str = "") -> str:
     return f"set {path}{shown}, in the file of --config or as {variable}"
 
 
-_MODEL = "give the folder without a flag, as in moe-serve serve FOLDER"
+_MODEL = "give the folder or the name without a flag, as in moe-serve serve MODEL"
 _TP = "--attention-tp splits an attention rank, and --expert-ranks splits the experts"
 _DP = "--attention-ranks sets how many ranks have their own sequences"
 _EP = "--expert-ranks sets how many ranks the experts are split over"
@@ -35,6 +35,9 @@ _NODES = "moe-serve launch serves on several nodes"
 ADVICE: Mapping[str, str] = {
     "--model": _MODEL,
     "--model-path": _MODEL,
+    "--revision": "give it after the name, as in moe-serve serve OWNER/NAME@REVISION",
+    "--download-dir": "HF_HOME or HF_HUB_CACHE in the environment chooses the cache",
+    "--hf-token": "HF_TOKEN in the environment, or `hf auth login`, gives the token",
     "--max-num-batched-tokens": "--max-batched-tokens",
     "--max-num-queued-reqs": "--max-queued-requests",
     "--max-running-requests": "--max-num-seqs",

@@ -18,6 +18,7 @@ from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.fingerprint import system_fingerprint
 from moe_serve.engine.opened_model import model_folder
 from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.model.hub.hub_name import HubName, folder_model_name, snapshot_name
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer, read_json_file
 
@@ -38,10 +39,11 @@ class ModelFiles:
     def load(cls, config: Config) -> ModelFiles:
         """Reads the files. Raises what Tokenizer and ChatTemplate raise."""
         folder, name = model_folder(config.engine.model), config.server.served_model_name
+        is_demo = config.engine.model.path is None
         tokenizer = Tokenizer.load(folder)
         return cls(
             folder=folder,
-            name=name or (_DEMO_MODEL_NAME if config.engine.model.path is None else folder.name),
+            name=name or (_DEMO_MODEL_NAME if is_demo else folder_model_name(folder)),
             tokenizer=tokenizer,
             chat_template=ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens),
         )
@@ -49,7 +51,12 @@ class ModelFiles:
     @property
     def is_named_otherwise(self) -> bool:
         """True if the name is neither that of the folder nor of the demonstration model."""
-        return self.name not in (self.folder.name, _DEMO_MODEL_NAME)
+        return self.name not in (folder_model_name(self.folder), _DEMO_MODEL_NAME)
+
+    @property
+    def hub_name(self) -> HubName | None:
+        """The name on the hub, with the commit, of files in the shared cache."""
+        return snapshot_name(self.folder)
 
     def served(
         self,
@@ -67,7 +74,9 @@ class ModelFiles:
             created=int(time.time()),
             max_model_len=engine.max_model_len,
             ids_per_token=built.spec.router.top_k * built.spec.num_sparse_layers,
-            root=_DEMO_MODEL_NAME if config.engine.model.path is None else self.folder.name,
+            root=_DEMO_MODEL_NAME
+            if config.engine.model.path is None
+            else folder_model_name(self.folder),
             fingerprint=system_fingerprint(built.layout, config),
             tokenizer_info=self.tokenizer_info() if config.server.tokenizer_info else None,
             description=description,

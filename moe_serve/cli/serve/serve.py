@@ -94,7 +94,8 @@ class ServeOptions:
     model: str | None = argument(
         None,
         key="model.path",
-        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model.",
+        help="Folder of a checkpoint in Hugging Face layout, or the name of a model on a hub: "
+        "OWNER/NAME or OWNER/NAME@REVISION. Default: the demonstration model.",
     )
     compute: ModelOptions
     batches: BatchOptions

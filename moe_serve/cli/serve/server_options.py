@@ -118,9 +118,9 @@ class BatchOptions:
     speculative_config: str | None = option(
         None,
         key="speculation.method",
-        help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram or "
-        "suffix), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. Answers stay the "
-        "same. Default: off.",
+        help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram, "
+        "suffix, head or mtp), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
+        "Answers stay the same. Default: off.",
         rich_help_panel=LIMITS,
     )
 
@@ -275,6 +275,13 @@ _SPECULATIVE_KEYS = {  # vLLM's names
     "prompt_lookup_max": "speculation.prompt_lookup_max",
     "model": "speculation.head",
 }
+_OTHER_SPELLINGS = {  # of vLLM
+    "[ngram]": "ngram",
+    "deepseek_mtp": "mtp",
+    "glm4_moe_mtp": "mtp",
+    "glm4_moe_lite_mtp": "mtp",
+    "exaone_moe_mtp": "mtp",
+}
 _WITHOUT_EQUAL = {
     "suffix_decoding_max_cached_requests": "set speculation.suffix_max_tokens, which counts tokens",
     "suffix_decoding_max_tree_depth": "leave it out: the depth is fixed",
@@ -306,9 +313,8 @@ def speculative_settings(text: str) -> dict[str, object]:
             )
     if "method" not in given:
         raise ConfigError(
-            "--speculative-config needs a method: off, auto, ngram, suffix or head, as in "
+            "--speculative-config needs a method: off, auto, ngram, suffix, head or mtp, as in "
             """--speculative-config '{"method": "auto"}'."""
         )
-    if given["method"] == "[ngram]":  # vLLM's other spelling
-        given["method"] = "ngram"
+    given["method"] = _OTHER_SPELLINGS.get(str(given["method"]), given["method"])
     return {_SPECULATIVE_KEYS[name]: value for name, value in given.items()}

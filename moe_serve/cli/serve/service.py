@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 
 from fastapi import FastAPI
@@ -39,6 +40,8 @@ from moe_serve.http.loading import LoadingServer
 from moe_serve.http.pages.page_files import PAGE_FILES
 from moe_serve.http.server import bind, run_server
 from moe_serve.http.spans import make_span_export
+from moe_serve.model.hub.hub_name import hub_name_of
+from moe_serve.model.hub.named_model import local_engine_config
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.planning.plan_memory import plan_memory
 
@@ -71,6 +74,22 @@ class ServiceStart:
     def __exit__(self, *_: object) -> None:
         self._loading.close()
         self._stack.close()
+
+    def fetch_model(self, *, has_local_ranks: bool) -> Config:
+        """Returns the configuration with the folder of its model, which is downloaded if a name on
+        a hub is given. Raises HubError, also for a model that does not fit into memory."""
+
+        def check(engine: EngineConfig) -> None:
+            plan_memory(engine, has_local_ranks=has_local_ranks).check()
+
+        engine = self._config.engine
+        if hub_name_of(engine.model.path) is not None:
+            self.startup.begin("downloading")
+            engine = local_engine_config(
+                engine, check=check, is_quiet=is_json_log(), note=self.startup.note_progress
+            )
+            self._config = replace(self._config, engine=engine)
+        return self._config
 
     def plan_memory(self, *, has_local_ranks: bool) -> None:
         """Reports the planned memory before anything is read; raises ConfigError if it does not
@@ -138,7 +157,8 @@ def run_service(
     """
     set_up_logs(config.log)
     with ServiceStart(config) as start:
-        _serve(config, build, start, settings, has_local_ranks)
+        fetched = start.fetch_model(has_local_ranks=has_local_ranks)
+        _serve(fetched, build, start, settings, has_local_ranks)
 
 
 def _serve(
@@ -180,7 +200,8 @@ def _serve(
         )
         opened.callback(app.state.gate.close)
 
-        rows = {"model": _model_row(files, engine.layout), **model.description}
+        rows = {"model": _model_row(files, engine.layout), **_source_row(files)}
+        rows |= model.description
         rows |= banner_rows(config, settings, engine.layout, built.placement, app)
 
         def say_ready(host: str, port: int) -> None:
@@ -215,6 +236,11 @@ def _model_row(files: ModelFiles, layout: EngineFacts) -> str:
         f"{files.name}{where}: {layout.family}, {layout.dtype}, "
         f"context {layout.max_model_len} tokens, loaded in {layout.load_seconds:.1f} s"
     )
+
+
+def _source_row(files: ModelFiles) -> dict[str, str]:
+    """Returns the line with the commit of a model from a hub; none for other folders."""
+    return {} if files.hub_name is None else {"source": f"{files.hub_name} in {files.folder}"}
 
 
 def banner_rows(
@@ -269,6 +295,7 @@ def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterat
     """Loads the model, and releases it at the end. Other processes cannot reach it, so it needs no
     key."""
     set_up_logs(config.log)
+    config = replace(config, engine=local_engine_config(config.engine))
     files = ModelFiles.load(config)
     with loading_bar(Console(stderr=True)) as progress:
         built = build(config.engine, progress)

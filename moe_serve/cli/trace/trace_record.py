@@ -18,6 +18,7 @@ from moe_serve.cli.serve.ready import loading_bar
 from moe_serve.config.sources import load_config
 from moe_serve.errors import GenerationError, InvalidRequestError
 from moe_serve.json_text import parse_json
+from moe_serve.model.hub.hub_name import folder_model_name
 from moe_serve.regular_file import regular_file
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ class RecordOptions:
     )
     model: str | None = argument(
         None,
-        help="Folder of a checkpoint in Hugging Face layout. Default: the demonstration model.",
+        help="Folder of a checkpoint in Hugging Face layout, or the name of a model on a hub: "
+        "OWNER/NAME or OWNER/NAME@REVISION. Default: the demonstration model.",
     )
     out: Path = option(
         Path("trace.safetensors"),
@@ -158,13 +160,15 @@ def record(options: RecordOptions) -> None:
 
     from moe_serve.cluster.started_ranks import build_any_engine
     from moe_serve.engine.tracing import trace_header
+    from moe_serve.model.hub.named_model import local_engine_config
 
-    config = loaded.config.engine
+    config = local_engine_config(loaded.config.engine)
     with loading_bar(Console(stderr=True)) as progress:
         built = build_any_engine(config, progress)
     try:
         requests = _requests(built, chosen, options.max_tokens, options.temperature)
-        name = built.layout.folder.resolve().name if config.model.path else "moe-serve-demo"
+        folder = built.layout.folder.resolve()
+        name = folder_model_name(folder) if config.model.path else "moe-serve-demo"
         header = replace(
             trace_header(built, config, name),
             has_tokens=options.tokens,

@@ -35,7 +35,7 @@ from moe_serve.errors import ConfigError
 STOP_TIMEOUT_S = 60.0  # from the end of standard input to SIGKILL; a server drains before
 EXIT_INTERRUPTED = 130
 _POLL_S = 0.05
-PASSED_ON = ("MOE_SERVE_", "NCCL_", "GLOO_", "PYTHONPATH")  # prefixes of names
+PASSED_ON = ("MOE_SERVE_", "NCCL_", "GLOO_", "HF_", "PYTHONPATH")  # prefixes of names
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 # Standard input of a background command is /dev/null, so it is kept as 3. A process that holds the
 # connection's output open would keep ssh waiting, so the watcher has no output.

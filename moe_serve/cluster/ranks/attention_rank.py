@@ -147,7 +147,7 @@ class AttentionRank:
             tap,
             masks=self._masks,
             drafter=StepDrafter.of(
-                configure.config, self._model.folder, self._masks, part.stage, pipeline
+                configure.config, self._model.folder, self._masks, part.stage, pipeline, part.mtp
             ),
         )
 

@@ -26,6 +26,7 @@ _PRIORS = {
     DraftSource.PREDICTION: 0.8,
     DraftSource.GRAMMAR: 0.9,
     DraftSource.HEAD: 0.6,
+    DraftSource.MTP: 0.7,
     DraftSource.SELF: 0.8,
 }
 

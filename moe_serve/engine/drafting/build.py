@@ -27,7 +27,8 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
             f"speculation.prompt_lookup_min is {shortest} and must be at most "
             f"speculation.prompt_lookup_max, which is {longest}."
         )
-    past = None if config.method in ("ngram", "head") else PastAnswers(config.suffix_max_tokens)
+    has_past = "suffix" in config.drafters
+    past = PastAnswers(config.suffix_max_tokens) if has_past else None
 
     def make() -> Drafting:
         drafters: list[Drafter] = [Predictions(), OwnText(shortest, longest, stop.max_model_len)]

@@ -18,6 +18,7 @@ class DraftSource(str, Enum):
     PREDICTION = "prediction"
     GRAMMAR = "grammar"
     HEAD = "head"
+    MTP = "mtp"
     SELF = "self"
 
 

@@ -9,6 +9,7 @@ from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.layer_routers import check_routers, layer_routers
 from moe_serve.engine.request.placement_version import placement_version
 from moe_serve.errors import ConfigError
+from moe_serve.model.hub.hub_name import folder_model_name
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.exchange.next_layer import NextLayer
@@ -39,7 +40,7 @@ def check_next_layer(config: EngineConfig, folder: Path, spec: ModelSpec) -> Non
     placement."""
     if not has_next_layer(config):
         return
-    name = folder.resolve().name
+    name = folder_model_name(folder.resolve())
     try:
         check_routers(spec, name)
         card = read_predictor_card(_predictors(config), _KIND)

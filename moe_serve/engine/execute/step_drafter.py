@@ -1,4 +1,4 @@
-"""Drafts where tokens are sampled: what grammars force, and what a trained head expects."""
+"""Drafts where tokens are sampled: what grammars force, and what a network expects."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.drafting.draft import DraftSource
+from moe_serve.engine.execute.mtp_drafter import MTPDrafter
 from moe_serve.engine.execute.step_outcome import Proposal
 from moe_serve.engine.execute.verify import Verified
 from moe_serve.engine.request.sequence import Sequence
@@ -16,6 +17,8 @@ from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.errors import ConfigError
 from moe_serve.model.speculation_head import SpeculationHead
 from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.stage.mtp_stage import MTPPart
+from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 
 HEAD_FOLDER = "speculation_head"  # in a model's folder
@@ -31,10 +34,11 @@ class StepDrafter:
         masks: AnswerMasks | None,
         head: SpeculationHead | None = None,
         pipeline: Pipeline | None = None,
+        mtp: MTPDrafter | None = None,
     ) -> None:
         """`pipeline` keeps the last hidden states, from which a `head` starts."""
         assert (head is None) == (pipeline is None), "a head starts from a pipeline's states"
-        self._masks, self._head, self._pipeline = masks, head, pipeline
+        self._masks, self._head, self._pipeline, self._mtp = masks, head, pipeline, mtp
         if pipeline is not None:
             pipeline.keeps_hidden = True
 
@@ -46,14 +50,18 @@ class StepDrafter:
         masks: AnswerMasks | None,
         stage: AttentionStage,
         pipeline: Pipeline,
+        mtp: MTPPart | None = None,
     ) -> StepDrafter | None:
         """Build what `config.speculation` needs beside the engine's own drafters; None: nothing.
 
-        Raises ConfigError or CheckpointError if a head is wanted and cannot be used.
+        `mtp` is there if the method needs it. Raises ConfigError or CheckpointError if a head is
+        wanted and cannot be used.
         """
         method = config.speculation.method
         if method == "auto":
             return cls(masks)
+        if mtp is not None:
+            return cls(masks, mtp=MTPDrafter(mtp, pipeline, config.speculation.max_tokens))
         if method != "head":
             return None
         device = pipeline.device.type
@@ -67,9 +75,13 @@ class StepDrafter:
         head_folder = folder / HEAD_FOLDER if wanted is None else Path(wanted)
         return cls(masks, SpeculationHead.load_for(stage, head_folder), pipeline)
 
-    def propose(self, found: Verified, sequences: Mapping[int, Sequence]) -> dict[int, Proposal]:
+    def propose(
+        self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
+    ) -> dict[int, Proposal]:
         """Return drafts that follow the runs which a step has sampled, by sequence id."""
         proposals: dict[int, Proposal] = {}
+        if self._mtp is not None:
+            proposals = self._mtp.propose(plan, found, sequences)
         if self._head is not None and found.sampled:
             proposals = self._guessed(found)
         if self._masks is not None:

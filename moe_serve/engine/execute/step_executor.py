@@ -15,9 +15,9 @@ from torch import Tensor
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.engine.execute.step_drafter import StepDrafter
-from moe_serve.engine.execute.step_outcome import RowFailure, StepOutcome
+from moe_serve.engine.execute.step_outcome import Proposal, RowFailure, StepOutcome
 from moe_serve.engine.execute.step_timeline import StepWatch
-from moe_serve.engine.execute.verify import verify
+from moe_serve.engine.execute.verify import Verified, verify
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskCost
@@ -133,8 +133,13 @@ class LocalExecutor:
             choices=choices,
             mask_costs=self._mask_costs,
             spoiled=found.spoiled,
-            proposals={} if self._drafter is None else self._drafter.propose(found, sequences),
+            proposals=self._proposals(plan, found, sequences),
         )
+
+    def _proposals(
+        self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
+    ) -> dict[int, Proposal]:
+        return {} if self._drafter is None else self._drafter.propose(plan, found, sequences)
 
     def forget(self, sequence_ids: list[int]) -> None:
         """Does nothing: no state is kept between steps."""

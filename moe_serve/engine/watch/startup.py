@@ -13,13 +13,13 @@ from moe_serve.engine.memory.memory_plan import MemoryPlan
 
 _log = logging.getLogger(STARTUP_LOG)
 
-PhaseName = Literal["checking", "loading", "preparing", "ready"]
+PhaseName = Literal["checking", "downloading", "loading", "preparing", "ready"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A phase of the start. `seconds` grow until it ends. `done` of `total` tensors are loaded; 0
-    if not reported."""
+    """A phase of the start. `seconds` grow until it ends. `done` of `total` tensors are loaded, or
+    bytes downloaded; 0 if not reported."""
 
     name: PhaseName
     seconds: float
@@ -27,14 +27,16 @@ class Phase:
     total: int = 0
 
     def __str__(self) -> str:
-        counts = f", {self.done} of {self.total} tensors" if self.total else ""
+        unit = "bytes" if self.name == "downloading" else "tensors"
+        counts = f", {self.done} of {self.total} {unit}" if self.total else ""
         return f"{self.name}{counts} after {self.seconds:.0f} s"
 
 
 class Startup:
     """The progress of the start. Written by the thread that starts the server; read by any thread.
 
-    checking: configuration, tokenizer, memory; loading: weights, KV pages, ranks; preparing:
+    checking: configuration, tokenizer, memory (as part of downloading, if there is that);
+    downloading: a model given by its name on a hub; loading: weights, KV pages, ranks; preparing:
     routes; ready.
     """
 

@@ -167,11 +167,18 @@ def all_tensors(names: TensorNames, experts: ExpertNames, spec: ModelSpec) -> It
     """Yield every tensor once, in the order of a forward pass."""
     yield from model_table(names, spec).values()
     for layer in range(spec.num_layers):
-        yield from attention_table(names, spec, layer).values()
-        yield from feed_forward_table(names, spec, layer).values()
-        if spec.layers[layer].is_sparse:
-            for expert in range(spec.router.num_experts if experts.gate else 1):
-                yield from expert_table(experts, spec, layer, expert).values()
+        yield from layer_tensors(names, experts, spec, layer)
+
+
+def layer_tensors(
+    names: TensorNames, experts: ExpertNames, spec: ModelSpec, layer: int
+) -> Iterator[Stored]:
+    """Yield every tensor of a layer once."""
+    yield from attention_table(names, spec, layer).values()
+    yield from feed_forward_table(names, spec, layer).values()
+    if spec.layers[layer].is_sparse:
+        for expert in range(spec.router.num_experts if experts.gate else 1):
+            yield from expert_table(experts, spec, layer, expert).values()
 
 
 def _in_layer(table: Table, layer: int) -> Table:

@@ -111,6 +111,10 @@ class TensorNames:
         """
         return _each(self, lambda name: re.sub(r"^model\.", root, name))
 
+    def for_layer(self, root: str) -> TensorNames:
+        """Return the same names for a single layer whose tensors begin with `root`."""
+        return _each(self, lambda name: name.replace(_LAYER, root))
+
 
 _Names = TypeVar("_Names", TensorNames, MLPNames, ExpertNames)
 

@@ -12,6 +12,7 @@ from moe_kernels.interface.attention_shape import AttentionShape
 from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.tensor_names import TensorNames
+from moe_serve.model.families.mtp import ReadMTP
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import LayerSpec, ModelSpec, RouterSpec, SharedExpertSpec
 
@@ -21,7 +22,8 @@ class Family:
     """One family of checkpoints.
 
     `prefixes`: prefixes that may precede every tensor's name, for a text model inside a larger one;
-    the first one under which the embedding is found is used.
+    the first one under which the embedding is found is used. `read_mtp`: None if MTP layers of its
+    checkpoints are not known.
     """
 
     name: str
@@ -29,14 +31,16 @@ class Family:
     read_spec: Callable[[HFConfig], ModelSpec]
     names: TensorNames = field(default_factory=TensorNames)
     prefixes: tuple[str, ...] = ("",)
+    read_mtp: ReadMTP | None = None
+
+    def prefix_in(self, has: Callable[[str], bool]) -> str:
+        """Return what this checkpoint writes before each name; `has` tells if a tensor exists."""
+        found = (prefix for prefix in self.prefixes if has(prefix + self.names.embedding))
+        return next(found, self.prefixes[0])
 
     def names_in(self, has: Callable[[str], bool]) -> TensorNames:
         """Return the names as this checkpoint writes them; `has` tells whether a tensor exists."""
-        for prefix in self.prefixes:
-            names = self.names.after(prefix)
-            if has(names.embedding):
-                return names
-        return self.names.after(self.prefixes[0])
+        return self.names.after(self.prefix_in(has))
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

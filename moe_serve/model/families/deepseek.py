@@ -1,7 +1,7 @@
 """DeepSeek's families: V2 with V2-Lite, V2.5 and Coder-V2; V3 with V3.1, R1, Kimi-K2 and Moonlight.
 
 Kimi-K2.5, its successors and Kimi-VL contain a V3 beside a vision tower; only the text model is
-served. Multi-token-prediction layers, stored after the last layer, are not read.
+served. V3's multi-token-prediction layer is stored behind the last layer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from moe_serve.model.families.config_parts import (
     sparse_layers,
 )
 from moe_serve.model.families.latent import latent_decoder
+from moe_serve.model.families.mtp import mtp_behind_last_layer
 from moe_serve.model.spec import ModelSpec, RouterSpec
 
 
@@ -68,4 +69,5 @@ DEEPSEEK_V3 = Family(
     ),
     read_spec=_read_v3,
     prefixes=("", "language_model."),
+    read_mtp=mtp_behind_last_layer,
 )

@@ -1,16 +1,19 @@
 """K-EXAONE: windows in most layers, no positions in the others, DeepSeek-V3's router.
 
-Its multi-token-prediction layers are stored separately (`mtp.`) and are not read.
+Its multi-token-prediction layer is dense and stored apart (`mtp.`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
 from moe_serve.model.checkpoint.tensor_names import TensorNames
 from moe_serve.model.families.config_parts import (
+    FULL,
+    SLIDING,
     Family,
     biased_sigmoid_router,
     decoder,
@@ -19,6 +22,7 @@ from moe_serve.model.families.config_parts import (
     sparse_layers,
     windowed_layers,
 )
+from moe_serve.model.families.mtp import MTPLayer, first_mtp_kind, mtp_apart
 from moe_serve.model.spec import LayerSpec, ModelSpec, SharedExpertSpec
 
 
@@ -67,9 +71,24 @@ def _sliding_by_pattern(config: HFConfig) -> Callable[[int], bool]:
     return lambda layer: (layer + 1) % every != 0
 
 
+def _read_mtp(config: HFConfig, names: TensorNames, spec: ModelSpec) -> MTPLayer:
+    """Read a dense layer, whose attention is that of the first layer unless the config says."""
+    first = spec.layers[0]
+    default = FULL if first.attention.sliding_window is None else SLIDING
+    kind = first_mtp_kind(config, "mtp_layer_types", (FULL, SLIDING), default)
+    window = config.positive_int("sliding_window") if kind == SLIDING else None
+    layer = LayerSpec(
+        attention=replace(first.attention, sliding_window=window),
+        is_sparse=False,
+        has_rotation=window is not None,
+    )
+    return mtp_apart(names, spec, layer)
+
+
 FAMILY = Family(
     name="exaone_moe",
     architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
     read_spec=_read_spec,
     names=TensorNames(selection_bias="model.layers.{layer}.mlp.e_score_correction_bias"),
+    read_mtp=_read_mtp,
 )

@@ -1,8 +1,8 @@
 """GLM's families: GLM-4.5-MoE, GLM-4.5V and GLM-4.7-Flash; and Solar Open, which is built alike.
 
 GLM-4.5V contains such a model beside a vision tower; only the text model is served. Text has the
-same position in all three rotary dimensions, which is plain rotation. Layers beyond
-`num_hidden_layers` predict further tokens; they are not read.
+same position in all three rotary dimensions, which is plain rotation. The layer numbered
+`num_hidden_layers` predicts a further token.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from moe_serve.model.families.config_parts import (
     sparse_layers,
 )
 from moe_serve.model.families.latent import latent_decoder
+from moe_serve.model.families.mtp import mtp_behind_last_layer
 from moe_serve.model.spec import ModelSpec
 
 
@@ -70,7 +71,12 @@ def _read_glm4v_moe(config: HFConfig) -> ModelSpec:
     return glm_decoder(config, family="glm4v_moe", has_bias=True)
 
 
-GLM4_MOE = Family(name="glm4_moe", architectures=("Glm4MoeForCausalLM",), read_spec=_read_glm4_moe)
+GLM4_MOE = Family(
+    name="glm4_moe",
+    architectures=("Glm4MoeForCausalLM",),
+    read_spec=_read_glm4_moe,
+    read_mtp=mtp_behind_last_layer,
+)
 GLM4V_MOE = Family(
     name="glm4v_moe",
     architectures=("Glm4vMoeForConditionalGeneration",),
@@ -91,7 +97,10 @@ def _read_glm4_moe_lite(config: HFConfig) -> ModelSpec:
 
 
 GLM4_MOE_LITE = Family(
-    name="glm4_moe_lite", architectures=("Glm4MoeLiteForCausalLM",), read_spec=_read_glm4_moe_lite
+    name="glm4_moe_lite",
+    architectures=("Glm4MoeLiteForCausalLM",),
+    read_spec=_read_glm4_moe_lite,
+    read_mtp=mtp_behind_last_layer,
 )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from moe_kernels.interface.attention_shape import AttentionShape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.hf_rope import read_rope
+from moe_serve.model.checkpoint.tensor_names import TensorNames
 from moe_serve.model.families.config_parts import (
     FULL,
     SLIDING,
@@ -18,6 +20,7 @@ from moe_serve.model.families.config_parts import (
     sparse_layers,
     windowed_layers,
 )
+from moe_serve.model.families.mtp import MTPLayer, first_mtp_kind, mtp_apart
 from moe_serve.model.rope import RopeSpec
 from moe_serve.model.spec import LayerSpec, ModelSpec
 
@@ -61,4 +64,22 @@ def _rope(config: HFConfig, kind: str) -> RopeSpec:
     return rope
 
 
-FAMILY = Family(name="mellum", architectures=("MellumForCausalLM",), read_spec=_read_spec)
+def _read_mtp(config: HFConfig, names: TensorNames, spec: ModelSpec) -> MTPLayer:
+    """Read a sparse layer with a window, unless the config says otherwise."""
+    kind = first_mtp_kind(config, "mtp_layer_types", (FULL, SLIDING), SLIDING)
+    mlp = first_mtp_kind(config, "mtp_mlp_layer_types", ("dense", "sparse"), "sparse")
+    window = config.positive_int("sliding_window") if kind == SLIDING else None
+    layer = LayerSpec(
+        attention=replace(spec.attention, sliding_window=window),
+        is_sparse=mlp == "sparse",
+        rope=_rope(config, kind),
+    )
+    return mtp_apart(names, spec, layer)
+
+
+FAMILY = Family(
+    name="mellum",
+    architectures=("MellumForCausalLM",),
+    read_spec=_read_spec,
+    read_mtp=_read_mtp,
+)

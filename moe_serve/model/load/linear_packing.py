@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_kernels.interface.kernels import Kernels
-from moe_kernels.interface.quantised_matrix import PackedLayout
+from moe_kernels.interface.quantised_matrix import PackedLayout, Weight
 from moe_serve.config.sections import WeightsName
 from moe_serve.errors import ConfigError
-from moe_serve.model.checkpoint.manifest import Stored, Table
+from moe_serve.model.checkpoint.manifest import Stored, Table, attention_table
+from moe_serve.model.checkpoint.tensor_names import TensorNames
 from moe_serve.model.load.expert_packing import ExpertPacking
-from moe_serve.model.load.weight_reader import WeightSource
+from moe_serve.model.load.weight_reader import ModelTensors, WeightSource
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.tensor_shard import AttentionWeights
 
 _log = logging.getLogger(__name__)
 # Keys of `attention_table` that are matrices of linear layers (kv_b becomes one matrix per head).
@@ -31,26 +34,47 @@ _FLOATS = "it is stored in floats"  # not logged as a reason
 
 @dataclass(slots=True)
 class LinearPacking:
-    """Decides for each layer, and counts the decisions."""
+    """Decides for each layer, counts the decisions, and reads as decided."""
 
     reader: WeightSource
     kernels: Kernels
     mode: WeightsName
     reasons: list[str] = field(default_factory=list)
     _layouts: Counter[PackedLayout] = field(default_factory=Counter)
+    _packed: set[str] = field(default_factory=set)  # names of tensors
 
-    def packed(self, table: Table) -> frozenset[str]:
-        """Return the keys of the matrices that stay packed, of `attention_table` or `model_table`.
+    def decide(self, table: Table) -> None:
+        """Decide for the matrices of an `attention_table` or `model_table`.
 
-        ConfigError if they must (`mode`) and one that is stored in few bits cannot.
+        ConfigError if they must stay packed (`mode`) and one that is stored in few bits cannot.
         """
-        keys: set[str] = set()
         alone = [(key,) for key in ("o", "q_a", "q_b", "kv_a", "head") if key in table]
         both = _TOGETHER if "k" in table else ("q",)
         for layer in (both, *alone):
-            if layer[0] in table and self._stays([table[key] for key in layer]):
-                keys.update(layer)
-        return frozenset(keys)
+            tensors = [table[key] for key in layer if key in table]
+            if tensors and self._stays(tensors):
+                self._packed.update(tensor.name for tensor in tensors)
+
+    def decide_layers(self, names: TensorNames, spec: ModelSpec) -> None:
+        """Decide for the attention of every layer."""
+        for layer in range(spec.num_layers):
+            self.decide(attention_table(names, spec, layer))
+
+    def matrix(self, stored: Stored, tensors: ModelTensors) -> Weight:
+        """Read a matrix, packed if so decided."""
+        is_packed = stored.name in self._packed
+        return tensors.read_packed(stored) if is_packed else tensors.read(stored)
+
+    def attention_weights(self, table: Table, tensors: ModelTensors) -> AttentionWeights:
+        """Read the weights of an `attention_table`."""
+        return AttentionWeights(
+            tensors={
+                key: tensors.read(item) for key, item in table.items() if key not in LINEAR_KEYS
+            },
+            matrices={
+                key: self.matrix(item, tensors) for key, item in table.items() if key in LINEAR_KEYS
+            },
+        )
 
     @property
     def description(self) -> str:

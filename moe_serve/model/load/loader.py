@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +17,7 @@ from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels, Li
 from moe_kernels.interface.quantised_matrix import LowBitProducts, Weight, selected_rows
 from moe_kernels.kernel_choice import KernelsName, choose_kernels, default_num_threads
 from moe_serve.config.sections import WeightsName
+from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.checkpoint.manifest import (
     Stored,
@@ -23,11 +25,13 @@ from moe_serve.model.checkpoint.manifest import (
     all_tensors,
     attention_table,
     feed_forward_table,
+    layer_tensors,
     model_table,
 )
 from moe_serve.model.families import Family, family_of
+from moe_serve.model.families.mtp import MTPLayer
 from moe_serve.model.load.expert_packing import ExpertPacking
-from moe_serve.model.load.linear_packing import LINEAR_KEYS, LinearPacking, weights_description
+from moe_serve.model.load.linear_packing import LinearPacking, weights_description
 from moe_serve.model.load.load_attention import AttentionLoader
 from moe_serve.model.load.load_expert_memory import MemoryBudget, memory_stage, room_stage
 from moe_serve.model.load.load_experts import ExpertLoader, expert_names
@@ -49,7 +53,6 @@ from moe_serve.model.stage.gather import (
     GatheredMLP,
     RowNormedQKV,
 )
-from moe_serve.model.stage.tensor_shard import AttentionWeights
 
 
 class ModelLoader:
@@ -74,33 +77,62 @@ class ModelLoader:
         config = config.text()
         self.spec: ModelSpec = family.read_spec(config)
         check_spec(self.spec, config)
-        self._num_threads = num_threads or default_num_threads()
-        self._reader = open_weights(folder, config)
-        self._names = family.names_in(self._reader.has)
-        experts = expert_names(self._names, self.spec, self._reader)
+        self._folder, self._num_threads = folder, num_threads or default_num_threads()
+        self.reader = open_weights(folder, config)
+        self.prefix = family.prefix_in(self.reader.has)  # before the names of all tensors
+        self.names = family.names.after(self.prefix)
+        experts = expert_names(self.names, self.spec, self.reader)
         num_tensors = 0
-        for item in all_tensors(self._names, experts, self.spec):
-            self._reader.expect(item.name, item.shape)
+        for item in all_tensors(self.names, experts, self.spec):
+            self.reader.expect(item.name, item.shape)
             num_tensors += 1
         self.dtype: torch.dtype = dtype or self._own_dtype()
         self.device = device or torch.device("cpu")
         self.kernels: Kernels = choose_kernels(
             self.device, self.dtype, kernels, num_threads, low_bit_products
         )
-        self._packing = ExpertPacking(self._reader, self.kernels, expert_weights, self.dtype)
-        self._linears = LinearPacking(self._reader, self.kernels, linear_weights)
-        self._tensors = ModelTensors(self._reader, self.dtype, self.device, num_tensors, progress)
+        self._packing = ExpertPacking(self.reader, self.kernels, expert_weights, self.dtype)
+        self._linears = LinearPacking(self.reader, self.kernels, linear_weights)
+        self._tensors = ModelTensors(self.reader, self.dtype, self.device, num_tensors, progress)
         self._experts = ExpertLoader(self.spec, experts, self._tensors, self._packing)
-        self._tables = [
-            attention_table(self._names, self.spec, layer) for layer in range(self.spec.num_layers)
+        self._linears.decide(model_table(self.names, self.spec))
+        self._linears.decide_layers(self.names, self.spec)
+
+    def beside(self, layer: MTPLayer) -> ModelLoader:
+        """Return a loader of a layer that predicts further tokens, from the same checkpoint.
+
+        Checks the header of its tensors. Raises CheckpointError if there is no such layer.
+        """
+        spec, names, reader = layer.spec, layer.names.layer, self.reader
+        if not reader.has(layer.names.projection):
+            raise CheckpointError(
+                f"speculation.method is 'mtp', but {self._folder} has no weights of an MTP layer "
+                f"({layer.names.projection} is missing): use a checkpoint with them, or set it to "
+                "'auto' or 'off'."
+            )
+        other, experts = copy.copy(self), expert_names(names, spec, reader)
+        for item in (*layer.fusion_table().values(), *layer_tensors(names, experts, spec, 0)):
+            reader.expect(item.name, item.shape)
+        modes: list[WeightsName] = [
+            "auto" if packing.mode == "packed" else packing.mode
+            for packing in (self._packing, self._linears)
         ]
-        self._packed_linears = [self._linears.packed(table) for table in self._tables]
-        self._is_head_packed = bool(self._linears.packed(model_table(self._names, self.spec)))
+        other.spec, other.names = spec, names
+        other._packing = ExpertPacking(reader, self.kernels, modes[0], self.dtype)
+        other._linears = LinearPacking(reader, self.kernels, modes[1])
+        other._linears.decide_layers(names, spec)
+        other._tensors = ModelTensors(reader, self.dtype, self.device, 0, progress=None)
+        other._experts = ExpertLoader(spec, experts, other._tensors, other._packing)
+        return other
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """Load one weight."""
+        return self._tensors.keep(stored)
 
     @property
     def weight_format(self) -> str:
         """The format of the stored weights, for logs."""
-        return self._reader.format_name
+        return self.reader.format_name
 
     @property
     def expert_weights(self) -> str:
@@ -112,58 +144,63 @@ class ModelLoader:
         if self.spec.dtype is not None:
             stated: torch.dtype = getattr(torch, self.spec.dtype)
             return stated
-        return self._reader.stored_dtype(self._names.embedding)
+        return self.reader.stored_dtype(self.names.embedding)
 
     def attention_stage(self, max_positions: int, gather: Gather | None = None) -> AttentionStage:
         """Load everything but the routed experts; `gather`: of every layer, this shard's part."""
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
-        table = model_table(self._names, spec)
+        table = model_table(self.names, spec)
         embedding = self._tensors.keep(table["embedding"])
         bias = self._tensors.keep(table["head_bias"]) if spec.has_head_bias else None
         weight: Weight = embedding
         if not spec.is_head_tied:
-            weight = self._matrix(table["head"], is_packed=self._is_head_packed)
+            weight = self._linears.matrix(table["head"], self._tensors)
         head = self._head(weight, bias, gather)
         if not spec.is_head_tied:
             self._tensors.done(table["head"])
-        attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
         return AttentionStage(
             spec,
             self.kernels,
             embedding=embedding,
-            layers=[
-                self._attention_layer(layer, attention, gather) for layer in range(spec.num_layers)
-            ],
+            layers=self.attention_layers(max_positions, gather),
             final_norm=self._tensors.keep(table["final_norm"]),
             head=head,
         )
 
+    def attention_layers(
+        self, max_positions: int, gather: Gather | None = None
+    ) -> list[AttentionLayer]:
+        """Load all layers without their routed experts."""
+        spec = self.spec if gather is None else gather.shard.spec(self.spec)
+        attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
+        return [self._attention_layer(layer, attention, gather) for layer in range(spec.num_layers)]
+
     def routers(self) -> list[Router | None]:
         """Load the routers alone, for an expert side that routes; None for dense layers."""
         tables = [
-            feed_forward_table(self._names, self.spec, layer)
+            feed_forward_table(self.names, self.spec, layer)
             for layer in range(self.spec.num_layers)
         ]
         return [self._router(table) for table in tables]
 
     def embedding(self) -> Tensor:
         """Load the token embeddings alone, [V, D]."""
-        return self._tensors.keep(model_table(self._names, self.spec)["embedding"])
+        return self._tensors.keep(model_table(self.names, self.spec)["embedding"])
 
     def output_matrix(self) -> Tensor:
         """Load the matrix of the output head alone, [V, D]; the embedding if they are tied."""
         key = "embedding" if self.spec.is_head_tied else "head"
-        return self._tensors.keep(model_table(self._names, self.spec)[key])
+        return self._tensors.keep(model_table(self.names, self.spec)[key])
 
     def final_norm(self) -> Tensor:
         """Load the weights of the final norm alone, [D]."""
-        return self._tensors.keep(model_table(self._names, self.spec)["final_norm"])
+        return self._tensors.keep(model_table(self.names, self.spec)["final_norm"])
 
     def router_weights(self, layer: int) -> Mapping[str, Tensor]:
         """Load the tensors that a layer routes with: moe_norm, and in fp32 router and, if present,
         router_bias and selection_bias.
         """
-        table = feed_forward_table(self._names, self.spec, layer)
+        table = feed_forward_table(self.names, self.spec, layer)
         weights = {"moe_norm": self._tensors.keep(table["moe_norm"])}
         for key in ("router", "router_bias", "selection_bias"):
             if key in table:
@@ -202,7 +239,7 @@ class ModelLoader:
 
         A disk error raises an exception instead of ending the process.
         """
-        tensors = ModelTensors(self._reader.copying(), self.dtype, self.device, 0, progress=None)
+        tensors = ModelTensors(self.reader.copying(), self.dtype, self.device, 0, progress=None)
         return self._experts.with_tensors(tensors)
 
     def expert_bank(self, layer: int, experts: Collection[int]) -> ExpertBank:
@@ -221,9 +258,6 @@ class ModelLoader:
             banks.put(self.expert_bank(layer, experts), experts)
         return banks
 
-    def _matrix(self, stored: Stored, *, is_packed: bool) -> Weight:
-        return self._tensors.read_packed(stored) if is_packed else self._tensors.read(stored)
-
     def _head(self, weight: Weight, bias: Tensor | None, gather: Gather | None) -> Linear:
         if gather is None:
             return self.kernels.linear(weight, bias)
@@ -234,9 +268,9 @@ class ModelLoader:
     def _attention_layer(
         self, layer: int, attention: AttentionLoader, gather: Gather | None
     ) -> AttentionLayer:
-        table = self._tables[layer]
-        feed = feed_forward_table(self._names, self.spec, layer)
-        weights = self._attention_weights(layer)
+        table = attention_table(self.names, self.spec, layer)
+        feed = feed_forward_table(self.names, self.spec, layer)
+        weights = self._linears.attention_weights(table, self._tensors)
         if gather is not None:
             weights = gather.shard.attention(weights, self.spec, layer)
         output: Linear = self.kernels.linear(weights.matrices["o"], weights.tensors.get("o_bias"))
@@ -254,15 +288,6 @@ class ModelLoader:
         for item in table.values():
             self._tensors.done(item)
         return result
-
-    def _attention_weights(self, layer: int) -> AttentionWeights:
-        packed, tensors, matrices = self._packed_linears[layer], {}, {}
-        for key, item in self._tables[layer].items():
-            if key in LINEAR_KEYS:
-                matrices[key] = self._matrix(item, is_packed=key in packed)
-            else:
-                tensors[key] = self._tensors.read(item)
-        return AttentionWeights(tensors=tensors, matrices=matrices)
 
     def _with_row_norm(
         self,

@@ -196,7 +196,13 @@ class AttentionStage:
 
     def logits(self, hidden_TD: Tensor, rows: Tensor) -> Tensor:
         """Apply final norm and head to some rows -> [rows, V] in fp32."""
-        chosen = hidden_TD.index_select(0, rows)
-        normed = self.kernels.rms_norm(chosen, self._final_norm, self.spec.norm_eps)
-        logits = self._head(normed).float()
+        return self.head_logits(self.normed(hidden_TD.index_select(0, rows)))
+
+    def normed(self, hidden_TD: Tensor) -> Tensor:
+        """Apply the final norm -> [T, D]."""
+        return self.kernels.rms_norm(hidden_TD, self._final_norm, self.spec.norm_eps)
+
+    def head_logits(self, normed_TD: Tensor) -> Tensor:
+        """Apply the head to normed rows -> [T, V] in fp32."""
+        logits = self._head(normed_TD).float()
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor

@@ -14,6 +14,7 @@ import yaml
 
 from moe_serve.cluster.launch.deployment import Deployment
 from moe_serve.cluster.launch.hosts import HostPort
+from moe_serve.model.hub.hub_name import hub_name_of
 
 KubernetesKind = Literal["leader-worker-set", "stateful-set"]
 Manifest = dict[str, Any]
@@ -22,6 +23,7 @@ SECRET_KEY = "cluster-secret"  # key in the Secret: the secret of the control co
 API_KEYS_KEY = "api-keys"  # keys of HTTP clients, separated by commas
 ADMIN_KEYS_KEY = "admin-keys"  # keys for /admin; optional
 _USER = 10001  # the user of our images
+_HUB_HOME = "/var/cache/moe-serve/huggingface"  # HF_HOME of our images
 _PRE_STOP_S = 5  # until the Service has stopped sending requests
 _NODE_0 = "moe-serve/node-0"
 _HEADER = """\
@@ -153,9 +155,11 @@ def _pod(deployment: Deployment, arguments: tuple[str, ...], *, is_node_0: bool 
     if is_node_0 and deployment.probe_scheme is not None:
         container |= _probes(deployment.probe_scheme)
     if deployment.model_claim is not None:
+        is_fetched = hub_name_of(deployment.command.model) is not None
         folder = str(PurePosixPath(deployment.command.model or "/models/model").parent)
-        container["volumeMounts"].append({"name": "model", "mountPath": folder, "readOnly": True})
-        claim = {"claimName": deployment.model_claim, "readOnly": True}
+        path, is_fixed = (_HUB_HOME, False) if is_fetched else (folder, True)
+        container["volumeMounts"].append({"name": "model", "mountPath": path, "readOnly": is_fixed})
+        claim = {"claimName": deployment.model_claim, "readOnly": is_fixed}
         volumes.append({"name": "model", "persistentVolumeClaim": claim})
     return {
         "enableServiceLinks": False,

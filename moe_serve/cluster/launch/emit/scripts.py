@@ -76,10 +76,11 @@ Type=exec
 #Environment=PATH=/opt/moe-serve/bin:/usr/bin:/bin
 EnvironmentFile={secrets}
 {variables}ExecStart={command}
-# Built kernels stay in /var/cache/moe-serve.
+# Built kernels and models fetched by name stay in /var/cache/moe-serve.
 CacheDirectory=moe-serve
 CacheDirectoryMode=0700
 Environment=XDG_CACHE_HOME=%C HOME=%C/moe-serve TRITON_CACHE_DIR=%C/moe-serve/triton
+Environment=HF_HOME=%C/moe-serve/huggingface
 
 # Without a limit on starts: a node that waits for the others may need many.
 Restart=on-failure

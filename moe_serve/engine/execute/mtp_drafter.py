@@ -1,0 +1,166 @@
+"""Drafts tokens with the layer that a checkpoint ships for predicting further tokens (MTP)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_serve.engine.drafting.draft import DraftSource
+from moe_serve.engine.execute.step_outcome import Proposal
+from moe_serve.engine.execute.verify import Verified
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.model.stage.mtp_stage import (
+    MAX_GUESSES,
+    MAX_TOKENS,
+    MTPPart,
+    pages_of_draft,
+)
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
+from moe_serve.pipeline.pipeline import Pipeline
+
+_log = logging.getLogger(__name__)
+_PATIENCE = 8  # steps in a row whose guesses were not verified before the next ones are left out
+_PAUSE = 16  # steps: one of so many then guesses, so that drafting can begin again
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """Rows of a step whose next tokens are known: those tokens at the rows' positions. `last` is
+    the last of the rows, counted over all sequences; `is_sampled`: a token was sampled there."""
+
+    piece: SequenceSlice
+    last: int
+    is_sampled: bool
+
+
+class MTPDrafter:
+    """Runs the layer over the rows of each step, and guesses the tokens behind sampled ones.
+
+    The layer's keys and values lie in the sequences' own pages, so they are shared, moved and
+    given back with the model's. A failure ends drafting and affects no request.
+    """
+
+    def __init__(self, part: MTPPart, pipeline: Pipeline, max_tokens: int) -> None:
+        self._part, self._pipeline = part, pipeline
+        self._max_tokens, self._has_failed = min(max_tokens, MAX_TOKENS), False
+        self._num_unused: dict[int, int] = {}  # steps without a draft, by sequence id
+        pipeline.keeps_every_row = True
+
+    def propose(
+        self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
+    ) -> dict[int, Proposal]:
+        """Return drafts that follow the runs which a step has sampled, by sequence id."""
+        hidden_TD = self._pipeline.hidden_TD
+        if hidden_TD is None or self._has_failed:
+            return {}
+        try:
+            return self._propose(plan, found, sequences, hidden_TD)
+        except Exception:
+            _log.exception("the MTP layer failed; it drafts no more")
+            self._has_failed, self._pipeline.keeps_every_row = True, False
+            return {}
+
+    def _propose(
+        self,
+        plan: StepPlan,
+        found: Verified,
+        sequences: Mapping[int, Sequence],
+        hidden_TD: Tensor,
+    ) -> dict[int, Proposal]:
+        followed, rows = _follow(plan, found, sequences)
+        if not followed:
+            return {}
+        if len(rows) < len(hidden_TD):
+            hidden_TD = hidden_TD[torch.from_numpy(rows).to(hidden_TD.device)]
+        batch = MicroBatch(tuple(each.piece for each in followed))
+        states_TD = self._part.stage.first_states(batch, hidden_TD, self._part.cache)
+        self._note_use(plan)
+        drafting = [each for each in followed if self._may_draft(each, sequences)]
+        if not drafting or len(drafting) > MAX_GUESSES:
+            return {}
+        most = min(self._max_tokens, MAX_GUESSES // len(drafting))
+        guesses = self._guesses(drafting, states_TD[[each.last for each in drafting]], most)
+        return {
+            each.piece.sequence_id: (DraftSource.MTP.value, tuple(tokens))
+            for each, tokens in zip(drafting, guesses, strict=True)
+        }
+
+    def _note_use(self, plan: StepPlan) -> None:
+        """Count the decode steps in a row that verified no draft, as no gain was expected."""
+        before = self._num_unused
+        self._num_unused = {
+            piece.sequence_id: 0
+            if len(piece.token_ids) > 1  # a prompt, or with a draft
+            else before.get(piece.sequence_id, 0) + 1
+            for piece in plan.slices
+        }
+
+    def _may_draft(self, each: _Followed, sequences: Mapping[int, Sequence]) -> bool:
+        """Return whether tokens behind the rows are wanted, and have positions."""
+        piece = each.piece
+        num_unused = self._num_unused[piece.sequence_id]
+        if not each.is_sampled or (num_unused > _PATIENCE and num_unused % _PAUSE):
+            return False
+        end = piece.start + len(piece.token_ids) + self._max_tokens
+        request = sequences[piece.sequence_id].request
+        return request.may_draft and end <= self._part.max_positions
+
+    def _guesses(self, drafting: list[_Followed], state_SD: Tensor, most: int) -> list[list[int]]:
+        """Return `most` tokens for each sequence, each the likeliest behind the one before."""
+        stage, cache = self._part.stage, self._part.cache
+        pieces = [self._with_pages(i, each.piece, most) for i, each in enumerate(drafting)]
+        tokens_S, guesses = stage.logits(state_SD).argmax(-1), list[Tensor]()
+        for depth in range(1, most):
+            guesses.append(tokens_S)
+            tokens = tokens_S.cpu().numpy()
+            batch = MicroBatch(
+                tuple(
+                    replace(piece, start=piece.start + depth, token_ids=tokens[i : i + 1])
+                    for i, piece in enumerate(pieces)
+                )
+            )
+            state_SD = stage.next_states(batch, state_SD, cache)
+            tokens_S = stage.logits(state_SD).argmax(-1)
+        found: list[list[int]] = torch.stack((*guesses, tokens_S), dim=1).tolist()
+        return found
+
+    def _with_pages(self, index: int, piece: SequenceSlice, most: int) -> SequenceSlice:
+        """Return the last token of a slice, with pages for the keys of `most` - 1 more tokens."""
+        last, size = piece.start + len(piece.token_ids) - 1, self._part.cache.page_size
+        num_missing = (last + most - 1) // size + 1 - len(piece.page_table)
+        table = piece.page_table
+        if num_missing > 0:
+            own, each = self._part.own_pages, pages_of_draft(size)
+            table = (*table, *own[index * each :][:num_missing])
+        return replace(piece, start=last, token_ids=piece.token_ids[-1:], page_table=table)
+
+
+def _follow(
+    plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
+) -> tuple[list[_Followed], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Return the rows of a step whose next tokens are known, and their places in the step.
+
+    Of a sequence that caught up these are the rows of its tokens and of the accepted drafted ones;
+    of any other sequence all rows, as the prompt goes on.
+    """
+    followed, ranges, start, num_rows = list[_Followed](), list[range](), 0, 0
+    for piece in plan.slices:
+        sequence, first = sequences[piece.sequence_id], piece.start
+        end = first + len(piece.token_ids) - piece.num_drafted
+        following, run = sequence.token_ids[first + 1 : end + 1], list[int]()
+        if end == sequence.num_tokens:
+            sampled = found.sampled.get(piece.sequence_id, ())
+            run = [each.token_id for each in sampled if each.is_valid]
+        if following or run:
+            tokens = np.array([*following, *run], dtype=np.int64)
+            num_rows += len(tokens)
+            ranges.append(range(start, start + len(tokens)))
+            shifted = SequenceSlice(piece.sequence_id, first, tokens, piece.page_table, 1)
+            followed.append(_Followed(shifted, num_rows - 1, bool(run)))
+        start += len(piece.token_ids)
+    return followed, np.array([row for each in ranges for row in each], dtype=np.int64)
