@@ -114,8 +114,7 @@ class ModelLoader:
         for item in (*layer.fusion_table().values(), *layer_tensors(names, experts, spec, 0)):
             reader.expect(item.name, item.shape)
         modes: list[WeightsName] = [
-            "auto" if packing.mode == "packed" else packing.mode
-            for packing in (self._packing, self._linears)
+            "auto" if p.mode == "packed" else p.mode for p in (self._packing, self._linears)
         ]
         other.spec, other.names = spec, names
         other._packing = ExpertPacking(reader, self.kernels, modes[0], self.dtype)
