@@ -48,8 +48,13 @@ def main() -> int:
     print_table(machine, results, figures)
     if arguments.json:
         rows = [
-            {"engine": r.engine, "error": r.error, "versions": r.versions}
-            | (asdict(f) if f else {})
+            {
+                "engine": r.engine,
+                "error": r.error,
+                "versions": r.versions,
+                "samples_s": r.samples_s,
+                **(asdict(f) if f else {}),
+            }
             for r, f in zip(results, figures, strict=True)
         ]
         limits = {"read_gb_s": machine.read_gb_s, "busy_cores": machine.busy_cores}
