@@ -307,16 +307,17 @@ static Tile tile_of(int64_t num_rows) {
   }
 }
 
-// One or two rows: all panels at once, as they lie in memory. More: two panels at a time, so that
+// Up to four rows: all panels at once, as they lie in memory. More: two panels at a time, so that
 // unpacked codes serve more rows.
 template <Values kValues>
 static void multiply(const Form& form, const QuantisedRows& x, const int64_t* rows,
                      int64_t num_rows, const char* cells, int64_t num_panels, float* c,
                      int64_t row_step) {
 #if defined(__AVX512VNNI__)
-  if (num_rows <= 2 && num_panels == kGroupPanels) {
-    Tile few = num_rows == 2 ? tile<kValues, 2, 4> : tile<kValues, 1, 4>;
-    few(form, x, rows, cells, 0, num_panels, c, row_step);
+  if (num_rows <= 4 && num_panels == kGroupPanels) {
+    constexpr Tile kFew[] = {tile<kValues, 1, 4>, tile<kValues, 2, 4>, tile<kValues, 3, 4>,
+                             tile<kValues, 4, 4>};
+    kFew[num_rows - 1](form, x, rows, cells, 0, num_panels, c, row_step);
     return;
   }
 #endif
