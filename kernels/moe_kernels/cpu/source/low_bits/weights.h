@@ -32,35 +32,28 @@ static inline Rows<T> make_rows(const Form& form, const T* x, int64_t step, int6
 
 constexpr int64_t kRowsAtOnce = 24;  // as multiply_group takes them
 
-// Few rows: some cells at a time are unpacked into the first-level cache, where the product reads
+// Some cells at a time are unpacked into the first-level cache, where the products of all rows read
 // them. A result's chain is put down between the blocks, which changes no bit.
-template <class T, class Row, class Store>
-static void multiply_unpacked_blocks(const Form& form, Group g, int64_t width, int64_t num_rows,
-                                     const Row& row, const Store& store) {
-  constexpr int64_t kBlockBytes = 32 * 1024;
-  static thread_local Scratch scratch;
-  const int64_t block = kBlockBytes / (int64_t)sizeof(T) / kGroupColumns, step = g.panels * kLanes;
-  uint32_t* floats = scratch.get<uint32_t>(units<T>(block) * step);
-  alignas(64) float c[kRowsAtOnce * kGroupColumns];
-  const T* rows[kRowsAtOnce];
-  for (int64_t k = 0; k < width; k += block) {
-    const int64_t end = std::min(width, k + block);
-    for (int64_t m = 0; m < num_rows; ++m) rows[m] = row(m) + k;
-    unpack(form, (const char*)g.data, g.panels, k, end, floats, (const T*)nullptr);
-    multiply_rows(rows, num_rows, end - k, floats, step, g.panels, c, kGroupColumns, k > 0);
-  }
-  for (int64_t m = 0; m < num_rows; ++m) store(m, c + m * kGroupColumns);
-}
-
-// Many rows: a group is unpacked once, into the second-level cache.
 template <class T, class Row, class Store>
 static void multiply_unpacked(const Form& form, Group g, int64_t width, int64_t num_rows,
                               const Row& row, const Store& store) {
-  static thread_local Scratch scratch;
-  const int64_t padded = (width + kEight - 1) / kEight * kEight;
-  uint32_t* floats = scratch.get<uint32_t>(units<T>(padded) * g.panels * kLanes);
-  unpack(form, (const char*)g.data, g.panels, 0, width, floats, (const T*)nullptr);
-  multiply_group<T>({floats, g.panels}, nullptr, width, num_rows, row, store);
+  constexpr int64_t kBlockBytes = 32 * 1024;
+  static thread_local Scratch weights, sums;
+  const int64_t block = kBlockBytes / (int64_t)sizeof(T) / kGroupColumns, step = g.panels * kLanes;
+  uint32_t* floats = weights.get<uint32_t>(units<T>(block) * step);
+  float* c = sums.get<float>(num_rows * kGroupColumns);
+  const T* rows[kRowsAtOnce];
+  for (int64_t k = 0; k < width; k += block) {
+    const int64_t end = std::min(width, k + block);
+    unpack(form, (const char*)g.data, g.panels, k, end, floats, (const T*)nullptr);
+    for (int64_t m = 0; m < num_rows; m += kRowsAtOnce) {
+      const int64_t count = std::min(kRowsAtOnce, num_rows - m);
+      for (int64_t i = 0; i < count; ++i) rows[i] = row(m + i) + k;
+      multiply_rows(rows, count, end - k, floats, step, g.panels, c + m * kGroupColumns,
+                    kGroupColumns, k > 0);
+    }
+  }
+  for (int64_t m = 0; m < num_rows; ++m) store(m, c + m * kGroupColumns);
 }
 
 // All rows against one group of columns: index(m) is the number of row m among `rows`, store(m, c)
@@ -73,8 +66,7 @@ static void multiply_weight(const Form& form, Group g, const uint32_t* next, int
   if (form.values == kFloats) {
     multiply_group<T>(g, next, width, num_rows, row, store);
   } else if (!form.has_int8_rows) {
-    if (num_rows <= kRowsAtOnce) multiply_unpacked_blocks<T>(form, g, width, num_rows, row, store);
-    else multiply_unpacked<T>(form, g, width, num_rows, row, store);
+    multiply_unpacked<T>(form, g, width, num_rows, row, store);
   } else {
     alignas(64) float c[kRowsAtOnce * kGroupColumns];
     int64_t indices[kRowsAtOnce];
