@@ -309,6 +309,12 @@ def _shuffled_groups(
 def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, num_rows: int) -> Tensor:
     zeros = checkpoint.view(name + "_zero_point")
     if zeros.dtype == torch.int8:
+        most = 2 ** (scheme.bits - 1) - 1
+        if zeros.numel() and (zeros.min() < -most - 1 or zeros.max() > most):
+            raise CheckpointError(
+                f"{checkpoint.path(name + '_zero_point')}: tensor {name}_zero_point has values "
+                f"outside [{-most - 1}, {most}], the range of int{scheme.bits}: convert it again."
+            )
         return zeros if zeros.dim() == 2 else zeros.reshape(1, 1)
     zeros_GN = _PACKED_TABLES[scheme.bits].decode(transposed_bytes(zeros))
     return zeros_GN[:, :num_rows].t().contiguous().to(torch.int8)
