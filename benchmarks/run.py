@@ -39,6 +39,8 @@ BENCHMARKS = {
     "grammar_masks": "grammars.grammar_masks",
     "hostile_grammars": "grammars.hostile_grammars",
     "speculation": "speculation.speculation",
+    "kv_tiers": "kv_tiers.kv_tiers",
+    "lost_rank": "kv_tiers.lost_rank",
     "mtp": "speculation.mtp",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",

@@ -27,6 +27,11 @@ class ExpertLayer(Protocol):
         """The experts that may receive rows."""
         ...
 
+    @property
+    def whole_bank(self) -> ExpertBank | None:
+        """The bank that has all experts of the layer and keeps them; None if there is none."""
+        ...
+
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
         """Take over experts that are not held yet. `make_bank` reads their weights, if this layer
         reads them right away."""
@@ -79,6 +84,12 @@ class LayerBanks:
     def held(self) -> frozenset[int]:
         """All experts that are held here."""
         return frozenset().union(*(each.experts for each in self._banks))
+
+    @property
+    def whole_bank(self) -> ExpertBank | None:
+        """See ExpertLayer.whole_bank. The bank of a room is none, as its experts are exchanged."""
+        is_whole = len(self.held) == len(self._bank_E) - 1 and len(self._banks) == 1
+        return self._banks[0].bank if is_whole and not self._is_room else None
 
     def put(self, bank: ExpertBank, experts: Collection[int]) -> None:
         """Add a bank with the rank's own experts; it is never dropped."""

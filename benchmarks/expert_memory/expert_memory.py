@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         folder = _random(stack) if options.random else demo_model_folder()
         engines = {ALL: _engine(folder, options, None, None, tier, PredictorConfig())}
-        num_bytes = int(_expert_bytes(folder) * options.share)
+        num_bytes = int(expert_bytes(folder) * options.share)
         for policy in options.policies:
             if policy == NEXT_LAYER and options.random:
                 continue
@@ -115,7 +115,7 @@ def _engine(
     return build_engine(config, open_weights=slow_weights(tier)).engine
 
 
-def _expert_bytes(folder: Path) -> int:
+def expert_bytes(folder: Path) -> int:
     """Returns the bytes of all routed experts, packed with two bytes per value."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = ("hidden_size", "moe_intermediate_size", "num_experts", "num_hidden_layers")
@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tier:
     """The storage of the experts. Reads by two threads overlap, as on a disk with a queue."""
 

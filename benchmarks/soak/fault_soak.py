@@ -1,6 +1,7 @@
 """Kills and freezes ranks at random under load; checks that nothing hangs, leaks or fails.
 
     python benchmarks/run.py fault_soak --minutes 10 --kills 20 --seed 1 --json soak.json
+    python benchmarks/run.py fault_soak --minutes 30 --speculation auto --pages 96 --aborters 2
 
 Every answer, with tokens and log probabilities, is compared with that of a server of one process.
 The exit status is 0 only if nothing went wrong. See benchmarks/README.md.
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.environment import write_report
-from soak.load import Tally, answers_of, keep_asking, questions
+from soak.load import Tally, answers_of, keep_aborting, keep_asking, questions
 from soak.served import Served, Usage
 
 VOCAB_SIZE = 4096  # of the demonstration model
@@ -128,9 +129,10 @@ def main() -> int:
     arguments = _parser().parse_args()
     console = Console()
     asked = questions(arguments.questions, VOCAB_SIZE, arguments.seed)
-    with Served(0, 0, arguments.heartbeat) as alone:
+    with Served(0, 0, arguments.heartbeat, speculation="off") as alone:
         expected = asyncio.run(answers_of(alone.url, asked))
-    with Served(arguments.attention_ranks, arguments.expert_ranks, arguments.heartbeat) as served:
+    layout = (arguments.attention_ranks, arguments.expert_ranks, arguments.heartbeat)
+    with Served(*layout, arguments.pages, arguments.speculation) as served:
         run = asyncio.run(_soak(served, asked, expected, arguments))
         status, num_left = served.stop()
         log = served.log
@@ -152,6 +154,9 @@ async def _soak(
     start, seconds = time.monotonic(), 60 * arguments.minutes
     clients = asyncio.create_task(
         keep_asking(served.url, asked, expected, arguments.clients, tally, stop)
+    )
+    aborters = asyncio.gather(
+        *(keep_aborting(served.url, asked, seed, stop) for seed in range(arguments.aborters))
     )
     await asyncio.sleep(_WARM_UP_S)
     names = sorted(await asyncio.to_thread(served.ranks))
@@ -175,6 +180,7 @@ async def _soak(
     await asyncio.sleep(_WARM_UP_S)
     stop.set()
     await clients
+    await aborters
     usages.append(served.usage())
     spent_s = time.monotonic() - start
     return Run(tally, striker, usages, spent_s, has_recovered, longest_pause_s)
@@ -199,6 +205,7 @@ def _report(
     gaps = [tally.gap_after(item.moment, item.moment + _GAP_S) for item in struck]
     report: dict[str, Any] = {
         "layout": f"{arguments.attention_ranks}A{arguments.expert_ranks}E",
+        "speculation": arguments.speculation,
         "seconds": round(run.seconds, 1),
         "blows": [
             asdict(item.blow) | {"gap_s": round(gap, 3)}
@@ -274,6 +281,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clients", type=int, default=8, help="default %(default)s")
     parser.add_argument("--questions", type=int, default=32, help="different ones, %(default)s")
     parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds, %(default)s")
+    parser.add_argument("--pages", type=int, default=512, help="of a rank; few cause preemptions")
+    parser.add_argument("--speculation", help="a method of --speculative-config")
+    parser.add_argument("--aborters", type=int, default=0, help="clients that leave early")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--log", type=Path, help="where to put the server's stderr")
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -79,6 +80,25 @@ async def answers_of(url: str, asked: Sequence[Question]) -> list[Tokens]:
     """Sends all prompts one after the other to a server without faults."""
     async with httpx.AsyncClient(base_url=url, timeout=_REQUEST_LIMIT_S) as client:
         return [await ask(client, question, Tally()) for question in asked]
+
+
+async def keep_aborting(
+    url: str, asked: Sequence[Question], seed: int, stop: asyncio.Event
+) -> None:
+    """Opens streams and leaves each after some events, until `stop`."""
+    rng = random.Random(seed)
+    while not stop.is_set():
+        with contextlib.suppress(httpx.HTTPError):
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=_REQUEST_LIMIT_S) as client,
+                client.stream("POST", "/v1/completions", json=rng.choice(asked)) as response,
+            ):
+                num_left = rng.randint(1, 40)
+                async for _ in response.aiter_lines():
+                    num_left -= 1
+                    if not num_left or stop.is_set():
+                        break
+        await asyncio.sleep(rng.random())
 
 
 async def keep_asking(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -37,10 +38,20 @@ class Served:
     """
 
     def __init__(
-        self, attention: int, experts: int, heartbeat_s: float, num_pages: int = 512
+        self,
+        attention: int,
+        experts: int,
+        heartbeat_s: float,
+        num_pages: int = 512,
+        speculation: str | None = None,
     ) -> None:
+        """`speculation` is a method of `--speculative-config`; None: its default."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the server
         flags = ["--port", "0", "--num-threads", "1", "--num-pages", str(num_pages)]
+        if 16 * num_pages < 2048:  # the demonstration model's longest text
+            flags += ["--max-model-len", str(16 * num_pages)]
+        if speculation is not None:
+            flags += ["--speculative-config", json.dumps({"method": speculation})]
         if attention:
             flags += ["--attention-ranks", str(attention), "--expert-ranks", str(experts)]
         environment = child_environment() | {"MOE_SERVE_CLUSTER_HEARTBEAT_S": str(heartbeat_s)}

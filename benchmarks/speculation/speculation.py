@@ -2,31 +2,41 @@
 
     python benchmarks/run.py speculation
     python benchmarks/run.py speculation --parts natural,wrong --rounds 7
-    python benchmarks/run.py speculation --model FOLDER --parts oracle
+    python benchmarks/run.py speculation --model FOLDER --parts oracle,random-prediction
+    python benchmarks/run.py speculation --parts self --self-experts 1
+    python benchmarks/run.py speculation --parts self --expert-memory 0.5 --latency-us 80 \
+        --gigabytes-per-s 3
 
 Both kinds of turns run in one process, in turns, and must give the same tokens. Parts: `oracle`
 (a drafter that is always right), `repeated` (requests that were answered before), `prediction` (the
 client sends the answer with some tokens edited), `schema` (JSON with long keys), `natural` (text
 without loops), `wrong` (drafts that are never right), `auto` (the controller beside fixed lengths),
-`head` (a trained head; run it alone, as its guesses cost time in every part).
-A model with random weights can run `oracle` only, as its answers mean nothing.
+`head` (a trained head), `self` (the model itself with fewer experts). `auto` compares on repeated
+requests and on natural text, and prints below the table which share of the best length it reaches.
+`ranks` runs repeated requests on 1A1E and in one process.
+
+A model with random weights can run `oracle` and `random-prediction` only, as its answers mean
+nothing. With `oracle`, U(n) tells how many experts of a layer n consecutive tokens chose.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from expert_memory.expert_memory import Tier, expert_bytes, slow_weights
 from harness.environment import describe_environment, write_report
 from moe_serve.config.sections import SpeculationMethod
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.oracle import Oracle
 from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
+from .ranks import gains_by_layout
 from .turns import Bench, Comparison, line
 from .workloads import loops, natural, random_prompts, structured, with_predictions
 
@@ -37,8 +47,12 @@ _NUM_PROMPTS = 16
 class _Parts:
     """The parts of the benchmark on one engine."""
 
-    def __init__(self, bench: Bench, tokenizer: Tokenizer | None, rounds: int) -> None:
+    def __init__(
+        self, bench: Bench, tokenizer: Tokenizer | None, rounds: int, batches: Sequence[int]
+    ) -> None:
+        """`batches` are those of the oracle."""
         self._bench, self._rounds, self._tokenizer = bench, rounds, tokenizer
+        self._batches = batches
         self._vocab_size = bench.built.layout.vocab_size
 
     @property
@@ -46,12 +60,15 @@ class _Parts:
         assert self._tokenizer is not None, "this part needs a tokenizer"
         return self._tokenizer
 
+    def plain(self, batch: int) -> list[GenerationRequest]:
+        """Return greedy requests that any model can answer."""
+        if self._tokenizer is None:
+            return random_prompts(self._vocab_size, batch, _TOKENS // 2)
+        return natural(self._text, batch, _TOKENS, 0.0)
+
     def oracle(self) -> Iterator[Comparison]:
-        for batch in (1, 4, 16):
-            if self._tokenizer is None:
-                asked = random_prompts(self._vocab_size, batch, _TOKENS // 2)
-            else:
-                asked = natural(self._text, batch, _TOKENS, 0.0)
+        for batch in self._batches:
+            asked = self.plain(batch)
             answers = self._bench.turn(asked, None).answers
             for most in (5, 15):
                 yield self._compare(
@@ -99,10 +116,17 @@ class _Parts:
 
     def head(self) -> Iterator[Comparison]:
         """Needs an engine that was built with the method head."""
+        return self._by_model("head")
+
+    def by_self(self) -> Iterator[Comparison]:
+        """Needs an engine that was built with the method self."""
+        return self._by_model("self")
+
+    def _by_model(self, method: SpeculationMethod) -> Iterator[Comparison]:
         for temperature in (0.0, 0.7):
-            warm = self._bench.drafting(method="head")
+            warm = self._bench.drafting(method=method)
             yield self._compare(
-                f"head, T = {temperature}",
+                f"{method}, T = {temperature}",
                 lambda number, t=temperature: self._unlooped(t, number),  # type: ignore[misc]
                 lambda warm=warm: warm,  # type: ignore[misc]
             )
@@ -119,17 +143,30 @@ class _Parts:
 
     def auto(self) -> Iterator[Comparison]:
         for batch in (1, 2, 4, 8, 16, 32, 64):
-            asked = natural(self._text, batch, 96, 0.0)
-            for length in (None, 1, 3, 5, 8):
-                settings = {} if length is None else {"max_tokens": length, "is_adaptive": False}
-                warm = self._bench.drafting(method="suffix", **settings)
-                self._bench.turn(asked, warm)
-                name = "auto" if length is None else f"K = {length}"
-                yield self._compare(
-                    f"repeated, batch {batch}, {name}",
-                    lambda _, asked=asked: asked,  # type: ignore[misc]
-                    lambda warm=warm: warm,  # type: ignore[misc]
-                )
+            for kind, temperature in (("repeated", 0.0), ("natural", 0.7)):
+                for length in (None, 1, 3, 5, 8):
+                    yield self._fixed(kind, temperature, batch, length)
+
+    def _fixed(self, kind: str, temperature: float, batch: int, length: int | None) -> Comparison:
+        """Compare one length of drafts, or the controller, with none."""
+        fixed = {} if length is None else {"max_tokens": length, "is_adaptive": False}
+        warm = self._bench.drafting(method="auto", **fixed)
+
+        def asked(number: int) -> list[GenerationRequest]:
+            first = 0 if kind == "repeated" else (1 + number) * batch
+            return natural(self._text, batch, 96, temperature, first=first)
+
+        self._bench.turn(asked(0), warm)
+        name = AUTO if length is None else f"K = {length}"
+        return self._compare(f"{kind}, batch {batch}, {name}", asked, lambda: warm)
+
+    def random_prediction(self) -> Iterator[Comparison]:
+        """Predictions of the answers of a model with random weights, with 5% of tokens edited."""
+        warm = self._bench.drafting(method="ngram")
+        plain = random_prompts(self._vocab_size, 1, _TOKENS // 2)
+        answers = self._bench.turn(plain, None).answers
+        asked = with_predictions(plain, answers, 0.05, self._vocab_size)
+        yield self._compare("prediction, 5% edited", lambda _: asked, lambda: warm)
 
     def _compare(
         self,
@@ -164,35 +201,102 @@ class _Parts:
         raise RuntimeError("every answer loops")
 
 
-PARTS = ("oracle", "repeated", "prediction", "schema", "natural", "wrong", "auto", "head")
+AUTO, RANKS = "auto", "ranks"
+PARTS = {
+    "oracle": _Parts.oracle,
+    "repeated": _Parts.repeated,
+    "prediction": _Parts.prediction,
+    "schema": _Parts.schema,
+    "natural": _Parts.natural,
+    "wrong": _Parts.wrong,
+    "auto": _Parts.auto,
+    "head": _Parts.head,
+    "self": _Parts.by_self,
+    "random-prediction": _Parts.random_prediction,
+}
+_USUAL = ("oracle", "repeated", "prediction", "schema", "natural", "wrong", "auto")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="checkpoint with random weights (default: demonstration)")
-    parser.add_argument("--parts", default=None, help=f"some of {','.join(PARTS)}")
+    parts_help = f"some of {','.join(PARTS)}; or {RANKS} alone"
+    parser.add_argument("--parts", default=None, help=parts_help)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="kernel threads (default 1)")
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="for oracle")
+    parser.add_argument("--self-experts", type=int, default=2, help="for self (default 2)")
+    parser.add_argument("--expert-memory", type=float, help="share of the experts in memory")
+    parser.add_argument("--latency-us", type=float, default=0.0, help="of an expert tensor's read")
+    parser.add_argument("--gigabytes-per-s", type=float, default=float("inf"), help="of reads")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    wanted = (options.parts or ("oracle" if options.model else ",".join(PARTS[:-1]))).split(",")
+    if options.parts == RANKS:
+        for text in gains_by_layout(options.rounds, options.threads):
+            print(text, flush=True)
+        return 0
+    wanted = (options.parts or ("oracle" if options.model else ",".join(_USUAL))).split(",")
     if unknown := set(wanted) - set(PARTS):
         print(f"There is no part {sorted(unknown)[0]!r}. The parts are: {', '.join(PARTS)}.")
         return 2
-    method: SpeculationMethod = "head" if "head" in wanted else "auto"
-    bench = Bench(options.model, options.threads, method)
+    bench = _bench(options, wanted)
     tokenizer = None if options.model else Tokenizer.load(bench.built.layout.folder)
-    parts = _Parts(bench, tokenizer, options.rounds)
+    parts = _Parts(bench, tokenizer, options.rounds, options.batches)
     environment = describe_environment()
     print(" ".join(f"{key}={value}" for key, value in environment.items()))
     print(f"{'':36} speedup (range)       by CPU  tok/step accepted rows/step v(n)  drafter us")
     found = []
     for name in wanted:
-        for comparison in getattr(parts, name)():
+        for comparison in PARTS[name](parts):
             found.append(comparison)
             print(line(comparison), flush=True)
+    for text in shares_of_best(found):
+        print(text)
+    if "oracle" in wanted:
+        print(_experts_line(bench, parts))
     write_report(options.json, {**environment, "figures": [asdict(each) for each in found]})
     return 0
+
+
+def _experts_line(bench: Bench, parts: _Parts) -> str:
+    by_count = bench.experts_of(parts.plain(1))
+    return "U(n): " + ", ".join(f"{count}: {number:.1f}" for count, number in by_count.items())
+
+
+def shares_of_best(found: Sequence[Comparison]) -> Iterator[str]:
+    """Tell for each workload of `auto` how near the controller came to the best fixed setting, of
+    which one is to draft nothing."""
+    speedups: dict[str, dict[str, float]] = {}
+    for each in found:
+        workload, _, setting = each.name.rpartition(", ")
+        if workload.startswith(("repeated, batch", "natural, batch")):
+            speedups.setdefault(workload, {"off": 1.0})[setting] = each.speedup
+    for workload, by_setting in speedups.items():
+        auto = by_setting.pop(AUTO)
+        best = max(by_setting, key=by_setting.__getitem__)
+        share = auto / by_setting[best]
+        yield f"{workload}: {share:.2f} of the best ({best}), {auto:.2f} of off"
+
+
+def _bench(options: argparse.Namespace, wanted: Sequence[str]) -> Bench:
+    method: SpeculationMethod = "auto"
+    if "head" in wanted:
+        method = "head"
+    elif "self" in wanted:
+        method = "self"
+    num_bytes, tier = None, Tier()
+    if options.expert_memory is not None:
+        folder = demo_model_folder() if options.model is None else Path(options.model)
+        num_bytes = int(expert_bytes(folder) * options.expert_memory)
+        tier = Tier(options.latency_us * 1e-6, options.gigabytes_per_s * 1e9)
+    return Bench(
+        options.model,
+        options.threads,
+        method,
+        self_experts=options.self_experts,
+        expert_memory_bytes=num_bytes,
+        open_weights=slow_weights(tier),
+    )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ from moe_serve.engine.build import build_engine
 from moe_serve.engine.drafting.build import drafting_maker
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.draft_counts import SourceCounts
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
+from moe_serve.model.load.weight_reader import OpenWeights, open_checkpoint
 
 MakeRequests = Callable[[int], list[GenerationRequest]]  # of a round
 MakeDrafting = Callable[[], Drafting | None]
@@ -70,16 +72,31 @@ class Bench:
         method: SpeculationMethod = "auto",
         max_num_seqs: int = 64,
         max_tokens: int = 16,
+        *,
+        self_experts: int = 2,
+        expert_memory_bytes: int | None = None,
+        open_weights: OpenWeights = open_checkpoint,
     ) -> None:
+        """`self_experts` are those of a token while the model drafts for itself."""
         self.config = EngineConfig(
-            model=ModelConfig(path=model, num_threads=num_threads, max_model_len=1024),
+            model=ModelConfig(
+                path=model,
+                num_threads=num_threads,
+                max_model_len=1024,
+                expert_memory_bytes=expert_memory_bytes,
+            ),
             cache=CacheConfig(num_pages=64 * max_num_seqs),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
-            speculation=SpeculationConfig(method=method, max_tokens=max_tokens),
+            speculation=SpeculationConfig(
+                method=method, max_tokens=max_tokens, self_experts=self_experts
+            ),
         )
-        self.built = build_engine(self.config)
+        self.built = build_engine(self.config, open_weights=open_weights)
         assert isinstance(self.built.engine, Engine), "the model is in this process"
         self.engine = self.built.engine
+        executor = self.engine._executor
+        assert isinstance(executor, LocalExecutor), "steps run in this process"
+        self._executor, self._step_drafter = executor, executor.drafter
 
     def drafting(self, **changes: object) -> Drafting | None:
         """Return a fresh drafting with changed settings."""
@@ -91,6 +108,7 @@ class Bench:
         """Run the requests to their ends."""
         engine, answers = self.engine, {r.request_id: list[int]() for r in requests}
         engine.drafts.use(drafting)
+        self._executor.drafter = None if drafting is None else self._step_drafter
         before = engine.stats().counts.drafts
         for request in requests:
             engine.add(request)
@@ -119,6 +137,27 @@ class Bench:
             drafter_s=counts.drafter_s - before.drafter_s,
             answers=answers,
         )
+
+    def experts_of(self, requests: Sequence[GenerationRequest]) -> dict[int, float]:
+        """Return by n how many different experts of a layer n consecutive tokens of an answer
+        chose, on average."""
+        self.engine.drafts.use(None)
+        rows: dict[str, list[list[list[int]]]] = {r.request_id: [] for r in requests}
+        for request in requests:
+            self.engine.add(replace(request, wants_routed_experts=True))
+        while self.engine.has_work:
+            for delta in self.engine.step():
+                rows[delta.request_id] += [each.lists() for each in delta.routed_experts or ()]
+        found = {}
+        for count in (1, 2, 3, 4, 6, 8, 16):
+            windows = [
+                [each[layer] for each in answer[start : start + count]]
+                for answer in rows.values()
+                for start in range(len(answer) - count + 1)
+                for layer in range(len(answer[0]))
+            ]
+            found[count] = statistics.mean(len(set().union(*window)) for window in windows)
+        return found
 
     def compare(
         self, name: str, requests: MakeRequests, drafting: MakeDrafting, rounds: int

@@ -99,6 +99,15 @@ class ExpertMemory:
             self._held_LE[self._place[layer], list(experts)] = is_held
             self._changed.notify_all()
 
+    def resident(self, layer: int) -> NDArray[np.bool_]:
+        """Return which experts of a layer are in memory now, [E]. Reads go on, so some may have
+        left when they are used."""
+        with self._changed:
+            slots_E = self._table.slot_LE[self._place[layer]]
+            is_ready_E = self._table.state_S[slots_E] == SlotState.READY
+            resident_E: NDArray[np.bool_] = (slots_E >= 0) & is_ready_E
+            return resident_E
+
     def hint(self, scores_LE: Hint | None) -> None:
         """Set the probability [L, E] that the coming step needs an expert, known from its requests.
         It is kept until the next hint; None removes it."""

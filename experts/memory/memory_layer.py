@@ -24,6 +24,10 @@ class MemoryLayer:
         self._own = self.held = frozenset(experts)
         memory.hold(layer, sorted(self._own))
 
+    @property
+    def whole_bank(self) -> None:
+        """None: experts come and go."""
+
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
         """Take over experts; they are read when needed and share the budget."""
         more = frozenset(experts)

@@ -71,6 +71,12 @@ def choose_kernels(
     return TorchKernels(words, low_bit_products)
 
 
+def kernels_build() -> str:
+    """Name the builds of the kernels of this process: bits may differ between two builds."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{load_cpu_library().build or 'no library'}, torch {torch.__version__}, {capability}"
+
+
 def torch_instructions() -> str:
     """The vector instructions that torch's own kernels use on this CPU."""
     name = torch.backends.cpu.get_cpu_capability()

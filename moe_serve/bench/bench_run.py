@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import ssl
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -24,7 +24,6 @@ from moe_serve.bench.figures.summary import Samples, notes_of, quantiles_ms, sum
 from moe_serve.bench.load import Load, OnStart, WallTimer, make_requests, warm_up
 from moe_serve.bench.report.report import Report
 from moe_serve.bench.workload.prompt_maker import PromptMaker, TextScale, probe_prompts
-from moe_serve.bench.workload.trace_rows import TraceCut
 from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchError, BenchServerError, plain
 
@@ -213,24 +212,8 @@ def _report(
 
 
 def _workload_json(plan: RunPlan, endpoint: Endpoint) -> dict[str, object]:
-    workload, arrivals = plan.workload, plan.workload.arrivals
     return {
-        "mode": workload.mode,
-        "is_open": workload.is_open,
-        "seed": workload.seed,
-        "concurrency": workload.concurrency,
-        "rate": arrivals and arrivals.rate,
-        "burstiness": arrivals and arrivals.burstiness,
-        "source": workload.source,
-        **_trace_json(workload.cut),
-        "num_trace_rows": None if workload.trace is None else len(workload.trace.rows),
-        "num_file_prompts": len(workload.files) or None,
-        "prompt_tokens": None if workload.source else str(workload.prompt_tokens),
-        "output_tokens": None if workload.cut else str(workload.output_tokens),
-        "prefix_tokens": workload.prefixes.num_tokens,
-        "num_prefixes": workload.prefixes.num_prefixes,
-        "num_requests": workload.num_requests,
-        "duration_s": workload.duration_s,
+        **plan.workload.facts(),
         "data": plan.data,
         "endpoint": endpoint.name,
         "is_stream": endpoint.is_stream,
@@ -238,11 +221,6 @@ def _workload_json(plan: RunPlan, endpoint: Endpoint) -> dict[str, object]:
         "body": dict(endpoint.extra),
         "timeout_s": plan.timeout_s,
     }
-
-
-def _trace_json(cut: TraceCut | None) -> dict[str, object]:
-    names = [item.name for item in fields(TraceCut) if item.name != "max_requests"]
-    return {f"trace_{name}": None if cut is None else getattr(cut, name) for name in names}
 
 
 def describe_client() -> dict[str, str]:

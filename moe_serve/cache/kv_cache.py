@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from moe_kernels.interface.kernels import Kernels, KVPages
+from moe_kernels.interface.attention_shape import KVPages
+from moe_kernels.interface.kernels import Kernels
 from moe_serve.config.sections import CacheConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.spec import ModelSpec
@@ -44,9 +46,9 @@ class KVCache:
             for _ in range(spec.num_layers)
         )
         is_latent = spec.latent is not None  # the values are then a part of the keys
-        self._parts = [
+        self.parts: tuple[Tensor, ...] = tuple(
             part for layer in self.layers for part in (layer.keys, layer.values)[: 2 - is_latent]
-        ]
+        )
 
     def beside(self, spec: ModelSpec, num_more: int) -> KVCache:
         """Make a cache of further layers for the same pages, and `num_more` pages that only it has.
@@ -56,7 +58,7 @@ class KVCache:
         """
         dtype = self.layers[0].keys.dtype
         other = KVCache(spec, self.num_pages + num_more, self.page_size, dtype, self.device)
-        self._parts += other._parts
+        self.parts += other.parts
         return other
 
     @property
@@ -91,13 +93,13 @@ class KVCache:
     def clear(self, pages: Sequence[int]) -> None:
         """Zero some pages in every layer."""
         index = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        for part in self._parts:
+        for part in self.parts:
             part.index_fill_(0, index, 0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, given as (from, to). All are read before any is written."""
         sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
-        for part in self._parts:
+        for part in self.parts:
             part.index_copy_(0, targets, part.index_select(0, sources))
 
     def finite(self, pages: Sequence[int]) -> list[bool]:
@@ -111,7 +113,7 @@ class KVCache:
             index = torch.tensor(pages[start : start + _PAGES_AT_ONCE], device=self.device)
             sums = [
                 part.index_select(0, index).flatten(1).sum(1, dtype=torch.float32)
-                for part in self._parts
+                for part in self.parts
             ]
             verdicts += torch.stack(sums).isfinite().all(0).tolist()
         return verdicts

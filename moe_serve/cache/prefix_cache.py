@@ -147,9 +147,10 @@ class PrefixCache:
     def hold(self, pages: Sequence[int]) -> None:
         """Add an owner to pages, in use or idle, that a sequence found."""
         self.sampled.found(pages)
-        self._hold(pages)
+        self.pin(pages)
 
-    def _hold(self, pages: Iterable[int]) -> None:
+    def pin(self, pages: Iterable[int]) -> None:
+        """Add an owner to the pages of a run from the root, so that they are not evicted."""
         for page in pages:
             self._pool.share(page)
             self._idle.pop(page, None)
@@ -178,7 +179,7 @@ class PrefixCache:
             self._pool.share(page)
             return page
         if cached != page:
-            self._hold([cached])
+            self.pin([cached])
             self.release([page])
         return cached
 

@@ -16,6 +16,7 @@ import typer
 from experts.placement.placement_error import PlacementError
 from moe_serve import __version__
 from moe_serve.cli.bench.bench import bench
+from moe_serve.cli.cache import cache
 from moe_serve.cli.calibrate import calibrate
 from moe_serve.cli.chat import chat
 from moe_serve.cli.config import config
@@ -27,9 +28,11 @@ from moe_serve.cli.place.place import place
 from moe_serve.cli.placement_commands import placement
 from moe_serve.cli.plan import plan
 from moe_serve.cli.predictor.predictor import predictor
+from moe_serve.cli.quantize.quantize import quantize
 from moe_serve.cli.run_batch.run_batch import run_batch
 from moe_serve.cli.serve.foreign_flags import ServerCommand
 from moe_serve.cli.serve.serve import serve
+from moe_serve.cli.simulate import simulate
 from moe_serve.cli.timeline import timeline
 from moe_serve.cli.top.top import top
 from moe_serve.cli.trace.trace_commands import trace
@@ -53,6 +56,7 @@ app.command(rich_help_panel="Serve", cls=ServerCommand)(serve)
 app.command(rich_help_panel="Serve", cls=ServerCommand)(launch)
 app.command(rich_help_panel="Use")(chat)
 app.command(name="run-batch", rich_help_panel="Use")(run_batch)
+app.command(rich_help_panel="Use")(quantize)
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 app.command(rich_help_panel="Inspect")(doctor)
 app.add_typer(models, name="models", rich_help_panel="Inspect")
@@ -61,6 +65,12 @@ app.add_typer(
     name="config",
     rich_help_panel="Inspect",
     help="Show the configuration that a server would start with.",
+)
+app.add_typer(
+    cache,
+    name="cache",
+    rich_help_panel="Inspect",
+    help="Show, verify or clear the KV pages that a server keeps on a disk.",
 )
 app.command(rich_help_panel="Inspect")(timeline)
 app.command(rich_help_panel="Inspect")(top)
@@ -78,6 +88,7 @@ app.add_typer(
 )
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)
+app.command(rich_help_panel="Plan")(simulate)
 app.add_typer(place, rich_help_panel="Plan")
 app.add_typer(predictor, rich_help_panel="Plan")
 

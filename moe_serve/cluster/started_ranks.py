@@ -27,6 +27,7 @@ from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
 from moe_serve.cluster.members.roster import RankState, Roster
+from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
 from moe_serve.cluster.rebalance.rebalancer import Rebalancer, make_mover, make_rebalancer
@@ -36,7 +37,8 @@ from moe_serve.cluster.steps.epoch_maker import EpochMaker
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.sections import EngineConfig, TransportName
 from moe_serve.engine.build import BuiltEngine, build_engine
-from moe_serve.engine.drafting.build import drafting_maker
+from moe_serve.engine.build_tiers import check_tiers
+from moe_serve.engine.drafting.build import check_on_ranks, drafting_maker
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
@@ -65,6 +67,7 @@ class StartedRanks:
         self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
         self._starter: RankStarter | None = None
+        self._arena = RankArena(model.config.cache)
         self._roster = Roster(model.ranks)
         self._membership = Membership(
             self._roster, self._configure, model.weights, cluster.heartbeat_s
@@ -163,13 +166,14 @@ class StartedRanks:
         )
 
     def _configure(self, name: RankName) -> Configure:
-        return self._model.configure(name, self.current.version)
+        return self._model.configure(name, self.current.version, self._arena.path)
 
     def close(self) -> None:
         """Ends the ranks and stops listening."""
         self._membership.close()
         self._listener.close()
         self._place.close()
+        self._arena.close()
 
     def _engine(
         self,
@@ -199,6 +203,7 @@ class StartedRanks:
             policy=policy,
             routes=routes,
             drafting=drafting,
+            make_tier=self._arena.tier_maker(executor, loaded.report),
         )
 
 
@@ -266,11 +271,13 @@ def build_cluster(
 
     Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
+    check_tiers(config)
     clock = time.monotonic()
     model = ClusterModel.read(config)
     routes, loads = RouteListeners(), RankLoads(model.placement)
     make_policy = policy_maker(config, model.folder, model.spec, routes, loads)
     check_next_layer(config, model.folder, model.spec)
+    check_on_ranks(config)
     with contextlib.ExitStack() as opened:  # closed again if a later part is refused
         watch = watch_for(config, model)
         opened.callback(watch.close)

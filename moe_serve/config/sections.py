@@ -22,7 +22,7 @@ RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
 PredictorMode = Literal["off", "observe", "act"]
-SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp"]
+SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp", "self"]
 TransportName = Literal["auto", "host", "nccl"]
 RebalanceName = Literal["off", "manual", "auto"]
 ToolParserName = Literal[
@@ -87,6 +87,20 @@ class CacheConfig:
     memory_bytes: int | None = None  # None and None: enough for `max_num_seqs` average requests
     prefix_cache: bool = True  # requests reuse pages of equal beginnings
     metrics_sample: float = 0.01  # share of pages whose times are measured; 0: none
+    disk_path: str | None = None  # a folder for pages that survive a restart; None: no disk tier
+    disk_bytes: int = 10 * 2**30  # most that the folder takes
+    disk_min_free_bytes: int = 2**30  # space of the disk that is left to others
+    disk_write_bytes_per_day: int | None = None  # None: any number
+    disk_ttl_s: float = 86400.0  # how long a page is kept
+    memory_tier_bytes: int | None = None  # shared by the ranks of a host; None: no memory tier
+    checkpoint_after_s: float = 2.0  # how often running requests give their pages to a tier
+    share_across_keys: bool = False  # API keys share pages, also with a disk tier
+
+    @property
+    def separates_keys(self) -> bool:
+        """True if requests with different API keys share no pages: the disk keeps pages for so
+        long that response times would tell one client what others have asked."""
+        return self.disk_path is not None and not self.share_across_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +184,17 @@ class SpeculationConfig:
     prompt_lookup_min: int = 2  # least tokens that must agree in a request's own text
     prompt_lookup_max: int = 5  # most tokens that are compared there
     suffix_max_tokens: int = 1_000_000  # tokens of past answers that are kept, in all
+    self_experts: int = 2  # experts of a token while the model drafts for itself (method self)
     head: str | None = None  # a folder; None: speculation_head in the model's folder
 
     @property
     def is_on(self) -> bool:
         return self.method != "off"
+
+    @property
+    def num_self_tokens(self) -> int:
+        """Most tokens that the model drafts for a sequence in one step by itself."""
+        return min(self.max_tokens, 5) if self.method == "self" else 0
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -186,6 +206,7 @@ class SpeculationConfig:
             "auto": ("ngram", "suffix", "prediction", "grammar"),
             "head": ("ngram", "prediction", "grammar", "head"),
             "mtp": ("ngram", "prediction", "grammar", "mtp"),
+            "self": ("ngram", "prediction", "grammar", "self"),
         }
         return sources[self.method]
 

@@ -6,17 +6,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from experts.expert_stage import ExpertStage
 from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.build_tiers import check_tiers, tier_maker
 from moe_serve.engine.drafting.build import drafting_maker
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.cuda_graphs import with_cuda_graphs
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
+from moe_serve.engine.execute.self_drafter import SelfDrafter
 from moe_serve.engine.execute.step_drafter import StepDrafter
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_timeline import StepTimeline, StepWatch
@@ -29,13 +33,17 @@ from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.sampling_backend import SamplingBackend, make_sampler
 from moe_serve.engine.schedule.policy.build import policy_maker
 from moe_serve.engine.watch.hang_watch import ActivityReport, LocalActivity
+from moe_serve.errors import ConfigError
 from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
+from moe_serve.pipeline.exchange.next_layer import NextLayer
+from moe_serve.pipeline.fewer_experts import FewerExperts
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
+from moe_serve.pipeline.stacked_layers import StackedLayers
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.transport import LocalTransport
 
@@ -65,7 +73,6 @@ def build_engine(
     have their own threads.
     """
     clock = time.monotonic()
-    keep_freed_memory()
     model = _opened(config, progress, open_weights)
     loader, spec, max_model_len = model.loader, model.spec, model.max_model_len
     eos, grammars = model.eos_token_ids, model.grammars()
@@ -73,11 +80,11 @@ def build_engine(
     make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
     next_layer = open_next_layer(config, model.folder, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
-    part, transport = model.load_attention(config), _local_transport(loader, experts, config)
-    pipeline = Pipeline(part.stage, transport, part.cache, loader.device, log, tap, next_layer)
+    part = model.load_attention(config)
+    pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer))
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
-    sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline)
+    sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline, experts)
     executor = LocalExecutor(runner, sampler, tap, experts.memory, masks, watch, drafter)
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
     engine = Engine(
@@ -94,6 +101,7 @@ def build_engine(
         policy=make_policy(),
         routes=routes,
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
+        make_tier=tier_maker(config, model, part.cache, report),
     )
     layout = EngineFacts.of(
         model,
@@ -122,24 +130,70 @@ def _sampling(
     grammars: Grammars,
     part: AttentionPart,
     pipeline: Pipeline,
+    experts: ExpertStage,
 ) -> tuple[SamplingBackend, AnswerMasks, StepDrafter | None]:
     """Build what samples a step's tokens: a sampler, masks and drafts for the next step."""
     eos = model.eos_token_ids
     masks = AnswerMasks(model.spec.vocab_size, eos, grammars)
-    drafter = StepDrafter.of(config, model.folder, masks, part.stage, pipeline, part.mtp)
+    by_self = _self_drafter(config, model.spec, part, experts, pipeline.device)
+    drafter = StepDrafter.of(config, model.folder, masks, part.stage, pipeline, part.mtp, by_self)
     return make_sampler(eos, model.loader.kernels), masks, drafter
+
+
+def _self_drafter(
+    config: EngineConfig,
+    spec: ModelSpec,
+    part: AttentionPart,
+    experts: ExpertStage,
+    device: torch.device,
+) -> SelfDrafter | None:
+    """Build what drafts with the model itself, if the configuration asks for it. Raises ConfigError
+    if the model cannot run with fewer experts."""
+    if config.speculation.method != "self":
+        return None
+    wanted, top_k = config.speculation.self_experts, spec.router.top_k
+    if wanted >= top_k:
+        raise ConfigError(
+            f"speculation.self_experts is {wanted} and must be less than {top_k}, the number of "
+            "experts that this model runs for each token: give a smaller number, or set "
+            "speculation.method to 'auto'."
+        )
+    if config.cluster.wire_dtype != "auto":
+        raise ConfigError(
+            f"speculation.method 'self' drafts without rounding rows to cluster.wire_dtype "
+            f"{config.cluster.wire_dtype!r}: leave that out, or set speculation.method to 'auto'."
+        )
+    pipeline = Pipeline(part.stage, FewerExperts(experts, wanted), part.cache, device)
+    return SelfDrafter(pipeline, config.cache.page_size, config.speculation.num_self_tokens)
 
 
 def _opened(
     config: EngineConfig, progress: LoadProgress | None, open_weights: OpenWeights
 ) -> OpenedModel:
     of = config.model
+    check_tiers(config)
+    keep_freed_memory()
     num_threads = of.num_threads or default_num_threads()
     folder, device = model_folder(of), device_of(of)
     model = OpenedModel.open(folder, of, num_threads, device, progress, open_weights)
     check_page_size(config.cache.page_size, model.loader.kernels)
     model.set_torch_threads()
     return model
+
+
+def _pipeline(
+    config: EngineConfig,
+    part: AttentionPart,
+    loader: ModelLoader,
+    experts: ExpertStage,
+    beside: tuple[StageLog, RouteTap, NextLayer | None],
+) -> Pipeline:
+    """Build the pipeline of this process, with all layers in one call if nothing lies between."""
+    transport, (*_, next_layer) = _local_transport(loader, experts, config), beside
+    pipeline = Pipeline(part.stage, transport, part.cache, loader.device, *beside)
+    if next_layer is None and config.cluster.wire_dtype == "auto":
+        pipeline.stacked = StackedLayers.of(part.stage, experts, part.cache)
+    return pipeline
 
 
 def _local_transport(

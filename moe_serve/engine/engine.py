@@ -29,6 +29,7 @@ from moe_serve.engine.request.stats import EngineCounts, EngineStats
 from moe_serve.engine.routes.route_records import Made, RouteListeners, experts_of, made_tokens
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.engine.schedule.batcher import make_next_plan, make_step_plan
+from moe_serve.engine.schedule.kv_tier import MakeTier
 from moe_serve.engine.schedule.policy.arrival_order import FIFO
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
@@ -42,9 +43,9 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Call `add` and `abort` for requests, and `step` while `has_work`.
 
-    `begin_step` and `end_step` split a step around its computation, so that several engines can
-    step together. While a step runs, `begin_ahead` may begin the next one if its contents are
-    certain. A sequence that ends in between keeps its pages and is computed once more in vain.
+    `begin_step` and `end_step` split a step around its computation, so that engines can step
+    together. While a step runs, `begin_ahead` may begin the next one if it is certain. A sequence
+    that ends in between keeps its pages and is computed once more in vain.
     """
 
     def __init__(
@@ -64,12 +65,13 @@ class Engine:
         policy: BatchPolicy = FIFO,
         routes: RouteListeners | None = None,
         drafting: Drafting | None = None,
+        make_tier: MakeTier | None = None,
         clock: Clock = REAL_CLOCK,
     ) -> None:
         assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
         cache = PrefixCache(num_pages, page_size, sampled_pages)
         identity = model_identity if has_prefix_cache else None
-        sharing = PrefixSharing(cache, identity, executor.finite_pages)
+        sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier)
         self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy, clock)
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
         self._executor, self._routes = executor, RouteListeners() if routes is None else routes
@@ -112,17 +114,18 @@ class Engine:
 
     @property
     def num_seats(self) -> int:
-        """Number of sequences that may run at once."""
         return self._scheduler.num_seats
 
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """See `DrivenEngine.set_waker`. Unused, as only requests bring work."""
+        """See `DrivenEngine.set_waker`."""
+        self._scheduler.tier.set_waker(wake)
 
     def stop_waiting(self) -> None:
         """See `DrivenEngine.stop_waiting`. This engine never waits."""
 
     def close(self) -> None:
-        """See `DrivenEngine.close`. Everything is in this process."""
+        """See `DrivenEngine.close`."""
+        self._scheduler.tier.close()
 
     @property
     def num_pending_tokens(self) -> int:
@@ -132,7 +135,7 @@ class Engine:
     def surrender(self) -> list[Sequence]:
         """Give up all sequences in order of arrival. Their pages and computed state are lost."""
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
-        self._scheduler.policy.forget(s.id for s in (*sequences, *self._scheduler.running))
+        self._scheduler.abandon(sequences)
         self.drafts.forget(sequences)
         for sequence in sequences:
             sequence.leave_engine()
@@ -191,7 +194,7 @@ class Engine:
         return sequences_of(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
-        """Return the deltas of the step and of requests that ended without one. Raises
+        """Return the step's deltas and those of requests that ended without one. Raises
         ExecutorLostError; `take_pending` then has the deltas made before it."""
         if not isinstance(outcome, StepOutcome):
             self.drop_ahead()  # it needs the tokens of this step
@@ -203,8 +206,7 @@ class Engine:
             if left:
                 self._finish(left, outcome)
             self._num_steps += 1
-            total = self._num_prompt_tokens + self._num_generated_tokens
-            self._scheduler.step_tokens.count_to(total)
+            self._scheduler.step_ended(self._num_prompt_tokens + self._num_generated_tokens)
             ended = [s for key, (s, _) in schedule.items() if key not in left]
             self.drafts.give_back(ended, [s.id for s in ended])
             self._release_finished(ended, outcome)
@@ -245,7 +247,6 @@ class Engine:
             self._finish(part, self._try(plan, part))
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
         own = EngineCounts(
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
@@ -254,10 +255,11 @@ class Engine:
         )
         return EngineStats(
             num_steps=self._num_steps,
-            load=scheduler.load,
-            counts=scheduler.counts + own,
+            load=self._scheduler.load,
+            counts=self._scheduler.counts + own,
+            tier=self._scheduler.tier.stats(),
             expert_memory=self._executor.expert_memory,
-            batching=scheduler.policy.stats(),
+            batching=self._policy.stats(),
         )
 
     def check_integrity(self) -> None:
@@ -273,8 +275,7 @@ class Engine:
         ended, made = [], made_tokens(schedule, outcome.choices, outcome.sampled)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
-            unread = sequence.num_prompt_tokens - sequence.num_computed_tokens
-            self._num_prompt_tokens += max(0, min(count, unread))
+            self._num_prompt_tokens += sequence.num_unread(count)
             sequence.prompt_logprobs += outcome.prompt_logprobs.get(key, ())
             sequence.num_computed_tokens += count
             sequence.is_proven = False
@@ -324,8 +325,7 @@ class Engine:
         self._executor.forget([s.id for s in sequences])
 
     def _release_finished(self, ended: list[Sequence], outcome: StepOutcome | Exception) -> None:
-        """Remove sequences whose last step has ended. Without a valid token their last pages are
-        not proven."""
+        """Remove ended sequences. Without a valid token their last pages are not proven."""
         for sequence in ended:
             if not (isinstance(outcome, StepOutcome) and outcome.is_sound(sequence.id)):
                 sequence.is_proven = False

@@ -202,16 +202,16 @@ def create_app(
         placement=placement,
         has_each_expert=config.expert_metrics,
     )
-    gate = GrammarGate(grammars or _own_grammars(engine, model))
     server = ServerContext(
         model=model,
         config=config,
         metrics=metrics,
         metrics_page=MetricsPage(metrics, sources, config.metrics_alias),
         generations=generations,
-        gate=gate,
+        gate=GrammarGate(grammars or _own_grammars(engine, model)),
         assistant=assistant,
         speculates=facts.speculation.is_on,
+        separates_keys=facts.cache.separates_keys and config.has_api_keys,
     )
     board = Board(server, placement, facts)
     app = FastAPI(
@@ -222,7 +222,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.generations, app.state.gate, app.state.metrics = generations, gate, metrics
+    app.state.generations, app.state.gate, app.state.metrics = generations, server.gate, metrics
     _add_routes(app, server)
     if tracing is not None:
         app.include_router(trace_router(tracing, config.max_body_bytes))

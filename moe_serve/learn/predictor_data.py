@@ -71,7 +71,7 @@ class HiddenCapture:
     def run(self, documents: Sequence[Tokens], *, has_hidden: bool = True) -> CapturedLayers:
         """Pass documents through all layers. Each is read from its start."""
         stage, cache = self._stage, self._cache
-        inputs = stage.make_inputs(_as_batch(documents, cache.page_size), cache, cache.device)
+        inputs = stage.make_inputs(as_batch(documents, cache.page_size), cache, cache.device)
         hidden_TD = stage.embed(inputs)
         ids, before, between = list[Tensor](), list[Tensor](), list[Tensor]()
         for layer in range(stage.spec.num_layers):
@@ -94,7 +94,8 @@ class HiddenCapture:
         )
 
 
-def _as_batch(documents: Sequence[Tokens], page_size: int) -> MicroBatch:
+def as_batch(documents: Sequence[Tokens], page_size: int) -> MicroBatch:
+    """Lay whole documents side by side on pages of their own, from page 1 on."""
     slices, page = [], 1
     for index, tokens in enumerate(documents):
         num_pages = -(-len(tokens) // page_size)

@@ -68,3 +68,7 @@ class StepPlan:
     @property
     def slices(self) -> list[SequenceSlice]:
         return [s for batch in self.micro_batches for s in batch.slices]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(batch.num_tokens for batch in self.micro_batches)

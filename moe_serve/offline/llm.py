@@ -76,6 +76,7 @@ class LLM:
     """A loaded model. `close()` (or `with`) frees its memory."""
 
     _ids = itertools.count()  # of requests
+    _open_engine: DrivenEngine | None
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class LLM:
         max_model_len: int | None = None,
         num_pages: int | None = None,
         prefix_cache: bool = True,
+        kv_disk: str | None = None,
         max_num_seqs: int = 64,
         max_batched_tokens: int = 1024,
         attention_ranks: int = 0,
@@ -111,7 +113,7 @@ class LLM:
                 low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
                 max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs,
             ),  # fmt: skip
-            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache),
+            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache, disk_path=kv_disk),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
                 max_batched_tokens=max_batched_tokens,
@@ -130,8 +132,7 @@ class LLM:
         checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
-        self._open_engine: DrivenEngine | None = built.engine
-        self.layout = built.layout
+        self._open_engine, self.layout = built.engine, built.layout
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
         self._gate = GrammarGate(built.grammars)
 

@@ -21,6 +21,7 @@ from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.next_layer import NextLayer
 from moe_serve.pipeline.route_tap import RouteTap
+from moe_serve.pipeline.stacked_layers import StackedLayers, hidden_of_logits
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline_recorder import NO_LAYER, Stage
 from moe_serve.pipeline.transport import Transport
@@ -54,21 +55,33 @@ class Pipeline:
         self._log = StageLog() if log is None else log  # its owner begins and ends steps
         self._tap = RouteTap(stage.spec.router.num_experts) if tap is None else tap
         self._next_layer = next_layer
+        self.stacked: StackedLayers | None = None  # if set, runs steps of one micro-batch
         self.device = device
         self.keeps_hidden = False
         self.hidden_RD: Tensor | None = None  # the last step's states behind its logits, if kept
         self.keeps_every_row = False
         self.hidden_TD: Tensor | None = None  # the last step's states of all its rows, if kept
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
         """Compute a step -> the requested logits [R, V] in fp32, slice after slice.
 
         Afterwards the cache holds the keys and values of every token of the step.
         """
+        self._tap.begin(plan)
+        if self.stacked is None or len(plan.micro_batches) > 1:
+            return self._run_by_layer(plan)
+        since, (batch,) = time.perf_counter(), plan.micro_batches
+        result = self.stacked.run(batch, self._log, has_choices=plan.routes is not None)
+        self._tap.take_stacked(result)
+        self._log.passed_layers(since, 0.0)
+        self.hidden_RD = hidden_of_logits(batch, result.hidden_TD) if self.keeps_hidden else None
+        self.hidden_TD = result.hidden_TD if self.keeps_every_row else None
+        return result.logits_RV
+
+    @torch.inference_mode()
+    def _run_by_layer(self, plan: StepPlan) -> Tensor:
         since, aside_s, parts = time.perf_counter(), 0.0, list[Tensor]()
         hidden, every_row = list[Tensor](), list[Tensor]()
-        self._tap.begin(plan)
         inputs = (
             self._stage.make_inputs(batch, self._cache, self._device)
             for batch in plan.micro_batches
@@ -139,7 +152,7 @@ class Pipeline:
         routed = advance.routed
         if routed is None:
             return
-        self._tap.take(index, routed.rows)
+        self._tap.take(index, routed.rows.expert_ids_TK, routed.rows.weights_TK)
         log.enter(Stage.DISPATCH, layer, index)
         if self._next_layer is not None:
             ids_TK = routed.rows.expert_ids_TK

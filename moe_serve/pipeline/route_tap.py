@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experts.expert_stage import RoutedRows
+from moe_kernels.interface.layer_stack import StackResult
 from moe_serve.model.step_plan import MicroBatch, StepPlan
 
 MAX_BYTE_EXPERTS = 256
@@ -39,17 +39,24 @@ class RouteTap:
     def __init__(self, num_experts: int) -> None:
         self._dtype = torch.uint8 if num_experts <= MAX_BYTE_EXPERTS else torch.int16
         self._is_on = False
-        self._rows: dict[int, list[RoutedRows]] = {}  # by micro-batch, one entry per layer
+        # ids and weights by micro-batch, one entry per layer
+        self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def begin(self, plan: StepPlan) -> None:
         """Start a step; data left by a failed step is dropped."""
         self._is_on = plan.routes is not None
         self._rows = {}
 
-    def take(self, micro_batch: int, rows: RoutedRows) -> None:
-        """Keep a layer's rows before they are sent to the experts."""
+    def take(self, micro_batch: int, expert_ids_TK: Tensor, weights_TK: Tensor) -> None:
+        """Keep a layer's choices before its rows are sent to the experts."""
         if self._is_on:
-            self._rows.setdefault(micro_batch, []).append(rows)
+            self._rows.setdefault(micro_batch, []).append((expert_ids_TK, weights_TK))
+
+    def take_stacked(self, result: StackResult) -> None:
+        """Keep the choices of all layers, which one call has computed."""
+        if result.expert_ids_LTK is not None and result.weights_LTK is not None:
+            for choices in zip(result.expert_ids_LTK, result.weights_LTK, strict=True):
+                self.take(0, *choices)
 
     def end(self, plan: StepPlan) -> StepChoices | None:
         """Return the choices that the plan asked for; None if it asked for none."""
@@ -66,9 +73,9 @@ class RouteTap:
                 if piece.sequence_id in wanted:
                     sequences.append(piece.sequence_id)
                     counts.append(len(piece.token_ids))
-            ids.append(_chosen([each.expert_ids_TK for each in kept[index]], rows, self._dtype))
+            ids.append(_chosen([layer_ids for layer_ids, _ in kept[index]], rows, self._dtype))
             if plan.routes.has_weights:
-                layers = [each.weights_TK for each in kept[index]]
+                layers = [layer_weights for _, layer_weights in kept[index]]
                 weights.append(_chosen(layers, rows, torch.float16))
         if not ids:
             return None

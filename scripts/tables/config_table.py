@@ -31,6 +31,8 @@ BLOCK = PageBlock(
 EXAMPLE = ROOT / "configs" / "serve.yaml"
 HEADER = "| key and variable | flag | default | takes | meaning |"
 PARAMETER_OF = {
+    "cache.disk_path": "kv_disk",
+    "cache.disk_bytes": "kv_disk_bytes",
     "model.expert_memory_bytes": "expert_memory",
     "log.format": "log_format",
     "model.path": "model",

@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from pictures.headless_chromium import console_errors, requested_urls, set_view
-from tests.support.dashboard.fake_server import ANSWER, FakeServer, experts_of
+from tests.support.dashboard.fake_server import ANSWER, DRAFTED, FakeServer, experts_of
 from tests.support.dashboard.fake_state import NUM_LAYERS, fake_state
 from tests.support.dashboard.page_checks import (
     contrasts,
@@ -53,9 +53,13 @@ def test_each_token_shows_its_experts(browser: webdriver.Chrome, fake: FakeServe
     assert tokens(browser) == ["The", " king", "·", "é", " sat", " <b>down", "</b>."]
     assert len(tokens(browser)) == len(ANSWER)
     spans = browser.find_elements(By.CLASS_NAME, "token")
+    drafted = [i for i, span in enumerate(spans) if "drafted" in span.get_attribute("class")]
+    assert tuple(drafted) == DRAFTED
+    assert f"{len(DRAFTED)} drafted" in text(browser, ".turn.assistant .figures")
     ActionChains(browser).move_to_element(spans[4]).perform()
     assert "Token 5" in text(browser, "#token")
     words = text(browser, ".tooltip")
+    assert "drafted (suffix)" in words
     for layer, ids in enumerate(experts_of(4)):
         assert f"layer {layer}: {ids[0]}, {ids[1]}" in words
     assert "50% of its experts in common with the previous token" in words

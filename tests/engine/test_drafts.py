@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,6 +204,18 @@ def test_drafts_take_only_what_is_left() -> None:
         tokens = 3 + sum(len(delta.token_ids) for delta in told)
         assert held <= -(-tokens // 16), f"{held} pages for {tokens} tokens after the step"
     assert engine.stats().counts.num_evicted_pages == 0 or cached == 0
+
+
+def test_each_token_tells_the_draft_that_had_it() -> None:
+    engine, answer = make_engine(FakeRunner()), continuation([1, 2, 3], 30)
+    give_drafts(engine, Oracle({"a": answer}, vocab_size=50), most=3)
+    asked = request("a", [1, 2, 3], max_tokens=9, ignore_eos=True)
+    engine.add(replace(asked, wants_routed_experts=True))
+    told = list[str]()
+    while engine.has_work:
+        for delta in engine.step():
+            told += [each.drafter for each in delta.routed_experts or ()]
+    assert told == ["", "head", "head", "head", "", "head", "head", "head", ""]
 
 
 class CountingSampler(FailingSampler):

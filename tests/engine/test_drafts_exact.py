@@ -74,7 +74,7 @@ def engine_of(kernels: str, dtype: str, num_pages: int, budget: int, cuts: int) 
     config = EngineConfig(
         model=ModelConfig(kernels=kernels, dtype=dtype, num_threads=1, max_model_len=256),  # type: ignore[arg-type]
         cache=CacheConfig(num_pages=num_pages),
-        scheduler=SchedulerConfig(max_num_seqs=20, max_batched_tokens=budget),
+        scheduler=SchedulerConfig(max_num_seqs=20, max_batched_tokens=budget, max_held_s=1e6),
     )
     config = replace(config, pipeline=replace(config.pipeline, micro_batches=cuts))
     engine = build_engine(config).engine

@@ -416,3 +416,15 @@ def new_server() -> Callable[..., LiveServer]:
         return LiveServer(app, engine, ServerConfig(drain_timeout_s=30.0))
 
     return new
+
+
+@pytest.fixture(scope="session")
+def new_client() -> Callable[..., tuple[TestClient, FakeEngine]]:
+    """Clients with an application and an engine of their own, for tests that share them."""
+
+    def new(**config: Any) -> tuple[TestClient, FakeEngine]:
+        engine = FakeEngine(byte_tokenizer())
+        app = create_app(engine, tiny_model(engine.tokenizer), ServerConfig(**config))
+        return TestClient(app), engine
+
+    return new

@@ -38,6 +38,20 @@ def check_envelope(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
+@pytest.fixture(scope="module")
+def refused(new_client: Callable[[], tuple[TestClient, Any]]) -> Iterator[tuple[TestClient, Any]]:
+    """One server for all requests that it must refuse, and its engine, which never sees them."""
+    client, engine = new_client()
+    with client:
+        yield client, engine
+        assert engine.submitted == []
+
+
+@pytest.fixture
+def refusing(refused: tuple[TestClient, Any]) -> TestClient:
+    return refused[0]
+
+
 COMMON = [
     ({"temperature": -3}, "temperature", "[0.0, 2.0]"),
     ({"temperature": "hot"}, "temperature", "a number"),
@@ -121,10 +135,11 @@ COMMON = [
 @pytest.mark.parametrize("route", BOTH)
 @pytest.mark.parametrize(("fields", "param", "words"), COMMON, ids=lambda value: str(value)[:40])
 def test_bad_fields(
-    client: TestClient, engine: Any, route: str, fields: dict[str, Any], param: str, words: str
+    refused: tuple[TestClient, Any], route: str, fields: dict[str, Any], param: str, words: str
 ) -> None:
+    refusing, engine = refused
     status = 404 if fields.get("model") == "other" else 400
-    error = check_envelope(client.post(route, json=body_for(route, fields)), status)
+    error = check_envelope(refusing.post(route, json=body_for(route, fields)), status)
     assert error["param"] == param
     assert words in error["message"]
     name = param.partition(".")[0]
@@ -177,9 +192,9 @@ def test_bad_fields(
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_bad_chats(client: TestClient, fields: dict[str, Any], param: str) -> None:
+def test_bad_chats(refusing: TestClient, fields: dict[str, Any], param: str) -> None:
     body = body_for("chat", fields)
-    assert check_envelope(client.post(BOTH[0], json=body), 400)["param"] == param
+    assert check_envelope(refusing.post(BOTH[0], json=body), 400)["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -216,9 +231,10 @@ def test_bad_chats(client: TestClient, fields: dict[str, Any], param: str) -> No
     ids=lambda value: str(value)[:50],
 )
 def test_bad_completions(
-    client: TestClient, engine: Any, fields: dict[str, Any], param: str, code: str
+    refused: tuple[TestClient, Any], fields: dict[str, Any], param: str, code: str
 ) -> None:
-    error = check_envelope(client.post(BOTH[1], json={"prompt": "hi", **fields}), 400)
+    refusing, engine = refused
+    error = check_envelope(refusing.post(BOTH[1], json={"prompt": "hi", **fields}), 400)
     assert (error["param"], error["code"]) == (param, code)
     assert engine.submitted == []
 
@@ -267,9 +283,9 @@ def test_bad_completions(
     ids=lambda value: str(value)[:50],
 )
 def test_messages_speak_json(
-    client: TestClient, route: int, fields: dict[str, Any], message: str
+    refusing: TestClient, route: int, fields: dict[str, Any], message: str
 ) -> None:
-    response = client.post(BOTH[route], json=body_for(BOTH[route], fields))
+    response = refusing.post(BOTH[route], json=body_for(BOTH[route], fields))
     assert check_envelope(response, 400)["message"] == message
 
 
@@ -288,24 +304,24 @@ HOSTILE = "a\x1b[2J\x07\x9b31m\u202eb"
     ],
 )
 def test_errors_cannot_steer_the_terminal_that_shows_them(
-    client: TestClient, path: str, body: dict[str, Any]
+    refusing: TestClient, path: str, body: dict[str, Any]
 ) -> None:
-    response = client.post(path, json=body)
+    response = refusing.post(path, json=body)
     assert response.status_code in (400, 404), response.text
     message = response.json()["error"]["message"]
     assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(message), repr(message)
 
 
 @pytest.mark.parametrize("raw", [b"", b" \n"])
-def test_an_empty_body_is_called_empty(client: TestClient, raw: bytes) -> None:
+def test_an_empty_body_is_called_empty(refusing: TestClient, raw: bytes) -> None:
     headers = {"content-type": "application/json"}
-    error = check_envelope(client.post(BOTH[0], content=raw, headers=headers), 400)
+    error = check_envelope(refusing.post(BOTH[0], content=raw, headers=headers), 400)
     assert error["message"] == "The body is empty: send a JSON object."
 
 
-def test_missing_fields(client: TestClient) -> None:
+def test_missing_fields(refusing: TestClient) -> None:
     for route, param in zip(BOTH, ("messages", "prompt"), strict=True):
-        error = check_envelope(client.post(route, json={}), 400)
+        error = check_envelope(refusing.post(route, json={}), 400)
         assert (error["param"], error["code"]) == (param, "missing_required_parameter")
 
 
@@ -327,15 +343,15 @@ def test_missing_fields(client: TestClient) -> None:
     ids=lambda raw: repr(raw[:30]),
 )
 @pytest.mark.parametrize("route", BOTH)
-def test_bad_json(client: TestClient, route: str, raw: bytes) -> None:
-    response = client.post(route, content=raw, headers={"content-type": "application/json"})
+def test_bad_json(refusing: TestClient, route: str, raw: bytes) -> None:
+    response = refusing.post(route, content=raw, headers={"content-type": "application/json"})
     check_envelope(response, 400)
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "multipart/form-data", ""])
-def test_content_type(client: TestClient, content_type: str) -> None:
+def test_content_type(refusing: TestClient, content_type: str) -> None:
     headers = {"content-type": content_type}
-    response = client.post(BOTH[0], content=b"{}", headers=headers)
+    response = refusing.post(BOTH[0], content=b"{}", headers=headers)
     assert check_envelope(response, 415)["code"] == "unsupported_media_type"
 
 

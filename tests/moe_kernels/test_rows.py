@@ -135,3 +135,18 @@ def test_the_choice_says_why() -> None:
     assert "not for float16" in choose_kernels(cpu, torch.float16).name
     with pytest.raises(RuntimeError, match="native kernels cannot be used: .* not for float16"):
         choose_kernels(cpu, torch.float16, "native")
+
+
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+@pytest.mark.parametrize("width", [1, 15, 16, 33, 4096])
+def test_largest(kernels: KernelsName, width: int) -> None:
+    """The first of equal values; NaN wins; rows without a finite value say so."""
+    own = make_kernels(kernels, torch.float32)
+    x = torch.randint(-3, 4, (9, width), generator=torch.Generator().manual_seed(width)).float()
+    x[1] = float("-inf")
+    x[2, width // 2], x[3, width - 1], x[4, 0] = float("nan"), float("inf"), float("nan")
+    values, places = own.largest(x)
+    assert values.isnan().tolist() == [r in (2, 4) for r in range(9)]
+    sound = [r for r in range(9) if r not in (2, 4)]
+    assert values[sound].tolist() == x[sound].max(dim=-1).values.tolist()
+    assert places[sound].tolist() == [int((x[r] == x[r].max()).nonzero()[0]) for r in sound]

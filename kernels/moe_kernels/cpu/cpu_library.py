@@ -50,6 +50,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_rms_norm": (_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 2, _REAL, _INT),
     "moe_attend": (_POINTER,) * 13,
     "moe_front": (*[_POINTER] * 11, _INT),
+    "moe_stack": (_POINTER, _POINTER),
     "moe_draft": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_add": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_attend_latent": (
@@ -59,12 +60,13 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 # ... and of those that there is one of.
 _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_route": (*[_POINTER] * 5, _INT),
+    "moe_largest": (*[_POINTER] * 3, *[_INT] * 3),
     "moe_advise_huge_pages": (_POINTER, _INT),
     "moe_low_bit_bytes": (_POINTER, *[_INT] * 2),
     "moe_pack_low_bits": (*[_POINTER] * 3, *[_INT] * 3),
     "moe_instruction_set": (),
 }
-_COUNTING = ("moe_experts", "moe_low_bit_bytes")  # functions that return a number
+_COUNTING = ("moe_experts", "moe_stack", "moe_low_bit_bytes")  # functions that return a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class CpuLibrary:
     library: ctypes.CDLL | None
     refusal: str | None
     instructions: str = ""  # AVX512-BF16, AVX-512, AVX2, NEON, ...
+    build: str = ""  # digest of source, compiler, flags and processor
 
 
 @functools.lru_cache(maxsize=1)
@@ -88,7 +91,7 @@ def load_cpu_library() -> CpuLibrary:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return CpuLibrary(None, f"{compiler} could not build them: {_last_line(error)}")
     _declare(library)
-    return CpuLibrary(library, None, instruction_set(library))
+    return CpuLibrary(library, None, instruction_set(library), path.stem)
 
 
 def instruction_set(library: ctypes.CDLL) -> str:

@@ -25,8 +25,8 @@ _NORM_AFTER_ROTATION = 3
 _MAX_HEAD_DIM = 1024  # kMaxHeadDim in cpu/attention.cpp
 
 
-class _PlanStruct(ctypes.Structure):
-    """`AttentionPlan` in cpu/attention.h."""
+class PlanStruct(ctypes.Structure):
+    """`AttentionPlan` in cpu/attention_plan.h."""
 
     _fields_ = (
         ("sequences", Pointer),
@@ -41,27 +41,34 @@ class _PlanStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+def plan_struct(shape: AttentionShape, page_size: int, threads: int) -> PlanStruct:
+    """Return the shape, without a step's tokens and tables."""
+    assert shape.head_dim <= _MAX_HEAD_DIM, f"heads of {shape.head_dim} values are too wide"
+    norm = _NORMS[shape.qk_norm]
+    if norm and shape.is_norm_after_rotation:
+        norm = _NORM_AFTER_ROTATION
+    return PlanStruct(
+        None, None, 0, 0, page_size, shape.num_heads, shape.num_kv_heads, shape.head_dim,
+        shape.value_width, shape.num_rotated, norm, shape.sliding_window or 0, shape.chunk or 0,
+        threads, shape.scale, shape.norm_eps, shape.clip or 0.0,
+    )  # fmt: skip
+
+
 class NativePlan:
     """The sequence of each token [T], the page tables [S, most pages], and the shape."""
 
     __slots__ = ("_sequences", "_struct", "_tables", "pointer")
 
     def __init__(self, step: StepRows, shape: AttentionShape, threads: int) -> None:
-        assert shape.head_dim <= _MAX_HEAD_DIM, f"heads of {shape.head_dim} values are too wide"
         most = max(len(table) for table in step.page_tables)
         self._tables = np.zeros((len(step.page_tables), most), dtype=np.int64)
         for row, table in zip(self._tables, step.page_tables, strict=True):
             row[: len(table)] = table
         self._sequences = np.repeat(np.arange(len(self._tables)), step.query_lens)
-        norm = _NORMS[shape.qk_norm]
-        if norm and shape.is_norm_after_rotation:
-            norm = _NORM_AFTER_ROTATION
-        self._struct = _PlanStruct(
-            self._sequences.ctypes.data, self._tables.ctypes.data, len(self._sequences), most,
-            step.page_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_width,
-            shape.num_rotated, norm, shape.sliding_window or 0, shape.chunk or 0, threads,
-            shape.scale, shape.norm_eps, shape.clip or 0.0,
-        )  # fmt: skip
+        self._struct = plan_struct(shape, step.page_size, threads)
+        self._struct.sequences = self._sequences.ctypes.data
+        self._struct.tables = self._tables.ctypes.data
+        self._struct.num_tokens, self._struct.max_pages = len(self._sequences), most
         self.pointer = ctypes.addressof(self._struct)
 
     def for_latents(self, shape: LatentShape) -> None:

@@ -17,13 +17,13 @@ from moe_kernels.interface.drafting import DraftingParts
 
 
 class _BlockStruct(ctypes.Structure):
-    """`DraftBlock` in cpu/drafting.cpp."""
+    """`DraftBlock` in cpu/source/calls/drafting.cpp."""
 
     _fields_ = (("norm", Pointer), ("mlp", Pointer))
 
 
 class _DraftingStruct(ctypes.Structure):
-    """`Drafting` in cpu/drafting.cpp."""
+    """`Drafting` in cpu/source/calls/drafting.cpp."""
 
     _fields_ = (
         *((name, Pointer) for name in (

@@ -154,7 +154,7 @@ class ExpertTable:
             self._pointer, x_TD.data_ptr(), expert_ids_TK.data_ptr(), weights_TK.data_ptr(),
             out_TD.data_ptr(), num_rows, top_k,
         )  # fmt: skip
-        assert not absent, _absence(absent)
+        assert not absent, absence(absent)
         return out_TD
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -164,11 +164,11 @@ class ExpertTable:
             self._pointer, x_TD.data_ptr(), expert_ids_TK.data_ptr(), weights_TK.data_ptr(),
             out_TD.data_ptr(), num_rows, top_k,
         )  # fmt: skip
-        assert not absent, _absence(absent)
+        assert not absent, absence(absent)
         return out_TD
 
 
-def _absence(absent: int) -> str:
+def absence(absent: int) -> str:
     """Explain what a kernel returned: 1 plus the number of an expert that is not held."""
     return f"rows were sent for expert {absent - 1}, which is not here"
 

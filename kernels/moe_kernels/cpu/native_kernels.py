@@ -18,7 +18,6 @@ from moe_kernels.cpu.cpu_library import (
     Float,
     Int,
     NativeLibrary,
-    Pointer,
     address,
     instruction_set,
 )
@@ -26,7 +25,9 @@ from moe_kernels.cpu.native_attention import NativePlan
 from moe_kernels.cpu.native_drafting import NativeDrafting
 from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_experts
 from moe_kernels.cpu.native_forms import native_layout
+from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
+from moe_kernels.cpu.native_stack import NativeStack
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
@@ -40,14 +41,13 @@ from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertBank,
     ExpertWeights,
-    FrontResult,
     GatedActivation,
     HeadLinear,
-    KVPages,
     LayerFrontParts,
     Linear,
     RouterLinear,
 )
+from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
     LowBitProducts,
     MatrixForm,
@@ -55,90 +55,6 @@ from moe_kernels.interface.quantised_matrix import (
     Weight,
 )
 from moe_kernels.interface.routing import RouterShape
-
-
-class _FrontStruct(ctypes.Structure):
-    """`Front` in cpu/front.h."""
-
-    _fields_ = (
-        *((name, Pointer) for name in (
-            "attention_norm", "moe_norm", "q_norm", "k_norm", "sinks", "cos", "sin", "query_scale",
-            "selection_bias", "qkv", "output", "router", "route",
-        )),
-        *((name, Int) for name in (
-            "width", "qkv_width", "attended_width", "num_experts", "threads",
-        )),
-        ("eps", ctypes.c_double),
-    )  # fmt: skip
-
-
-class NativeFront:
-    """Implements LayerFront."""
-
-    __slots__ = ("_function", "_parts", "_pointer", "_struct", "_top_k")
-
-    def __init__(
-        self, native: NativeLibrary, parts: LayerFrontParts, route: ctypes.Structure | None
-    ) -> None:
-        qkv, output, router = parts.qkv, parts.output, parts.router
-        assert isinstance(qkv, NativeLinear) and isinstance(output, NativeLinear), "native layers"
-        assert router is None or isinstance(router, NativeRouterLinear), "a native router"
-        shape, norm = parts.shape, parts.qk_norm
-        self._function, self._parts = native.function("moe_front"), (parts, route)
-        self._top_k = None if parts.router_shape is None else parts.router_shape.top_k
-        self._struct = _FrontStruct(
-            parts.attention_norm.data_ptr(),
-            parts.moe_norm.data_ptr(),
-            None if norm is None else norm.q.data_ptr(),
-            None if norm is None else norm.k.data_ptr(),
-            address(parts.sinks_H),
-            parts.rotary.cos.data_ptr(),
-            parts.rotary.signed_sin.data_ptr(),
-            address(parts.rotary.query_scale),
-            address(parts.selection_bias_E),
-            qkv.pointer,
-            output.pointer,
-            None if router is None else router.pointer,
-            None if route is None else ctypes.addressof(route),
-            parts.attention_norm.shape[0],
-            qkv.num_outputs,
-            shape.num_heads * shape.value_width,
-            0 if parts.router_shape is None else parts.router_shape.num_experts,
-            native.threads,
-            parts.norm_eps,
-        )
-        self._pointer = ctypes.addressof(self._struct)
-
-    def __call__(
-        self,
-        hidden_TD: Tensor,
-        positions: Tensor,
-        kv_rows: Tensor,
-        pages: KVPages,
-        plan: NativePlan,
-    ) -> FrontResult:
-        assert hidden_TD.is_contiguous(), f"the residual stream has strides {hidden_TD.stride()}"
-        num_rows = hidden_TD.shape[0]
-        out_TD, x_TD = torch.empty_like(hidden_TD), torch.empty_like(hidden_TD)
-        ids_TK = weights_TK = None
-        if self._top_k is not None:
-            ids_TK = torch.empty(num_rows, self._top_k, dtype=torch.int64)
-            weights_TK = torch.empty(num_rows, self._top_k, dtype=torch.float32)
-        self._function(
-            self._pointer,
-            plan.pointer,
-            hidden_TD.data_ptr(),
-            positions.data_ptr(),
-            kv_rows.data_ptr(),
-            pages.keys.data_ptr(),
-            pages.values.data_ptr(),
-            out_TD.data_ptr(),
-            x_TD.data_ptr(),
-            address(ids_TK),
-            address(weights_TK),
-            num_rows,
-        )
-        return FrontResult(out_TD, x_TD, ids_TK, weights_TK)
 
 
 class _RouterStruct(ctypes.Structure):
@@ -175,7 +91,7 @@ class NativeKernels:
         self._native = NativeLibrary(library, dtype, num_threads, low_bit_products)
         self._rms_norm = self._native.function("moe_rms_norm")
         self._add = self._native.function("moe_add")
-        self._route = library.moe_route
+        self._route, self._largest = library.moe_route, library.moe_largest
         self._routers: dict[RouterShape, _RouterStruct] = {}
 
     def packed_layout(self, form: MatrixForm) -> PackedLayout | str:
@@ -265,6 +181,22 @@ class NativeKernels:
     def layer_front(self, parts: LayerFrontParts) -> NativeFront:
         shape = parts.router_shape
         return NativeFront(self._native, parts, None if shape is None else self._router(shape))
+
+    def layer_stack(self, parts: StackParts) -> NativeStack | None:
+        """Return the parts as one call; None if the head is a shard's, which gathers columns."""
+        is_native = isinstance(parts.head, NativeLinear)
+        return NativeStack(self._native, parts) if is_native else None
+
+    def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
+        assert x_RN.is_contiguous() and x_RN.dtype == torch.float32, f"rows of {x_RN.dtype}"
+        num_rows, width = x_RN.shape
+        values_R = torch.empty(num_rows, dtype=torch.float32)
+        places_R = torch.empty(num_rows, dtype=torch.int64)
+        self._largest(
+            x_RN.data_ptr(), places_R.data_ptr(), values_R.data_ptr(), num_rows, width,
+            self._native.threads,
+        )  # fmt: skip
+        return values_R, places_R
 
     def drafting(self, parts: DraftingParts) -> NativeDrafting | None:
         is_native = isinstance(parts.output, NativeLinear)  # a shard's head gathers its columns

@@ -47,6 +47,7 @@ from moe_kernels.interface.kernels import (
     LayerFrontParts,
     SplitMLP,
 )
+from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
     MatrixForm,
     PackedLayout,
@@ -220,6 +221,13 @@ class TritonKernels:
 
     def layer_front(self, parts: LayerFrontParts) -> None:
         return None
+
+    def layer_stack(self, parts: StackParts) -> None:
+        return None
+
+    def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
+        values_R, places_R = x_RN.max(dim=-1)
+        return values_R, places_R
 
     def drafting(self, parts: DraftingParts) -> None:
         return None

@@ -17,12 +17,14 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
     FixedAttention,
+    KVPages,
     LatentShape,
     QKNormWeights,
     RotaryTable,
     StepRows,
 )
 from moe_kernels.interface.drafting import Drafting, DraftingParts
+from moe_kernels.interface.layer_stack import LayerStack, StackParts
 from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout, Weight
 from moe_kernels.interface.routing import RouterShape
 from moe_kernels.interface.token_sampler import TokenSampler
@@ -134,17 +136,6 @@ class ExpertWeights:
         """As they are here: in floats, or in few bits with what these need."""
         parts = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
         return sum(0 if part is None else part.nbytes for part in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class KVPages:
-    """One layer's keys [pages, Hkv, page size, D] and values [pages, Hkv, page size, Dv].
-
-    With latent attention the values are the first Dv of each key: a view of the same memory.
-    """
-
-    keys: Tensor
-    values: Tensor
 
 
 Plan = TypeVar("Plan")
@@ -331,6 +322,15 @@ class Kernels(Protocol):
 
     def layer_front(self, parts: LayerFrontParts) -> LayerFront | None:
         """The parts as one call, with the same results bit for bit; None: not in this set."""
+        ...
+
+    def layer_stack(self, parts: StackParts) -> LayerStack | None:
+        """All layers as one call, with the same results bit for bit; None: not in this set."""
+        ...
+
+    def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest value of each fp32 row, and the first place (int64) that has it. A row with
+        a NaN has the value NaN, and any place."""
         ...
 
     def drafting(self, parts: DraftingParts) -> Drafting | None:

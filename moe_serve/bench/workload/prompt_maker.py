@@ -120,7 +120,8 @@ class PromptMaker:
             pieces.append(self._draw(rng, num_rest))
         units_N = np.concatenate(pieces)[: max(1, num_units)]
         if self._kind == "tokens":
-            return [int(unit) for unit in units_N]
+            ids: list[int] = units_N.tolist()
+            return ids
         return " ".join([WORDS[unit] for unit in units_N])
 
     def _make_block(self, key: str, num_tokens: int) -> np.ndarray:

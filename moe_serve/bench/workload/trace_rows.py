@@ -76,6 +76,8 @@ def read_trace(path: Path) -> Trace:
         raise BenchError(f"{path} has no request with a prompt and an answer.")
     rows.sort(key=lambda row: row.at_s)
     start = rows[0].at_s
+    if start < 0:
+        raise BenchError(f"{path} has a request at {start:g} s: times must be 0 or more.")
     return Trace(
         rows=tuple(replace(row, at_s=row.at_s - start) for row in rows),
         num_skipped=len(found) - len(rows),

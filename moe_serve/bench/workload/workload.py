@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 
 import numpy as np
@@ -126,6 +126,29 @@ class Workload:
         rows = () if self.trace is None else self.trace.rows
         may_share = any(row.blocks or row.prompt is not None for row in rows)
         return may_share or self.prefixes.num_tokens > 0 or bool(self.files)
+
+    def facts(self) -> dict[str, object]:
+        """Return the settings as JSON types, for a report."""
+        names = [item.name for item in fields(TraceCut) if item.name != "max_requests"]
+        cut = {f"trace_{name}": self.cut and getattr(self.cut, name) for name in names}
+        return {
+            "mode": self.mode,
+            "is_open": self.is_open,
+            "seed": self.seed,
+            "concurrency": self.concurrency,
+            "rate": self.arrivals and self.arrivals.rate,
+            "burstiness": self.arrivals and self.arrivals.burstiness,
+            "source": self.source,
+            **cut,
+            "num_trace_rows": None if self.trace is None else len(self.trace.rows),
+            "num_file_prompts": len(self.files) or None,
+            "prompt_tokens": None if self.source else str(self.prompt_tokens),
+            "output_tokens": None if self.cut else str(self.output_tokens),
+            "prefix_tokens": self.prefixes.num_tokens,
+            "num_prefixes": self.prefixes.num_prefixes,
+            "num_requests": self.num_requests,
+            "duration_s": self.duration_s,
+        }
 
     def slots(self) -> Iterator[Slot]:
         times = self._times()

@@ -15,7 +15,12 @@ from moe_serve.bench.figures.summary import Slo
 from moe_serve.bench.workload.prompt_maker import read_prompts
 from moe_serve.bench.workload.trace_rows import Trace, TraceCut, read_trace
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
-from moe_serve.cli.bench.bench_options import BenchOptions, TraceOptions
+from moe_serve.cli.bench.bench_options import (
+    ArrivalOptions,
+    BenchOptions,
+    PromptOptions,
+    TraceOptions,
+)
 from moe_serve.cli.options import option_values
 from moe_serve.config.sources import read_secret_file
 from moe_serve.errors import BenchError
@@ -37,7 +42,7 @@ def plan_of(options: BenchOptions) -> RunPlan:
     _check_key(key)
     return RunPlan(
         url=server.url,
-        workload=_workload(options),
+        workload=workload_of(load, options.prompts, options.trace),
         endpoint=Endpoint(
             name=server.endpoint.value,
             model=server.model or "",
@@ -58,26 +63,31 @@ def plan_of(options: BenchOptions) -> RunPlan:
 
 def _check(options: BenchOptions) -> None:
     server, load, prompts = options.server, options.load, options.prompts
-    trace, results = options.trace, options.results
+    results = options.results
     for name, value in option_values(options).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise BenchError(f"--{name.replace('_', '-')} takes a finite number, not {value}.")
-    if load.concurrency is not None and load.rate is not None:
-        raise BenchError("--concurrency and --rate cannot be combined: give one of them.")
-    if load.concurrency is None and load.rate is None and trace.trace is None:
+    if load.concurrency is None and load.rate is None and options.trace.trace is None:
         raise BenchError(
             "choose how requests arrive: --concurrency N, --rate R, or --trace FILE with its times."
         )
-    if trace.trace is not None and prompts.prompts is not None:
-        raise BenchError("--trace and --prompts cannot be combined: give one of them.")
-    if load.burstiness != 1.0 and load.rate is None:
-        raise BenchError("--burstiness belongs to --rate.")
+    check_load(load, prompts, options.trace)
     if prompts.data.value == "tokens" and server.endpoint.value == "chat":
         raise BenchError("--data tokens takes --endpoint completions: a chat has text.")
     if server.event_usage and not server.stream:
         raise BenchError("--event-usage and --no-stream cannot be combined.")
     if results.save_requests and results.json is None:
         raise BenchError("--save-requests takes --json FILE, into which they go.")
+
+
+def check_load(load: ArrivalOptions, prompts: PromptOptions, trace: TraceOptions) -> None:
+    """Refuses options of a load that contradict each other. Raises BenchError."""
+    if load.concurrency is not None and load.rate is not None:
+        raise BenchError("--concurrency and --rate cannot be combined: give one of them.")
+    if trace.trace is not None and prompts.prompts is not None:
+        raise BenchError("--trace and --prompts cannot be combined: give one of them.")
+    if load.burstiness != 1.0 and load.rate is None:
+        raise BenchError("--burstiness belongs to --rate.")
     if prompts.prefix_tokens and (trace.trace is not None or prompts.prompts is not None):
         raise BenchError("--prefix-tokens is for random prompts, not for --trace or --prompts.")
     changed = [
@@ -106,13 +116,13 @@ def _check_key(key: str | None) -> None:
         raise BenchError("the API key has characters that a header cannot carry.")
 
 
-def _workload(options: BenchOptions) -> Workload:
-    load, prompts = options.load, options.prompts
-    seed, rate, path = load.seed, load.rate, options.trace.trace
+def workload_of(load: ArrivalOptions, prompts: PromptOptions, trace_from: TraceOptions) -> Workload:
+    """Returns the workload of these options, with its trace and prompts read. Raises BenchError."""
+    seed, rate, path = load.seed, load.rate, trace_from.trace
     num_requests = load.requests
     if num_requests is None and load.duration is None and path is None:
         num_requests = _DEFAULT_REQUESTS
-    cut = None if path is None else _cut(options)
+    cut = None if path is None else _cut(trace_from, load.requests)
     trace = None if path is None or cut is None else _trace(path, cut)
     source = path or prompts.prompts
     if trace is not None and num_requests is None and load.duration is None:
@@ -135,11 +145,10 @@ def _workload(options: BenchOptions) -> Workload:
     )
 
 
-def _cut(options: BenchOptions) -> TraceCut:
-    trace = options.trace
+def _cut(trace: TraceOptions, max_requests: int | None) -> TraceCut:
     return TraceCut(
         start_s=trace.trace_start,
-        max_requests=options.load.requests,
+        max_requests=max_requests,
         scale_time=trace.scale_time,
         scale_prompt=trace.scale_prompt,
         scale_output=trace.scale_output,

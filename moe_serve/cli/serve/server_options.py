@@ -72,6 +72,22 @@ class BatchOptions:
         "for --max-num-seqs requests of average length.",
         rich_help_panel=LIMITS,
     )
+    kv_disk: str | None = option(
+        None,
+        "--kv-disk",
+        key="cache.disk_path",
+        help="Folder in which computed prefixes survive a restart. It holds data made from "
+        "prompts, and only this user may read it. Default: prefixes are kept in memory only.",
+        rich_help_panel=LIMITS,
+    )
+    kv_disk_bytes: str | None = option(
+        None,
+        "--kv-disk-bytes",
+        key="cache.disk_bytes",
+        help="Largest size of the folder given with --kv-disk, in bytes or as a size such as "
+        "50GiB. Default: 10GiB.",
+        rich_help_panel=LIMITS,
+    )
     max_num_seqs: int | None = option(
         None,
         key="scheduler.max_num_seqs",
@@ -119,7 +135,7 @@ class BatchOptions:
         None,
         key="speculation.method",
         help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram, "
-        "suffix, head or mtp), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
+        "suffix, head, mtp or self), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
         "Answers stay the same. Default: off.",
         rich_help_panel=LIMITS,
     )
@@ -250,7 +266,7 @@ class RunOptions:
     )
 
 
-_NUMBERS_OR_WORDS = ("model.expert_memory_bytes", "pipeline.micro_batches")
+_NUMBERS_OR_WORDS = ("model.expert_memory_bytes", "cache.disk_bytes", "pipeline.micro_batches")
 
 
 def flag_settings(settings: Mapping[str, object]) -> dict[str, object]:
@@ -313,8 +329,8 @@ def speculative_settings(text: str) -> dict[str, object]:
             )
     if "method" not in given:
         raise ConfigError(
-            "--speculative-config needs a method: off, auto, ngram, suffix, head or mtp, as in "
-            """--speculative-config '{"method": "auto"}'."""
+            "--speculative-config needs a method: off, auto, ngram, suffix, head, mtp or self, as "
+            """in --speculative-config '{"method": "auto"}'."""
         )
     given["method"] = _OTHER_SPELLINGS.get(str(given["method"]), given["method"])
     return {_SPECULATIVE_KEYS[name]: value for name, value in given.items()}

@@ -252,6 +252,8 @@ def banner_rows(
 ) -> dict[str, str]:
     """Returns one line per row. Of secrets only their number is shown."""
     rows = {"limits": _limits(config, layout)}
+    if config.engine.cache.disk_path is not None:
+        rows["tier"] = _tier(config)
     if config.engine.speculation.is_on:
         rows["spec"] = config.engine.speculation.summary
     if placement is not None:
@@ -271,6 +273,15 @@ def _limits(config: Config, layout: EngineFacts) -> str:
     return (
         f"{most} sequences at once, {full:.1f} if each has {layout.max_model_len} tokens; "
         f"{scheduler.max_batched_tokens} tokens in a step, {scheduler.max_queued_requests} may wait"
+    )
+
+
+def _tier(config: Config) -> str:
+    cache, server = config.engine.cache, config.server
+    salts = "; each API key has its own pages" if server.has_api_keys else ""
+    return (
+        f"disk: at most {cache.disk_bytes / 2**30:.1f} GiB in {cache.disk_path}, for "
+        f"{cache.disk_ttl_s / 3600:.1f} h{salts if cache.separates_keys else ''}"
     )
 
 

@@ -46,6 +46,7 @@ class Configure(ControlMessage, frozen=True):
     is_recording: bool
     placement: int = 0  # the version that `held` belongs to
     num_slots: int = 0  # expert slots for all layers, if experts may move; 0: they stay
+    arena: str = ""  # path of the memory tier; empty: none
 
 
 class Join(ControlMessage, frozen=True):
@@ -87,11 +88,9 @@ class OpenSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_params(params: SamplingParams, rules: DecodingRules) -> msgspec.Raw:
-    packed = msgspec.msgpack.encode((params, rules), enc_hook=dict)  # for frozen mappings
-    return msgspec.Raw(packed)
+    return msgspec.Raw(msgspec.msgpack.encode((params, rules), enc_hook=dict))  # frozen mappings
 
 
-# made once: msgspec would else describe the type anew for each sequence
 _PARAMS = msgspec.msgpack.Decoder(tuple[SamplingParams, DecodingRules])
 
 
@@ -100,10 +99,12 @@ def unpack_params(packed: msgspec.Raw) -> tuple[SamplingParams, DecodingRules]:
 
 
 class PageWork(msgspec.Struct, frozen=True, array_like=True):
-    """Pages to zero, and then pages to copy, as (from, to) pairs."""
+    """Pages to zero, then pages to copy. `save`, `load`: to and from slots of the memory tier."""
 
-    clear: Sequence[int]
-    copy: Sequence[tuple[int, int]]
+    clear: Sequence[int] = ()
+    copy: Sequence[tuple[int, int]] = ()  # (from, to)
+    save: Sequence[tuple[int, int]] = ()  # (page, slot)
+    load: Sequence[tuple[int, int]] = ()  # (slot, page)
 
 
 class RunStep(ControlMessage, frozen=True):

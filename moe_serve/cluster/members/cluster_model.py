@@ -83,8 +83,10 @@ class ClusterModel:
         moves."""
         return slots_per_layer(self.placement, self.config.cluster)
 
-    def configure(self, name: RankName, in_force: PlacementVersion) -> Configure:
-        """Returns the order that tells a rank what to load."""
+    def configure(
+        self, name: RankName, in_force: PlacementVersion, arena: str = ""
+    ) -> Configure:
+        """Returns the order that tells a rank what to load. `arena`: path of the memory tier."""
         is_expert = name.role == "expert"
         return Configure(
             config=self.config,
@@ -95,6 +97,7 @@ class ClusterModel:
             is_recording=self.config.pipeline.timeline is not None,
             placement=in_force.number,
             num_slots=num_slots(self.placement, self.config, name.index) if is_expert else 0,
+            arena="" if is_expert else arena,
         )
 
 

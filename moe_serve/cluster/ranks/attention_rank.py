@@ -29,7 +29,7 @@ from moe_serve.cluster.control.messages import (
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.attention_shards import AttentionShards, ShardStarter, check_can_split
 from moe_serve.cluster.ranks.choice_packing import pack_choices
-from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work, tokens_of
+from moe_serve.cluster.ranks.mirror import Mirrors, RankPages, tokens_of
 from moe_serve.cluster.ranks.rank_base import RankPlacement, loaded_message, open_rank
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
@@ -78,6 +78,7 @@ class AttentionRank:
             self._shards = AttentionShards(str(name), configure, shard_starter)
         try:
             self._part = self._load(config)
+            self._pages = RankPages(self._part.cache, configure.arena, 0, num_shards)
             self._next_layer = open_next_layer(config, self._model.folder, self._loader)
         except BaseException:
             if self._shards is not None:
@@ -187,7 +188,7 @@ class AttentionRank:
     def _query(self, order: QueryPages) -> FinitePages:
         if self._shards is not None:
             self._shards.query(order)
-        do_page_work(self._part.cache, order.page_work)
+        self._pages.do(order.page_work)
         is_finite = self._part.cache.finite(list(order.pages))
         if self._shards is not None:
             is_finite = self._shards.all_set(is_finite)
@@ -200,7 +201,7 @@ class AttentionRank:
         if self._shards is not None:
             self._shards.step(order)
         plan = self._mirrors.update(order)
-        do_page_work(self._part.cache, order.page_work)
+        self._pages.do(order.page_work)
         group, transport, executor = self._group, self._transport, self._executor
         if group is None or transport is None or executor is None or group.epoch != order.epoch:
             return self._failed(order, "it is in no data group of this epoch", str(self._name))
@@ -219,7 +220,7 @@ class AttentionRank:
         if self._shards is not None:
             self._shards.step(order)
         self._mirrors.update(order)
-        do_page_work(self._part.cache, order.page_work)
+        self._pages.do(order.page_work)
         why, peer = f"nothing came of step {order.after}", None
         group, transport = self._group, self._transport
         if group is None or transport is None or group.epoch != order.epoch:

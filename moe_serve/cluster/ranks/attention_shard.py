@@ -21,7 +21,7 @@ import torch
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cluster.control.messages import QueryPages, RunStep
 from moe_serve.cluster.members.processes import end_with_parent
-from moe_serve.cluster.ranks.mirror import Mirrors, do_page_work
+from moe_serve.cluster.ranks.mirror import Mirrors, RankPages
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.opened_model import OpenedModel, device_of
 from moe_serve.errors import MoeServeError
@@ -46,6 +46,7 @@ class LoadShard(_Order, frozen=True):
     config: EngineConfig
     folder: str
     num_threads: int
+    arena: str = ""  # path of the memory tier
 
 
 class MakePages(_Order, frozen=True):
@@ -110,20 +111,22 @@ class AttentionShard:
         assert isinstance(pages, MakePages), f"{type(pages).__name__} before MakePages"
         page_size, dtype = load.config.cache.page_size, model.loader.dtype
         cache = KVCache(stage.spec, pages.num_pages, page_size, dtype, device)
+        shard = self._group.shard
+        rank_pages = RankPages(cache, load.arena, shard.index, shard.count)
         pipeline = Pipeline(stage, FollowerTransport(self._group), cache, device)
         self._tell([True])  # ready
         while not isinstance(order := self._next(), EndShard):
             if isinstance(order, ShardStep):
-                self._step(order, pipeline, cache)
+                self._step(order, pipeline, rank_pages)
             else:
                 assert isinstance(order, ShardQuery), f"an unexpected {type(order).__name__}"
-                do_page_work(cache, order.query.page_work)
+                rank_pages.do(order.query.page_work)
                 self._tell(cache.finite(list(order.query.pages)))
 
-    def _step(self, order: ShardStep, pipeline: Pipeline, cache: KVCache) -> None:
+    def _step(self, order: ShardStep, pipeline: Pipeline, pages: RankPages) -> None:
         self._mirrors.append(order.tokens)
         plan = self._mirrors.update(order.run)
-        do_page_work(cache, order.run.page_work)
+        pages.do(order.run.page_work)
         if not plan.micro_batches:
             return
         try:

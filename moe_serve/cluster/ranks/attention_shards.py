@@ -116,7 +116,10 @@ class AttentionShards:
         self.group: ShardGroup = make_group(rank, TensorShard(0, count), ends[0], cluster.timeout_s)
         self._tokens: Mapping[int, Sequence[int]] = {}
         load = LoadShard(
-            config=configure.config, folder=configure.folder, num_threads=configure.num_threads
+            config=configure.config,
+            folder=configure.folder,
+            num_threads=configure.num_threads,
+            arena=configure.arena,
         )
         self._order(load)
 

@@ -8,10 +8,13 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cache.page_bytes import PageBytes
+from moe_serve.cache.tiers.arena import ArenaView
 from moe_serve.cluster.control.messages import OpenSequence, PageWork, RunStep, Slice, unpack_params
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 
 
@@ -100,11 +103,30 @@ def _tokens(packed: bytes) -> list[int]:
     return tokens
 
 
-def do_page_work(cache: KVCache, page_work: Iterable[PageWork]) -> None:
-    """Does the coordinator's work on pages in order: a page is cleared before data is copied to
-    it."""
-    for work in page_work:
-        if work.clear:
-            cache.clear(list(work.clear))
-        if work.copy:
-            cache.copy([(source, target) for source, target in work.copy])
+class RankPages:
+    """The pages of a rank or of one of its shards, with its view of the memory tier if there is
+    one."""
+
+    def __init__(self, cache: KVCache, arena: str, shard: int = 0, num_shards: int = 1) -> None:
+        """`arena`: its path; empty: none. Raises ConfigError."""
+        self.cache = cache
+        self._view: ArenaView | None = None
+        if arena:
+            if cache.device.type != "cpu":
+                raise ConfigError(
+                    f"cache.memory_tier_bytes is set, but the KV pages are on {cache.device.type}: "
+                    "the memory tier serves pages in main memory only (model.device: cpu)."
+                )
+            self._view = ArenaView(arena, PageBytes(cache), shard, num_shards)
+
+    def do(self, page_work: Iterable[PageWork]) -> None:
+        """Do the coordinator's work on pages in order: a page is cleared before data is copied to
+        it."""
+        for work in page_work:
+            if work.clear:
+                self.cache.clear(list(work.clear))
+            if work.copy:
+                self.cache.copy([(source, target) for source, target in work.copy])
+            if self._view is not None:
+                self._view.save(work.save)
+                self._view.load(work.load)

@@ -81,12 +81,20 @@ class RemoteExecutor:
     def clear_pages(self, pages: list[int]) -> None:
         """Takes effect before the next step."""
         if pages:
-            self._page_work.append(PageWork(pages, ()))
+            self._page_work.append(PageWork(clear=pages))
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Takes effect before the next step."""
         if pairs:
-            self._page_work.append(PageWork((), pairs))
+            self._page_work.append(PageWork(copy=pairs))
+
+    def save_page(self, page: int, slot: int) -> None:
+        """Copies a page to a slot of the memory tier before the next step."""
+        self._page_work.append(PageWork(save=((page, slot),)))
+
+    def load_page(self, slot: int, page: int) -> None:
+        """Copies a slot of the memory tier to a page before the next step."""
+        self._page_work.append(PageWork(load=((slot, page),)))
 
     def finite_pages(self, pages: list[int]) -> list[bool]:
         """Asks the rank; raises RankLostError."""

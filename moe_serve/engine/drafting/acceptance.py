@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from moe_serve.engine.drafting.draft import Draft, DraftSource
 from moe_serve.engine.request.draft_counts import MAX_DRAFT
 
-_EVIDENCE = (2, 4, 8, 16)  # upper ends of the buckets of `Draft.evidence`; one more for the rest
+_EVIDENCE = (0, 2, 4, 8, 16)  # upper ends of the buckets of `Draft.evidence`; one more for the rest
 _PRIOR_TRIES = 4.0  # weight of the prior
 _MAX_TRIES = 256.0  # counts are halved there, so that they follow a change
 _REQUEST_PRIOR = 1.5  # accepted tokens by which a request is taken to be like all others
 _REQUEST_DECAY = 0.9  # of a request's counts, for each further draft
-_FIRST_RETRY, _LAST_RETRY = 16, 256  # steps without a draft before one is tried again
-RETRY_TOKENS = 1
-_HOPELESS = 0.1  # expected tokens below which a proposal was not worth its time
-_MAX_PAUSE = 31  # steps
 _LEAST_SURVIVAL = 0.03  # a draft is cut where it is less probable to be accepted
-_LEAST_FACTOR = 0.2  # a request whose drafts did worse only retries
+_MOST_SURVIVAL = 0.999
+_MOST_FACTOR = 1.2  # by which a request's drafts may be better than those of all
 # acceptance of a token whose predecessors were accepted, before any was counted
 _PRIORS = {
     DraftSource.NGRAM: 0.5,
@@ -32,129 +31,123 @@ _PRIORS = {
 
 
 class _Counts:
-    """Tries and acceptances by position in a draft; both fade."""
+    """Tries and acceptances by position in a draft; both fade.
 
-    __slots__ = ("accepted", "tried")
+    The rate of a position is taken to be near that of the position before it until it was tried
+    some times, so that certain drafts soon become long. `survivals[p]` is the product of the rates
+    up to position p, and `totals[n]` the sum of the first n survivals: the tokens to expect of a
+    draft of n tokens.
+    """
+
+    __slots__ = ("_num_new", "_prior", "accepted", "survivals", "totals", "tried")
 
     def __init__(self, prior: float) -> None:
-        self.tried = [_PRIOR_TRIES] * MAX_DRAFT
-        self.accepted = [prior * _PRIOR_TRIES] * MAX_DRAFT
+        """`prior`: acceptance of the first token, before any was counted."""
+        self._prior, self._num_new = prior, 0
+        self.tried, self.accepted = [0.0] * MAX_DRAFT, [0.0] * MAX_DRAFT
+        self._estimate()
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
-        for position in range(min(num_accepted + 1, num_drafted)):
-            self.tried[position] += 1.0
-            self.accepted[position] += position < num_accepted
-            if self.tried[position] > _MAX_TRIES:
-                self.tried[position] /= 2
-                self.accepted[position] /= 2
+        tried, accepted = self.tried, self.accepted
+        for position in range(num_accepted):
+            tried[position] += 1.0
+            accepted[position] += 1.0
+        if num_accepted < num_drafted:
+            tried[num_accepted] += 1.0
+        self._num_new += 1
+        if self._num_new > tried[0] / 16:
+            self._estimate()
+
+    def _estimate(self) -> None:
+        """Update the estimates. A sixteenth of the counts may be newer than they are."""
+        self._num_new = 0
+        if max(self.tried) > _MAX_TRIES:
+            for counts in (self.tried, self.accepted):
+                counts[:] = [count / 2 for count in counts]
+        rate, survival = self._prior, 1.0
+        self.survivals: list[float] = []
+        for accepted, tried in zip(self.accepted, self.tried, strict=True):
+            rate = (accepted + _PRIOR_TRIES * rate) / (tried + _PRIOR_TRIES)
+            survival *= rate
+            self.survivals.append(min(survival, _MOST_SURVIVAL))
+        self.totals: list[float] = [0.0, *accumulate(self.survivals)]
 
 
 @dataclass(slots=True)
-class _Request:
-    """The luck of one request's drafts, and its steps since the last one."""
+class _Luck:
+    """The luck of one request with the drafts of one source."""
 
     expected: float = _REQUEST_PRIOR  # accepted tokens if it were like all requests
     accepted: float = _REQUEST_PRIOR
-    num_silent: int = 0  # steps without a draft
-    pause: int = 0  # steps for which no draft is proposed after a hopeless one
-    num_paused: int = 0
-    retry: int = _FIRST_RETRY
 
     @property
     def factor(self) -> float:
         """Its acceptance over that of all requests."""
-        return min(self.accepted / self.expected, 1.2)
+        return min(self.accepted / self.expected, _MOST_FACTOR)
 
 
 class Acceptance:
-    """Counts accepted drafts by source, evidence and position, and by request.
+    """Counts accepted drafts by source, evidence and position, and by request and source.
 
     The estimate for a request is that of all requests times the request's own factor, so that a
     request that never repeats itself stops drafting after two or three drafts, although others
-    gain. A silent request tries a short draft again after 8, 16, ... 256 steps.
+    gain. Evidence that was not seen yet is taken to be halfway between a prior and all drafts of
+    its source.
     """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[DraftSource, int], _Counts] = {}
-        self._requests: dict[int, _Request] = {}
+        self._lucks: dict[int, dict[DraftSource, _Luck]] = {}
+
+    def expected(self, sequence_id: int, draft: Draft) -> float:
+        """Return the number of tokens of the draft that are accepted on average."""
+        totals = self._counts_of(draft).totals
+        return self._factor(sequence_id, draft.source) * totals[len(draft.token_ids)]
 
     def survivals(self, sequence_id: int, draft: Draft) -> list[float]:
         """Return for each token of the draft the probability that it and all before it are
         accepted. The improbable rest of a draft is left out."""
-        counts = self._counts_of(draft)
-        request = self._requests.get(sequence_id)
-        factor = 1.0 if request is None else request.factor
-        survivals, survival = list[float](), factor
-        for position in range(min(len(draft.token_ids), MAX_DRAFT)):
-            survival *= counts.accepted[position] / counts.tried[position]
-            if survival < _LEAST_SURVIVAL:
-                break
-            survivals.append(min(survival, 0.999))
+        factor = self._factor(sequence_id, draft.source)
+        survivals = self._counts_of(draft).survivals[: len(draft.token_ids)]
+        if factor != 1.0:
+            survivals = [min(survival * factor, _MOST_SURVIVAL) for survival in survivals]
+        if survivals and survivals[-1] < _LEAST_SURVIVAL:
+            return [survival for survival in survivals if survival >= _LEAST_SURVIVAL]
         return survivals
-
-    def is_silent(self, sequence_id: int) -> bool:
-        """Return whether the sequence's drafts have failed so often that none is to be proposed in
-        this step. To be asked once in each step."""
-        request = self._requests.get(sequence_id)
-        if request is None:
-            return False
-        request.num_silent += 1
-        if request.num_paused < request.pause:
-            request.num_paused += 1
-            return True
-        return request.factor < _LEAST_FACTOR and request.num_silent < request.retry
-
-    def note_proposed(self, sequence_id: int, survivals: Sequence[float]) -> None:
-        """Count a proposal. After hopeless ones the sequence proposes ever more seldom."""
-        request = self._requests.setdefault(sequence_id, _Request())
-        is_hopeless = sum(survivals) < _HOPELESS
-        request.pause = min(1 + 2 * request.pause, _MAX_PAUSE) if is_hopeless else 0
-        request.num_paused = 0
-
-    def chosen(self, sequence_ids: Iterable[int]) -> None:
-        """Note that drafts of these sequences are verified because a gain is expected."""
-        for sequence_id in sequence_ids:
-            request = self._requests.setdefault(sequence_id, _Request())
-            request.num_silent, request.retry = 0, _FIRST_RETRY
-
-    def is_due(self, sequence_ids: Iterable[int]) -> bool:
-        """Return whether one of the sequences would retry."""
-        known = self._requests
-        return any(
-            known[key].num_silent >= known[key].retry for key in sequence_ids if key in known
-        )
-
-    def retries(self, sequence_ids: Iterable[int], most: int) -> dict[int, int]:
-        """Return the number of tokens to draft without an expected gain, by sequence, to find out
-        whether its luck or the cost of rows has changed. Usually empty."""
-        found: dict[int, int] = {}
-        for sequence_id in sequence_ids:
-            request = self._requests.setdefault(sequence_id, _Request())
-            if request.num_silent >= request.retry and len(found) < most:
-                request.num_silent, request.retry = 0, min(2 * request.retry, _LAST_RETRY)
-                found[sequence_id] = RETRY_TOKENS
-        return found
 
     def note(self, sequence_id: int, draft: Draft, num_accepted: int) -> None:
         """Count a draft that was verified. `num_accepted` of its tokens were published."""
-        request = self._requests.setdefault(sequence_id, _Request())
-        expected = sum(self.survivals(sequence_id, draft)) / request.factor
-        own = 1 - _REQUEST_DECAY
-        request.expected = request.expected * _REQUEST_DECAY + own * _REQUEST_PRIOR + expected
-        request.pause = 0 if num_accepted else request.pause
-        request.accepted = request.accepted * _REQUEST_DECAY + own * _REQUEST_PRIOR + num_accepted
-        self._counts_of(draft).note(len(draft.token_ids), num_accepted)
+        lucks = self._lucks.setdefault(sequence_id, {})
+        luck = lucks.get(draft.source)
+        if luck is None:
+            luck = lucks[draft.source] = _Luck()
+        counts, num_drafted = self._counts_of(draft), len(draft.token_ids)
+        own, decay = (1 - _REQUEST_DECAY) * _REQUEST_PRIOR, _REQUEST_DECAY
+        luck.expected = luck.expected * decay + own + counts.totals[num_drafted]
+        luck.accepted = luck.accepted * decay + own + num_accepted
+        counts.note(num_drafted, num_accepted)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Drop the state of sequences that have ended or moved away."""
         for sequence_id in sequence_ids:
-            self._requests.pop(sequence_id, None)
+            self._lucks.pop(sequence_id, None)
+
+    def _factor(self, sequence_id: int, source: DraftSource) -> float:
+        lucks = self._lucks.get(sequence_id)
+        luck = None if lucks is None else lucks.get(source)
+        return 1.0 if luck is None else luck.factor
 
     def _counts_of(self, draft: Draft) -> _Counts:
-        bucket = next(
-            (i for i, end in enumerate(_EVIDENCE) if draft.evidence <= end), len(_EVIDENCE)
-        )
-        key = (draft.source, bucket)
-        if key not in self._counts:
-            self._counts[key] = _Counts(_PRIORS[draft.source])
-        return self._counts[key]
+        key = (draft.source, bisect_left(_EVIDENCE, draft.evidence))
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = self._new_counts(draft.source)
+        return counts
+
+    def _new_counts(self, source: DraftSource) -> _Counts:
+        known = [counts for key, counts in self._counts.items() if key[0] is source]
+        tried = sum(sum(counts.tried) for counts in known)
+        if not tried:
+            return _Counts(_PRIORS[source])
+        accepted = sum(sum(counts.accepted) for counts in known)
+        return _Counts((_PRIORS[source] + accepted / tried) / 2)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_serve.config.sections import SpeculationConfig
+from moe_serve.config.sections import EngineConfig, SpeculationConfig
 from moe_serve.engine.drafting.draft import Drafter
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.own_text import OwnText
 from moe_serve.engine.drafting.past_answers import PastAnswers
 from moe_serve.engine.drafting.prediction import Predictions
+from moe_serve.engine.drafting.text_hashes import TextHashes
 from moe_serve.engine.request.sequence import StopRule
 from moe_serve.errors import ConfigError
 
@@ -27,18 +28,38 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
             f"speculation.prompt_lookup_min is {shortest} and must be at most "
             f"speculation.prompt_lookup_max, which is {longest}."
         )
+    hashes = TextHashes()
     has_past = "suffix" in config.drafters
-    past = PastAnswers(config.suffix_max_tokens) if has_past else None
+    past = PastAnswers(config.suffix_max_tokens, hashes) if has_past else None
 
     def make() -> Drafting:
-        drafters: list[Drafter] = [Predictions(), OwnText(shortest, longest, stop.max_model_len)]
+        own = OwnText(shortest, longest, stop.max_model_len, hashes)
+        drafters: list[Drafter] = [Predictions(), own]
+        if past is not None:
+            drafters.insert(1, past)
         return Drafting(
-            drafters if past is None else [*drafters, past],
+            drafters,
             stop,
             vocab_size=vocab_size,
             max_tokens=config.max_tokens,
             is_adaptive=config.is_adaptive,
             past_answers=past,
+            num_self_tokens=config.num_self_tokens,
         )
 
     return make
+
+
+def check_on_ranks(config: EngineConfig) -> None:
+    """Raise ConfigError if the method cannot run with separate ranks."""
+    method, num_shards = config.speculation.method, config.cluster.attention_tp
+    if method == "self":
+        raise ConfigError(
+            "speculation.method is 'self', which needs all experts in the process that samples, "
+            "but this cluster has separate ranks: use 'auto'."
+        )
+    if method == "head" and num_shards > 1:
+        raise ConfigError(
+            f"speculation.method is 'head', which needs the whole output head on one rank, but "
+            f"cluster.attention_tp is {num_shards}: set it to 1, or use 'auto'."
+        )

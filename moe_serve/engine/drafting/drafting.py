@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from time import perf_counter
 
-from moe_serve.engine.drafting.acceptance import RETRY_TOKENS, Acceptance
+from moe_serve.engine.drafting.acceptance import Acceptance
 from moe_serve.engine.drafting.budget import choose_lengths
 from moe_serve.engine.drafting.draft import Draft, Drafter, DraftSource
 from moe_serve.engine.drafting.past_answers import PastAnswers
+from moe_serve.engine.drafting.patience import Patience
 from moe_serve.engine.drafting.step_times import StepTimes
 from moe_serve.engine.request.draft_counts import DraftCounter, DraftCounts
 from moe_serve.engine.request.request import DraftResult
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
+
+_ENOUGH = 0.6  # share of the longest draft
 
 
 class Drafting:
@@ -32,13 +35,15 @@ class Drafting:
         max_tokens: int,
         is_adaptive: bool = True,
         past_answers: PastAnswers | None = None,
+        num_self_tokens: int = 0,
     ) -> None:
-        """`past_answers` learns from finished answers; it is one of the drafters. Unless
+        """`past_answers` learns from finished answers; it is one of the drafters. The model
+        itself drafts `num_self_tokens` behind a step's tokens, in pages of the sequence. Unless
         `is_adaptive`, every draft is verified with `max_tokens` tokens, whatever it costs."""
         self._drafters, self._past = tuple(drafters), past_answers
         self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
-        self._vocab_size = vocab_size
-        self._acceptance, self._times = Acceptance(), StepTimes()
+        self._vocab_size, self.num_self_tokens = vocab_size, num_self_tokens
+        self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
         self._proposed: Mapping[int, tuple[str, tuple[int, ...]]] = {}  # of the last step
         self._counter = DraftCounter()
 
@@ -63,12 +68,14 @@ class Drafting:
         """Learn from a draft that was verified. `num_accepted` of its tokens were published."""
         result = DraftResult(draft.source.value, len(draft.token_ids), num_accepted)
         self._acceptance.note(sequence_id, draft, num_accepted)
+        if num_accepted:
+            self._patience.accepted(sequence_id)
         self._counter.note(result)
         return result
 
-    def note_step(self, num_rows: int, seconds: float) -> None:
-        """Learn the time of a step that read no prompt."""
-        self._times.observe(num_rows, seconds)
+    def note_step(self, num_rows: int, num_drafted: int, seconds: float) -> None:
+        """Learn the time of a step that read no prompt. `num_drafted` of its rows were drafted."""
+        self._times.observe(num_rows, seconds, has_drafts=num_drafted > 0)
 
     def note_proposals(self, proposals: Mapping[int, tuple[str, tuple[int, ...]]]) -> None:
         """Keep what grammars or a head expect after a step, for the drafts of the next one."""
@@ -84,53 +91,61 @@ class Drafting:
     def forget(self, sequence_ids: Collection[int]) -> None:
         """Drop the state of sequences that have ended or moved away."""
         self._acceptance.forget(sequence_ids)
+        self._patience.forget(sequence_ids)
         for drafter in self._drafters:
             drafter.forget(sequence_ids)
 
     def _choose(self, schedule: Schedule, most: int, *, is_ahead: bool = False) -> dict[int, Draft]:
         if self._past is not None and not is_ahead:
             self._past.work()
-        drafts: dict[int, Draft] = {}
-        survivals: dict[int, list[float]] = {}
+        patience, drafts = self._patience, dict[int, Draft]()
         for key, (sequence, count) in schedule.items():
-            if not _may_draft(sequence, count) or self._acceptance.is_silent(key):
+            if not _may_draft(sequence, count):
+                continue
+            if self._is_adaptive and patience.rests(key) and self._may_rest(sequence):
                 continue
             draft = self._propose(sequence)
             if draft is not None:
-                drafts[key], survivals[key] = draft
-                self._acceptance.note_proposed(key, draft[1])
+                drafts[key] = draft
+            elif self._is_adaptive and not is_ahead:
+                patience.in_vain(key, None)
         if not drafts:
             return {}
+        if not self._is_adaptive:
+            length = min(self._max_tokens, most // len(drafts))
+            return {key: draft.cut(length) for key, draft in drafts.items() if length}
+        survivals = {key: self._acceptance.survivals(key, draft) for key, draft in drafts.items()}
         if is_ahead:  # the first token will be known, so it is no draft
             survivals = {key: each[1:] for key, each in survivals.items() if len(each) > 1}
-        if self._is_adaptive:
-            lengths = choose_lengths(survivals, len(schedule), most, self._times.seconds)
-            if is_ahead and not lengths and self._acceptance.is_due(drafts):
-                return drafts
-            if not is_ahead:
-                self._acceptance.chosen(lengths)
-                rest, num_left = drafts.keys() - lengths.keys(), most - sum(lengths.values())
-                num_retries = min(num_left // RETRY_TOKENS, 1 + len(schedule) // 16)
-                lengths |= self._acceptance.retries(rest, num_retries)
-        else:
-            lengths = {k: min(self._max_tokens, most // len(drafts)) for k in drafts}
-        return {key: drafts[key].cut(length) for key, length in lengths.items() if length}
+        lengths = choose_lengths(survivals, len(schedule), most, self._times.seconds)
+        if is_ahead:
+            return drafts if lengths or patience.is_any_due(drafts) else {}
+        rest, num_left = drafts.keys() - lengths.keys(), most - sum(lengths.values())
+        patience.gains(lengths)
+        for key in patience.retries(rest, min(num_left, 1 + len(schedule) // 16)):
+            lengths[key] = 1
+        for key in rest:
+            patience.in_vain(key, sum(survivals[key]))
+        return {key: drafts[key].cut(length) for key, length in lengths.items()}
 
-    def _propose(self, sequence: Sequence) -> tuple[Draft, list[float]] | None:
-        """Return the draft with the most tokens to expect, and their survivals."""
+    def _may_rest(self, sequence: Sequence) -> bool:
+        """Return whether a sequence has no draft that it need not look for."""
+        return not (sequence.request.prediction or sequence.id in self._proposed)
+
+    def _propose(self, sequence: Sequence) -> Draft | None:
+        """Return the draft with the most tokens to expect."""
         most = min(self._max_tokens, self._stop.num_left(sequence) - 1)
         if most < 1:
             return None
-        best: tuple[Draft, list[float]] | None = None
-        most_expected = 0.0
+        best, most_expected = None, 0.0
         for draft in self._proposals(sequence, most):
             kept = draft.cut(self._num_useful(sequence, draft))
-            if not kept.token_ids:
-                continue
-            survivals = self._acceptance.survivals(sequence.id, kept)
-            expected = sum(survivals)
-            if best is None or expected > most_expected:
-                best, most_expected = (kept, survivals), expected
+            if kept.token_ids:
+                expected = self._acceptance.expected(sequence.id, kept)
+                if best is None or expected > most_expected:
+                    best, most_expected = kept, expected
+                if expected > _ENOUGH * most:
+                    break  # further drafters would cost time
         return best
 
     def _proposals(self, sequence: Sequence, most: int) -> Iterable[Draft]:

@@ -8,11 +8,13 @@ from collections.abc import Iterable
 
 from moe_serve.engine.drafting.draft import Draft, DraftSource
 from moe_serve.engine.drafting.gram_index import GramIndex
+from moe_serve.engine.drafting.text_hashes import Prefix, TextHashes, new_prefix
 from moe_serve.engine.request.sequence import Sequence
 
 _SIZES = (4, 8, 16, 32)  # tokens that must agree
 _END = -1  # follows each answer in a store
 _MAX_LEARNT = 512  # tokens that one step enters
+_MAX_AGREED = 64
 _LEAST_CAPACITY = 16384  # tokens of a new store
 _MAX_STORES = 1024
 _MAX_WAITING = 256  # finished answers that are not entered yet; the oldest are dropped
@@ -22,10 +24,10 @@ _ENTRIES_PER_TOKEN = 1  # of each table, so that a store takes 4 + 4 x 4 bytes a
 class AnswerStore:
     """Answers of one owner, in a ring of tokens with an index. The oldest are overwritten."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, hashes: TextHashes) -> None:
+        self.capacity, self._hashes = capacity, hashes
         self._ring, self._end = array("i", [_END]) * capacity, 0
-        self._index = GramIndex(_SIZES, _ENTRIES_PER_TOKEN * capacity)
+        self._index = GramIndex(hashes, _SIZES, _ENTRIES_PER_TOKEN * capacity)
 
     @property
     def num_bytes(self) -> int:
@@ -42,32 +44,52 @@ class AnswerStore:
             self._end = 0
         start, end = self._end, self._end + len(kept)
         self._ring[start : end + 1] = array("i", [*kept, _END])
-        self._index.note(self._ring, start, start, end - 1)  # nothing follows the last token
+        self._note(kept, start)
         self._end = end + 1
 
     def grown(self) -> AnswerStore:
         """Return a store of twice the size with the same answers. This one must not have wrapped
         around: it has had room for every answer."""
-        larger = AnswerStore(2 * self.capacity)
+        larger = AnswerStore(2 * self.capacity, self._hashes)
         larger._ring[: self._end] = self._ring[: self._end]
         larger._end, start = self._end, 0
         for position in range(self._end):
             if self._ring[position] == _END:
-                larger._index.note(larger._ring, start, start, position - 1)
+                larger._note(self._ring[start:position].tolist(), start)
                 start = position + 1
         return larger
 
-    def after(self, tail: list[int], most: int) -> tuple[list[int], int] | None:
-        """Return what followed the end of `tail`, at most `most` tokens, and how many tokens
-        agreed."""
-        found = self._index.find(self._ring, tail)
-        if found is None:
-            return None
-        position, size = found
+    def find(self, prefix: Prefix, tail: array[int], least: int) -> tuple[int, int] | None:
+        """Return where the end of `tail` was found, and how many tokens agreed; None unless more
+        than `least` did. `prefix` has the hashes of a text that ends with `tail`."""
+        return self._index.find(prefix, tail, self._ring, least)
+
+    def has(self, position: int, tokens: list[int]) -> bool:
+        """Return whether these tokens stand at a position."""
+        return self._ring[position : position + len(tokens)].tolist() == tokens
+
+    def at(self, position: int, most: int) -> list[int]:
+        """Return at most `most` tokens from a position to the end of their answer."""
         tokens = self._ring[position : position + most].tolist()
-        if _END in tokens:
-            tokens = tokens[: tokens.index(_END)]
-        return (tokens, size) if tokens else None
+        return tokens[: tokens.index(_END)] if _END in tokens else tokens
+
+    def _note(self, tokens: list[int], start: int) -> None:
+        """Enter the tokens of an answer that starts at a position of the ring."""
+        prefix = new_prefix()
+        self._hashes.extend(prefix, tokens)
+        self._index.note(prefix, 0, len(tokens) - 1, start)  # nothing follows the last token
+
+
+class _Place:
+    """The place in a store whose continuation a sequence repeats."""
+
+    __slots__ = ("agreed", "num_seen", "position", "store")
+
+    def __init__(self) -> None:
+        self.store: AnswerStore | None = None
+        self.position = 0  # of the token that is expected next
+        self.agreed = 0  # tokens that agreed before it; 0: there is no place
+        self.num_seen = 0  # tokens of the sequence that were compared
 
 
 class PastAnswers:
@@ -78,10 +100,13 @@ class PastAnswers:
     store that was used longest ago goes first.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, hashes: TextHashes | None = None) -> None:
+        """`hashes` may be shared with other drafters."""
         self._max_tokens = max_tokens
+        self._hashes = TextHashes() if hashes is None else hashes
         self._stores: OrderedDict[bytes, AnswerStore] = OrderedDict()
         self._waiting: deque[tuple[bytes, list[int]]] = deque(maxlen=_MAX_WAITING)
+        self._places: dict[int, _Place] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -102,23 +127,50 @@ class PastAnswers:
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         """See Drafter.propose."""
-        store = self._stores.get(sequence.page_keys[0]) if sequence.page_keys else None
-        if store is None:
+        owner = sequence.page_keys[0] if sequence.page_keys else None
+        store = None if owner is None else self._stores.get(owner)
+        if store is None or owner is None:
             return None
-        found = store.after(sequence.token_ids[-_SIZES[-1] :], most)
-        if found is None:
+        place = self._places.get(sequence.id)
+        if place is None:
+            place = self._places[sequence.id] = _Place()
+        self._follow(place, store, sequence)
+        tokens = store.at(place.position, most) if place.agreed else []
+        if not tokens:
             return None
-        self._stores.move_to_end(sequence.page_keys[0])
-        return Draft(tuple(found[0]), DraftSource.SUFFIX, found[1])
+        self._stores.move_to_end(owner)
+        return Draft(tuple(tokens), DraftSource.SUFFIX, place.agreed)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Does nothing: stores outlive their sequences."""
+        """See Drafter.forget. Stores outlive their sequences."""
+        self._hashes.forget(sequence_ids)
+        for sequence_id in sequence_ids:
+            self._places.pop(sequence_id, None)
+
+    def _follow(self, place: _Place, store: AnswerStore, sequence: Sequence) -> None:
+        """Move the place behind the sequence's new tokens, or find a better one."""
+        tokens = sequence.token_ids
+        new = tokens[place.num_seen :]
+        if place.store is not store:  # the owner's store has grown, or is a new one
+            place.store, place.agreed = store, 0
+        if place.agreed:
+            if store.has(place.position, new):
+                place.position += len(new)
+                place.agreed = min(place.agreed + len(new), _MAX_AGREED)
+            else:
+                place.agreed = 0
+        place.num_seen = len(tokens)
+        if place.agreed < _SIZES[-1]:
+            tail = array("i", tokens[-_SIZES[-1] :])
+            found = store.find(self._hashes.of(sequence), tail, place.agreed)
+            if found is not None:
+                place.position, place.agreed = found
 
     def _store(self, root_key: bytes, num_tokens: int) -> AnswerStore:
         """Return the owner's store, grown if it would overwrite an answer and has not before."""
         store = self._stores.get(root_key)
         if store is None:
-            store = AnswerStore(min(_LEAST_CAPACITY, self._max_tokens))
+            store = AnswerStore(min(_LEAST_CAPACITY, self._max_tokens), self._hashes)
         while not store.has_room(num_tokens) and 2 * store.capacity <= self._max_tokens:
             store = store.grown()
         self._stores[root_key] = store

@@ -10,6 +10,7 @@ from moe_serve.engine.request.sequence import Sequence
 
 _ANCHORS = (8, 4, 3, 2)  # tokens that must agree to find the place again
 _WINDOW = 512  # tokens of the prediction that are searched for it, before and behind the last place
+_NEAR = 3  # tokens around the place that are compared with one that differs
 _WIDTH = array("i").itemsize
 
 
@@ -26,15 +27,19 @@ class _Place:
 
     def note(self, token: int) -> None:
         """Compare the answer's next token. One that differs may be a replaced token, or the
-        prediction may have a token more or less than the answer."""
+        prediction may have some tokens more or less than the answer."""
         expected, position = self.predicted, self.position
         self.num_seen += 1
         if token in expected[position : position + 1]:
             self.position, self.agreed = position + 1, self.agreed + 1
-        elif token in expected[position + 1 : position + 2]:
-            self.position, self.agreed = position + 2, 1
-        elif not self.agreed and position and expected[position - 1 : position] == (token,):
-            self.agreed = 1
+            return
+        near = () if self.agreed else expected[max(0, position - _NEAR) : position]
+        if token in near[-1:]:
+            self.agreed = 1  # the answer had a token more, so the place is right now
+        elif token in (behind := expected[position + 1 : position + 1 + _NEAR]):
+            self.position, self.agreed = position + 2 + behind.index(token), 1
+        elif token in near:
+            self.position, self.agreed = position - near[::-1].index(token), 1
         else:
             self.position, self.agreed = position + 1, 0
 

@@ -10,6 +10,7 @@ import torch
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.drafting.draft import DraftSource
 from moe_serve.engine.execute.mtp_drafter import MTPDrafter
+from moe_serve.engine.execute.self_drafter import SelfDrafter
 from moe_serve.engine.execute.step_outcome import Proposal
 from moe_serve.engine.execute.verify import Verified
 from moe_serve.engine.request.sequence import Sequence
@@ -35,10 +36,13 @@ class StepDrafter:
         head: SpeculationHead | None = None,
         pipeline: Pipeline | None = None,
         mtp: MTPDrafter | None = None,
+        by_self: SelfDrafter | None = None,
     ) -> None:
-        """`pipeline` keeps the last hidden states, from which a `head` starts."""
+        """`pipeline` keeps the last hidden states, from which a `head` starts. `by_self` drafts
+        with the model itself."""
         assert (head is None) == (pipeline is None), "a head starts from a pipeline's states"
-        self._masks, self._head, self._pipeline, self._mtp = masks, head, pipeline, mtp
+        self._masks, self._head, self._pipeline = masks, head, pipeline
+        self._mtp, self._self = mtp, by_self
         if pipeline is not None:
             pipeline.keeps_hidden = True
 
@@ -51,15 +55,16 @@ class StepDrafter:
         stage: AttentionStage,
         pipeline: Pipeline,
         mtp: MTPPart | None = None,
+        by_self: SelfDrafter | None = None,
     ) -> StepDrafter | None:
         """Build what `config.speculation` needs beside the engine's own drafters; None: nothing.
 
-        `mtp` is there if the method needs it. Raises ConfigError or CheckpointError if a head is
-        wanted and cannot be used.
+        `mtp` and `by_self` are there if the method needs them. Raises ConfigError or
+        CheckpointError if a head is wanted and cannot be used.
         """
         method = config.speculation.method
-        if method == "auto":
-            return cls(masks)
+        if method in ("auto", "self"):
+            return cls(masks, by_self=by_self)
         if mtp is not None:
             return cls(masks, mtp=MTPDrafter(mtp, pipeline, config.speculation.max_tokens))
         if method != "head":
@@ -82,6 +87,8 @@ class StepDrafter:
         proposals: dict[int, Proposal] = {}
         if self._mtp is not None:
             proposals = self._mtp.propose(plan, found, sequences)
+        if self._self is not None and found.sampled:
+            proposals = self._self.propose(plan, found)
         if self._head is not None and found.sampled:
             proposals = self._guessed(found)
         if self._masks is not None:

@@ -98,7 +98,7 @@ class LocalExecutor:
         tokens of some requests; None if no request has restrictions. `watch` records steps.
         `drafter` drafts for the next step."""
         self.runner, self._sampler, self._tap, self._memory = runner, sampler, tap, memory
-        self._masks, self._watch, self._drafter = masks, watch, drafter
+        self._masks, self._watch, self.drafter = masks, watch, drafter
         self._mask_costs: dict[int, MaskCost] = {}  # in the last step
         self.plan: StepPlan | None = None  # the last plan that was begun
 
@@ -139,7 +139,7 @@ class LocalExecutor:
     def _proposals(
         self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
     ) -> dict[int, Proposal]:
-        return {} if self._drafter is None else self._drafter.propose(plan, found, sequences)
+        return {} if self.drafter is None else self.drafter.propose(plan, found, sequences)
 
     def forget(self, sequence_ids: list[int]) -> None:
         """Does nothing: no state is kept between steps."""

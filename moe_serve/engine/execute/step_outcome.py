@@ -97,6 +97,10 @@ def delta_of(
     logprobs = None if run[0].logprob is None else tuple([s.logprob for s in run if s.logprob])
     if len(run) > 1:
         token_ids = tuple([sampled.token_id for sampled in run])
+    if experts is not None and drafted is not None:
+        accepted = experts[: drafted.num_accepted]
+        marked = [replace(each, drafter=drafted.source) for each in accepted]
+        experts = (*marked, *experts[drafted.num_accepted :])
     return TokenDelta(
         request_id=sequence.request.request_id,
         token_ids=token_ids,
@@ -105,6 +109,7 @@ def delta_of(
         finish_reason=reason,
         stop_token_id=run[-1].token_id if reason is FinishReason.STOP else None,
         num_cached_tokens=sequence.num_cached_tokens,
+        num_tier_tokens=min(sequence.num_tier_tokens, sequence.num_cached_tokens),
         num_preemptions=sequence.num_preemptions,
         routed_experts=experts,
         started_at=sequence.started_at,

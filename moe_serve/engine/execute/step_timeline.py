@@ -120,8 +120,9 @@ class StepWatch:
 
     def finish(self, plan: StepPlan) -> None:
         """Keep the step if it was recorded. Not called for a failed step."""
-        self._log.finish(sum(batch.num_tokens for batch in plan.micro_batches))
-        if records := self._log.take():
+        num_tokens = plan.num_tokens if self._log.is_on else 0  # which only a record needs
+        self._log.finish(num_tokens)
+        if num_tokens and (records := self._log.take()):
             self._newest = (self._num_steps, records)
         self._num_steps += 1
 

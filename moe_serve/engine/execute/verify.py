@@ -42,13 +42,10 @@ class _Walk:
     sequence: Sequence
     first: int
     draft: list[int]
+    begin: int  # tokens of the sequence before the step
     run: list[Sampled] = field(default_factory=list)
     failure: RowFailure | None = None
     is_spoiled: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.sequence.num_tokens
 
     def goes_on(self, token: Sampled | RowFailure) -> bool:
         """Note the next token and return whether the row behind it counts.
@@ -84,14 +81,14 @@ def verify(
     for piece in slices:
         sequence, start = sequences[piece.sequence_id], start + piece.num_logits
         if piece.start + len(piece.token_ids) - piece.num_drafted == sequence.num_tokens:
-            walks.append(_Walk(sequence, start - 1 - piece.num_drafted, piece.drafted))
-    begins = [walk.end for walk in walks]
+            first = start - 1 - piece.num_drafted
+            walks.append(_Walk(sequence, first, piece.drafted, sequence.num_tokens))
     try:
         _sample_levels(logits_RV, walks, sample)
     finally:
-        for walk, begin in zip(walks, begins, strict=True):
-            if walk.end > begin:
-                walk.sequence.truncate(begin)
+        for walk in walks:
+            if walk.sequence.num_tokens > walk.begin:
+                walk.sequence.truncate(walk.begin)
     return Verified(
         {walk.sequence.id: tuple(walk.run) for walk in walks if walk.run},
         {walk.sequence.id: walk.failure for walk in walks if walk.failure is not None},
@@ -127,17 +124,21 @@ def _sample_once(
 
 
 def _sample_levels(logits_RV: Tensor, walks: list[_Walk], sample: Sample) -> None:
-    """Sample row by row of each sequence, those of all sequences together. Rows whose tokens depend
-    on no earlier token are sampled with the first ones."""
-    free = [walk for walk in walks if _is_free(walk, logits_RV.shape[-1])]
+    """Sample row by row of each sequence, those of all sequences together. If sampling needs no
+    state that a refused token would spoil, all rows of a sequence are sampled with the first one,
+    each behind the drafted tokens before it."""
+    ahead = {id(walk) for walk in walks if _looks_ahead(walk, logits_RV.shape[-1])}
+    for walk in walks:
+        for drafted in walk.draft if id(walk) in ahead else ():
+            walk.sequence.append(drafted)
     active = walks
     while active:
         rows, points, owners = list[int](), list[SamplingPoint](), list[_Walk]()
         for walk in active:
-            ahead = len(walk.draft) if walk in free else 0
-            for place in range(1 + ahead):
-                rows.append(walk.first + len(walk.run) + place)
-                points.append(SamplingPoint(walk.sequence, walk.end + place))
+            done = len(walk.run)
+            for place in range(done, 1 + (len(walk.draft) if id(walk) in ahead else done)):
+                rows.append(walk.first + place)
+                points.append(SamplingPoint(walk.sequence, walk.begin + place))
                 owners.append(walk)
         going = dict.fromkeys(map(id, active), True)
         for walk, token in zip(owners, sample(logits_RV[rows], points), strict=True):
@@ -148,11 +149,11 @@ def _sample_levels(logits_RV: Tensor, walks: list[_Walk], sample: Sample) -> Non
             walk.sequence.append(walk.run[-1].token_id)
 
 
-def _is_free(walk: _Walk, vocab_size: int) -> bool:
+def _looks_ahead(walk: _Walk, vocab_size: int) -> bool:
     """Return whether all rows of a sequence may be sampled at once."""
     if not walk.draft or len(walk.draft) * vocab_size > _MOST_AT_ONCE:
         return False
-    return not SamplingPoint(walk.sequence, walk.end).depends_on_history
+    return SamplingPoint(walk.sequence, walk.begin).can_look_ahead
 
 
 def _spoiled(logits_RV: Tensor, walks: list[_Walk]) -> list[int]:

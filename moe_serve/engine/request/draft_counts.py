@@ -58,15 +58,14 @@ class DraftCounter:
         self._drafts: Counter[str] = Counter()
         self._drafted: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
-        self._by_position = [0] * MAX_DRAFT
+        self._by_length = [0] * (MAX_DRAFT + 1)  # drafts by the number of accepted tokens
         self._seconds = 0.0
 
     def note(self, result: DraftResult) -> None:
         self._drafts[result.source] += 1
         self._drafted[result.source] += result.num_drafted
         self._accepted[result.source] += result.num_accepted
-        for position in range(result.num_accepted):
-            self._by_position[position] += 1
+        self._by_length[result.num_accepted] += 1
 
     def note_seconds(self, seconds: float) -> None:
         self._seconds += seconds
@@ -81,6 +80,8 @@ class DraftCounter:
                 )
                 for source, num_drafts in tuple(self._drafts.items())
             },
-            accepted_by_position=tuple(self._by_position),
+            accepted_by_position=tuple(
+                sum(self._by_length[length:]) for length in range(1, MAX_DRAFT + 1)
+            ),
             drafter_s=self._seconds,
         )

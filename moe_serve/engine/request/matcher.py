@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.engine.request.draft_counts import MAX_DRAFT
+
 # CPU time that a sequence may spend on its grammar: a base, and an allowance per token.
 MAX_FOLLOW_S, MAX_FOLLOW_TOKEN_S = 2.0, 0.05
+_CHEAP_S = 0.001  # masks up to this cost are worth a look for forced tokens
 
 
 class SequenceMatcher:
@@ -19,17 +23,21 @@ class SequenceMatcher:
     on another rank. Asked about a shorter answer it goes back.
     """
 
-    __slots__ = ("_matcher", "_num_read", "cpu_s")
+    __slots__ = ("_costs", "_matcher", "_num_read", "cpu_s")
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher, self._num_read = matcher, 0
-        self.cpu_s = 0.0  # spent on the grammar so far
+        self.cpu_s = 0.0  # spent on the grammar so far, without what drafted tokens cost
+        # lengths of the answer at the last masks, and their times
+        self._costs: deque[tuple[int, float]] = deque(maxlen=2 * MAX_DRAFT)
 
     def go_back(self, num_tokens: int) -> None:
         """Forget all but the answer's first `num_tokens` tokens; others may follow them."""
         if self._num_read > num_tokens:
             self._matcher.rollback(self._num_read - num_tokens)
             self._num_read = num_tokens
+            while self._costs and self._costs[-1][0] > num_tokens:
+                self.cpu_s -= self._costs.pop()[1]
 
     def fill(self, answer: list[int], bits_W: NDArray[np.uint32]) -> str | None:
         """Set a bit for each token that may follow the answer. Returns the reason if no token
@@ -44,21 +52,19 @@ class SequenceMatcher:
         try:
             return self._fill(answer, bits_W)
         finally:
-            self.cpu_s += time.thread_time() - clock
+            seconds = time.thread_time() - clock
+            self.cpu_s += seconds
+            self._costs.append((len(answer), seconds))
 
     def forced(self, answer: list[int], most: int) -> tuple[int, ...]:
         """Return tokens that spell what the grammar forces after the answer, at most `most`. The
-        model may spell it otherwise. Empty if nothing is forced, or following costs too much."""
-        if self.cpu_s > MAX_FOLLOW_S:
+        model may spell it otherwise. Empty if nothing is forced, or the last mask was costly."""
+        if self._costs and self._costs[-1][1] > _CHEAP_S:
             return ()
-        clock = time.thread_time()
-        try:
-            self._read(answer)
-            if self._matcher.is_error() or self._matcher.is_stopped():
-                return ()
-            return tuple(self._matcher.compute_ff_tokens()[:most])
-        finally:
-            self.cpu_s += time.thread_time() - clock
+        self._read(answer)
+        if self._matcher.is_error() or self._matcher.is_stopped():
+            return ()
+        return tuple(self._matcher.compute_ff_tokens()[:most])
 
     def _read(self, answer: list[int]) -> None:
         self.go_back(len(answer))

@@ -97,12 +97,14 @@ class TokenExperts:
     """The experts that led to a token: the routers' choices for the row before it.
 
     `ids` are K expert ids for each of L layers with routed experts, in the host's byte order.
+    `drafter` is the source of the draft that had the token; empty if no accepted draft had it.
     """
 
     ids: bytes
     num_layers: int
     top_k: int
     is_wide: bool = False  # int16 ids, not uint8
+    drafter: str = ""
 
     @property
     def num_ids(self) -> int:
@@ -143,6 +145,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the id that ended the request, last in `token_ids`
     num_cached_tokens: int = 0
+    num_tier_tokens: int = 0  # those of them that were loaded from a KV tier
     num_preemptions: int = 0  # so far
     started_at: float | None = None  # when it first joined a step, on the engine's clock
     error: str | None = None

@@ -38,6 +38,8 @@ class Sequence:
         "num_prompt_tokens",
         "num_restarts",
         "num_shared_pages",
+        "num_tier_loads",
+        "num_tier_tokens",
         "output_counts",
         "page_keys",
         "page_size",
@@ -72,6 +74,8 @@ class Sequence:
         self.num_shared_pages = 0  # at the table's start, visible to other sequences
         self.num_found_pages = 0  # shared pages that it found when it started
         self.num_cached_tokens = 0  # prompt tokens that came from the cache
+        self.num_tier_loads = 0  # times that it waited for pages of a tier, since it was queued
+        self.num_tier_tokens = 0  # tokens of pages that were loaded for it
         self.page_keys: list[bytes] = []  # root key and keys of full pages; empty: no cache
         self.awaited_key: bytes | None = None  # key of a page that another sequence computes
         self.output_counts: dict[int, int] = {}
@@ -119,6 +123,10 @@ class Sequence:
         """Number of completely computed pages, which are no longer written to."""
         return self.num_computed_tokens // self.page_size
 
+    def num_unread(self, count: int) -> int:
+        """Return how many of the next `count` tokens to compute are the prompt's."""
+        return max(0, min(count, self.num_prompt_tokens - self.num_computed_tokens))
+
     @property
     def can_share(self) -> bool:
         return bool(self.page_keys) and self.is_sound
@@ -165,7 +173,7 @@ class Sequence:
         """Forget what was computed, as the pages are gone. The tokens stay."""
         self.num_computed_tokens = 0
         self.is_proven = True
-        self.num_shared_pages = self.num_found_pages = 0
+        self.num_shared_pages = self.num_found_pages = self.num_tier_loads = 0
         self.num_restarts += 1
         self.prompt_logprobs = []
 

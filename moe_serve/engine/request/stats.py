@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cache.page_times import PageTimes
+from moe_serve.cache.tiers.store import TierStats
 from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.step_tokens import StepTokens
 
@@ -195,6 +196,7 @@ class EngineStats:
     last_turn_age_s: float | None = None  # since the engine thread's last pass of its loop
     last_error_age_s: float | None = None  # since a request failed; None: none has failed
     outage_s: float = 0.0  # how long ranks have been missing that every step needs
+    tier: TierStats | None = None  # None: no KV tier
     expert_memory: MemoryStats | None = None  # None: all experts are in memory
     batching: PolicyStats | None = None  # None: no policy has run yet
     pools: PoolStats | None = None  # None when attention and experts share a process
@@ -212,6 +214,7 @@ class EngineStats:
             num_steps=max(self.num_steps, other.num_steps),
             load=self.load + other.load,
             counts=self.counts + other.counts,
+            tier=self.tier or other.tier,  # ranks share one
             batching=sum(policies[1:], policies[0]) if policies else None,
         )
 

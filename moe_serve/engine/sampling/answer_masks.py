@@ -45,8 +45,8 @@ class MaskCost:
 class MaskedRows:
     """The masks of a step. `masks` is None if no row is restricted.
 
-    `failures` maps rows to the reason why they can take no token. `costs` maps rows that follow a
-    grammar to the cost of their masks.
+    `failures` maps rows to the reason why they can take no token. `costs` maps the first row of
+    each sequence that follows a grammar to the cost of all its masks.
     """
 
     masks: TokenMasks | None = None
@@ -71,12 +71,16 @@ class AnswerMasks:
         bits_CW = np.empty((len(rows), len(self._any_W)), np.uint32)
         failures: dict[int, str] = {}
         costs: dict[int, MaskCost] = {}
-        for bits_W, row in zip(bits_CW, rows, strict=True):
+        start = 0
+        while start < len(rows):
+            sequence, end = points[rows[start]].sequence, start + 1
+            while end < len(rows) and points[rows[end]].sequence is sequence:
+                end += 1
             cpu, clock = time.thread_time(), time.perf_counter()
-            if (why := self._fill(points[row], bits_W)) is not None:
-                failures[row] = why
-            if points[row].rules.constraint is not None:
-                costs[row] = MaskCost(time.thread_time() - cpu, time.perf_counter() - clock)
+            self._fill_run(points, rows[start:end], bits_CW[start:end], failures)
+            if sequence.rules.constraint is not None:
+                costs[rows[start]] = MaskCost(time.thread_time() - cpu, time.perf_counter() - clock)
+            start = end
         return MaskedRows(TokenMasks(np.array(rows, np.int64), bits_CW), failures, costs)
 
     def forced(
@@ -95,18 +99,37 @@ class AnswerMasks:
                 found[key] = tokens
         return found
 
+    def _fill_run(
+        self,
+        points: Rows[SamplingPoint],
+        rows: list[int],
+        bits_CW: NDArray[np.uint32],
+        failures: dict[int, str],
+    ) -> None:
+        """Fill the masks of one sequence's rows. A row behind a drafted token that its own mask
+        bans will not count, so it gets any mask."""
+        is_void = False
+        for bits_W, row in zip(bits_CW, rows, strict=True):
+            if is_void:
+                bits_W[:] = self._any_W
+                continue
+            point = points[row]
+            why = self._fill(point, bits_W)
+            if why is not None:
+                failures[row] = why
+            is_void = why is not None or not (point.is_at_end or _allows(bits_W, point.next_token))
+
     def _fill(self, point: SamplingPoint, bits_W: NDArray[np.uint32]) -> str | None:
         """Fill the mask of one row. Returns the reason if no token is allowed."""
         params, thoughts = point.params, point.sequence.thoughts
         is_constrained = point.rules.constraint is not None
-        bits_W[:] = self._any_W
+        bits_W[:] = 0 if is_constrained else self._any_W
         if is_constrained:
-            bits_W[:] = 0
             try:
                 why = self._matcher(point.sequence).fill(point.answer, bits_W)
             except InvalidGrammarError as error:
                 why = str(error)
-            if why is not None:
+            if why is not None or self._is_final(point):
                 return why
             if not _without(bits_W, self._eos).any():
                 return None  # the answer is complete: only end tokens are left
@@ -123,6 +146,12 @@ class AnswerMasks:
             thoughts.read(point.sequence.token_ids, point.position)  # unless it is there already
             bits_W[:] = _heeding(bits_W, thoughts)
         return None if bits_W.any() else _NOTHING_LEFT
+
+    def _is_final(self, point: SamplingPoint) -> bool:
+        """Return whether the mask of a row's grammar is the mask of the row, the usual case."""
+        params, sequence = point.params, point.sequence
+        has_rules = params.allowed_token_ids or point.rules.bad_word_ids or params.ignore_eos
+        return not (has_rules or sequence.thoughts is not None or point.is_short)
 
     def _matcher(self, sequence: Sequence) -> SequenceMatcher:
         """Return the sequence's matcher, made on first use."""
@@ -175,6 +204,10 @@ def _bad_tokens(point: SamplingPoint) -> Iterable[int]:
         start = point.position - len(word) + 1
         if start >= num_prompt and tuple(tokens[start : point.position]) == word[:-1]:
             yield word[-1]
+
+
+def _allows(bits_W: NDArray[np.uint32], token: int) -> bool:
+    return bool(bits_W[token >> 5] >> np.uint32(token & 31) & 1)
 
 
 def _bits(tokens: Iterable[int], num: int) -> NDArray[np.uint32]:

@@ -11,6 +11,8 @@ tokens that tie with the last one kept are kept too.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
@@ -23,6 +25,8 @@ from moe_kernels.interface.token_sampler import TokenMasks, ban_others, ban_othe
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampling_point import SamplingPoint
+
+Largest = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _USUAL_NUCLEUS = 1024  # tokens; rows with a larger nucleus are sorted completely
 _MASK = 2**64 - 1
@@ -40,11 +44,14 @@ class Sampled:
 class Sampler:
     """Implements SamplingBackend with torch operations, on the logits' device.
 
-    `eos_token_ids` are banned before a request's minimum length.
+    `eos_token_ids` are banned before a request's minimum length. `largest` returns each row's
+    largest value and its first place; see `Kernels.largest`.
     """
 
-    def __init__(self, eos_token_ids: frozenset[int]) -> None:
-        self._eos = sorted(eos_token_ids)
+    def __init__(
+        self, eos_token_ids: frozenset[int], largest: Largest = lambda x_SV: x_SV.max(dim=-1)
+    ) -> None:
+        self._eos, self._largest = sorted(eos_token_ids), largest
 
     def sample(
         self, logits_SV: Tensor, points: Rows[SamplingPoint], masks: TokenMasks | None = None
@@ -54,19 +61,19 @@ class Sampler:
         if masks is not None:
             adjusted_SV = logits_SV.clone() if adjusted_SV is logits_SV else adjusted_SV
             _ban_others(adjusted_SV, masks)
-        top_S, ids_S = adjusted_SV.max(dim=-1)
+        top_S, ids_S = self._largest(adjusted_SV)
         tokens = ids_S.tolist()
-        is_valid = torch.isfinite(top_S).tolist()
-        params = [point.params for point in points]
-        drawing = [i for i, p in enumerate(params) if is_valid[i] and not p.is_greedy]
-        for wants_filter in (False, True):
+        is_valid = [math.isfinite(top) for top in top_S.tolist()]
+        params = [point.sequence.request.params for point in points]
+        drawing = [i for i, p in enumerate(params) if not p.is_greedy and is_valid[i]]
+        for wants_filter in (False, True) if drawing else ():
             rows = [i for i in drawing if _has_filter(params[i]) == wants_filter]
             if rows:
                 drawn = _draw(adjusted_SV[rows], [points[i] for i in rows], wants_filter)
                 for row, token in zip(rows, drawn, strict=True):
                     tokens[row] = token
         logprobs = _logprobs(logits_SV, tokens, points)
-        return [Sampled(*fields) for fields in zip(tokens, is_valid, logprobs, strict=True)]
+        return list(map(Sampled, tokens, is_valid, logprobs))
 
     def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
         """See `describe_tokens`."""
@@ -173,7 +180,7 @@ def _draw(logits_SV: Tensor, points: Rows[SamplingPoint], has_filter: bool) -> l
 def _logprobs(
     logits_SV: Tensor, tokens: list[int], points: Rows[SamplingPoint]
 ) -> list[TokenLogprob | None]:
-    wanted = [p.params.logprobs for p in points]
+    wanted = [p.sequence.request.params.logprobs for p in points]
     rows = [row for row, num_top in enumerate(wanted) if num_top is not None]
     result: list[TokenLogprob | None] = [None] * len(points)
     if rows:

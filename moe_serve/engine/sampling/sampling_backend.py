@@ -86,5 +86,5 @@ def make_sampler(eos_token_ids: frozenset[int], kernels: Kernels) -> SamplingBac
     """Build the kernels' sampler, or the torch sampler if the kernels have none."""
     on_device = kernels.token_sampler()
     if on_device is None:
-        return Sampler(eos_token_ids)
+        return Sampler(eos_token_ids, kernels.largest)
     return KernelSampler(eos_token_ids, on_device)

@@ -38,6 +38,11 @@ class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
         return self.position == len(self.sequence.token_ids)
 
     @property
+    def next_token(self) -> int:
+        """The token at the position. It is there unless the history is the whole sequence."""
+        return self.sequence.token_ids[self.position]
+
+    @property
     def num_output_tokens(self) -> int:
         """Number of the answer's tokens in the history."""
         return self.position - self.sequence.num_prompt_tokens
@@ -60,15 +65,13 @@ class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
         return dict.fromkeys(self.sequence.token_ids[: self.position])
 
     @property
-    def depends_on_history(self) -> bool:
-        """True if the token may depend on the tokens before it, not only on the position."""
+    def can_look_ahead(self) -> bool:
+        """True if tokens at later positions may be sampled in the same call, as if the tokens
+        before them were certain. Otherwise the state of the history only ever moves forward by
+        certain tokens."""
         params, rules = self.sequence.request.params, self.sequence.rules
-        is_thinking_limited = rules.thinking_markers is not None and (
-            params.thinking_token_budget is not None
-        )
-        return bool(
-            params.has_penalties or rules.constraint or rules.bad_word_ids or is_thinking_limited
-        )
+        is_limited = rules.thinking_markers is not None and params.thinking_token_budget is not None
+        return not (params.has_penalties or is_limited)
 
     @property
     def is_short(self) -> bool:

@@ -17,6 +17,7 @@ from moe_serve.cache.page_key import page_key, root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.prefix_tree import num_in_common
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.schedule.kv_tier import KVTier, MakeTier
 
 # On a CPU, copying and checking a page takes about the time of one token of a prompt.
 _LEAST_COPIED_TOKENS = 2
@@ -32,9 +33,12 @@ class PrefixSharing:
         cache: PrefixCache,
         model_identity: bytes | None,
         finite_pages: Callable[[list[int]], list[bool]],
+        make_tier: MakeTier | None = None,
     ) -> None:
+        """`make_tier` makes the tier that receives the pages that sequences give."""
         self._cache, self._identity, self._finite_pages = cache, model_identity, finite_pages
         self._page_size = cache.page_size
+        self.tier = KVTier() if make_tier is None else make_tier(cache)
         self._computing: dict[bytes, int] = {}  # key of a page -> the sequence that will give it
         self._copies: list[tuple[int, int]] = []
         self.num_queried_tokens = self.num_hit_tokens = 0
@@ -55,7 +59,7 @@ class PrefixSharing:
         """
         if not sequence.can_share or sequence.wants_prompt_logprobs:
             return []
-        if sequence.awaited_key in self._computing:
+        if sequence.awaited_key in self._computing or self.tier.awaits(sequence):
             return None
         num_wanted = (sequence.num_tokens - 1) // self._page_size
         sequence.extend_keys(num_wanted)
@@ -184,8 +188,11 @@ class PrefixSharing:
             tokens = ids[index * size - start :][:size]
             parent_key, is_full = sequence.page_keys[index], len(tokens) == size
             key = sequence.page_keys[index + 1] if is_full else page_key(parent_key, tokens)
-            page = self._cache.enter(sequence.page_table[index], key, parent_key, tokens)
+            own = sequence.page_table[index]
+            page = self._cache.enter(own, key, parent_key, tokens)
             sequence.page_table[index] = page
+            if is_full and page == own:
+                self.tier.entered(page, key, parent_key)
             sequence.num_shared_pages += is_full
             self._computing.pop(key, None)
 

@@ -45,7 +45,7 @@ class Scheduler:
         """`urgency` replaces the configured rule."""
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self._urgency = urgency = urgency or Urgency(config.max_passed_over_s)
-        self._clock = clock
+        self._clock, self.tier = clock, sharing.tier
         self.waiting = WaitingQueue(urgency, clock)
         self.running: list[Sequence] = []  # in the order in which they started
         self.skipped = Skipped()
@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.tier.has_work)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -111,7 +111,8 @@ class Scheduler:
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Remove sequences, running or waiting. Pages proven by a valid token stay cached if their
         values are finite; the others are freed."""
-        sequences = list(sequences)
+        if not (sequences := list(sequences)):
+            return
         self.sharing.give((s for s in sequences if s.is_proven), is_end=True)
         for sequence in sequences:
             if sequence.is_running:
@@ -131,8 +132,16 @@ class Scheduler:
         self.remove([sequence])
         self._unproven_pages += self.cache.forget(own)
 
+    def abandon(self, sequences: Iterable[Sequence]) -> None:
+        """Forget sequences that leave with what was computed, as their rank is lost."""
+        self.policy.forget(s.id for s in (*sequences, *self.running))
+        self.tier.abandon()
+
     def schedule(self) -> Schedule:
         """Choose the step's sequences and give them the pages that they need."""
+        if self.tier.is_due:
+            self.sharing.give(self.running)
+        self.tier.update()
         self.policy.prepare(self.waiting.line, self.running)
         chosen: Schedule = {}
         budget = self._config.max_batched_tokens
@@ -150,7 +159,14 @@ class Scheduler:
         if self.num_preemptions == num_preempted:
             self._admit(budget, chosen)
         self._num_left = self._config.max_batched_tokens - sum(n for _, n in chosen.values())
+        self.tier.step_begins(chosen)
         return chosen
+
+    def step_ended(self, num_tokens: int) -> None:
+        """Note the end of the step that was scheduled last. `num_tokens`: computed since the
+        start."""
+        self.step_tokens.count_to(num_tokens)
+        self.tier.step_ended()
 
     def overdue(self) -> list[Sequence]:
         """Return running sequences that hold seats others need because their grammars are too
@@ -183,7 +199,8 @@ class Scheduler:
         It is certain if all running sequences are in the step and get a token from it, there are
         pages for these tokens, and no waiting sequence could start.
         """
-        if len(schedule) != len(self.running) or (self.waiting and self._has_seat):
+        is_open = self.waiting and self._has_seat
+        if len(schedule) != len(self.running) or is_open or self.tier.is_due:
             return None
         if any(count != s.num_pending_tokens for s, count in schedule.values()):
             return None  # still reading
@@ -228,6 +245,10 @@ class Scheduler:
                     if self.policy.is_next(sequence):
                         break
                     continue
+                if self._loads_pages(sequence, found):
+                    awaiting.append(sequence)
+                    continue
+                num_spare = self._num_spare_pages(sequence, found)
                 # A copy needs a spare page, as its source is held until the copy is made.
                 self.sharing.take(sequence, found, self.running, can_copy=num_spare > 0)
                 self.running.append(sequence)
@@ -248,6 +269,11 @@ class Scheduler:
             for sequence in started:
                 self.waiting.remove(sequence)
         return started
+
+    def _loads_pages(self, sequence: Sequence, found: list[int]) -> bool:
+        """Begin to load more pages for a sequence that could start; False if it need not wait."""
+        is_wanted = sequence.can_share and not sequence.wants_prompt_logprobs
+        return is_wanted and self.tier.begin_load(sequence, found)
 
     @property
     def _has_seat(self) -> bool:

@@ -27,6 +27,7 @@ class StepDrafts:
         self._scheduler, self._drafting, self._clock = scheduler, drafting, clock
         self.running: Mapping[int, Draft] = NO_DRAFTS  # by sequence id
         self._begun_at = self._ended_at = clock()
+        self._extended: set[int] = set()  # sequences with pages behind their next token
         self._resting: set[int] = set()  # sequences that were spoiled: their next step has no draft
 
     @property
@@ -49,10 +50,15 @@ class StepDrafts:
             schedule = {key: item for key, item in schedule.items() if key not in rested}
         drafts: dict[int, Draft] = {}
         chosen = self._drafting.choose(schedule, self._scheduler.num_spare_rows)
-        for key, draft in chosen.items():
-            sequence = schedule[key][0]
-            room = self._scheduler.give_draft_pages(sequence, len(draft.token_ids))
-            if room:
+        num_more = self._drafting.num_self_tokens
+        for key in schedule if num_more else chosen:
+            sequence, draft = schedule[key][0], chosen.get(key)
+            if draft is None and sequence.num_pending_tokens > 1:
+                continue  # it reads its prompt
+            num_drafted = 0 if draft is None else len(draft.token_ids)
+            room = self._scheduler.give_draft_pages(sequence, num_drafted + num_more)
+            self._extended.add(key)
+            if draft is not None and room:
                 drafts[key] = draft.cut(room)
         self.running = drafts
 
@@ -73,8 +79,8 @@ class StepDrafts:
     def give_back(self, sequences: Iterable[Sequence], spoiled: Collection[int]) -> None:
         """Take back the pages behind the tokens of sequences. A `spoiled` one may have NaNs in the
         rest of its last page, so it loses that page and computes its tokens again."""
-        for sequence in sequences if self.running else ():
-            if sequence.id in self.running and sequence.is_running:
+        for sequence in sequences if self._extended else ():
+            if sequence.id in self._extended and sequence.is_running:
                 num_kept = sequence.num_tokens
                 if sequence.id in spoiled:
                     self._resting.add(sequence.id)
@@ -86,7 +92,8 @@ class StepDrafts:
         """Return the part of a failed step that had no drafts. The others go on in the next step,
         as their pages may hold anything."""
         drafting = self.running.keys() & schedule.keys()
-        self.give_back([schedule[key][0] for key in drafting], drafting)
+        extended = self._extended & schedule.keys()
+        self.give_back([schedule[key][0] for key in extended], drafting)
         return {key: item for key, item in schedule.items() if key not in drafting}
 
     def end(
@@ -95,6 +102,7 @@ class StepDrafts:
         """Learn the time of a step that has ended. `proposals`: see `StepOutcome`; None if the step
         failed."""
         drafting, drafts, self.running = self._drafting, self.running, NO_DRAFTS
+        self._extended.clear()
         if drafting is None:
             return
         now, begun_at = self._clock(), max(self._begun_at, self._ended_at)
@@ -102,7 +110,7 @@ class StepDrafts:
         drafting.note_proposals(proposals or {})
         if proposals is not None and all(count == 1 for _, count in schedule.values()):
             num_drafted = sum(len(draft.token_ids) for draft in drafts.values())
-            drafting.note_step(len(schedule) + num_drafted, now - begun_at)
+            drafting.note_step(len(schedule) + num_drafted, num_drafted, now - begun_at)
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
         """Learn from the answers of sequences that end."""

@@ -49,6 +49,7 @@ def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
         max_waiting=config.scheduler.max_queued_requests,
         cache=CacheFacts(
             has_prefix_cache=config.cache.prefix_cache,
+            separates_keys=config.cache.separates_keys,
             page_size=built.layout.page_size,
             dtype=built.layout.dtype,
         ),

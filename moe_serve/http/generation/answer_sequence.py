@@ -89,7 +89,7 @@ class SequenceProgress:
         self.index = index
         self.request = request
         self.num_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_tier_tokens = 0
         self.drafts = drafts
         self._num_preemptions = 0
         self.finished: FinishedSequence | None = None  # set when it has ended by itself
@@ -111,6 +111,7 @@ class SequenceProgress:
         each token."""
         joined = join_deltas(deltas)
         self.num_cached_tokens = max(self.num_cached_tokens, joined.num_cached_tokens)
+        self.num_tier_tokens = max(self.num_tier_tokens, joined.num_tier_tokens)
         if joined.num_preemptions:
             self._num_preemptions = joined.num_preemptions
         self._started = self._started or joined.started_at
@@ -189,6 +190,7 @@ def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+        num_tier_tokens=max(delta.num_tier_tokens for delta in deltas),
         num_preemptions=max(delta.num_preemptions for delta in deltas),
         started_at=next((d.started_at for d in deltas if d.started_at is not None), None),
         error=last.error,

@@ -18,6 +18,7 @@ from moe_serve.http.generation.prompts import Prompt, predicted_tokens, render_p
 from moe_serve.http.generation.requests import (
     admit_priority,
     build_engine_requests,
+    client_salt,
     resolve_rules,
 )
 from moe_serve.http.generation.usage import Usage
@@ -247,6 +248,7 @@ async def resolve_chat(
     predicted = await predicted_tokens(
         options.prediction or "", model, is_used=server.speculates and options.may_draft
     )
+    options = replace(options, cache_salt=client_salt(server, options.cache_salt))
     requests = build_engine_requests(
         response_id, [prompt], options, rules, server.limits, priority, predicted
     )

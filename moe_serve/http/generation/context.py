@@ -33,6 +33,7 @@ class ServerContext:
     gate: GrammarGate  # for every constrained answer
     assistant: AssistantFormats
     speculates: bool = False  # drafted tokens are verified
+    separates_keys: bool = False  # requests with different API keys share no pages
 
     @property
     def limits(self) -> EngineLimits:

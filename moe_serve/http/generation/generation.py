@@ -82,6 +82,7 @@ class Generation:
             prompt_tokens=sum(len(first.request.prompt_token_ids) for first in firsts),
             completion_tokens=sum(sequence.num_tokens for sequence in sequences),
             cached_tokens=sum(first.num_cached_tokens for first in firsts),
+            tier_tokens=sum(first.num_tier_tokens for first in firsts),
             timing=None if timed is None else timing_of(timed),
             llama_timings=None if timed is None else llama_timings(timed),
         )

@@ -4,6 +4,7 @@ Log probabilities have OpenAI's two shapes, those of prompts vLLM's. `return_rou
 
     "routed_experts": [[[k ids] for each layer with routed experts] for each token]
     "routed_tokens":  ["The", " king", ...]      the same tokens, as text
+    "routed_drafts":  ["ngram", null, ...]       the drafter of each token, if one was drafted
 """
 
 from __future__ import annotations
@@ -124,21 +125,23 @@ def num_expert_ids(experts: Sequence[TokenExperts] | None) -> int:
 def routed_fields(
     experts: Sequence[TokenExperts], token_ids: Sequence[int], tokenizer: Tokenizer
 ) -> dict[str, msgspec.Raw]:
-    """The two fields of a choice, as JSON: as Python lists an answer would be ten times as
-    large."""
+    """The fields of a choice, as JSON: as Python lists an answer would be ten times as large."""
     tokens = [tokenizer.token_text(token) for token in token_ids]
     rows = b",".join(msgspec.json.encode(each.lists()) for each in experts)
-    return {
+    fields = {
         "routed_experts": msgspec.Raw(b"[" + rows + b"]"),
         "routed_tokens": msgspec.Raw(msgspec.json.encode(tokens)),
     }
+    if any(each.drafter for each in experts):
+        drafters = [each.drafter or None for each in experts]
+        fields["routed_drafts"] = msgspec.Raw(msgspec.json.encode(drafters))
+    return fields
 
 
 def routed_json(
     experts: Sequence[TokenExperts] | None, token_ids: Sequence[int], tokenizer: Tokenizer
 ) -> bytes:
-    """The two fields for a chunk of a stream, as JSON to append to its other fields; empty for
-    None."""
+    """The fields for a chunk of a stream, as JSON to append to its other fields; empty for None."""
     if experts is None:
         return b""
     return b"," + msgspec.json.encode(routed_fields(experts, token_ids, tokenizer))[1:-1]

@@ -63,6 +63,13 @@ def admit_priority(server: ServerContext, priority: int | None) -> int:
     return priority
 
 
+def client_salt(server: ServerContext, cache_salt: str) -> str:
+    """The salt of a request's pages. If keys are separated, the API key is a part of it."""
+    if not server.separates_keys:
+        return cache_salt
+    return f"{current_client().name} {cache_salt}"
+
+
 MAX_PROMPT_LOGPROBS = 2_000_000  # of one request, over all its choices
 MAX_GIVEN_LOGPROBS = 2_000_000  # of one complete answer, over all its choices; a stream holds none
 MAX_ROUTED_IDS = 16_000_000  # in one complete answer; a stream holds none

@@ -33,6 +33,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    tier_tokens: int = 0  # those of the cached tokens that came from a disk
     reasoning_tokens: int | None = None
     prediction: PredictionUsage | None = None  # None: the client sent no prediction
     timing: Timing | None = None
@@ -56,7 +57,7 @@ def timing_of(sequence: FinishedSequence) -> Timing:
     }
 
 
-def _draft_figures(drafts: DraftTally) -> Mapping[str, float | None]:
+def _draft_figures(drafts: DraftTally) -> Mapping[str, object]:
     """vLLM's figures of a request's drafts. The mean counts the token that a step makes without a
     draft too."""
     num_drafts, num_drafted = drafts.num_drafts, drafts.num_drafted
@@ -67,6 +68,7 @@ def _draft_figures(drafts: DraftTally) -> Mapping[str, float | None]:
         "num_spec_steps": num_drafts,
         "num_draft_tokens": num_drafted,
         "num_accepted_draft_tokens": accepted,
+        "acceptance_histogram": list(drafts.steps_by_accepted),
     }
 
 

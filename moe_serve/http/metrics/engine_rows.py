@@ -8,7 +8,8 @@ from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.stats import EngineStats, PolicyStats, PoolStats
 from moe_serve.engine.request.step_tokens import BOUNDS
-from moe_serve.http.metrics.scrape import MetricRow, Samples, Scrape, ScrapePart
+from moe_serve.http.metrics.cache_rows import CACHE_ROWS
+from moe_serve.http.metrics.scrape import MetricRow, Samples, ScrapePart
 
 
 def _step_tokens(stats: EngineStats) -> Histogram:
@@ -90,60 +91,6 @@ _ENGINE_ROWS = (
     ),
 )
 
-
-def _cache_config(scrape: Scrape) -> Samples:
-    """The values have vLLM's spelling, because gateways that route by free pages read them."""
-    num_pages, facts = scrape.stats.load.num_pages, scrape.cache
-    return {
-        (
-            str(facts.page_size),
-            str(num_pages),
-            str(num_pages * facts.page_size),
-            str(facts.has_prefix_cache),
-            facts.dtype,
-        ): 1.0
-    }
-
-
-_cache = ScrapePart[Scrape](lambda scrape: scrape, is_vllm=True)
-_CACHE_ROWS = (
-    _cache.gauge(
-        "cache_config_info",
-        "1; the labels give the tokens per KV page, the number of pages and of tokens they hold, "
-        "whether the prefix cache is on, and the data type.",
-        _cache_config,
-        "block_size",
-        "num_gpu_blocks",
-        "kv_cache_size_tokens",
-        "enable_prefix_caching",
-        "cache_dtype",
-    ),
-    _as_vllm.counter(
-        "prompt_tokens_by_source",
-        "Prompt tokens of started sequences, each counted once: found in the prefix cache "
-        "(local_cache_hit) or computed (local_compute).",
-        lambda e: {
-            ("local_compute",): e.counts.num_missed_tokens,
-            ("local_cache_hit",): e.counts.num_hit_tokens,
-        },
-        "source",
-    ),
-    _as_vllm.histogram(
-        "kv_block_lifetime_seconds",
-        "Time from the allocation of a sampled page until the prefix cache evicted it.",
-        lambda e: e.counts.page_times.lifetime,
-    ),
-    _as_vllm.histogram(
-        "kv_block_idle_before_evict_seconds",
-        "Time from the last use or allocation of a sampled page until its eviction.",
-        lambda e: e.counts.page_times.idle,
-    ),
-    _as_vllm.histogram(
-        "kv_block_reuse_gap_seconds",
-        "Time between two sequences that found the same sampled page.",
-        lambda e: e.counts.page_times.reuse_gap,
-    ),
-)
 
 # Expert memory (experts loaded on demand), summed over all processes.
 _memory = ScrapePart[MemoryStats](lambda scrape: scrape.stats.expert_memory, "expert_memory_")
@@ -312,7 +259,7 @@ _POOL_ROWS = (
 
 ENGINE_ROWS: tuple[MetricRow, ...] = (
     *_ENGINE_ROWS,
-    *_CACHE_ROWS,
+    *CACHE_ROWS,
     *_MEMORY_ROWS,
     *_DRAFT_ROWS,
     *_POLICY_ROWS,

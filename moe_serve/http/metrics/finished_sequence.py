@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 
@@ -20,6 +20,7 @@ class DraftTally:
     num_accepted: int = 0
     num_predicted: int = 0  # drafted tokens of the client's prediction
     num_predicted_accepted: int = 0
+    steps_by_accepted: list[int] = field(default_factory=list)  # [a]: steps that accepted a tokens
 
     def read(self, deltas: Iterable[TokenDelta], num_kept: int) -> None:
         """Adds deltas that came together. `num_kept` of their tokens are in the answer."""
@@ -33,6 +34,9 @@ class DraftTally:
             self.num_drafts += 1
             self.num_drafted += drafted.num_drafted
             self.num_accepted += accepted
+            missing = 1 + accepted - len(self.steps_by_accepted)
+            self.steps_by_accepted += [0] * missing
+            self.steps_by_accepted[accepted] += 1
             if drafted.source == _PREDICTION:
                 self.num_predicted += drafted.num_drafted
                 self.num_predicted_accepted += accepted

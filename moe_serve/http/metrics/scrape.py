@@ -32,6 +32,7 @@ class CacheFacts:
     """Properties of the KV cache that come from the configuration and the model."""
 
     has_prefix_cache: bool = True
+    separates_keys: bool = False  # requests with different API keys share no pages
     page_size: int = 16  # tokens
     dtype: str = "auto"  # of its values
 

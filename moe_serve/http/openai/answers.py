@@ -197,6 +197,15 @@ class ChunkWriter:
         return sse_event(self._head + b"," + msgspec.json.encode(last)[1:])
 
 
+def cached_fields(usage: Usage) -> dict[str, Any]:
+    """The cached tokens of a prompt, by the tier that had them if some were on a disk."""
+    fields: dict[str, Any] = {"cached_tokens": usage.cached_tokens}
+    if usage.tier_tokens:
+        memory = usage.cached_tokens - usage.tier_tokens
+        fields["cached_tokens_by_tier"] = {"memory": memory, "disk": usage.tier_tokens}
+    return fields
+
+
 def usage_fields(usage: Usage) -> dict[str, Any]:
     """The `usage` object. Only chats have `completion_tokens_details`: nothing else has
     reasoning."""
@@ -204,7 +213,7 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": cached_fields(usage),
     }
     if usage.reasoning_tokens is not None:
         details = fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}

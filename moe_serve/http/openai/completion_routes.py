@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from moe_serve.http.generation.prompts import Prompt, completion_prompts, trunca
 from moe_serve.http.generation.requests import (
     admit_priority,
     build_engine_requests,
+    client_salt,
     resolve_rules,
 )
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
@@ -280,6 +281,7 @@ async def answer_completion(
     prompts = await _prompts(body, server.model)
     internal_id = f"cmpl-{uuid.uuid4().hex}"
     priority = admit_priority(server, options.priority)
+    options = replace(options, cache_salt=client_salt(server, options.cache_salt))
     requests = build_engine_requests(internal_id, prompts, options, rules, server.limits, priority)
     echoes: list[EchoedPrompt | None] = [None] * len(requests)
     if body.echo:

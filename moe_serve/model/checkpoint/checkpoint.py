@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,6 +47,10 @@ class Checkpoint:
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of all stored tensors."""
+        return iter(self._file_of)
 
     def header(self, name: str) -> TensorHeader:
         """Return dtype and shape of a stored tensor; CheckpointError if it is missing."""

@@ -72,6 +72,11 @@ FAMILY = Family(
         ),
         experts=(
             ExpertNames(gate_up=_MOE + "input_linear.weight", down=_MOE + "output_linear.weight"),
+            ExpertNames(  # as `moe-serve quantize` stores them
+                gate=_MOE + "experts.{expert}.w1.weight",
+                up=_MOE + "experts.{expert}.w3.weight",
+                down=_MOE + "experts.{expert}.w2.weight",
+            ),
         ),
     ),
 )

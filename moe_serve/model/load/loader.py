@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -51,7 +50,7 @@ from moe_serve.model.stage.gather import (
     GatheredHead,
     GatheredLinear,
     GatheredMLP,
-    RowNormedQKV,
+    with_row_norm,
 )
 
 
@@ -150,13 +149,7 @@ class ModelLoader:
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
         table = model_table(self.names, spec)
         embedding = self._tensors.keep(table["embedding"])
-        bias = self._tensors.keep(table["head_bias"]) if spec.has_head_bias else None
-        weight: Weight = embedding
-        if not spec.is_head_tied:
-            weight = self._linears.matrix(table["head"], self._tensors)
-        head = self._head(weight, bias, gather)
-        if not spec.is_head_tied:
-            self._tensors.done(table["head"])
+        head = self.output_head(embedding, gather)
         return AttentionStage(
             spec,
             self.kernels,
@@ -167,12 +160,26 @@ class ModelLoader:
         )
 
     def attention_layers(
-        self, max_positions: int, gather: Gather | None = None
+        self,
+        max_positions: int,
+        gather: Gather | None = None,
+        layers: Collection[int] | None = None,
     ) -> list[AttentionLayer]:
-        """Load all layers without their routed experts."""
+        """Load some layers, or all, without their routed experts."""
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
         attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
-        return [self._attention_layer(layer, attention, gather) for layer in range(spec.num_layers)]
+        numbers = range(spec.num_layers) if layers is None else layers
+        return [self._attention_layer(layer, attention, gather) for layer in numbers]
+
+    def output_head(self, embedding: Tensor | None = None, gather: Gather | None = None) -> Linear:
+        """Load the output head; `embedding` is its matrix if they are tied."""
+        table = model_table(self.names, self.spec)
+        bias = self._tensors.keep(table["head_bias"]) if self.spec.has_head_bias else None
+        if self.spec.is_head_tied:
+            return self._head(self.embedding() if embedding is None else embedding, bias, gather)
+        head = self._head(self._linears.matrix(table["head"], self._tensors), bias, gather)
+        self._tensors.done(table["head"])
+        return head
 
     def routers(self) -> list[Router | None]:
         """Load the routers alone, for an expert side that routes; None for dense layers."""
@@ -274,8 +281,10 @@ class ModelLoader:
             weights = gather.shard.attention(weights, self.spec, layer)
         output: Linear = self.kernels.linear(weights.matrices["o"], weights.tensors.get("o_bias"))
         heads = attention.load(layer, weights)
-        if gather is not None and isinstance(heads, GroupedQueryAttention):
-            heads = self._with_row_norm(layer, heads, attention, weights.tensors, gather)
+        is_row_normed = self.spec.layers[layer].attention.qk_norm == "row"
+        if gather is not None and is_row_normed and isinstance(heads, GroupedQueryAttention):
+            norm = attention.norm_weights(layer, weights.tensors)
+            heads = with_row_norm(heads, norm, gather)
         result = AttentionLayer(
             attention_norm=weights.tensors["attention_norm"].clone(),
             attention=heads if gather is None else GatheredAttention(heads, gather),
@@ -287,26 +296,6 @@ class ModelLoader:
         for item in table.values():
             self._tensors.done(item)
         return result
-
-    def _with_row_norm(
-        self,
-        layer: int,
-        heads: GroupedQueryAttention,
-        attention: AttentionLoader,
-        weights: Mapping[str, Tensor],
-        gather: Gather,
-    ) -> GroupedQueryAttention:
-        """Build a shard's heads if a norm spans the heads of all shards."""
-        if self.spec.layers[layer].attention.qk_norm != "row":
-            return heads
-        qkv = RowNormedQKV(
-            kernels=self.kernels,
-            part=heads.qkv,
-            shape=heads.shape,
-            norm=attention.norm_weights(layer, weights),
-            gather=gather,
-        )
-        return replace(heads, qkv=qkv)
 
     def _router(self, table: Table) -> Router | None:
         if "router" not in table:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
+    KVPages,
     LatentShape,
     QKNormWeights,
     RotaryTable,
 )
-from moe_kernels.interface.kernels import AttentionCall, HeadLinear, Kernels, KVPages, Linear
+from moe_kernels.interface.kernels import AttentionCall, HeadLinear, Kernels, Linear
 from moe_serve.model.stage.step_inputs import StepInputs
 
 

@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experts.expert_stage import RoutedRows
-from moe_kernels.interface.kernels import Kernels, LayerFront, LayerFrontParts, Linear
+from moe_kernels.interface.kernels import (
+    ExpertBank,
+    Kernels,
+    LayerFront,
+    LayerFrontParts,
+    Linear,
+)
+from moe_kernels.interface.layer_stack import LayerStack, StackLayer, StackParts
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention import Attention, GroupedQueryAttention
@@ -131,6 +138,39 @@ class AttentionStage:
             )
         )
 
+    def stacked(self, experts: Sequence[ExpertBank | None], cache: KVCache) -> LayerStack | None:
+        """Return all layers, with embedding and head, as one call over a cache.
+
+        `experts`: the routed experts of each layer. None: the kernels have no such call, or a part
+        of the model is not in it (latent attention, multipliers, a gate of the shared expert).
+        """
+        spec, layers = self.spec, []
+        if spec.embedding_multiplier != 1.0:
+            return None
+        for layer, weights in enumerate(self._layers):
+            front, mlp = self._fronts[layer], weights.mlp
+            if front is None or (mlp is not None and mlp.gate is not None):
+                return None
+            bank = None if mlp is None else mlp.bank
+            shape = spec.layers[layer].attention
+            layers.append(StackLayer(front, shape, cache.layers[layer], experts[layer], bank))
+        return self.kernels.layer_stack(
+            StackParts(
+                embedding_VD=self._embedding,
+                layers=layers,
+                final_norm_D=self._final_norm,
+                head=self._head,
+                norm_eps=spec.norm_eps,
+                logits_divisor=spec.logits_divisor,
+                page_size=cache.page_size,
+                top_k=spec.router.top_k,
+            )
+        )
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether a layer has a shared expert, or is dense."""
+        return self._layers[layer].mlp is not None
+
     def advance(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Advance:
         """Run a layer up to its routed experts: attention, and the router or the dense MLP."""
         front, weights = self._fronts[layer], self._layers[layer]
@@ -164,18 +204,21 @@ class AttentionStage:
             return weights.output(attended, hidden_TD)
         return self.add(hidden_TD, weights.output(attended))
 
+    def moe_normed(self, layer: int, hidden_TD: Tensor) -> Tensor:
+        """Apply the norm before the experts or the dense MLP -> [T, D]."""
+        return self.kernels.rms_norm(hidden_TD, self._layers[layer].moe_norm, self.spec.norm_eps)
+
     def dense(self, layer: int, hidden_TD: Tensor) -> Tensor:
         """Apply norm, the MLP of a layer without routed experts, and residual -> [T, D]."""
         weights = self._layers[layer]
         assert weights.mlp is not None, f"layer {layer} is not dense"
-        x_TD = self.kernels.rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
-        return self.add(hidden_TD, weights.mlp(x_TD))
+        return self.add(hidden_TD, weights.mlp(self.moe_normed(layer, hidden_TD)))
 
     def route(self, layer: int, hidden_TD: Tensor) -> Routed:
         """Apply norm and router -> the rows for the experts."""
         weights = self._layers[layer]
         assert weights.router is not None, f"layer {layer} has no router"
-        x_TD = self.kernels.rms_norm(hidden_TD, weights.moe_norm, self.spec.norm_eps)
+        x_TD = self.moe_normed(layer, hidden_TD)
         rows = choose_experts(self.kernels, self.spec.router, weights.router, x_TD)
         return Routed(x_TD, rows)
 

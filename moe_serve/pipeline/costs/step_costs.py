@@ -1,7 +1,8 @@
 """The interface of cost models: what a step of given loads costs on given ranks.
 
 The choice of micro-batches, the planner of layouts and simulations read costs through `StepCosts`.
-`StageCosts` implements it from a calibration, `OnlineCosts` from the running steps.
+`StageCosts` implements it from a calibration, `OnlineCosts` from the running steps, and
+`RooflineCosts` (`simulate/costs/`) from published figures of hardware.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ class BatchLoad:
 
     @staticmethod
     def of(slices: Sequence[SequenceSlice]) -> BatchLoad:
-        counts = [len(s.token_ids) for s in slices]
-        starts = [s.start for s in slices]
+        return BatchLoad.of_parts([s.start for s in slices], [len(s.token_ids) for s in slices])
+
+    @staticmethod
+    def of_parts(starts: Sequence[int], counts: Sequence[int]) -> BatchLoad:
+        """Return the load of sequences by their first positions and numbers of rows."""
         return BatchLoad(
             num_rows=sum(counts),
             num_sequences=len(counts),
@@ -41,6 +45,17 @@ class BatchLoad:
                 for start, count in zip(starts, counts, strict=True)
             ),
             num_largest=max(counts, default=0),
+        )
+
+    @staticmethod
+    def together(loads: Sequence[BatchLoad]) -> BatchLoad:
+        """Return the load of a step from those of its micro-batches."""
+        return BatchLoad(
+            num_rows=sum(load.num_rows for load in loads),
+            num_sequences=sum(load.num_sequences for load in loads),
+            num_kv_tokens=sum(load.num_kv_tokens for load in loads),
+            num_pairs=sum(load.num_pairs for load in loads),
+            num_largest=max((load.num_largest for load in loads), default=0),
         )
 
     @staticmethod

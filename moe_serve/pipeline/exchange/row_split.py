@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,7 +81,8 @@ class RowSplit:
         if self._num_ranks == 1:
             return [RankRows(None, rows.x_TD, rows.expert_ids_TK, rows.weights_TK)]
         rank_TK = self._ranks(layer, rows.expert_ids_TK)
-        return [self._part(rows, rank_TK == rank) for rank in range(self._num_ranks)]
+        part = _part_on_host if self._device.type == "cpu" else _part
+        return [part(rows, rank_TK == rank) for rank in range(self._num_ranks)]
 
     def masked(self, layer: int, rows: RoutedRows) -> list[RankRows]:
         """Split as `split` does, but give every rank every row; it never waits for the device."""
@@ -103,12 +105,29 @@ class RowSplit:
             return self._turns[layer].ranks(expert_ids_TK)
         return torch.from_numpy(choice.ranks(expert_ids_TK.numpy()))
 
-    def _part(self, rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
-        rows_n = is_here_TK.any(dim=1).nonzero()[:, 0]
-        ids_TK = rows.expert_ids_TK.masked_fill(~is_here_TK, -1)
-        if len(rows_n) == len(ids_TK):
-            return RankRows(None, rows.x_TD, ids_TK, rows.weights_TK)
-        return RankRows(rows_n, rows.x_TD[rows_n], ids_TK[rows_n], rows.weights_TK[rows_n])
+
+def _part(rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
+    rows_n = is_here_TK.any(dim=1).nonzero()[:, 0]
+    ids_TK = rows.expert_ids_TK.masked_fill(~is_here_TK, -1)
+    if len(rows_n) == len(ids_TK):
+        return RankRows(None, rows.x_TD, ids_TK, rows.weights_TK)
+    return RankRows(rows_n, rows.x_TD[rows_n], ids_TK[rows_n], rows.weights_TK[rows_n])
+
+
+def _part_on_host(rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
+    """Return what `_part` does, by numpy, whose calls on few rows are shorter than torch's."""
+    is_here = is_here_TK.numpy()
+    ids_TK = np.where(is_here, rows.expert_ids_TK.numpy(), -1)
+    rows_n = is_here.any(axis=1).nonzero()[0]
+    if len(rows_n) == len(ids_TK):
+        return RankRows(None, rows.x_TD, torch.from_numpy(ids_TK), rows.weights_TK)
+    index_n = torch.from_numpy(rows_n)
+    return RankRows(
+        index_n,
+        rows.x_TD.index_select(0, index_n),
+        torch.from_numpy(ids_TK[rows_n]),
+        rows.weights_TK.index_select(0, index_n),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ One step in sixteen is recorded for the metrics even without a timeline.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+
+import msgspec
 
 from moe_serve.pipeline.timeline.timeline_recorder import (
     NO_LAYER,
@@ -18,11 +20,11 @@ from moe_serve.pipeline.timeline.timeline_recorder import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """The current operation.
+class Operation(msgspec.Struct, frozen=True, gc=False):
+    """The current operation. A msgspec struct, as one is made for every stage.
 
-    `peer`: the rank it waits for; `since`: a reading of time.perf_counter().
+    `peer`: the rank it waits for; `since`: a reading of time.perf_counter(). `at_layer`: returns
+    the layer now, if one operation passes several.
     """
 
     step: int
@@ -31,6 +33,7 @@ class Operation:
     micro_batch: int
     peer: str
     since: float
+    at_layer: Callable[[], int] | None = None
 
     @property
     def seconds(self) -> float:
@@ -38,7 +41,8 @@ class Operation:
 
     def __str__(self) -> str:
         """Describe the operation without its duration, which the caller adds when it reads it."""
-        where = "" if self.layer == NO_LAYER else f", layer {self.layer}"
+        layer = self.layer if self.at_layer is None else self.at_layer()
+        where = "" if layer == NO_LAYER else f", layer {layer}"
         batch = "" if self.micro_batch == NO_MICRO_BATCH else f", micro-batch {self.micro_batch}"
         peer = f", waits for {self.peer}" if self.peer else ""
         return f"step {self.step}: {self.stage.label}{where}{batch}{peer}"
@@ -76,20 +80,34 @@ class StageLog:
         layer: int = NO_LAYER,
         micro_batch: int = NO_MICRO_BATCH,
         peer: str = "",
+        at_layer: Callable[[], int] | None = None,
     ) -> None:
         """Note that a stage, or a wait for a peer, starts;
         reports show it while it has not ended.
         """
         now = time.perf_counter()
-        self.operation = Operation(self._step, stage, layer, micro_batch, peer, now)
+        self.operation = Operation(self._step, stage, layer, micro_batch, peer, now, at_layer)
+
+    @property
+    def is_on(self) -> bool:
+        """True if the stages of this step are recorded."""
+        return self._now.is_on
 
     def now(self) -> int:
         """Return the current time, as a stage's start for `add`."""
         return self._now.now()
 
-    def add(self, stage: Stage, layer: int, micro_batch: int, rows: int, start: int) -> int:
-        """Record a stage that has ended -> the current time."""
-        self.end = self._now.add(stage, self._step, layer, micro_batch, rows, start)
+    def add(
+        self,
+        stage: Stage,
+        layer: int,
+        micro_batch: int,
+        rows: int,
+        start: int,
+        end: int | None = None,
+    ) -> int:
+        """Record a stage that has ended, now or at `end` -> its end."""
+        self.end = self._now.add(stage, self._step, layer, micro_batch, rows, start, end)
         return self.end
 
     def waited(self, since: float) -> None:

@@ -116,9 +116,17 @@ class Recorder(Protocol):
         ...
 
     def add(
-        self, stage: Stage, step: int, layer: int, micro_batch: int, rows: int, start: int
+        self,
+        stage: Stage,
+        step: int,
+        layer: int,
+        micro_batch: int,
+        rows: int,
+        start: int,
+        end: int | None = None,
     ) -> int:
-        """Record a stage from `start` until now -> now. -1 means no single layer or micro-batch."""
+        """Record a stage from `start` until `end` (None: now) -> its end. -1 means no single layer
+        or micro-batch."""
         ...
 
     def take(self) -> bytes:
@@ -135,7 +143,14 @@ class NullRecorder:
         return 0
 
     def add(
-        self, stage: Stage, step: int, layer: int, micro_batch: int, rows: int, start: int
+        self,
+        stage: Stage,
+        step: int,
+        layer: int,
+        micro_batch: int,
+        rows: int,
+        start: int,
+        end: int | None = None,
     ) -> int:
         return 0
 
@@ -164,9 +179,16 @@ class TimelineRecorder:
         return time.perf_counter_ns()
 
     def add(
-        self, stage: Stage, step: int, layer: int, micro_batch: int, rows: int, start: int
+        self,
+        stage: Stage,
+        step: int,
+        layer: int,
+        micro_batch: int,
+        rows: int,
+        start: int,
+        end: int | None = None,
     ) -> int:
-        end = time.perf_counter_ns()
+        end = time.perf_counter_ns() if end is None else end
         place = self._num_added % self._capacity * _RECORD.size
         _RECORD.pack_into(self._ring, place, start, end, step, rows, layer, stage, micro_batch)
         self._num_added += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from hypothesis import given
@@ -12,11 +13,13 @@ from moe_serve.engine.drafting.gram_index import GramIndex
 from moe_serve.engine.drafting.own_text import OwnText
 from moe_serve.engine.drafting.past_answers import PastAnswers
 from moe_serve.engine.drafting.prediction import Predictions
+from moe_serve.engine.drafting.text_hashes import TextHashes, new_prefix
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
 
 OWNER, OTHER = b"owner", b"other"
+_ids = itertools.count()
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
@@ -32,7 +35,7 @@ def make(
         params=SamplingParams(max_tokens=64),
         prediction=prediction,
     )
-    sequence = Sequence(0, request)
+    sequence = Sequence(next(_ids), request)
     for token in answer or []:
         sequence.append(token)
     sequence.page_keys = [owner]
@@ -41,15 +44,33 @@ def make(
 
 @given(texts)
 def test_an_index_finds_the_newest_occurrence_of_the_longest_end(text: list[int]) -> None:
-    index = GramIndex((2, 4), 4096)
-    index.note(text, 0, 0, len(text) - 1)
-    found = index.find(text, text)
+    hashes, prefix = TextHashes(), new_prefix()
+    hashes.extend(prefix, text)
+    index = GramIndex(hashes, (2, 4), 1 << 16)
+    index.note(prefix, 0, len(text) - 1)
+    found = index.find(prefix, text, text)
     for size in (4, 2):
         ends = [e for e in range(size, len(text)) if text[e - size : e] == text[-size:]]
         if ends:
             assert found == (ends[-1], size)
             return
     assert found is None
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=60), st.integers(0, 60), st.integers(1, 9))
+def test_hashes_are_those_of_the_tokens_alone(text: list[int], cut: int, size: int) -> None:
+    """Also of texts that grow by one token or by many."""
+    hashes, prefix = TextHashes(), new_prefix()
+    hashes.extend(prefix, text[:cut])
+    hashes.extend(prefix, text[cut:])
+    for start in range(len(text) - size + 1):
+        alone = new_prefix()
+        hashes.extend(alone, text[start : start + size])
+        assert hashes.hash(prefix, start, start + size) == hashes.hash(alone, 0, size)
+    if len(text) >= size:
+        together = hashes.hashes(prefix, size, len(text), size).tolist()
+        ends = range(size, len(text) + 1)
+        assert together == [hashes.hash(prefix, end - size, end) for end in ends]
 
 
 @given(texts, st.integers(1, 16))

@@ -10,7 +10,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from moe_serve.config.sections import ServerConfig
+from moe_serve.engine.request.request import TokenExperts
 from moe_serve.http.app import create_app
+from moe_serve.http.generation.logprob_format import routed_fields
+from moe_serve.text.tokenizer import Tokenizer
 
 COMPLETION = "/v1/completions", {"prompt": "ab"}
 CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}]}
@@ -51,6 +54,13 @@ def test_a_stream_has_them_with_each_token(client: TestClient, route: Any) -> No
     assert told == [experts(i) for i in range(6)]
     assert [t for c in carrying for t in c["routed_tokens"]][:5] == list("Hello")
     assert others[-1]["finish_reason"] == "stop"
+
+
+def test_drafted_tokens_name_their_drafter(tokenizer: Tokenizer) -> None:
+    ids = TokenExperts(bytes([3, 4]), 1, 2)
+    fields = routed_fields((replace(ids, drafter="ngram"), ids), (72, 101), tokenizer)
+    assert json.loads(bytes(fields["routed_drafts"])) == ["ngram", None]
+    assert "routed_drafts" not in routed_fields((ids, ids), (72, 101), tokenizer)
 
 
 def test_a_token_without_text_has_its_chunk(client: TestClient, engine: Any) -> None:

@@ -91,6 +91,7 @@ def test_the_figures_of_one_request(client: TestClient) -> None:
         "num_spec_steps": 3,
         "num_draft_tokens": 11,
         "num_accepted_draft_tokens": 8,
+        "acceptance_histogram": [0, 0, 1, 2],
     }
     body = {"prompt": "x", "speculation": False}
     assert client.post("/v1/completions", json=body).json()["metrics"]["speculative_decoding"] == {
@@ -99,6 +100,7 @@ def test_the_figures_of_one_request(client: TestClient) -> None:
         "num_spec_steps": 0,
         "num_draft_tokens": 0,
         "num_accepted_draft_tokens": 0,
+        "acceptance_histogram": [],
     }
 
 

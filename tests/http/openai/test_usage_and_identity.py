@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.config.sections import ServerConfig
+from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.http.app import create_app
+from moe_serve.http.dashboard.facts import DashboardFacts
+from moe_serve.http.metrics.scrape import CacheFacts
 
 FINGERPRINT = "fp_0123456789ab"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -131,3 +135,37 @@ def test_usage_of_messages(thinking: TestClient) -> None:
     assert end == whole
     assert end["cache_read_input_tokens"] == 3
     assert start.keys() == end.keys()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_usage_tells_which_tokens_came_from_a_disk(
+    known: TestClient, engine: Any, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = engine._runs
+
+    def loaded(request: GenerationRequest) -> Iterator[TokenDelta]:
+        for delta in runs(request):
+            yield msgspec.structs.replace(delta, num_cached_tokens=48, num_tier_tokens=32)
+
+    monkeypatch.setattr(engine, "_runs", loaded)
+    details = known.post(route, json=ROUTES[route]).json()["usage"]["prompt_tokens_details"]
+    tiers = {"memory": 16, "disk": 32}
+    assert details == {"cached_tokens": 48, "cached_tokens_by_tier": tiers}
+
+
+@pytest.mark.parametrize("route", [*ROUTES, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("separates", [False, True])
+def test_with_a_disk_tier_keys_share_no_prefixes(
+    engine: Any, model: Any, route: str, separates: bool
+) -> None:
+    facts = DashboardFacts(cache=CacheFacts(separates_keys=separates))
+    app: FastAPI = create_app(engine, model, ServerConfig(api_keys=("one", "two")), facts=facts)
+    body: dict[str, Any] = {**ROUTES.get(route, CHAT), "max_tokens": 5}
+    if route == "/v1/responses":
+        body = {"input": "Hi"}
+    with TestClient(app) as client:
+        for key in ("one", "two", "one"):
+            answer = client.post(route, json=body, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200, answer.text
+    salts = [request.cache_salt for request in engine.submitted]
+    assert salts[0] == salts[2] and (salts[0] != salts[1]) == separates

@@ -12,11 +12,11 @@ from moe_kernels.gpu.heads.api import shape_latent, shape_qkv
 from moe_kernels.gpu.heads.heuristics import HeadConfig, head_config
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
+    KVPages,
     LatentShape,
     QKNormWeights,
     RotaryTable,
 )
-from moe_kernels.interface.kernels import KVPages
 from moe_kernels.reference import torch_kernels
 from moe_kernels.reference.norm import rms_norm, rotary_table
 

@@ -22,6 +22,7 @@ from tests.support.server.server_process import port_of_ones_own
 
 ANSWER = ["The", " king", "\ufffd", "é", " sat", " <b>down", "</b>."]
 TEXTS = ["The", " king", "", "é", " sat", " <b>down", "</b>."]
+DRAFTED = (4, 5)  # the places of the answer's tokens that a draft had
 
 
 class FakeServer:
@@ -93,6 +94,8 @@ class FakeServer:
             if self.has_experts:
                 choice["routed_tokens"] = [token]
                 choice["routed_experts"] = [experts_of(i)]
+                if i in DRAFTED:
+                    choice["routed_drafts"] = ["suffix"]
             yield b"data: " + msgspec.json.encode({"choices": [choice]}) + b"\n\n: ping\n\n"
             await asyncio.sleep(self.token_pause_s)
         last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}

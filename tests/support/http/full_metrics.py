@@ -9,6 +9,7 @@ import numpy as np
 
 from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.placement import contiguous
+from moe_serve.cache.tiers.store import TierStats
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Sequence
@@ -54,6 +55,7 @@ def full_stats() -> EngineStats:
         num_steps=1,
         load=EngineLoad(num_running=1, num_waiting=1, num_pages=4, num_free_pages=2),
         counts=EngineCounts(num_preemptions=1, num_prompt_tokens=1, num_generated_tokens=1),
+        tier=TierStats(name="disk", where="kv"),
         expert_memory=MemoryStats(),
         batching=PolicyStats(
             policy="expert-aware",

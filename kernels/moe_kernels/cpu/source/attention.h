@@ -9,16 +9,10 @@
 #include <cmath>
 #include <vector>
 
+#include "attention_plan.h"
 #include "panels.h"
 #include "scratch.h"
 #include "threads.h"
-
-struct AttentionPlan {  // mirrored in native_attention.py
-  const int64_t *sequences, *tables;  // [T], [S, max_pages]
-  int64_t num_tokens, max_pages, page_size, num_heads, num_kv_heads, head_dim, value_dim;
-  int64_t rotary_dim, norm, window, chunk, threads;  // window, chunk: 0 means none
-  float scale, eps, clip;                            // clip: 0 means none
-};
 
 constexpr int64_t kKeys = kGroupColumns, kQueryRows = 64, kMaxHeadDim = 1024;
 

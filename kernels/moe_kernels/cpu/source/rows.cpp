@@ -1,7 +1,8 @@
-// RMSNorm, row by row.
+// RMSNorm and the largest value, row by row.
 
 #include <algorithm>
 
+#include "largest.h"
 #include "norm.h"
 #include "threads.h"
 
@@ -26,4 +27,14 @@ static void rms_norm(const T* x, int64_t row_step, const T* weight, T* out, int6
 extern "C" {
 EXPORT(bf16, bf16)
 EXPORT(float, f32)
+
+// Of each row of x [R, N] the first of its largest values, and that value: NaN if there is a NaN.
+void moe_largest(const float* x, int64_t* places, float* values, int64_t num_rows, int64_t width,
+                 int64_t threads) {
+  parallel_for(num_rows, num_rows * width > 65536 ? threads : 1, [&](int64_t r) {
+    const float* row = x + r * width;
+    places[r] = first_largest(row, width);
+    values[r] = has_nan(row, width) ? std::numeric_limits<float>::quiet_NaN() : row[places[r]];
+  });
+}
 }

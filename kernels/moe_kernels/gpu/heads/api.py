@@ -12,11 +12,11 @@ from moe_kernels.gpu.heads.heuristics import head_config
 from moe_kernels.gpu.heads.kernel import shape_heads, shape_latents
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
+    KVPages,
     LatentShape,
     QKNormWeights,
     RotaryTable,
 )
-from moe_kernels.interface.kernels import KVPages
 
 NO_NORM, NORM_BY_HEAD, NORM_BY_ROW, NORM_AFTER_ROTATION = range(4)  # as in kernel.py
 

@@ -12,6 +12,7 @@ import llguidance
 from moe_serve.text.tokenizer import Tokenizer
 
 Encode = Callable[[str], list[int]]
+_MAX_KNOWN, _MAX_KNOWN_BYTES = 4096, 256
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,22 @@ class _Wrapped:
         ordinary = set(range(len(self.tokens))) - vocabulary.special_ids
         self._ids = {token: i for i in sorted(ordinary, reverse=True) if (token := self.tokens[i])}
         self._longest = max(map(len, self._ids), default=1)
+        self._known: dict[bytes, list[int]] = {}  # texts that were encoded lately
 
     def __call__(self, text: bytes | str) -> list[int]:
+        """Return the tokens of a text. Grammars ask for the same ones again and again: the keys of
+        a schema, from each of their tokens on."""
         raw = text.encode() if isinstance(text, str) else bytes(text)
+        known = self._known.get(raw)
+        if known is None:
+            known = self._tokens_of(raw)
+            if len(raw) <= _MAX_KNOWN_BYTES:
+                if len(self._known) >= _MAX_KNOWN:
+                    self._known.clear()
+                self._known[raw] = known
+        return list(known)
+
+    def _tokens_of(self, raw: bytes) -> list[int]:
         try:
             ids = [] if self._encode is None else self._encode(raw.decode())
         except UnicodeDecodeError:

@@ -15,6 +15,7 @@ export class AnswerView {
   text = ""; // sent back to the model in the next turn
   #spans = [];
   #strings = [];
+  #drafters = []; // of each token; null if it was not drafted
   #tokenText = new TokenText();
   #selected = null;
   #started = performance.now();
@@ -47,14 +48,14 @@ export class AnswerView {
     return this.#strings[index];
   }
 
-  push({ text, reasoning, tokens, experts }) {
+  push({ text, reasoning, tokens, experts, drafts }) {
     const shown = reasoning + text;
     this.text += text;
     if (this.#first === null && (shown || tokens.length)) this.#first = performance.now();
     if (experts === null || tokens.length === 0) {
       this.#pushPlain(shown);
     } else {
-      tokens.forEach((token, i) => this.#add(token, experts[i] ?? [], reasoning !== ""));
+      tokens.forEach((token, i) => this.#add(token, experts[i] ?? [], reasoning !== "", drafts[i] ?? null));
       for (const { index, text: own } of this.#tokenText.push(tokens, shown)) this.#settle(index, own);
     }
     this.#tellFigures(null);
@@ -82,12 +83,13 @@ export class AnswerView {
     for (const span of this.#spans) span.tabIndex = span === this.#spans[index] ? 0 : -1;
   }
 
-  #add(token, experts, isReasoning) {
+  #add(token, experts, isReasoning, drafter) {
     const index = this.#spans.length;
     this.experts.push(experts);
     this.#strings.push(token);
+    this.#drafters.push(drafter);
     const span = element("span", {
-      class: `token special${isReasoning ? " reasoning" : ""}`, role: "option", "aria-selected": "false",
+      class: `token special${isReasoning ? " reasoning" : ""}${drafter ? " drafted" : ""}`, role: "option", "aria-selected": "false",
       tabindex: index === 0 ? 0 : -1, "data-index": index,
     }, token.includes("\ufffd") || token === "" ? "·" : visible(token));
     this.#spans.push(span);
@@ -120,8 +122,10 @@ export class AnswerView {
     const now = performance.now();
     const speed = this.numTokens > 1 ? ` · ${((this.numTokens - 1) / Math.max(1e-3, (now - this.#first) / 1000)).toFixed(0)} tokens/s` : "";
     const tokens = this.numTokens ? plural(this.numTokens, "token") : "experts were not sent";
+    const numDrafted = this.#drafters.filter((drafter) => drafter !== null).length;
+    const drafted = numDrafted ? ` · ${numDrafted} drafted` : "";
     const end = reason === null ? "" : ` · ended: ${reason}`;
-    setText(this.figures, `${tokens} · first after ${milliseconds(this.#first - this.#started)}${speed}${end}`);
+    setText(this.figures, `${tokens}${drafted} · first after ${milliseconds(this.#first - this.#started)}${speed}${end}`);
   }
 
   #point(event) {
@@ -151,9 +155,12 @@ export class AnswerView {
     const experts = this.experts[index];
     const alike = index > 0 && experts.length
       ? `${percent(similarity(experts, this.experts[index - 1]))} of its experts in common with the previous token` : "";
-    if (window.innerWidth < NARROW) return [`token ${index + 1}: ${visible(JSON.stringify(this.#strings[index]))}`, alike].filter((line) => line);
+    const drafter = this.#drafters[index];
+    const drafted = drafter ? `drafted (${drafter}) and verified with the tokens before it` : "";
+    const head = [`token ${index + 1}: ${visible(JSON.stringify(this.#strings[index]))}`, drafted, alike];
+    if (window.innerWidth < NARROW) return head.filter((line) => line);
     const layers = experts.slice(0, LISTED_LAYERS).map((ids, row) => `layer ${this.numberOf(row)}: ${ids.join(", ")}`);
     const more = experts.length > LISTED_LAYERS ? `and ${experts.length - LISTED_LAYERS} more layers` : "";
-    return [`token ${index + 1}: ${visible(JSON.stringify(this.#strings[index]))}`, alike, ...layers, more].filter((line) => line);
+    return [...head, ...layers, more].filter((line) => line);
   }
 }

@@ -1,7 +1,10 @@
 // Reads one answer of POST /v1/chat/completions piece by piece from its server-sent events.
 import { NoAnswer, Refused, send } from "../shared/api.js";
 
-/** Yields {text, reasoning, tokens, experts, finishReason}; experts is null if the server sends none. */
+/**
+ * Yields {text, reasoning, tokens, experts, drafts, finishReason}; experts is null if the server sends none, and
+ * drafts names the drafter of each token that was drafted.
+ */
 export async function* streamChat(body, signal) {
   const response = await send("v1/chat/completions", {
     body: { ...body, stream: true, return_routed_experts: true },
@@ -23,6 +26,7 @@ function pieceOf(choice) {
     reasoning: delta.reasoning_content ?? delta.reasoning ?? "",
     tokens: choice.routed_tokens ?? [],
     experts: choice.routed_experts ?? null,
+    drafts: choice.routed_drafts ?? [],
     finishReason: choice.finish_reason ?? null,
   };
 }

@@ -4,10 +4,10 @@
 // through Python between them.
 
 #include <algorithm>
-#include <limits>
 
-#include "norm.h"
-#include "scratch.h"
+#include "../largest.h"
+#include "../norm.h"
+#include "../scratch.h"
 
 struct Linear;
 struct Experts;
@@ -42,32 +42,6 @@ struct Parts {
 extern "C" {
 DECLARE(bf16, bf16)
 DECLARE(float, f32)
-}
-
-// The first of the largest values; 0 if all are NaN.
-template <class T>
-static int64_t first_largest(const T* row, int64_t count) {
-  constexpr float kLeast = -std::numeric_limits<float>::infinity();
-  f32x16 best = splat(kLeast);
-  i32x16 at = {};
-  int64_t n = 0, found = 0;
-  for (; n + 16 <= count; n += 16) {
-    f32x16 v = load16(row + n);
-    i32x16 is_larger = v > best;
-    best = select(is_larger, v, best);
-    at = is_larger ? i32x16{} + (int32_t)n : at;
-  }
-  float most = largest(best);
-  if (most > kLeast) {
-    found = count;
-    for (int64_t i = 0; i < 16; ++i)
-      if (best[i] == most) found = std::min<int64_t>(found, at[i] + i);
-  }
-  for (; n < count; ++n) {
-    float v = load_some(row + n, 1)[0];
-    if (v > most) most = v, found = n;
-  }
-  return found;
 }
 
 template <class T>

@@ -7,9 +7,9 @@
 
 #include <algorithm>
 
-#include "scratch.h"
-#include "threads.h"
-#include "vectors.h"
+#include "../scratch.h"
+#include "../threads.h"
+#include "../vectors.h"
 
 template <class T>
 static void front(const Front& f, const Parts<T>& parts, const AttentionPlan* plan, const T* hidden,

@@ -1,0 +1,247 @@
+"""Measures the disk tier: time to the first token, overhead, slow disks, restarts and kills.
+
+    python benchmarks/run.py kv_tiers --parts first_token overhead slow_disk restart kills
+    python benchmarks/run.py kv_tiers --model build/random-1b --threads 2 --prompt 1024
+
+Cold and warm requests take turns in one process. Before a warm request another prompt fills the
+cache, so its pages come from the disk; the system's file cache is dropped before. Figures are
+medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.environment import child_environment, write_report
+from moe_serve import LLM, SamplingParams
+from moe_serve.cache.tiers.segment import Segment
+from moe_serve.cache.tiers.store import TierStats
+
+_FIRST = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+_ANSWER = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+_KILLED = """
+import sys
+from kv_tiers.kv_tiers import prompt_of
+from moe_serve import LLM, SamplingParams
+folder, seed = sys.argv[1], int(sys.argv[2])
+with LLM(kv_disk=folder, num_threads=1) as llm:
+    print("ready", flush=True)
+    for turn in range(10_000):
+        prompts = [prompt_of(llm, 200, seed * 100_000 + turn * 4 + i) for i in range(4)]
+        llm.generate(prompts, SamplingParams(max_tokens=16), use_progress_bar=False)
+"""
+
+
+def prompt_of(llm: LLM, length: int, seed: int) -> list[int]:
+    """Returns random token ids."""
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = rng.integers(10, llm.layout.vocab_size - 10, length).tolist()
+    return tokens
+
+
+def opened(arguments: argparse.Namespace, folder: Path | None, num_pages: int | None = None) -> LLM:
+    """Opens the model, with a tier in `folder`, and waits until the tier is open."""
+    llm = LLM(
+        arguments.model,
+        num_threads=arguments.threads,
+        num_pages=num_pages,
+        max_model_len=None if num_pages is None else num_pages * 16 - 16,
+        kv_disk=None if folder is None else str(folder),
+    )
+    while folder is not None and not tier_of(llm).is_reading:
+        time.sleep(0.01)
+    return llm
+
+
+def tier_of(llm: LLM) -> TierStats:
+    tier = llm.stats().tier
+    assert tier is not None, "the model was opened with a tier"
+    return tier
+
+
+def timed(llm: LLM, prompt: list[int], params: SamplingParams = _FIRST) -> float:
+    begin = time.perf_counter()
+    llm.generate([prompt], params, use_progress_bar=False)
+    return time.perf_counter() - begin
+
+
+def until_stored(llm: LLM) -> None:
+    """Lets the engine hand over what it computed, and waits until it is written."""
+    while (tier := tier_of(llm)).num_queued:
+        llm.generate([[1, 2, 3]], _FIRST, use_progress_bar=False)
+        if sum(tier.saves.values()) == 0:
+            time.sleep(0.01)
+
+
+def drop_file_cache(folder: Path) -> None:
+    os.sync()
+    for path in folder.glob("*/*.kv"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def first_token(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Times the first token of prompts that are computed, loaded from the disk, or in the cache."""
+    length, cold, warm, cached = arguments.prompt, list[float](), list[float](), list[float]()
+    with opened(arguments, folder, num_pages=length // 16 + 8) as llm:
+        known = prompt_of(llm, length, 1)
+        timed(llm, known)
+        until_stored(llm)
+        for turn in range(arguments.repeat):
+            cold.append(timed(llm, prompt_of(llm, length, 1000 + turn)))  # evicts the known one
+            until_stored(llm)
+            drop_file_cache(folder)
+            hits = tier_of(llm).hit_tokens
+            warm.append(timed(llm, known))
+            assert tier_of(llm).hit_tokens > hits, "the prompt was not loaded"
+            cached.append(timed(llm, known))
+        rate = tier_of(llm).read_bytes_per_s or 0.0
+    ratio = [w / c for w, c in zip(warm, cold, strict=True)]
+    print(f"first token of {length} tokens: cold {med(cold)}, cached {med(cached)}")
+    share = statistics.median(ratio)
+    print(f"  disk {med(warm)}: {share:.3f} of cold, read at {rate / 1e6:.0f} MB/s")
+    return {"cold_s": cold, "disk_s": warm, "cached_s": cached, "read_bytes_per_s": rate}
+
+
+def overhead(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Times 16 streams whose prompts are never found, with and without the tier."""
+    rates: dict[str, list[float]] = {"off": [], "on": []}
+    with opened(arguments, None) as off, opened(arguments, folder) as on:
+        params = SamplingParams(max_tokens=256, temperature=0.0, ignore_eos=True)
+        for turn in range(-1, arguments.repeat):
+            for name, llm in (("off", off), ("on", on))[:: 1 if turn % 2 else -1]:
+                prompts = [prompt_of(llm, 128, 5000 + turn * 16 + i) for i in range(16)]
+                begin = time.perf_counter()
+                llm.generate(prompts, params, use_progress_bar=False)
+                if turn >= 0:
+                    rates[name].append(16 * 256 / (time.perf_counter() - begin))
+        tier = tier_of(on)
+    ratios = [a / b for a, b in zip(rates["on"], rates["off"], strict=True)]
+    print(f"16 streams, tokens/s with the tier over without: {statistics.median(ratios):.3f}")
+    print(f"  {min(ratios):.3f} to {max(ratios):.3f}; {tier.saves} pages")
+    return {"rates": rates, "ratio": statistics.median(ratios), "saves": tier.saves}
+
+
+def slow_disk(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Times the first token with reads throttled to some rates, beside loading and computing."""
+    length, real, result = arguments.prompt, Segment.read, dict[str, object]()
+    for mb_s in (10, 50, 200, 1000):
+        with opened(arguments, folder / str(mb_s), num_pages=length // 16 + 8) as llm:
+            known = prompt_of(llm, length, 1)
+            timed(llm, known)
+            until_stored(llm)
+            cold = [timed(llm, prompt_of(llm, length, 1000 + turn)) for turn in range(3)]
+        Segment.read = _throttled(real, mb_s * 1e6)  # type: ignore[assignment,method-assign]
+        with opened(arguments, folder / str(mb_s), num_pages=length // 16 + 8) as llm:
+            timed(llm, prompt_of(llm, length, 1900))
+            times = []
+            for turn in range(arguments.repeat):
+                times.append(timed(llm, known))
+                timed(llm, prompt_of(llm, length, 2000 + turn))
+            num_bytes = length // 16 * llm.layout.kv_bytes / llm.layout.num_pages
+        Segment.read = real  # type: ignore[method-assign]
+        best = min(num_bytes / (mb_s * 1e6), statistics.median(cold))
+        ratios = [each / best for each in times]
+        later = statistics.median(ratios[2:])
+        print(f"{mb_s:5} MB/s: first {ratios[0]:.2f}, later {later:.2f} times the better way")
+        result[str(mb_s)] = {"times_s": times, "best_s": best}
+    return result
+
+
+def _throttled(
+    real: Callable[[Segment, int], NDArray[np.uint8]], rate: float
+) -> Callable[[Segment, int], NDArray[np.uint8]]:
+    lock, free_at = threading.Lock(), [0.0]
+
+    def read(segment: Segment, slot: int) -> NDArray[np.uint8]:
+        data = real(segment, slot)
+        with lock:  # one page after the other goes over the throttled disk
+            now = time.perf_counter()
+            end = free_at[0] = max(now, free_at[0]) + len(data) / rate
+        if end > now + 0.0005:
+            time.sleep(end - now)
+        return data
+
+    return read
+
+
+def restart(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Counts the full pages that a second server finds, and compares the answers."""
+    with opened(arguments, folder) as llm:
+        prompts = [prompt_of(llm, 400, seed) for seed in range(40)]
+        before = [o.outputs[0].token_ids for o in llm.generate(prompts, _ANSWER)]
+    begin = time.perf_counter()
+    with opened(arguments, folder) as llm:
+        ready = time.perf_counter() - begin
+        outputs = llm.generate(prompts, _ANSWER, use_progress_bar=False)
+    found = sum(o.num_cached_tokens for o in outputs) / (40 * (399 - 399 % 16))
+    is_equal = [o.outputs[0].token_ids for o in outputs] == before
+    print(f"restart: {found:.1%} of full pages found, answers equal: {is_equal}, {ready:.2f} s")
+    return {"found": found, "is_equal": is_equal, "ready_s": ready}
+
+
+def kills(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Kills servers at random moments; a new one must start and answer as without a tier."""
+    chance, wrong, failed = random.Random(1), 0, 0
+    with opened(arguments, None) as llm:
+        prompts = [prompt_of(llm, 200, seed) for seed in (100_000, 1, 200_003)]
+        cold = [o.outputs[0].token_ids for o in llm.generate(prompts, _ANSWER)]
+    environment = child_environment()
+    paths = [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    for number in range(arguments.kills):
+        command = [sys.executable, "-c", _KILLED, str(folder), str(number)]
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        assert worker.stdout is not None, "the output is a pipe"
+        failed += worker.stdout.readline() != b"ready\n"
+        time.sleep(chance.uniform(0.0, 0.5))
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate()
+        if number % 5 == 4:
+            with opened(arguments, folder) as llm:
+                outputs = llm.generate(prompts, _ANSWER, use_progress_bar=False)
+                wrong += [o.outputs[0].token_ids for o in outputs] != cold
+    print(f"{arguments.kills} kills: {failed} failed starts, {wrong} wrong answers")
+    return {"kills": arguments.kills, "failed": failed, "wrong": wrong}
+
+
+def med(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.1f} ms"
+
+
+PARTS = {each.__name__: each for each in (first_token, overhead, slow_disk, restart, kills)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder of a checkpoint; default: the demonstration model")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=1900, help="tokens of a prompt")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    report = dict[str, object]()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        for name in arguments.parts:
+            report[name] = PARTS[name](arguments, Path(folder) / name)
+    if arguments.json is not None:
+        write_report(arguments.json, report)
+    return 0

@@ -1,0 +1,11 @@
+// A step's attention: the shape of its heads, the sequence of each token, and their page tables.
+#pragma once
+
+#include <cstdint>
+
+struct AttentionPlan {  // mirrored in native_attention.py
+  const int64_t *sequences, *tables;  // [T], [S, max_pages]
+  int64_t num_tokens, max_pages, page_size, num_heads, num_kv_heads, head_dim, value_dim;
+  int64_t rotary_dim, norm, window, chunk, threads;  // window, chunk: 0 means none
+  float scale, eps, clip;                            // clip: 0 means none
+};

@@ -1,0 +1,192 @@
+"""Memory that the ranks of a host share, with copies of KV pages that outlive a rank.
+
+    coordinator                                    attention rank
+    ArenaIndex: which page is in which slot        ArenaView: copies a page into a slot, or back
+                          one mapping of the same memory
+
+The coordinator decides about slots and never touches the memory. A rank copies when its next step's
+message says so. A slot is found by others only after the rank has reported a later step, so a rank
+that dies in the middle of a copy leaves no torn page behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_serve.cache.page_bytes import PageBytes
+from moe_serve.cache.tiers.store import TierStats
+from moe_serve.errors import ConfigError
+
+
+class SharedArena:
+    """Anonymous memory of this process that its children open by a path. It is freed when the last
+    of them ends."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises ConfigError where the system has no such memory, or too little."""
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError(
+                "cache.memory_tier_bytes is set, but this system has no memfd: it needs Linux."
+            )
+        self.num_bytes = num_bytes
+        self._descriptor = os.memfd_create("moe-serve-arena", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, num_bytes)
+
+    @property
+    def path(self) -> str:
+        """The path by which processes of the same user and host open it."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        """Give it up; ranks that have opened it keep it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class ArenaView:
+    """One shard's part of the slots: copies pages of its cache into them, and back."""
+
+    def __init__(self, path: str, pages: PageBytes, shard: int, num_shards: int) -> None:
+        """Raises ConfigError if the memory cannot be opened."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"the memory tier cannot be opened ({error.strerror or error}): its ranks must be "
+                "processes of the same user on the same host."
+            ) from None
+        with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)) as file:
+            memory = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
+        slot_bytes = pages.num_bytes * num_shards
+        count = len(memory) // slot_bytes
+        slots = memory[: count * slot_bytes].reshape(count, num_shards, pages.num_bytes)
+        self._pages, self._slots = pages, slots[:, shard]
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages into slots, given as (page, slot)."""
+        for page, slot in pairs:
+            self._slots[slot] = self._pages.read(page)
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy slots into pages, given as (slot, page)."""
+        for slot, page in pairs:
+            self._pages.write(page, self._slots[slot])
+
+
+@dataclass(slots=True)
+class ArenaCounts:
+    """Counts of an arena since the start, in pages and tokens."""
+
+    num_saved: int = 0
+    num_dropped: int = 0  # no slot was free
+    num_loaded: int = 0
+    num_evicted: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+
+
+class ArenaIndex:
+    """The pages in an arena's slots, for all attention ranks. Used on the engine's thread."""
+
+    def __init__(self, num_bytes: int, slot_bytes: int) -> None:
+        """Raises ConfigError if not even some pages fit."""
+        self._num_slots, self._slot_bytes = num_bytes // slot_bytes, slot_bytes
+        if self._num_slots < 4:
+            raise ConfigError(
+                f"cache.memory_tier_bytes is {num_bytes}, but a page takes {slot_bytes} bytes: "
+                f"give at least {4 * slot_bytes}."
+            )
+        self._free = list(range(self._num_slots - 1, -1, -1))
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # longest unused first
+        self._pins = [0] * self._num_slots  # copies under way
+        self.counts = ArenaCounts()
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._slot_of
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the slots of the longest known run of `keys`."""
+        slots = []
+        for key in keys:
+            slot = self._slot_of.get(key)
+            if slot is None:
+                break
+            self._slot_of.move_to_end(key)
+            slots.append(slot)
+        return slots
+
+    def reserve(self) -> int | None:
+        """Take a slot for a page that a rank will copy, evicting if needed; None if all slots are
+        in use. `enter` or `give_back` must follow."""
+        if not self._free:
+            unused = (key for key, slot in self._slot_of.items() if not self._pins[slot])
+            victim = next(unused, None)
+            if victim is None:
+                self.counts.num_dropped += 1
+                return None
+            self._free.append(self._slot_of.pop(victim))
+            self.counts.num_evicted += 1
+        slot = self._free.pop()
+        self._pins[slot] += 1
+        return slot
+
+    def enter(self, key: bytes, slot: int) -> None:
+        """Make a page visible, as its copy is complete. A page that is known gives its new slot
+        back."""
+        if key in self._slot_of:
+            self.give_back(slot)
+            return
+        self._pins[slot] -= 1
+        self._slot_of[key] = slot
+        self.counts.num_saved += 1
+
+    def give_back(self, slot: int) -> None:
+        """Free a reserved slot whose copy may be incomplete."""
+        self._pins[slot] -= 1
+        self._free.append(slot)
+
+    def pin(self, slot: int) -> None:
+        """Keep a slot until `unpin`, as a rank copies from it."""
+        self._pins[slot] += 1
+
+    def unpin(self, slot: int) -> None:
+        self._pins[slot] -= 1
+
+    def check_integrity(self) -> None:
+        """Assert that every slot is free, reserved, or holds one page."""
+        held = [*self._free, *self._slot_of.values()]
+        assert len(set(held)) == len(held), "a slot is free and holds a page, or holds two"
+        lost = {slot for slot, pins in enumerate(self._pins) if not pins} - set(held)
+        assert not lost, f"slots {sorted(lost)[:5]} are neither free nor in use"
+        assert min(self._pins) >= 0, "a slot was unpinned more often than pinned"
+
+    def stats(self) -> TierStats:
+        """Return a snapshot; safe from any thread."""
+        c = self.counts
+        return TierStats(
+            name="memory",
+            where="shared memory",
+            is_reading=True,
+            is_writing=True,
+            num_pages=len(self),
+            num_bytes=len(self) * self._slot_bytes,
+            capacity_bytes=self._num_slots * self._slot_bytes,
+            read_bytes=c.num_loaded * self._slot_bytes,
+            written_bytes=c.num_saved * self._slot_bytes,
+            num_evicted=c.num_evicted,
+            loads={"hit": c.num_loaded},
+            saves={"saved": c.num_saved, "dropped": c.num_dropped},
+            queried_tokens=c.num_queried_tokens,
+            hit_tokens=c.num_hit_tokens,
+        )

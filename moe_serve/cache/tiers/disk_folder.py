@@ -1,0 +1,197 @@
+"""The folder of a disk tier: who may use it, its secret keys, and the space it takes.
+
+    DIR/  0700            lock (held while a server runs), written.json (bytes written today)
+      <identity>/         mac.key (32 random bytes, 0600), meta.json, 00000000.kv, 00000001.kv, ...
+
+Each identity (weights, kernels, shapes) has a folder of its own, so pages of one model are never
+read for another. Folders of other identities give their space first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_serve.cache.tiers.segment import SUFFIX
+from moe_serve.errors import ConfigError
+
+_LOCK, _WRITTEN, _SECRET, _META = "lock", "written.json", "mac.key", "meta.json"
+_SECRET_BYTES = 32
+_NAME_DIGITS = 16  # of an identity, in hexadecimal
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIdentity:
+    """The identity of the pages that a store may hold, and what it was made of."""
+
+    digest: bytes
+    meta: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityFolder:
+    """The folder of one identity."""
+
+    path: Path
+    secret: bytes
+
+    @property
+    def segments(self) -> list[Path]:
+        """The files of slots, oldest first."""
+        return sorted(self.path.glob(f"*{SUFFIX}"))
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the identity was made of; empty if the file is damaged."""
+        try:
+            meta = json.loads((self.path / _META).read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return meta if isinstance(meta, dict) else {}
+
+
+class DiskFolder:
+    """A folder that this process alone uses until `release`."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path, self._lock = path, lock
+
+    @classmethod
+    def claim(cls, path: Path) -> DiskFolder:
+        """Make or check the folder and lock it. Raises ConfigError if it cannot be trusted."""
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_folder(path)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            lock = os.open(path / _LOCK, flags, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"cache.disk_path {path} cannot be used: {error.strerror or error}. Give a folder "
+                "that this user can write, or leave the disk tier off."
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise ConfigError(
+                f"cache.disk_path {path} is in use by another process: give each server a folder "
+                "of its own."
+            ) from None
+        return cls(path, lock)
+
+    def release(self) -> None:
+        """Unlock the folder."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def open_identity(self, identity: StoreIdentity) -> IdentityFolder:
+        """Open or make the folder of an identity. Raises OSError.
+
+        A damaged secret makes the old pages worthless: they are removed and a new secret is made.
+        """
+        folder = self.path / identity.digest.hex()[:_NAME_DIGITS]
+        folder.mkdir(mode=0o700, exist_ok=True)
+        secret = _read_secret(folder / _SECRET)
+        if secret is None:
+            for path in folder.iterdir():
+                path.unlink()
+            secret = secrets.token_bytes(_SECRET_BYTES)
+            write_whole(folder / _SECRET, secret)
+        write_whole(folder / _META, json.dumps(dict(identity.meta), indent=1).encode())
+        return IdentityFolder(folder, secret)
+
+    def shrink_others(self, own: IdentityFolder, num_bytes: int) -> int:
+        """Remove files of other identities, oldest first, until they take at most `num_bytes`.
+        Returns the bytes that they take. Raises OSError."""
+        others = [f for f in identity_folders(self.path) if f.path != own.path]
+        files = [(path.stat(), path) for folder in others for path in folder.segments]
+        files.sort(key=lambda item: item[0].st_mtime)
+        taken = sum(status.st_size for status, _ in files)
+        for status, path in files:
+            if taken <= num_bytes:
+                break
+            path.unlink()
+            taken -= status.st_size
+        for folder in others:
+            if not folder.segments:
+                shutil.rmtree(folder.path)
+        return taken
+
+    def written_on(self, day: str) -> int:
+        """Return the bytes that were noted for a day, as in "2026-11-26"."""
+        try:
+            noted = json.loads((self.path / _WRITTEN).read_text("utf-8"))
+            return int(noted["bytes"]) if noted["day"] == day else 0
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def note_written(self, day: str, num_bytes: int) -> None:
+        """Note the bytes of a day. Raises OSError."""
+        write_whole(self.path / _WRITTEN, json.dumps({"day": day, "bytes": num_bytes}).encode())
+
+    def free_bytes(self) -> int:
+        """Return the free space of the disk. Raises OSError."""
+        status = os.statvfs(self.path)
+        return status.f_bavail * status.f_frsize
+
+
+def check_folder(path: Path) -> None:
+    """Raise ConfigError if others could read or replace what is in the folder."""
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"cache.disk_path {path} is a link or a file: give a folder.")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"cache.disk_path {path} belongs to user {status.st_uid}, and this process runs as "
+            f"{os.geteuid()}: give a folder of this user."
+        )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"cache.disk_path {path} is open to other users (mode {status.st_mode & 0o777:o}): "
+            f"run chmod 700 {path}."
+        )
+
+
+def identity_folders(path: Path) -> list[IdentityFolder]:
+    """Return the folders of identities whose secret can be read."""
+    found = []
+    for folder in sorted(path.iterdir()):
+        is_ours = len(folder.name) == _NAME_DIGITS and folder.is_dir() and not folder.is_symlink()
+        secret = _read_secret(folder / _SECRET) if is_ours else None
+        if secret is not None:
+            found.append(IdentityFolder(folder, secret))
+    return found
+
+
+def _read_secret(path: Path) -> bytes | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        secret = os.read(descriptor, _SECRET_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    return secret if len(secret) == _SECRET_BYTES else None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file at once, readable by this user only. Raises OSError."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    part.replace(path)

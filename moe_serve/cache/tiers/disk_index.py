@@ -1,0 +1,103 @@
+"""Finds the slot of a page by its key, in memory.
+
+An entry is one number in a dictionary, and two in arrays: about 200 bytes for a page. A page is
+entered only after it was written, and leaves before its file is removed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moe_serve.cache.tiers.segment import Entry, Segment
+
+_SLOT_BITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a page is, and the generation that its header must have."""
+
+    segment: Segment
+    slot: int
+    generation: int
+
+
+class DiskIndex:
+    """The stored pages. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, int] = {}  # segment number and slot in one number
+        self._segments: dict[int, Segment] = {}  # oldest first
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The files, oldest first."""
+        with self._lock:
+            return tuple(self._segments.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self.segments)
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """Return how many keys are known, from the first on."""
+        for count, key in enumerate(keys):
+            if key not in self._places:
+                return count
+        return len(keys)
+
+    def find(self, key: bytes) -> Place | None:
+        """Return a page's place, and note that it was used."""
+        with self._lock:
+            place = self._places.get(key)
+            if place is None:
+                return None
+            segment, slot = self._segments[place >> _SLOT_BITS], place & ((1 << _SLOT_BITS) - 1)
+            segment.was_used[slot] = 1
+            return Place(segment, slot, segment.generations[slot])
+
+    def add_segment(self, segment: Segment, entries: Iterable[Entry], now: float) -> None:
+        """Add a file with the slots that it has already. A page that is known stays where it is;
+        an expired one is left out."""
+        with self._lock:
+            self._segments[segment.number] = segment
+        for entry in entries:
+            if entry.expires_at > now:
+                self.add(entry.key, segment, entry.slot)
+
+    def add(self, key: bytes, segment: Segment, slot: int) -> None:
+        with self._lock:
+            if key not in self._places:
+                self._places[key] = segment.number << _SLOT_BITS | slot
+                segment.keys[slot] = key
+
+    def drop(self, key: bytes, place: Place) -> None:
+        """Remove a page, unless it has moved to another slot."""
+        with self._lock:
+            if self._places.get(key) == place.segment.number << _SLOT_BITS | place.slot:
+                del self._places[key]
+                place.segment.keys.pop(place.slot, None)
+
+    def remove_segment(self, segment: Segment) -> int:
+        """Remove a file and its pages; return how many."""
+        with self._lock:
+            del self._segments[segment.number]
+            for key in segment.keys.values():
+                del self._places[key]
+            count, segment.keys = len(segment.keys), {}
+        return count
+
+    def some_keys(self, most: int) -> list[bytes]:
+        """Return a few keys that the index has."""
+        with self._lock:
+            return list(itertools.islice(self._places, most))

@@ -1,0 +1,183 @@
+"""Reads runs of pages from a disk on threads of its own, and proves every page.
+
+A run is divided among the threads. It ends at the first page that is missing, expired or not
+proven; the pages before it are handed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.cache.tiers.disk_index import DiskIndex
+from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader
+from moe_serve.cache.tiers.store import LoadDone
+
+_log = logging.getLogger(__name__)
+
+_NUM_THREADS = 2
+_PART = 8  # pages that a thread reads at a time
+_PROBED = 16  # pages read at the start, to measure the disk before the first request needs it
+_NICENESS = 5
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run that is being read, by its parts."""
+
+    job: int
+    parts: list[list[bytes]]
+    begin: float = 0.0
+    num_left: int = 0
+    pages: list[list[NDArray[np.uint8]]] = field(default_factory=list)
+
+
+class DiskReader:
+    """Loads pages of an index. `open` gives it the secret that proves headers."""
+
+    def __init__(
+        self,
+        index: DiskIndex,
+        *,
+        page_bytes: int,
+        geometry: bytes,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._index, self._page_bytes, self._geometry = index, page_bytes, geometry
+        self._wall_clock, self._secret = wall_clock, b""
+        self._queue: SimpleQueue[tuple[_Run, int] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._done: deque[LoadDone] = deque()
+        self._has_done = threading.Event()
+        self._wake: Callable[[], None] = _nothing
+        self.num_pages = Counter[str]()  # by LoadResult
+        self.num_bytes = 0
+        self.rate: float | None = None  # bytes per second of the last run
+        self.threads = [
+            threading.Thread(target=self._loop, name=f"moe-serve-kv-reader-{number}", daemon=True)
+            for number in range(_NUM_THREADS)
+        ]
+
+    def open(self, secret: bytes) -> None:
+        """Begin to read, with the secret that proves headers. Measures the disk, if it has pages.
+
+        A failure of the disk is left to the loads that follow.
+        """
+        self._secret = secret
+        keys, begin = self._index.some_keys(_PROBED), time.perf_counter()
+        pages = self._read_some(keys)
+        if pages:
+            self.rate = len(pages) * self._page_bytes / (time.perf_counter() - begin)
+        for thread in self.threads:
+            thread.start()
+
+    def load(self, job: int, keys: Sequence[bytes]) -> None:
+        """See `PageStore.load`."""
+        parts = [list(keys[at : at + _PART]) for at in range(0, len(keys), _PART)]
+        run = _Run(job, parts, num_left=len(parts), pages=[[] for _ in parts])
+        for index in range(len(parts)):
+            self._queue.put((run, index))
+
+    def take_done(self) -> list[LoadDone]:
+        """See `PageStore.take_done`."""
+        self._has_done.clear()
+        done = []
+        while self._done:
+            done.append(self._done.popleft())
+        return done
+
+    def wait(self, seconds: float) -> None:
+        """See `PageStore.wait`."""
+        self._has_done.wait(seconds)
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """See `PageStore.set_waker`."""
+        self._wake = wake
+
+    def end(self) -> None:
+        """Let the threads end after the parts that are queued."""
+        for _ in self.threads:
+            self._queue.put(None)
+
+    def _loop(self) -> None:
+        be_nice()
+        while (item := self._queue.get()) is not None:
+            run, index = item
+            run.begin = run.begin or time.perf_counter()
+            try:
+                run.pages[index] = self._read_some(run.parts[index])
+            except Exception:  # a fault of ours must not leave a request waiting
+                _log.exception("the disk tier failed to read")
+            with self._lock:
+                run.num_left -= 1
+                if run.num_left == 0:
+                    self._finish(run)
+
+    def _finish(self, run: _Run) -> None:
+        pages: list[NDArray[np.uint8]] = []
+        for part, read in zip(run.parts, run.pages, strict=True):
+            pages += read
+            if len(read) < len(part):
+                break
+        seconds, num_wanted = time.perf_counter() - run.begin, sum(map(len, run.parts))
+        done = LoadDone(run.job, tuple(pages), num_wanted, seconds)
+        if pages:
+            self.num_pages["hit"] += len(pages)
+            self.num_bytes += done.num_bytes
+            self.rate = done.num_bytes / max(seconds, 1e-9)
+        self._done.append(done)
+        self._has_done.set()
+        self._wake()
+
+    def _read_some(self, keys: Sequence[bytes]) -> list[NDArray[np.uint8]]:
+        pages: list[NDArray[np.uint8]] = []
+        for key in keys:
+            page = None
+            try:
+                page = self._read(key)
+            except OSError:
+                self.num_pages["failed"] += 1
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _read(self, key: bytes) -> NDArray[np.uint8] | None:
+        """Read one page; None if it is missing, expired or not proven."""
+        place = self._index.find(key)
+        if place is None:
+            return None
+        data = place.segment.read(place.slot)
+        header = SlotHeader.unpack(data[:ALIGNMENT].tobytes(), self._secret)
+        payload = data[ALIGNMENT : ALIGNMENT + self._page_bytes]
+        if (
+            header is None
+            or (header.key, header.generation) != (key, place.generation)
+            or header.geometry != self._geometry
+            or not header.proves(payload.data)
+        ):
+            self.num_pages["corrupt"] += 1
+        elif header.expires_at > self._wall_clock():
+            return payload
+        self._index.drop(key, place)
+        return None
+
+
+def be_nice() -> None:
+    """Let the calling thread give way to those that compute, where the system can."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -1,0 +1,273 @@
+"""Keeps KV pages on a disk. A new server finds the pages of the one before.
+
+    engine thread                 writer thread                     reader threads
+    save: queue (bounded) ----->  slot behind slot, then the index
+    load: queue ----------------------------------------------->    read, prove, hand over
+    take_done  <------------------------------------------------    result
+
+The writer opens the folder first, because the identity needs a digest of every weight file. Until
+then the store holds nothing. A page is in the index only after it was written, and a loaded page
+is handed over only if header and digest prove it. A failure of the disk is a page that is not
+found, never an error for a client.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.cache.tiers.disk_folder import DiskFolder, IdentityFolder, StoreIdentity
+from moe_serve.cache.tiers.disk_index import DiskIndex
+from moe_serve.cache.tiers.disk_reader import DiskReader, be_nice
+from moe_serve.cache.tiers.disk_space import DiskLimits, DiskSpace, num_slots_of
+from moe_serve.cache.tiers.segment import Entry, Segment
+from moe_serve.cache.tiers.slot import SlotHeader, slot_bytes
+from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
+
+_log = logging.getLogger(__name__)
+
+_MOST_QUEUED_BYTES = 64 * 2**20
+_MOST_FAILURES = 3  # in turn, before the writer stops
+
+
+class DiskStore:
+    """A `PageStore` in a folder. `identify` runs on the writer thread."""
+
+    def __init__(
+        self,
+        folder: DiskFolder,
+        limits: DiskLimits,
+        *,
+        page_bytes: int,
+        geometry: bytes,
+        identify: Callable[[], StoreIdentity],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises ConfigError if the bounds are too small for the pages."""
+        self._folder, self._limits, self._geometry = folder, limits, geometry
+        self._page_bytes, self._slot_bytes = page_bytes, slot_bytes(page_bytes)
+        num_slots_of(limits, self._slot_bytes)  # refuses a bound that is too small
+        self._identify, self._wall_clock = identify, wall_clock
+        self._index = DiskIndex()
+        self._space: DiskSpace | None = None
+        self._own: IdentityFolder | None = None
+        self._state, self._write_state = "reading the weights' digest", ""
+        self._open: Segment | None = None  # the file that is being filled
+        self._most_queued = max(16, _MOST_QUEUED_BYTES // page_bytes)
+        self._queue: deque[SavedPage] = deque()
+        self._queued: set[bytes] = set()
+        self._changed = threading.Condition()  # of the queue
+        self._reader = DiskReader(
+            self._index, page_bytes=page_bytes, geometry=geometry, wall_clock=wall_clock
+        )
+        self._is_closing = False
+        self._num_failures = self._written_bytes = 0
+        self._num_saves = Counter[str]()
+        self._writer = threading.Thread(
+            target=self._write_loop, name="moe-serve-kv-writer", daemon=True
+        )
+        self._writer.start()
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """See `PageStore.num_held`."""
+        return 0 if self._state else self._index.num_held(keys)
+
+    def has(self, key: bytes) -> bool:
+        """See `PageStore.has`."""
+        return key in self._index or key in self._queued
+
+    @property
+    def room(self) -> int:
+        """See `PageStore.room`."""
+        return 0 if self._write_state else self._most_queued - len(self._queue)
+
+    @property
+    def read_rate(self) -> float | None:
+        """See `PageStore.read_rate`."""
+        return self._reader.rate
+
+    def save(self, page: SavedPage) -> None:
+        """See `PageStore.save`."""
+        assert len(page.data) == self._page_bytes, f"a page of {len(page.data)} bytes"
+        with self._changed:
+            if self._write_state or self._is_closing:
+                self._num_saves["dropped"] += 1
+                return
+            if len(self._queue) >= self._most_queued:
+                self._queued.discard(self._queue.popleft().key)
+                self._num_saves["dropped"] += 1
+            self._queue.append(page)
+            self._queued.add(page.key)
+            self._changed.notify_all()
+
+    def load(self, job: int, keys: Sequence[bytes]) -> None:
+        """See `PageStore.load`."""
+        self._reader.load(job, keys)
+
+    def take_done(self) -> list[LoadDone]:
+        """See `PageStore.take_done`."""
+        return self._reader.take_done()
+
+    def wait(self, seconds: float) -> None:
+        """See `PageStore.wait`."""
+        self._reader.wait(seconds)
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """See `PageStore.set_waker`."""
+        self._reader.set_waker(wake)
+
+    def stop_reading(self, why: str) -> None:
+        """See `PageStore.stop_reading`."""
+        self._state = why
+
+    def stats(self) -> TierStats:
+        """See `PageStore.stats`."""
+        return TierStats(
+            name="disk",
+            where=str(self._folder.path),
+            is_reading=not self._state,
+            is_writing=not (self._state or self._write_state),
+            state=self._state or self._write_state,
+            num_pages=len(self._index),
+            num_bytes=self._index.num_bytes,
+            capacity_bytes=self._limits.max_bytes if self._space is None else self._space.max_bytes,
+            read_bytes=self._reader.num_bytes,
+            written_bytes=self._written_bytes,
+            num_evicted=0 if self._space is None else self._space.num_evicted,
+            num_queued=len(self._queue),
+            loads=dict(self._reader.num_pages),
+            saves=dict(self._num_saves),
+            read_bytes_per_s=self._reader.rate,
+        )
+
+    def close(self, seconds: float) -> None:
+        """See `PageStore.close`. A thread that hangs is left behind."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._reader.end()
+        deadline = time.monotonic() + seconds
+        self._writer.join(max(0.0, deadline - time.monotonic()))
+        for thread in self._reader.threads:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._folder.release()
+
+    def _write_loop(self) -> None:
+        be_nice()
+        try:
+            self._open_folder()
+            while (page := self._next()) is not None:
+                self._keep(page)
+            if self._open is not None:
+                self._seal(self._open) if self._open.is_full else self._open.sync()
+        except Exception as error:
+            self._stop_writing(f"{type(error).__name__}: {error}")
+
+    def _open_folder(self) -> None:
+        own = self._folder.open_identity(self._identify())
+        now = self._wall_clock()
+        for path in own.segments:
+            segment = Segment.open(path, self._slot_bytes, own.secret)
+            if segment is None:
+                path.unlink()
+                continue
+            self._index.add_segment(segment, segment.entries(own.secret), now)
+            if not segment.is_sealed:
+                self._open = segment  # the newest is filled further
+        self._own = own
+        self._reader.open(own.secret)
+        self._space = DiskSpace(
+            self._folder, own, self._index, self._limits, self._slot_bytes, self._wall_clock
+        )
+        if self._state.startswith("reading"):
+            self._state = ""
+
+    def _next(self) -> SavedPage | None:
+        """Wait for a queued page; None at the end."""
+        with self._changed:
+            while not self._queue and not self._is_closing:
+                self._changed.wait()
+            return self._queue.popleft() if self._queue else None
+
+    def _keep(self, page: SavedPage) -> None:
+        """Write one page. A failure drops it, and the third in turn ends the writing."""
+        result = "failed"
+        try:
+            assert self._space is not None, "the folder is open"
+            if page.key in self._index:
+                result = "saved"
+            elif not self._space.may_write(self._slot_bytes):
+                result = "over_budget"
+            elif self._append(self._header(page, self._wall_clock()), page.data):
+                result, self._num_failures = "saved", 0
+            else:
+                result = "dropped"
+        except OSError as error:
+            self._num_failures += 1
+            if self._num_failures >= _MOST_FAILURES:
+                self._stop_writing(str(error))
+        finally:
+            with self._changed:
+                self._queued.discard(page.key)
+            self._num_saves[result] += 1
+
+    def _header(self, page: SavedPage, now: float) -> SlotHeader:
+        return SlotHeader(
+            num_tokens=page.num_tokens,
+            generation=secrets.randbits(64),
+            key=page.key,
+            parent_key=page.parent_key,
+            geometry=self._geometry,
+            num_bytes=len(page.data),
+            digest=sha256(page.data.data).digest(),
+            written_at=now,
+            expires_at=now + self._limits.ttl_s,
+        )
+
+    def _append(self, header: SlotHeader, payload: NDArray[np.uint8]) -> bool:
+        """Write a slot, into a new file if the open one is full. False if there is no space."""
+        assert self._space is not None and self._own is not None, "the folder is open"
+        if self._open is None or self._open.is_full:
+            if self._open is not None:
+                self._seal(self._open)
+            made = self._space.new_segment()
+            if made is None:
+                self._open = None
+                return False
+            self._open, survivors = made
+            self._index.add_segment(self._open, (), 0.0)
+            for survivor in survivors:
+                self._put(self._open, survivor.header, survivor.payload)
+        self._put(self._open, header, payload)
+        return True
+
+    def _put(self, segment: Segment, header: SlotHeader, payload: NDArray[np.uint8]) -> None:
+        assert self._own is not None, "the folder is open"
+        slot = segment.write(header, payload, self._own.secret)
+        self._index.add(header.key, segment, slot)
+        self._written_bytes += self._slot_bytes
+
+    def _seal(self, segment: Segment) -> None:
+        assert self._own is not None, "the folder is open"
+        headers = segment.headers(self._own.secret)
+        entries = [Entry(slot, h.generation, h.key, h.expires_at) for slot, h in headers]
+        segment.seal(entries, self._own.secret)
+
+    def _stop_writing(self, why: str) -> None:
+        _log.warning("the disk tier in %s stopped writing: %s", self._folder.path, why)
+        with self._changed:
+            self._write_state = f"writing failed: {why}"
+            if self._space is None:
+                self._state = self._write_state
+            self._num_saves["dropped"] += len(self._queue)
+            self._queue.clear()
+            self._queued.clear()

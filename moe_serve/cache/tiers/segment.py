@@ -1,0 +1,204 @@
+"""One file of page slots on a disk.
+
+    file   | head, 4 KiB | slot 0 | slot 1 | ... | footer |
+
+The file gets its full size when it is made, so a full disk shows then. Slots are written in order
+and never again. A *sealed* file has a footer that lists its slots, so that a start need not read
+them all. Head and footer carry an HMAC, as slots do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.cache.tiers.slot import ALIGNMENT, HEADER_BYTES, SlotHeader
+
+SUFFIX = ".kv"
+_HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, bytes of a slot
+_MAGIC = b"moe-seg\n"
+_FOOTER_MAGIC = b"moe-foot"
+_VERSION = 1
+_MAC_BYTES = 32
+_ENTRY = struct.Struct("<IQ32sd")  # slot, generation, key, expiry
+_FOOTER_HEAD = struct.Struct("<8sQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One slot as the index knows it."""
+
+    slot: int
+    generation: int
+    key: bytes
+    expires_at: float
+
+
+def segment_bytes(num_slots: int, slot_bytes: int) -> int:
+    """Return the size of a file with so many slots."""
+    footer = _FOOTER_HEAD.size + num_slots * _ENTRY.size + _MAC_BYTES
+    return ALIGNMENT + num_slots * slot_bytes + -(-footer // ALIGNMENT) * ALIGNMENT
+
+
+class Segment:
+    """An open file of slots. One thread writes; any thread may read slots that are written."""
+
+    def __init__(self, path: Path, descriptor: int, num_slots: int, slot_bytes: int) -> None:
+        self.path, self.num_slots, self.slot_bytes = path, num_slots, slot_bytes
+        self.number = int(path.stem)
+        self.num_bytes = segment_bytes(num_slots, slot_bytes)
+        self.num_written = 0  # slots
+        self.is_sealed = False
+        self.keys: dict[int, bytes] = {}  # by slot, those that the index has
+        self.generations = array("Q", bytes(8 * num_slots))
+        self.was_used = bytearray(num_slots)  # slots that were read since they were written
+        self._descriptor = descriptor
+
+    @classmethod
+    def make(cls, path: Path, num_slots: int, slot_bytes: int, secret: bytes) -> Segment:
+        """Make a file of full size. Raises OSError, and then leaves no file."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            size = segment_bytes(num_slots, slot_bytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.ftruncate(descriptor, size)
+            head = _HEAD.pack(_MAGIC, _VERSION, num_slots, slot_bytes)
+            os.pwrite(descriptor, head + hmac.digest(secret, head, "sha256"), 0)
+        except OSError:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise
+        return cls(path, descriptor, num_slots, slot_bytes)
+
+    @classmethod
+    def open(cls, path: Path, slot_bytes: int, secret: bytes) -> Segment | None:
+        """Open a file; None if its head does not prove slots of this size. Raises OSError."""
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        head = _read_head(descriptor, secret)
+        if head is None or head[1] != slot_bytes:
+            os.close(descriptor)
+            return None
+        return cls(path, descriptor, head[0], slot_bytes)
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_written == self.num_slots
+
+    def write(self, header: SlotHeader, payload: NDArray[np.uint8], secret: bytes) -> int:
+        """Write the next slot and return its number. Raises OSError."""
+        slot = self.num_written
+        head = header.pack(secret).ljust(ALIGNMENT, b"\0")
+        written = os.pwritev(self._descriptor, [head, payload.data], self._offset(slot))
+        if written != ALIGNMENT + len(payload):
+            raise OSError(f"{self.path} took {written} of {ALIGNMENT + len(payload)} bytes")
+        self.generations[slot] = header.generation
+        self.num_written += 1
+        return slot
+
+    def read(self, slot: int) -> NDArray[np.uint8]:
+        """Return a slot's bytes, header included, [slot_bytes]. Raises OSError."""
+        data = np.empty(self.slot_bytes, dtype=np.uint8)
+        count = os.preadv(self._descriptor, [data.data], self._offset(slot))
+        return data[:count]
+
+    def seal(self, entries: list[Entry], secret: bytes) -> None:
+        """Write the footer, and wait until the disk has everything. Raises OSError."""
+        rows = (_ENTRY.pack(e.slot, e.generation, e.key, e.expires_at) for e in entries)
+        footer = _FOOTER_HEAD.pack(_FOOTER_MAGIC, len(entries)) + b"".join(rows)
+        footer += hmac.digest(secret, footer, "sha256")
+        os.pwrite(self._descriptor, footer, self._offset(self.num_slots))
+        self.sync()
+        self.is_sealed = True
+
+    def sync(self) -> None:
+        """Wait until the disk has everything. Raises OSError."""
+        os.fsync(self._descriptor)
+
+    def entries(self, secret: bytes) -> list[Entry]:
+        """Read the slots from the footer, or else from the slots' headers. Raises OSError."""
+        sealed = self._footer(secret)
+        found = list(self._headers(secret)) if sealed is None else sealed
+        self.is_sealed = sealed is not None
+        self.num_written = self.num_slots if sealed is not None else _num_written(found)
+        for entry in found:
+            self.generations[entry.slot] = entry.generation
+        return found
+
+    def headers(self, secret: bytes) -> Iterator[tuple[int, SlotHeader]]:
+        """Yield the proven headers with their slots. Raises OSError."""
+        for slot in range(self.num_slots):
+            data = os.pread(self._descriptor, HEADER_BYTES, self._offset(slot))
+            header = SlotHeader.unpack(data, secret)
+            if header is not None:
+                yield slot, header
+
+    def close(self) -> None:
+        """Close the file; nothing may read it any more."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def delete(self) -> None:
+        """Remove the file. Readers that are at work still read what they asked for."""
+        self.path.unlink(missing_ok=True)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _offset(self, slot: int) -> int:
+        return ALIGNMENT + slot * self.slot_bytes
+
+    def _headers(self, secret: bytes) -> Iterator[Entry]:
+        for slot, h in self.headers(secret):
+            yield Entry(slot, h.generation, h.key, h.expires_at)
+
+    def _footer(self, secret: bytes) -> list[Entry] | None:
+        offset = self._offset(self.num_slots)
+        data = os.pread(self._descriptor, self.num_bytes - offset, offset)
+        if len(data) < _FOOTER_HEAD.size:
+            return None
+        magic, count = _FOOTER_HEAD.unpack_from(data)
+        end = _FOOTER_HEAD.size + count * _ENTRY.size
+        if magic != _FOOTER_MAGIC or count > self.num_slots:
+            return None
+        mac = data[end : end + _MAC_BYTES]
+        if not hmac.compare_digest(mac, hmac.digest(secret, data[:end], "sha256")):
+            return None
+        rows = _ENTRY.iter_unpack(data[_FOOTER_HEAD.size : end])
+        return [Entry(*row) for row in rows]
+
+
+def slot_size(path: Path, secret: bytes) -> int | None:
+    """Return the bytes of a slot in a file; None if its head proves nothing. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        head = _read_head(descriptor, secret)
+    finally:
+        os.close(descriptor)
+    return None if head is None else head[1]
+
+
+def _read_head(descriptor: int, secret: bytes) -> tuple[int, int] | None:
+    """Return the slots of a file and the bytes of one; None if its head proves nothing."""
+    head = os.pread(descriptor, _HEAD.size + _MAC_BYTES, 0)
+    fields, mac = head[: _HEAD.size], head[_HEAD.size :]
+    if not hmac.compare_digest(mac, hmac.digest(secret, fields, "sha256")):
+        return None
+    magic, version, num_slots, slot_bytes = _HEAD.unpack(fields)
+    return (num_slots, slot_bytes) if (magic, version) == (_MAGIC, _VERSION) else None
+
+
+def _num_written(entries: list[Entry]) -> int:
+    return entries[-1].slot + 1 if entries else 0

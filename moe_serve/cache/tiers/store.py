@@ -1,0 +1,120 @@
+"""The interface of a tier: a store that keeps copies of KV pages by their keys.
+
+A store works on threads of its own. `save` and `load` only queue a job; `take_done` returns the
+results later, on the thread that asks. The caller never shares memory with a job that runs: a saved
+page is copied before, and a loaded page arrives in memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPage:
+    """A full page to be kept. `data` is owned by the job."""
+
+    key: bytes
+    parent_key: bytes
+    num_tokens: int
+    data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDone:
+    """The end of a load: the pages of the run's beginning that were read and proven."""
+
+    job: int
+    pages: tuple[NDArray[np.uint8], ...]
+    num_wanted: int
+    seconds: float  # from the first read to the last, without the time in the queue
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(page.nbytes for page in self.pages)
+
+
+LoadResult = Literal["hit", "late", "corrupt", "failed", "skipped_slow"]
+SaveResult = Literal["saved", "dropped", "failed", "over_budget"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """A snapshot of a tier. Filled by the store and by `PageTiers`."""
+
+    name: str  # disk
+    where: str  # the folder
+    is_reading: bool = False  # False: not opened yet, or switched off
+    is_writing: bool = False
+    state: str = ""  # why it does not read or write; empty: it does both
+    num_pages: int = 0
+    num_bytes: int = 0  # on the disk, headers included
+    capacity_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    num_evicted: int = 0
+    num_queued: int = 0  # pages that wait to be written
+    loads: dict[str, int] = field(default_factory=dict)  # pages by LoadResult
+    saves: dict[str, int] = field(default_factory=dict)  # pages by SaveResult
+    queried_tokens: int = 0  # prompt tokens that the cache did not have
+    hit_tokens: int = 0  # those that came from the tier
+    read_bytes_per_s: float | None = None  # of the last loads; None: none yet
+
+
+class PageStore(Protocol):
+    """Keeps pages by key. All methods are called on the engine's thread."""
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """Return how many keys, from the first on, the store has. Never touches the disk."""
+        ...
+
+    def has(self, key: bytes) -> bool:
+        """Return whether a page is stored, or waits to be. Never touches the disk."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Number of pages that `save` takes now without dropping one."""
+        ...
+
+    @property
+    def read_rate(self) -> float | None:
+        """Bytes per second of the last load, or measured at the start; None: not known."""
+        ...
+
+    def save(self, page: SavedPage) -> None:
+        """Queue a page. The oldest queued page is dropped if the queue is full."""
+        ...
+
+    def load(self, job: int, keys: Sequence[bytes]) -> None:
+        """Queue a run of pages to be read."""
+        ...
+
+    def take_done(self) -> list[LoadDone]:
+        """Return the loads that have ended since the last call."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a load ends, at most for a time."""
+        ...
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """Set a callback for the end of a load. A thread of the store calls it."""
+        ...
+
+    def stop_reading(self, why: str) -> None:
+        """Answer that nothing is held, until the process ends."""
+        ...
+
+    def stats(self) -> TierStats:
+        """Return a snapshot; safe from any thread."""
+        ...
+
+    def close(self, seconds: float) -> None:
+        """Write what is queued, at most for a time, and end the threads."""
+        ...

@@ -1,0 +1,124 @@
+"""Opens the KV tier of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+
+from moe_kernels.kernel_choice import kernels_build
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cache.page_bytes import PageBytes
+from moe_serve.cache.prefix_cache import PrefixCache
+from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity
+from moe_serve.cache.tiers.disk_space import DiskLimits
+from moe_serve.cache.tiers.disk_store import DiskStore
+from moe_serve.cache.tiers.weights_digest import weights_digest
+from moe_serve.clock import REAL_CLOCK
+from moe_serve.config.sections import CacheConfig, EngineConfig
+from moe_serve.engine.opened_model import LoadReport, OpenedModel
+from moe_serve.engine.schedule.kv_tier import MakeTier
+from moe_serve.engine.schedule.page_tiers import PageAccess, PageTiers
+from moe_serve.errors import ConfigError
+
+_WITHOUT_EFFECT = ("path", "num_threads", "expert_memory_bytes", "expert_memory_policy")
+
+
+def check_tiers(config: EngineConfig) -> None:
+    """Raise ConfigError for a tier that the rest of the configuration does not allow."""
+    cache = config.cache
+    if cache.memory_tier_bytes is not None and not config.cluster.is_disaggregated:
+        raise ConfigError(
+            "cache.memory_tier_bytes is set, but attention and experts share one process, whose "
+            "pages are in main memory already: raise cache.memory_bytes instead, or serve with "
+            "attention and expert ranks."
+        )
+    if cache.memory_tier_bytes is not None and not cache.prefix_cache:
+        raise ConfigError(
+            "cache.memory_tier_bytes is set, but cache.prefix_cache is false: the memory tier "
+            "keeps pages of the prefix cache. Set cache.prefix_cache to true, or leave it out."
+        )
+    if cache.disk_path is None:
+        return
+    if not cache.prefix_cache:
+        raise ConfigError(
+            "cache.disk_path is set, but cache.prefix_cache is false: the disk tier keeps pages of "
+            "the prefix cache. Set cache.prefix_cache to true, or leave out cache.disk_path."
+        )
+    if config.cluster.is_disaggregated:
+        raise ConfigError(
+            "cache.disk_path is set, but the disk tier works in one process only: leave it out, or "
+            "serve without attention and expert ranks."
+        )
+
+
+def tier_maker(
+    config: EngineConfig, model: OpenedModel, cache: KVCache, report: LoadReport
+) -> MakeTier | None:
+    """Return what makes the tier of an engine; None without a tier. Raises ConfigError."""
+    if config.cache.disk_path is None:
+        return None
+    if cache.device.type != "cpu":
+        raise ConfigError(
+            f"cache.disk_path is set, but the KV pages are on {cache.device.type}: the disk tier "
+            "serves pages in main memory only (model.device: cpu)."
+        )
+    pages = PageBytes(cache)
+    path, facts = Path(config.cache.disk_path), _facts(config, report)
+    store = _open_disk(config.cache, pages, path, facts, model)
+    access = PageAccess(pages.read, pages.write, pages.num_bytes)
+
+    def make(prefixes: PrefixCache) -> PageTiers:
+        after_s = config.cache.checkpoint_after_s
+        return PageTiers(prefixes, store, access, REAL_CLOCK, after_s)
+
+    return make
+
+
+def _open_disk(
+    config: CacheConfig,
+    pages: PageBytes,
+    path: Path,
+    facts: Mapping[str, object],
+    model: OpenedModel,
+) -> DiskStore:
+    limits = DiskLimits(
+        max_bytes=config.disk_bytes,
+        min_free_bytes=config.disk_min_free_bytes,
+        ttl_s=config.disk_ttl_s,
+        write_bytes_per_day=config.disk_write_bytes_per_day,
+    )
+    folder = DiskFolder.claim(path.expanduser())
+
+    def identify() -> StoreIdentity:
+        weights = weights_digest(model.folder, folder.path / "weights.json")
+        meta = {**facts, "weights": weights.hex(), "geometry": pages.geometry.hex()}
+        digest = sha256(repr(sorted(meta.items())).encode()).digest()
+        return StoreIdentity(digest, {**meta, "model": model.folder.name})
+
+    try:
+        return DiskStore(
+            folder,
+            limits,
+            page_bytes=pages.num_bytes,
+            geometry=pages.geometry,
+            identify=identify,
+        )
+    except ConfigError:
+        folder.release()
+        raise
+
+
+def _facts(config: EngineConfig, report: LoadReport) -> Mapping[str, object]:
+    """Return everything but the weights that the bits of a page may depend on."""
+    model = {k: v for k, v in asdict(config.model).items() if k not in _WITHOUT_EFFECT}
+    return {
+        "config": repr(sorted(model.items())),
+        "dtype": report.dtype,
+        "kernels": report.kernels,
+        "build": kernels_build(),
+        "expert_weights": report.expert_weights,
+        "wire_dtype": config.cluster.wire_dtype,
+        "page_size": config.cache.page_size,
+    }

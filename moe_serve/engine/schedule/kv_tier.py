@@ -1,0 +1,61 @@
+"""The interface between the scheduler and a tier that keeps copies of KV pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moe_serve.cache.prefix_cache import PrefixCache
+from moe_serve.cache.tiers.store import TierStats
+from moe_serve.engine.request.sequence import Schedule, Sequence
+
+
+class KVTier:
+    """Keeps nothing: stands for the tier where there is none, and is the base of the others. Used
+    on the engine's thread only, but for `stats`."""
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether `update` has something to do although no request is there."""
+        return False
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether running sequences should give their full pages now."""
+        return False
+
+    def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
+        """Note a full page that the prefix cache has now."""
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Return whether pages are being read that the sequence would start with."""
+        return False
+
+    def begin_load(self, sequence: Sequence, found: list[int]) -> bool:
+        """Begin to load the pages behind those that the cache has for a sequence that could start.
+        Returns whether it should wait for them. Pages that are there at once join `found`."""
+        return False
+
+    def update(self) -> None:
+        """Take what was done, and hand over fresh pages. Called before each schedule."""
+
+    def step_begins(self, schedule: Schedule) -> None:
+        """Note the step that was scheduled."""
+
+    def step_ended(self) -> None:
+        """Note that the step that was scheduled last has ended."""
+
+    def abandon(self) -> None:
+        """Note that the pages are lost with their rank."""
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """See `DrivenEngine.set_waker`."""
+
+    def close(self) -> None:
+        """Store what was computed, at most for some seconds."""
+
+    def stats(self) -> TierStats | None:
+        """Return a snapshot; None without a tier."""
+        return None
+
+
+MakeTier = Callable[[PrefixCache], KVTier]

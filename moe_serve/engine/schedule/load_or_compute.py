@@ -1,0 +1,61 @@
+"""Decides whether a run of pages is loaded from a tier or computed again.
+
+    t_load    = first byte + (queued bytes + bytes) / measured read rate
+    t_compute = tokens * measured seconds of a prompt's token
+
+The run is loaded if t_load, with a margin, is below t_compute. Both rates are averages of what this
+server measured: the read rate of its loads, and the time of steps that mostly read prompts. Before
+the first measurement a run is loaded. While loading does not pay, a small load now and then
+measures the rate again, for which nothing waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FIRST_BYTE_S = 0.002
+_MARGIN = 1.1
+_WEIGHT = 0.3  # of a new measurement
+_LEAST_PROMPT_SHARE = 0.8  # of a step's tokens, for the step to count as reading
+_LEAST_TOKENS = 32
+_DEADLINE_FACTOR, _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 4.0, 0.25, 5.0
+_FIRST_RATE = 100e6  # bytes/s, for the deadline of the first load
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether to load, and how long the request may wait for it."""
+
+    is_load: bool
+    deadline_s: float
+
+
+class LoadOrCompute:
+    """Keeps the two rates of one server, in seconds per token and bytes per second."""
+
+    def __init__(self) -> None:
+        self.compute_s: float | None = None  # of one token
+        self.read_rate: float | None = None
+
+    def note_step(self, num_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Note a step. Steps that mostly generate say nothing about prompts."""
+        if num_tokens >= _LEAST_TOKENS and num_prompt_tokens >= _LEAST_PROMPT_SHARE * num_tokens:
+            self.compute_s = _average(self.compute_s, seconds / num_tokens)
+
+    def note_load(self, num_bytes: int, seconds: float) -> None:
+        """Note a load that has ended."""
+        if num_bytes:
+            self.read_rate = _average(self.read_rate, num_bytes / max(seconds, 1e-9))
+
+    def decide(self, num_tokens: int, num_bytes: int, num_queued_bytes: int) -> Decision:
+        """Decide about a run of `num_tokens` tokens whose pages have `num_bytes` bytes."""
+        rate = self.read_rate or _FIRST_RATE
+        load_s = _FIRST_BYTE_S + (num_queued_bytes + num_bytes) / rate
+        deadline = min(max(_DEADLINE_FACTOR * load_s, _LEAST_DEADLINE_S), _MOST_DEADLINE_S)
+        if self.read_rate is None or self.compute_s is None:
+            return Decision(True, deadline)
+        return Decision(load_s * _MARGIN < num_tokens * self.compute_s, deadline)
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else old + _WEIGHT * (new - old)

@@ -1,0 +1,133 @@
+"""The rows of the metrics table about KV pages: the prefix cache and the KV tier."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from moe_serve.cache.tiers.store import LoadResult, SaveResult, TierStats
+from moe_serve.engine.request.stats import EngineStats
+from moe_serve.http.metrics.scrape import MetricRow, Samples, Scrape, ScrapePart
+
+
+def _cache_config(scrape: Scrape) -> Samples:
+    """The values have vLLM's spelling, because gateways that route by free pages read them."""
+    num_pages, facts = scrape.stats.load.num_pages, scrape.cache
+    return {
+        (
+            str(facts.page_size),
+            str(num_pages),
+            str(num_pages * facts.page_size),
+            str(facts.has_prefix_cache),
+            facts.dtype,
+        ): 1.0
+    }
+
+
+_engine = ScrapePart[EngineStats](lambda scrape: scrape.stats, is_vllm=True)
+_cache = ScrapePart[Scrape](lambda scrape: scrape, is_vllm=True)
+_CACHE_ROWS = (
+    _cache.gauge(
+        "cache_config_info",
+        "1; the labels give the tokens per KV page, the number of pages and of tokens they hold, "
+        "whether the prefix cache is on, and the data type.",
+        _cache_config,
+        "block_size",
+        "num_gpu_blocks",
+        "kv_cache_size_tokens",
+        "enable_prefix_caching",
+        "cache_dtype",
+    ),
+    _engine.counter(
+        "prompt_tokens_by_source",
+        "Prompt tokens of started sequences, each counted once: found in the prefix cache "
+        "(local_cache_hit) or computed (local_compute).",
+        lambda e: {
+            ("local_compute",): e.counts.num_missed_tokens,
+            ("local_cache_hit",): e.counts.num_hit_tokens,
+        },
+        "source",
+    ),
+    _engine.histogram(
+        "kv_block_lifetime_seconds",
+        "Time from the allocation of a sampled page until the prefix cache evicted it.",
+        lambda e: e.counts.page_times.lifetime,
+    ),
+    _engine.histogram(
+        "kv_block_idle_before_evict_seconds",
+        "Time from the last use or allocation of a sampled page until its eviction.",
+        lambda e: e.counts.page_times.idle,
+    ),
+    _engine.histogram(
+        "kv_block_reuse_gap_seconds",
+        "Time between two sequences that found the same sampled page.",
+        lambda e: e.counts.page_times.reuse_gap,
+    ),
+)
+
+_tier = ScrapePart[TierStats](lambda scrape: scrape.stats.tier, "kv_tier_")
+_external = ScrapePart[TierStats](lambda scrape: scrape.stats.tier, is_vllm=True)
+_TIER_ROWS = (
+    _external.counter(
+        "external_prefix_cache_queries",
+        "Prompt tokens that the prefix cache did not have and the KV tier was asked for.",
+        lambda t: t.queried_tokens,
+    ),
+    _external.counter(
+        "external_prefix_cache_hits",
+        "Prompt tokens whose pages were loaded from the KV tier.",
+        lambda t: t.hit_tokens,
+    ),
+    _tier.gauge(
+        "enabled",
+        "1 if the tier reads and writes, 0 while it opens or after a failure.",
+        lambda t: {(t.name,): float(t.is_reading and t.is_writing)},
+        "tier",
+    ),
+    _tier.gauge("pages", "Pages in the tier.", lambda t: {(t.name,): t.num_pages}, "tier"),
+    _tier.gauge("bytes", "Bytes that the tier takes.", lambda t: {(t.name,): t.num_bytes}, "tier"),
+    _tier.gauge(
+        "capacity_bytes",
+        "Bytes that the tier may take.",
+        lambda t: {(t.name,): t.capacity_bytes},
+        "tier",
+    ),
+    _tier.gauge(
+        "queue_pages",
+        "Pages that wait to be written.",
+        lambda t: {(t.name,): t.num_queued},
+        "tier",
+    ),
+    _tier.counter(
+        "read_bytes", "Bytes of loaded pages.", lambda t: {(t.name,): t.read_bytes}, "tier"
+    ),
+    _tier.counter(
+        "written_bytes",
+        "Bytes that were written, headers included.",
+        lambda t: {(t.name,): t.written_bytes},
+        "tier",
+    ),
+    _tier.counter(
+        "evicted_pages",
+        "Pages removed to make room.",
+        lambda t: {(t.name,): t.num_evicted},
+        "tier",
+    ),
+    _tier.counter(
+        "loads",
+        "Pages by the result of loading them: hit, late (the request computed instead), corrupt, "
+        "failed, skipped_slow (computing was expected to be faster).",
+        lambda t: {(t.name, result): t.loads.get(result, 0) for result in get_args(LoadResult)},
+        "tier",
+        "result",
+    ),
+    _tier.counter(
+        "saves",
+        "Pages by the result of storing them: saved, dropped (the queue or the disk was full), "
+        "failed, over_budget (bytes of the day).",
+        lambda t: {(t.name, result): t.saves.get(result, 0) for result in get_args(SaveResult)},
+        "tier",
+        "result",
+    ),
+)
+
+CACHE_ROWS: tuple[MetricRow, ...] = (*_CACHE_ROWS, *_TIER_ROWS)

@@ -1,0 +1,84 @@
+"""Runs all layers of a step in one call of the kernels, where nothing has to happen between them.
+
+It is used where all experts are in this process and stay, and every layer's parts are in the call:
+see `stack_refusal`. T tokens, R rows that want logits, D model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experts.expert_stage import ExpertStage
+from moe_kernels.interface.layer_stack import LayerStack, StackResult, StackRows
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.step_plan import MicroBatch
+from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.timeline_recorder import NO_LAYER, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class StackedLayers:
+    """The call, and for each layer if it has routed experts and if it has a shared one."""
+
+    call: LayerStack
+    is_sparse: tuple[bool, ...]
+    is_shared: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls, stage: AttentionStage, experts: ExpertStage, cache: KVCache
+    ) -> StackedLayers | None:
+        """Return the layers as one call over a cache; None if they cannot be one."""
+        sparse = experts.sparse_layers
+        banks = {layer: experts.layer(layer).whole_bank for layer in sparse}
+        if experts.memory is not None or None in banks.values():
+            return None  # experts come and go, or a layer's lie in several banks
+        layers = range(stage.spec.num_layers)
+        call = stage.stacked([banks.get(layer) for layer in layers], cache)
+        if call is None:
+            return None
+        return cls(
+            call,
+            tuple(layer in sparse for layer in layers),
+            tuple(layer in sparse and stage.has_mlp(layer) for layer in layers),
+        )
+
+    def run(self, batch: MicroBatch, log: StageLog, *, has_choices: bool) -> StackResult:
+        """Compute a step of one micro-batch. `has_choices`: return the routers' choices too."""
+        rows = StackRows()
+        for piece in batch.slices:
+            rows.add(piece.start, piece.token_ids, piece.page_table, piece.num_logits)
+        start = log.now()
+        log.enter(Stage.STEP, at_layer=lambda: self.call.at_layer)
+        result = self.call(rows, has_choices=has_choices, has_times=log.is_on)
+        if result.times is not None:
+            self._note(result, log, start)
+        return result
+
+    def _note(self, result: StackResult, log: StageLog, start: int) -> None:
+        """Record the stages of a step whose layers began at `start`."""
+        assert result.times is not None, "the step was timed"
+        num_rows = len(result.hidden_TD)
+        for layer, times in enumerate((result.times + start).tolist()):
+            began, front, routed, shared, end = times
+            log.add(Stage.ATTENTION, layer, 0, num_rows, began, front)
+            if self.is_sparse[layer]:
+                log.add(Stage.DISPATCH, layer, 0, num_rows, front, routed)
+            if self.is_shared[layer]:
+                log.add(Stage.SHARED, layer, 0, num_rows, routed, shared)
+            log.add(Stage.COMBINE, layer, 0, num_rows, shared, end)
+        log.add(Stage.LOGITS, NO_LAYER, 0, len(result.logits_RV), log.end)
+
+
+def hidden_of_logits(batch: MicroBatch, hidden_TD: Tensor) -> Tensor:
+    """Return the rows of the residual stream behind a micro-batch's logits, [R, D]."""
+    rows: list[int] = []
+    end = 0
+    for piece in batch.slices:
+        end += len(piece.token_ids)
+        rows.extend(range(end - piece.num_logits, end))
+    return hidden_TD.index_select(0, torch.tensor(rows))

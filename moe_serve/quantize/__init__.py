@@ -1,0 +1,1 @@
+"""Quantises checkpoints: plans, rounds weights, calibrates on texts, writes and measures."""

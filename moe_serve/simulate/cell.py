@@ -1,0 +1,105 @@
+"""Builds a simulated cell: the engine that a server would run, on a clock and costs of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moe_serve.cluster.members.pool_watch import PoolWatch
+from moe_serve.cluster.steps.cluster_engine import ClusterEngine
+from moe_serve.cluster.steps.remote_executor import RemoteExecutor
+from moe_serve.config.sections import SchedulerConfig
+from moe_serve.engine.driven_engine import DrivenEngine
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.execute.step_executor import StepExecutor
+from moe_serve.engine.schedule.policy.arrival_order import BALANCED, FIFO
+from moe_serve.errors import ConfigError
+from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, MicroBatchChooser
+from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts
+from moe_serve.simulate.instant_executor import InstantExecutor
+from moe_serve.simulate.instant_ranks import InstantCoordinator
+from moe_serve.simulate.layout import Layout
+from moe_serve.simulate.virtual_clock import VirtualClock
+
+SIMULATED_POLICIES = {"fifo": FIFO, "balanced": BALANCED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """The settings of every simulated engine. `micro_batches` None: chosen in each step from the
+    costs, as a server with a calibration does; `num_pages`: of one attention rank."""
+
+    scheduler: SchedulerConfig
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    has_prefix_cache: bool = True
+    micro_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.scheduler.batch_policy not in SIMULATED_POLICIES:
+            raise ConfigError(
+                f"the batch policy {self.scheduler.batch_policy!r} is not simulated, as it needs "
+                f"predictions of a model's choices: use {' or '.join(SIMULATED_POLICIES)}."
+            )
+        if self.num_pages * self.page_size < self.max_model_len:
+            raise ConfigError(
+                f"the KV cache of an attention rank has {self.num_pages} pages of "
+                f"{self.page_size} tokens, too small for one request of {self.max_model_len} "
+                "tokens: use more devices or tensor shards, or shorter requests."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One engine and its clock. Engines of different cells step independently."""
+
+    engine: DrivenEngine
+    clock: VirtualClock
+
+
+def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: EngineLimits) -> Cell:
+    """Build a cell. `costs` and `ranks` are those of one cell of the layout.
+
+    A single attention rank with the experts on its own devices is one engine, as in one process.
+    Otherwise the cell is a cluster's engine over ranks.
+    """
+    clock = VirtualClock()
+    if not layout.is_split and layout.num_attention == 1:
+        executor = InstantExecutor(clock, costs)
+        return Cell(_engine(executor, itertools.count(), limits, clock), clock)
+
+    def make_engine(executor: RemoteExecutor, ids: Iterator[int]) -> Engine:
+        return _engine(executor, ids, limits, clock)
+
+    watch = _watch(costs, ranks, limits)
+    if not layout.is_split:
+        ranks = replace(ranks, num_experts=1)  # one report on the experts of all devices
+    coordinator = InstantCoordinator(clock, costs, ranks, watch)
+    engine = ClusterEngine(coordinator, make_engine, watch, lambda: None, is_ahead=True)
+    return Cell(engine, clock)
+
+
+def _watch(costs: StepCosts, ranks: Ranks, limits: EngineLimits) -> PoolWatch:
+    if limits.micro_batches is not None:
+        return PoolWatch(None, limits.micro_batches, None)
+    return PoolWatch(MicroBatchChooser(costs, ranks), MAX_MICRO_BATCHES, None)
+
+
+def _engine(
+    executor: StepExecutor, ids: Iterator[int], limits: EngineLimits, clock: VirtualClock
+) -> Engine:
+    return Engine(
+        executor,
+        scheduler=limits.scheduler,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        micro_batches=1,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=frozenset(),
+        has_prefix_cache=limits.has_prefix_cache,
+        ids=ids,
+        policy=SIMULATED_POLICIES[limits.scheduler.batch_policy],
+        clock=clock,
+    )

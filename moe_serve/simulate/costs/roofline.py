@@ -1,0 +1,166 @@
+"""The seconds of a step on published hardware: of every operation, the larger of its arithmetic
+and its traffic, each at a fitted share of the peak.
+
+    op = max(FLOPs / (peak * share), bytes / (bandwidth * share)) + launch
+
+Operations of a layer: the projections with the router and shared experts, attention over the cached
+tokens, the routed experts, and the messages between devices. R rows, t shards of an attention rank,
+H devices that hold experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepTiming
+from moe_serve.pipeline.costs.step_seconds import LayerTimes, step_seconds
+from moe_serve.simulate.costs.device import Device
+from moe_serve.simulate.costs.model_shape import KV_BYTES, LayerShape, ModelShape
+from moe_serve.simulate.costs.routing_law import RoutingLaw
+from moe_serve.simulate.layout import Layout
+
+_ATTENTION_OPS = 8  # launches: norms, projections, rotation, attention, output, router, shared
+_EXPERT_OPS = 4  # grouping, two grouped products, sum
+
+
+class RooflineCosts:
+    """Implements StepCosts for one cell of a layout on one kind of device."""
+
+    def __init__(
+        self, model: ModelShape, device: Device, layout: Layout, routing: RoutingLaw
+    ) -> None:
+        self._model, self._device, self._layout = model, device, layout
+        self._routing, self._imbalance = routing, routing.imbalance(layout.num_holders)
+        own, peak = device.efficiency, device.flops_per_s(model.is_fp8)
+        self._gemm = peak * own.gemm
+        self._attention = device.flops_per_s(False) * own.attention
+        self._launch_s = own.launch_us * 1e-6
+        is_in_node = layout.num_cell_devices <= device.node_devices
+        self._link = device.link_bytes_per_s(is_in_node)
+        self._shard_link = device.link_bytes_per_s(layout.num_shards <= device.node_devices)
+        self._latency_s = device.link_latency_us * 1e-6
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    @property
+    def version(self) -> int:
+        """Return 0, as published figures do not change."""
+        return 0
+
+    def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
+        """Does nothing, as published figures do not learn."""
+
+    def layer_times(
+        self, micro_batches: Sequence[Sequence[BatchLoad]], ranks: Ranks
+    ) -> tuple[LayerTimes, ...]:
+        """See `StepCosts.layer_times`. Devices that have both stages spend both on the attention
+        side, and only their messages overlap."""
+        totals = [sum(load.num_rows for load in loads) for loads in micro_batches]
+        experts = tuple(self._expert_seconds(rows) for rows in totals)
+        transfers = tuple(self._transfer_seconds(loads) for loads in micro_batches)
+        nothing = (0.0,) * len(totals)
+        times = []
+        for layer in self._model.layers:
+            own = tuple(
+                max(self._attention_seconds(layer, load) for load in loads)
+                for loads in micro_batches
+            )
+            if layer.is_sparse and not self._layout.is_split:
+                own = tuple(a + e for a, e in zip(own, experts, strict=True))
+            is_apart = layer.is_sparse and self._layout.is_split
+            times.append(
+                LayerTimes(
+                    num_layers=layer.num_layers,
+                    attention_s=own,
+                    experts_s=experts if is_apart else nothing,
+                    transfer_s=transfers if layer.is_sparse else nothing,
+                )
+            )
+        return tuple(times)
+
+    def colocated_time(self, load: BatchLoad) -> float:
+        """See `StepCosts.colocated_time`. With several shards the experts are spread over them."""
+        times = self.layer_times([[load]], Ranks(num_attention=1, num_experts=1))
+        return step_seconds(times) + self.fixed_seconds([load])
+
+    def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
+        """Predict the seconds of the head, on the rank with most sequences, and of the host."""
+        most = max(load.num_sequences for load in loads)
+        weights = self._model.head_weights / self._layout.num_shards
+        flops = 2 * most * weights
+        head_s = max(
+            flops / (self._device.flops_per_s(False) * self._device.efficiency.gemm),
+            weights * KV_BYTES / self._device.memory_bytes_per_s,
+        )
+        return head_s + self._launch_s + self._device.efficiency.host_ms * 1e-3
+
+    def _attention_seconds(self, layer: LayerShape, load: BatchLoad) -> float:
+        if not load.num_rows:
+            return 0.0
+        shards, model = self._layout.num_shards, self._model
+        num_kv, num_pairs = load.num_kv_tokens, load.num_pairs
+        if layer.window is not None:
+            num_kv = min(num_kv, load.num_sequences * layer.window + load.num_rows)
+            num_pairs = min(num_pairs, load.num_rows * layer.window)
+        rows_bytes = 4 * load.num_rows * model.width * KV_BYTES
+        weights = layer.num_weights / shards
+        products_s = self._roof(
+            2 * load.num_rows * weights / self._gemm, weights * model.weight_bytes + rows_bytes
+        )
+        kv_bytes = num_kv * layer.kv_values * KV_BYTES / min(shards, model.size.num_kv_parts)
+        scores_s = self._roof(num_pairs * layer.pair_flops / shards / self._attention, kv_bytes)
+        launch_s = _ATTENTION_OPS * self._launch_s
+        return products_s + scores_s + launch_s + self._reduce_seconds(load.num_rows)
+
+    def _expert_seconds(self, num_rows: int) -> float:
+        """Predict the expert stage of the busiest device."""
+        if not num_rows:
+            return 0.0
+        model, holders = self._model, self._layout.num_holders
+        share = self._imbalance / holders
+        choices = num_rows * model.top_k * share
+        activated = min(
+            self._routing.num_activated(num_rows) * share, -(-model.num_experts // holders)
+        )
+        row_bytes = 4 * choices * model.width * KV_BYTES
+        seconds = self._roof(
+            2 * choices * model.expert_weights / self._gemm,
+            activated * model.expert_weights * model.weight_bytes + row_bytes,
+        )
+        return seconds + _EXPERT_OPS * self._launch_s
+
+    def _transfer_seconds(self, loads: Sequence[BatchLoad]) -> float:
+        """Predict one direction of a micro-batch's messages: the mean of dispatch and combine.
+
+        A row goes once to every device with at least one of its experts, 1 - (1 - 1/H)^k of them.
+        """
+        layout, model = self._layout, self._model
+        if layout.num_attention == 1 and not layout.is_split:
+            return 0.0  # shards have all rows: see `_reduce_seconds`
+        holders = layout.num_holders
+        sent = 1 - (1 - 1 / holders) ** model.top_k
+        value_bytes = (model.weight_bytes + KV_BYTES) / 2
+        most, total = max(x.num_rows for x in loads), sum(x.num_rows for x in loads)
+        others = holders if layout.is_split else holders - 1
+        leaving = most / layout.num_shards * sent * others
+        entering = total * sent * self._imbalance
+        if not layout.is_split:
+            entering *= (holders - 1) / holders
+        num_bytes = max(leaving, entering) * model.width * value_bytes
+        return self._latency_s + num_bytes / self._link
+
+    def _reduce_seconds(self, num_rows: int) -> float:
+        """Predict the sums of a layer over the shards of a rank, as rings: two if the experts are
+        spread over the same shards, else one."""
+        layout = self._layout
+        shards = layout.num_shards
+        if shards == 1:
+            return 0.0
+        num_sums = 2 if layout.num_attention == 1 and not layout.is_split else 1
+        num_bytes = 2 * (shards - 1) / shards * num_rows * self._model.width * KV_BYTES
+        return num_sums * (self._latency_s + num_bytes / self._shard_link)
+
+    def _roof(self, arithmetic_s: float, num_bytes: float) -> float:
+        return max(arithmetic_s, num_bytes / self._device.memory_bytes_per_s)

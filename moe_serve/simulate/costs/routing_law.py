@@ -1,0 +1,88 @@
+"""How many experts a batch activates, and how uneven the load of the expert ranks is.
+
+A formula for equally popular experts, or the popularity that a recorded trace shows. With p_e the
+probability that a row chooses expert e, and rows that choose independently, B rows activate
+
+    sum over e of 1 - (1 - p_e)^B          equally popular: E (1 - (1 - k/E)^B)
+
+experts. Rows of a real batch are not quite independent, so fewer are activated than that.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement.problem.workloads import read_workloads
+from moe_serve.errors import ConfigError
+
+_CACHED = 4096  # batch sizes
+
+
+class RoutingLaw(Protocol):
+    """Describes the choices of the routers, as the mean over layers."""
+
+    def num_activated(self, num_rows: int) -> float:
+        """Return the expected number of experts that `num_rows` rows activate in a layer."""
+        ...
+
+    def imbalance(self, num_ranks: int) -> float:
+        """Return the busiest expert rank's share of the choices divided by the mean share, with
+        the experts of a layer placed contiguously."""
+        ...
+
+
+class EvenRouting:
+    """Implements RoutingLaw for equally popular experts."""
+
+    def __init__(self, num_experts: int, top_k: int) -> None:
+        self._num_experts, self._missed = num_experts, 1 - top_k / num_experts
+
+    def num_activated(self, num_rows: int) -> float:
+        """See `RoutingLaw.num_activated`."""
+        return self._num_experts * (1 - float(self._missed**num_rows))
+
+    def imbalance(self, num_ranks: int) -> float:
+        """Return 1."""
+        return 1.0
+
+
+class RecordedRouting:
+    """Implements RoutingLaw with the popularity [L, E] of a trace. A layer's row sums to k."""
+
+    def __init__(self, popularity_LE: NDArray[np.float64]) -> None:
+        self._log_missed_LE = np.log1p(-np.minimum(popularity_LE, 1 - 1e-12))
+        self._popularity_LE = popularity_LE
+        self._activated = lru_cache(_CACHED)(self._compute)
+
+    @classmethod
+    def read(cls, path: Path, num_experts: int, top_k: int) -> RecordedRouting:
+        """Read a trace or a file of loads. Raises TraceError and PlacementInputError, and
+        ConfigError if it is of a model with another number of experts."""
+        counts_LE = read_workloads([path], 1, None).loads.counts_SLE[0].astype(np.float64)
+        if counts_LE.shape[1] != num_experts:
+            raise ConfigError(
+                f"{path} has choices among {counts_LE.shape[1]} experts in a layer, but the model "
+                f"has {num_experts}."
+            )
+        totals_L = counts_LE.sum(axis=1)
+        if not totals_L.all():
+            raise ConfigError(f"{path} has a layer without choices: record more tokens.")
+        return cls(top_k * counts_LE / totals_L[:, None])
+
+    def num_activated(self, num_rows: int) -> float:
+        """See `RoutingLaw.num_activated`."""
+        return self._activated(num_rows)
+
+    def imbalance(self, num_ranks: int) -> float:
+        """See `RoutingLaw.imbalance`."""
+        parts = np.array_split(self._popularity_LE, num_ranks, axis=1)
+        shares_KL = np.stack([part.sum(axis=1) for part in parts])
+        return float((shares_KL.max(axis=0) / shares_KL.mean(axis=0)).mean())
+
+    def _compute(self, num_rows: int) -> float:
+        return float((1 - np.exp(num_rows * self._log_missed_LE)).sum(axis=1).mean())

@@ -1,0 +1,153 @@
+"""A simulation's request, and what it is run with: costs, memory and cells."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_serve import __version__
+from moe_serve.config.sections import SchedulerConfig
+from moe_serve.errors import ConfigError
+from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts
+from moe_serve.planning.calibration_file import Calibration
+from moe_serve.simulate.cell import Cell, EngineLimits, make_cell
+from moe_serve.simulate.costs.device import Device
+from moe_serve.simulate.costs.model_shape import ModelShape
+from moe_serve.simulate.costs.roofline import RooflineCosts
+from moe_serve.simulate.costs.routing_law import EvenRouting, RecordedRouting
+from moe_serve.simulate.layout import Layout, ModelSize
+
+MEMORY_SHARE = 0.9  # of a device, for weights and KV cache; the rest is for the runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellSettings:
+    """The settings that do not depend on the costs. `max_model_len` None: the model's context;
+    `memory_bytes`: of one device (None: the device's own); `num_pages` None: what the memory
+    holds."""
+
+    layout: Layout
+    scheduler: SchedulerConfig
+    page_size: int = 16
+    max_model_len: int | None = None
+    memory_bytes: int | None = None
+    num_pages: int | None = None
+    has_prefix_cache: bool = True
+    micro_batches: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostedModel:
+    """A model with the costs of its steps in one cell of a layout."""
+
+    size: ModelSize
+    costs: StepCosts
+    ranks: Ranks
+    device_name: str
+    device_bytes: int | None  # None: not known
+
+
+def on_device(
+    model: ModelShape, device: Device, layout: Layout, routing: Path | None
+) -> CostedModel:
+    """Cost a model by published figures. `routing`: a trace of its choices; None: a formula.
+
+    Raises ConfigError, and the errors of reading a trace.
+    """
+    if layout.num_holders > model.num_experts:
+        raise ConfigError(
+            f"layout {layout.name} spreads experts over {layout.num_holders} devices, but "
+            f"{model.size.name} has {model.num_experts} experts in a layer."
+        )
+    law = (
+        EvenRouting(model.num_experts, model.top_k)
+        if routing is None
+        else RecordedRouting.read(routing, model.num_experts, model.top_k)
+    )
+    return CostedModel(
+        size=model.size,
+        costs=RooflineCosts(model, device, layout, law),
+        ranks=_ranks(layout),
+        device_name=device.name,
+        device_bytes=device.memory_bytes,
+    )
+
+
+def calibrated(calibration: Calibration, layout: Layout) -> CostedModel:
+    """Cost a model by a calibration of this machine. Raises ConfigError if it is of another machine
+    or version, or if the layout needs what it has not measured."""
+    here = f"{platform.system()} {platform.machine()}"
+    machine, model = calibration.machine, calibration.model
+    if machine.moe_serve != __version__ or machine.host != here:
+        raise ConfigError(
+            f"the calibration is of moe-serve {machine.moe_serve} on {machine.host}, but this is "
+            f"moe-serve {__version__} on {here}: run moe-serve calibrate here."
+        )
+    is_whole = not layout.is_split and layout.num_attention == 1
+    if layout.num_shards > 1 or not (layout.is_split or is_whole):
+        raise ConfigError(
+            f"layout {layout.name} with {layout.num_shards} tensor shards cannot be simulated from "
+            "a calibration, which has no times of tensor shards, or of experts spread over the "
+            "attention devices: use replicas, or attention and expert ranks such as 1A2E."
+        )
+    return CostedModel(
+        size=ModelSize(
+            name=model.name,
+            attention_bytes=model.attention_bytes,
+            expert_bytes=model.expert_bytes,
+            kv_token_bytes=model.kv_token_bytes,
+            num_kv_parts=1,
+            num_experts=calibration.costs.experts.num_experts,
+            max_context=model.max_context,
+        ),
+        costs=calibration.costs,
+        ranks=_ranks(layout),
+        device_name=machine.device,
+        device_bytes=None,
+    )
+
+
+def make_cells(model: CostedModel, settings: CellSettings) -> list[Cell]:
+    """Build the cells of a layout. Raises ConfigError if the model does not fit its memory."""
+    limits = limits_of(model, settings)
+    return [
+        make_cell(settings.layout, model.costs, model.ranks, limits)
+        for _ in range(settings.layout.num_cells)
+    ]
+
+
+def limits_of(model: CostedModel, settings: CellSettings) -> EngineLimits:
+    """Return the engines' limits, with as many pages as the memory holds. Raises ConfigError."""
+    size, longest = model.size, settings.max_model_len or model.size.max_context
+    if not 2 <= longest <= size.max_context:
+        raise ConfigError(
+            f"max-model-len must be 2 to {size.max_context} tokens for {size.name}, got {longest}."
+        )
+    return EngineLimits(
+        scheduler=settings.scheduler,
+        num_pages=_num_pages(model, settings, longest),
+        page_size=settings.page_size,
+        max_model_len=longest,
+        has_prefix_cache=settings.has_prefix_cache,
+        micro_batches=settings.micro_batches,
+    )
+
+
+def _num_pages(model: CostedModel, settings: CellSettings, longest: int) -> int:
+    memory = settings.memory_bytes or model.device_bytes
+    if memory is not None:
+        usable = int(memory * MEMORY_SHARE)
+        fitting = model.size.num_pages(settings.layout, usable, settings.page_size)
+        if settings.num_pages is not None and settings.num_pages > fitting:
+            raise ConfigError(
+                f"num-pages is {settings.num_pages}, but the memory of a device beside its weights "
+                f"holds {fitting} pages of {settings.page_size} tokens."
+            )
+        return settings.num_pages or fitting
+    half = -(-settings.scheduler.max_num_seqs * longest // (2 * settings.page_size))
+    return settings.num_pages or max(half, -(-longest // settings.page_size))
+
+
+def _ranks(layout: Layout) -> Ranks:
+    return Ranks(num_attention=layout.num_attention, num_experts=layout.num_holders)

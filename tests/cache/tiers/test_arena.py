@@ -1,0 +1,96 @@
+"""Slots of the memory that ranks share: copied whole, and never taken while a rank uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cache.page_bytes import PageBytes
+from moe_serve.cache.tiers.arena import ArenaIndex, ArenaView, SharedArena
+from moe_serve.config.sections import ModelConfig
+from moe_serve.engine.opened_model import ServedCheckpoint
+from moe_serve.errors import ConfigError
+
+
+@pytest.fixture
+def cache() -> KVCache:
+    spec = ServedCheckpoint.read(ModelConfig()).spec
+    cache = KVCache(spec, 6, 16, torch.bfloat16, torch.device("cpu"))
+    for part in cache.parts:
+        part.copy_(torch.randn(part.shape))
+    return cache
+
+
+@pytest.fixture
+def arena(cache: KVCache) -> Iterator[SharedArena]:
+    memory = SharedArena(PageBytes(cache).num_bytes * 2 * 4 + 100)
+    yield memory
+    memory.close()
+
+
+def test_each_shard_has_its_part_of_a_slot(cache: KVCache, arena: SharedArena) -> None:
+    pages = PageBytes(cache)
+    shards = [ArenaView(arena.path, pages, shard, 2) for shard in range(2)]
+    contents = [pages.read(page).copy() for page in (1, 2)]
+    shards[0].save([(1, 3)])
+    shards[1].save([(2, 3)])
+    shards[0].load([(3, 4)])
+    shards[1].load([(3, 5)])
+    assert [pages.read(page).tobytes() for page in (4, 5)] == [c.tobytes() for c in contents]
+
+
+def test_memory_that_cannot_be_opened_is_told(cache: KVCache, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be opened .* same host"):
+        ArenaView(str(tmp_path / "nothing"), PageBytes(cache), 0, 1)
+
+
+def test_too_little_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give at least 400"):
+        ArenaIndex(399, 100)
+
+
+def test_the_longest_unused_page_goes_first() -> None:
+    index = ArenaIndex(400, 100)
+    keys = [bytes([number]) for number in range(6)]
+    for key in keys[:4]:
+        slot = index.reserve()
+        assert slot is not None and index.find([key]) == []
+        index.enter(key, slot)
+    first = index.find(keys[:1])
+    slot = index.reserve()  # the second page's
+    assert slot is not None and index.find(keys[1:2]) == [] and index.find(keys[:1]) == first
+    index.give_back(slot)
+    index.check_integrity()
+
+
+ORDERS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=60)
+
+
+@given(ORDERS)
+def test_a_slot_in_use_is_never_taken(orders: list[tuple[int, int]]) -> None:
+    index = ArenaIndex(500, 100)
+    reserved: dict[int, bytes] = {}
+    pinned: list[int] = []
+    for order, number in orders:
+        key = bytes([number])
+        if order == 0 and (slot := index.reserve()) is not None:
+            assert slot not in reserved and slot not in pinned
+            reserved[slot] = key
+        elif order == 1 and reserved:
+            slot, own = reserved.popitem()
+            index.enter(own, slot)
+        elif order == 2 and reserved:
+            index.give_back(reserved.popitem()[0])
+        elif order == 3:
+            for slot in index.find([key]):
+                index.pin(slot)
+                pinned.append(slot)
+        elif order == 4 and pinned:
+            index.unpin(pinned.pop())
+        index.check_integrity()

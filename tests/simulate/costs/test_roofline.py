@@ -1,0 +1,138 @@
+"""Published hardware: files, model shapes, experts that are activated, and the bound of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_serve.errors import ConfigError
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks
+from moe_serve.pipeline.costs.step_seconds import step_seconds
+from moe_serve.simulate.catalogue import find_device, find_model
+from moe_serve.simulate.costs.device import Device, Efficiency, read_device
+from moe_serve.simulate.costs.model_shape import ModelShape, read_model_shape
+from moe_serve.simulate.costs.roofline import RooflineCosts
+from moe_serve.simulate.costs.routing_law import EvenRouting, RecordedRouting
+from moe_serve.simulate.layout import Layout
+from routing_predictor.traces.load_file import RecordedLoad, write_load
+
+H100 = read_device(find_device("h100"))
+QWEN = read_model_shape(find_model("qwen3-235b"), "fp8")
+
+
+def costs(
+    text: str, devices: int, shards: int = 1, device: Device = H100, model: ModelShape = QWEN
+) -> RooflineCosts:
+    layout = Layout.parse(text, devices, shards)
+    return RooflineCosts(model, device, layout, EvenRouting(model.num_experts, model.top_k))
+
+
+def test_every_published_device_is_read() -> None:
+    folder = find_device("h100").parent
+    devices = [read_device(path) for path in sorted(folder.glob("*.yaml"))]
+    assert len(devices) >= 9
+    assert all(
+        device.name == path.stem
+        for device, path in zip(devices, sorted(folder.glob("*.yaml")), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "kv_bytes"),
+    [
+        ("qwen3-235b", 235, 192_512),
+        ("qwen3-30b-a3b", 30.5, 98_304),
+        ("deepseek-v3", 671, 70_272),
+        ("mixtral-8x22b", 141, 229_376),
+        ("gpt-oss-120b", 117, 73_728),
+    ],
+)
+def test_shapes_have_the_published_sizes(name: str, billions: float, kv_bytes: int) -> None:
+    size = read_model_shape(find_model(name), "bfloat16").size
+    total = (size.attention_bytes + size.expert_bytes) / 2e9
+    assert total == pytest.approx(billions, rel=0.015)
+    assert size.kv_token_bytes == kv_bytes
+
+
+def test_a_step_of_one_device_by_hand() -> None:
+    """At a share of 1, without launches: the bytes of a decode step of 1 row, read once."""
+    ideal = Efficiency(gemm=1, attention=1, memory=1, link=1, launch_us=0, host_ms=0)
+    device = replace(H100, efficiency=ideal)
+    layer, load = QWEN.layers[0], BatchLoad.decode(1, 1000)
+    rows = 4 * QWEN.width * 2
+    projections = layer.num_weights + rows
+    kv = 1000 * layer.kv_values * 2
+    experts = 8 * QWEN.expert_weights + 8 * rows
+    num_bytes = 94 * (projections + kv + experts) + QWEN.head_weights * 2
+    seconds = costs("replicas", 1, device=device).colocated_time(load)
+    assert seconds == pytest.approx(num_bytes / 3.35e12, rel=1e-6)
+
+
+def test_fitted_shares_only_make_steps_slower() -> None:
+    ideal = Efficiency(gemm=1, attention=1, memory=1, link=1, launch_us=0, host_ms=0)
+    bound = replace(H100, efficiency=ideal, link_latency_us=0)
+    for text, devices, shards in (("colocated", 8, 1), ("2A6E", 8, 1), ("colocated", 8, 4)):
+        ranks = Ranks(num_attention=2, num_experts=6)
+        for rows in (1, 64, 512):
+            loads = [[BatchLoad.decode(rows, 2048)] * 2]
+            fitted, bare = (
+                step_seconds(costs(text, devices, shards, device).layer_times(loads, ranks))
+                for device in (H100, bound)
+            )
+            assert fitted > bare > 0
+
+
+def test_shards_and_more_devices_shorten_a_large_step() -> None:
+    load = BatchLoad.decode(256, 8192)
+    times = [costs("replicas", n, n).colocated_time(load) for n in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_activated_experts() -> None:
+    even = EvenRouting(128, 8)
+    assert even.num_activated(1) == pytest.approx(8)
+    assert even.num_activated(16) == pytest.approx(128 * (1 - (1 - 8 / 128) ** 16))
+    flat = RecordedRouting(np.full((3, 128), 8 / 128))
+    skewed = RecordedRouting(np.repeat([[0.5] * 8 + [4 / 120] * 120], 3, axis=0))
+    assert flat.num_activated(16) == pytest.approx(even.num_activated(16))
+    assert flat.imbalance(4) == pytest.approx(1)
+    assert skewed.num_activated(16) < flat.num_activated(16)
+    assert skewed.imbalance(4) == pytest.approx((8 * 0.5 + 24 * 4 / 120) / 2)
+
+
+def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
+    load = RecordedLoad(counts_SLE=np.ones((1, 2, 64)), layers=(0, 1))
+    write_load(load, tmp_path / "load.safetensors")
+    with pytest.raises(ConfigError, match="among 64 experts in a layer, but the model has 128"):
+        RecordedRouting.read(tmp_path / "load.safetensors", 128, 8)
+    read = RecordedRouting.read(tmp_path / "load.safetensors", 64, 4)
+    assert read.num_activated(1) == pytest.approx(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("memory_gb: 0", "memory_gb must be greater than 0 and finite, got 0"),
+        ("memory_gb: fast", "does not describe a device: Expected `float"),
+        ("efficiency: {gemm: 1.5}", r"efficiency.gemm must be in \(0, 1\], got 1.5"),
+        ("link_latency_us: -1", "link_latency_us must be 0 or more"),
+        ("- 1", "does not describe a device"),
+    ],
+)
+def test_wrong_device_files_are_refused(tmp_path: Path, change: str, message: str) -> None:
+    lines = find_device("h100").read_text("utf-8").splitlines()
+    kept = [line for line in lines if not line.startswith(change.partition(":")[0])]
+    path = tmp_path / "own.yaml"
+    path.write_text("\n".join([*kept, change]), "utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_device(path)
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="device 'tpu' is neither a file nor one of: a100-sxm, "):
+        find_device("tpu")
+    with pytest.raises(ConfigError, match="'qwen3' is the beginning of several: Qwen3-235B-A22B, "):
+        find_model("qwen3")

@@ -1,0 +1,122 @@
+"""`moe-serve simulate`: reports as of `bench`, the same for the same seed, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_serve import __version__
+from moe_serve.bench.report.report import Report, read_report
+from moe_serve.cli.main import main
+from moe_serve.planning.calibration_file import write_calibration
+from tests.support.cluster.calibrations import cpu_calibration
+
+Capture = pytest.CaptureFixture[str]
+QWEN = ("--model", "qwen3-235b", "--precision", "fp8", "--device", "h100", "--devices", "8")
+SMALL = ("--requests", "12", "--prompt-tokens", "50:200", "--output-tokens", "4:9")
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["simulate", *arguments])
+    return int(caught.value.code or 0)
+
+
+def report_of(path: Path, *arguments: str) -> Report:
+    assert run(*arguments, "--json", str(path)) == 0
+    return read_report(path)
+
+
+def here(path: Path, **changes: str) -> str:
+    """Write a calibration that passes as one of this machine."""
+    calibration = cpu_calibration()
+    facts = {
+        "host": f"{platform.system()} {platform.machine()}",
+        "moe_serve": __version__,
+    } | changes
+    machine = replace(calibration.machine, **facts)  # type: ignore[arg-type]
+    write_calibration(replace(calibration, machine=machine), path)
+    return str(path)
+
+
+def test_a_report_like_that_of_bench(tmp_path: Path, capsys: Capture) -> None:
+    slo = ("--slo", "ttft=1s,tpot=50ms")
+    closed = report_of(tmp_path / "a.json", *QWEN, *SMALL, "--concurrency", "4", *slo)
+    again = report_of(tmp_path / "b.json", *QWEN, *SMALL, "--concurrency", "4", *slo)
+    assert closed == again
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    s = closed.summary
+    assert (s.num_ok, s.num_failed, s.peak_in_flight) == (12, 0, 4)
+    assert s.output_tokens == s.wanted_tokens > 0
+    assert s.ttft_ms is not None and s.tpot_ms is not None and s.ttft_ms.p99 > s.tpot_ms.p50 > 0
+    assert s.goodput is not None and s.goodput.share == 1
+    split = report_of(tmp_path / "c.json", *QWEN, *SMALL, "--rate", "20", "--layout", "2A6E", *slo)
+    assert split.is_open and split.server is not None and split.server.steps_by_micro_batches
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")])
+    assert not caught.value.code
+    table = capsys.readouterr().out
+    assert "output tokens/s" in table and "the runs differ in layout: colocated, 2A6E" in table
+
+
+def test_prefixes_of_a_trace_are_found(tmp_path: Path) -> None:
+    """Blocks 1 and 2 come again in the second request, 1 024 of its 1 200 tokens."""
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [1, 2, 3]},
+        {"timestamp": 500, "input_length": 1200, "output_length": 3, "hash_ids": [1, 2, 4]},
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    report = report_of(tmp_path / "r.json", *QWEN, "--trace", str(trace), "--layout", "colocated",
+                       "--tensor-shards", "8", "--save-requests")  # fmt: skip
+    cached = [record.cached_tokens for record in report.records]
+    assert cached[0] in (0, None) and cached[1] == 1024
+    assert report.records[1].scheduled_s == 0.5
+
+
+def test_a_calibration_in_place_of_a_device(tmp_path: Path) -> None:
+    calibration = here(tmp_path / "here.json")
+    whole = report_of(tmp_path / "a.json", "--calibration", calibration, *SMALL)
+    split = report_of(
+        tmp_path / "b.json", "--calibration", calibration, *SMALL, "--devices", "3",
+        "--layout", "1A2E",
+    )  # fmt: skip
+    assert whole.model == split.model == "made-up"
+    assert whole.summary.output_tokens == split.summary.output_tokens
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path, capsys: Capture) -> None:
+    empty, negative = tmp_path / "empty.csv", tmp_path / "negative.csv"
+    empty.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n", "utf-8")
+    negative.write_text("at_s,prompt_tokens,output_tokens\n-3,10,10\n", "utf-8")
+    old = here(tmp_path / "old.json", moe_serve="0.0.1")
+    elsewhere = here(tmp_path / "elsewhere.json", host="Darwin arm64")
+    fitting = here(tmp_path / "fitting.json")
+    for arguments, message in (
+        ((), "give --model and --device, or --calibration"),
+        (("--model", "llm", "--device", "h100"), "model 'llm' is neither a file nor one of"),
+        ((*QWEN[:4], "--device", "tpu"), "device 'tpu' is neither a file nor one of"),
+        ((*QWEN, "--trace", str(empty)), "has no request with a prompt and an answer"),
+        ((*QWEN, "--trace", str(negative)), "has a request at -3 s: times must be 0 or more"),
+        ((*QWEN, "--layout", "replicas"), "the weights of an attention device are "),
+        ((*QWEN, "--layout", "2A4E"), "takes 6 devices, but devices is 8"),
+        ((*QWEN, "--memory-bytes", "80GB"), "such as 80GiB"),
+        ((*QWEN, "--num-pages", "9999999"), "pages of 16 tokens"),
+        ((*QWEN, *SMALL, "--num-pages", "3"), "too small for one request of 189"),
+        ((*QWEN, "--prompt-tokens", "41000"), "has 41000 + 64 tokens, but the context is 40960"),
+        ((*QWEN, "--concurrency", "4", "--rate", "1"), "cannot be combined"),
+        (("--calibration", old), "the calibration is of moe-serve 0.0.1 on "),
+        (("--calibration", elsewhere), "on Darwin arm64, but this is"),
+        (("--calibration", fitting, "--devices", "2"), "cannot be simulated from a calibration"),
+        (("--calibration", fitting, "--device", "h100"), "leave out --model, --device"),
+        (("--calibration", str(tmp_path / "no.json")), "cannot read the calibration"),
+    ):
+        assert run(*arguments) == 2, arguments
+        error = capsys.readouterr().err
+        last = error.splitlines()[-1]
+        assert message in last and last.startswith("error: ") and "Traceback" not in error, error

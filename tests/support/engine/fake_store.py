@@ -1,0 +1,68 @@
+"""A page store in memory that answers when the test says so, or late, or never, or with less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
+
+
+class FakeStore:
+    """Implements PageStore. `delay`: calls of `take_done` after which a load ends."""
+
+    def __init__(self, *, delay: int = 0, room: int = 1000) -> None:
+        self.pages: dict[bytes, NDArray[np.uint8]] = {}
+        self.parents: dict[bytes, bytes] = {}
+        self.delay, self.room = delay, room
+        self.is_hanging = False
+        self.most_pages: int | None = None  # that a load returns
+        self.loads: list[list[bytes]] = []
+        self.seconds = 0.001  # that a load says it took
+        self.stopped = ""
+        self.read_rate: float | None = None
+        self._running: list[tuple[int, int, list[bytes]]] = []
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        if self.stopped:
+            return 0
+        known = [key in self.pages for key in keys]
+        return known.index(False) if False in known else len(known)
+
+    def has(self, key: bytes) -> bool:
+        return key in self.pages
+
+    def save(self, page: SavedPage) -> None:
+        self.pages[page.key], self.parents[page.key] = page.data.copy(), page.parent_key
+
+    def load(self, job: int, keys: Sequence[bytes]) -> None:
+        self.loads.append(list(keys))
+        self._running.append((job, self.delay, list(keys)))
+
+    def take_done(self) -> list[LoadDone]:
+        if self.is_hanging:
+            return []
+        done, rest = [], []
+        for job, delay, keys in self._running:
+            if delay > 0:
+                rest.append((job, delay - 1, keys))
+                continue
+            pages = [self.pages[key].copy() for key in keys if key in self.pages]
+            pages = pages[: self.most_pages]
+            done.append(LoadDone(job, tuple(pages), len(keys), self.seconds))
+        self._running = rest
+        return done
+
+    def wait(self, seconds: float) -> None: ...
+
+    def set_waker(self, wake: Callable[[], None]) -> None: ...
+
+    def stop_reading(self, why: str) -> None:
+        self.stopped = why
+
+    def stats(self) -> TierStats:
+        return TierStats(name="fake", where="memory", is_writing=True)
+
+    def close(self, seconds: float) -> None: ...
