@@ -19,6 +19,7 @@ FOLDER = Path(__file__).resolve().parent
 # Name -> module. The list is printed in this order.
 BENCHMARKS = {
     "engine": "offline.engine",
+    "low_bits": "offline.low_bits",
     "serving": "serving.serving",
     "http_overhead": "serving.http_overhead",
     "streams": "serving.streams",

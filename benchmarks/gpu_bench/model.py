@@ -138,16 +138,16 @@ class ExpertFormat:
 
 EXPERT_FORMATS: Mapping[str, ExpertFormat] = {
     "fp8": ExpertFormat(
-        form=MatrixForm(values="e4m3", group=128, block_rows=128, scale_bits=32),
+        form=MatrixForm(values="e4m3", group=128, block_rows=128, scales="float32"),
         table=E4M3,
         bits=8.002,
     ),
-    "int8": ExpertFormat(form=MatrixForm(values="int8", scale_bits=16), table=INT8, bits=8.0),
+    "int8": ExpertFormat(form=MatrixForm(values="int8", scales="bfloat16"), table=INT8, bits=8.0),
     "int4": ExpertFormat(
-        form=MatrixForm(values="int4", group=128, scale_bits=16), table=OFFSET4, bits=4.125
+        form=MatrixForm(values="int4", group=128, scales="bfloat16"), table=OFFSET4, bits=4.125
     ),
     "mxfp4": ExpertFormat(
-        form=MatrixForm(values="e2m1", group=32, scale_bits=8), table=E2M1, bits=4.25
+        form=MatrixForm(values="e2m1", group=32, scales="e8m0"), table=E2M1, bits=4.25
     ),
 }
 
@@ -212,7 +212,7 @@ class RandomWeights:
         scales_NG = torch.full((num_rows, num_groups), std * scale, device=self._device)
         if form.values == "e2m1":
             scales_NG = torch.round(torch.log2(scales_NG) + _EXPONENT_BIAS).to(torch.uint8)
-        elif form.scale_bits == 16:
+        elif form.scales == "bfloat16":
             scales_NG = scales_NG.to(torch.bfloat16)
         return QuantisedMatrix(
             form=form,

@@ -2,6 +2,7 @@
 
     python benchmarks/run.py cpu_kernels --threads 2
     python benchmarks/run.py cpu_kernels --threads 1 --dtype float32 --kernels torch
+    python benchmarks/run.py cpu_kernels --threads 2 --weights int4 --products int8
 
 See benchmarks/README.md. T rows, D model width, F expert width, E experts, K top-k.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from harness.machine import MachineLimits, measure_limits
+from kernel_bench.rounded_weights import WEIGHTS, stored
 from moe_kernels.interface.attention_shape import AttentionShape, KVPages, QKNormWeights, StepRows
 from moe_kernels.interface.kernels import AttentionCall, ExpertWeights, GatedActivation, Kernels
 from moe_kernels.kernel_choice import choose_kernels
@@ -43,10 +45,15 @@ class Case:
     flop: float
 
 
-def expert_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
+def expert_cases(kernels: Kernels, dtype: torch.dtype, weights: str) -> Iterator[Case]:
     """Returns the routed rows of a decode step and of a prompt for a layer's experts."""
-    gate, down = (torch.randn(F, D) / 32).to(dtype), (torch.randn(D, F) / 32).to(dtype)
-    weights = [ExpertWeights(gate, gate, down)] * E
+    gate, down = (stored((torch.randn(n, k) / 32).to(dtype), weights) for n, k in ((F, D), (D, F)))
+    expert = ExpertWeights(gate, gate, down)
+    yield from _expert_cases(kernels, dtype, expert)
+
+
+def _expert_cases(kernels: Kernels, dtype: torch.dtype, expert: ExpertWeights) -> Iterator[Case]:
+    weights = [expert] * E
     banks = [kernels.experts(weights, GatedActivation()) for _ in range(NUM_LAYERS)]
     for num_rows in (1, 4, 16, 128, 1024):
         x_TD = torch.randn(num_rows, D).to(dtype)
@@ -55,26 +62,27 @@ def expert_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(
             name=f"experts, {num_rows} rows",
             run=lambda i, a=(x_TD, ids_TK, weights_TK): banks[i](*a),  # type: ignore[misc]
-            num_bytes=len(ids_TK.unique()) * 3 * D * F * dtype.itemsize,
+            num_bytes=len(ids_TK.unique()) * expert.num_bytes,
             flop=num_rows * K * 6 * D * F,
         )
 
 
-def linear_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
+def linear_cases(kernels: Kernels, dtype: torch.dtype, weights: str) -> Iterator[Case]:
     """Returns the projection to queries, keys and values."""
     outputs = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-    layers = [kernels.linear(torch.randn(outputs, D).to(dtype)) for _ in range(16)]
+    matrix = stored((torch.randn(outputs, D) / 32).to(dtype), weights)
+    layers = [kernels.linear(matrix) for _ in range(16)]
     for num_rows in (1, 16, 1024):
         x_TD = torch.randn(num_rows, D).to(dtype)
         yield Case(
             name=f"linear {D} to {outputs}, {num_rows} rows",
             run=lambda i, x_TD=x_TD: [layer(x_TD) for layer in layers],  # type: ignore[misc]
-            num_bytes=len(layers) * outputs * D * dtype.itemsize,
+            num_bytes=len(layers) * matrix.nbytes,
             flop=len(layers) * num_rows * 2 * outputs * D,
         )
 
 
-def attention_cases(kernels: Kernels, dtype: torch.dtype) -> Iterator[Case]:
+def attention_cases(kernels: Kernels, dtype: torch.dtype, weights: str) -> Iterator[Case]:
     """Returns prompts, and decode steps of one or many sequences."""
     for num_sequences, start, count in ((1, 0, 1024), (1, 200, 1), (16, 200, 1), (1, 4000, 1)):
         num_keys = num_sequences * sum(range(start + 1, start + count + 1))
@@ -143,18 +151,21 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--kernels", choices=["auto", "native", "torch"], default="auto")
+    parser.add_argument("--weights", choices=WEIGHTS, default="floats", help="of the matrices")
+    parser.add_argument("--products", choices=["exact", "int8"], default="exact")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     limits = measure_limits(arguments.threads)
     dtype = getattr(torch, arguments.dtype)
-    kernels = choose_kernels(CPU, dtype, arguments.kernels)
+    kernels = choose_kernels(CPU, dtype, arguments.kernels, arguments.threads, arguments.products)
     sys.stdout.write(
-        f"{kernels.name}, {arguments.threads} threads; limits: {limits.read_gb_s:.1f} GB/s, "
+        f"{kernels.name}, {arguments.threads} threads, {arguments.weights} weights, "
+        f"{arguments.products} products; limits: {limits.read_gb_s:.1f} GB/s, "
         f"{limits.gemm_gflop_s(arguments.dtype):.0f} GFLOP/s; others use "
         f"{limits.busy_cores:.1f} cores\n"
     )
     for cases in (expert_cases, linear_cases, attention_cases):
-        for case in cases(kernels, dtype):
+        for case in cases(kernels, dtype, arguments.weights):
             print_row(case, best_time(case, arguments.seconds), limits, arguments.dtype)
     return 0

@@ -36,15 +36,19 @@ VARIANTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrant:
-    """An engine, its variant, and the interpreter that has it installed."""
+    """An engine, its variant, and the interpreter that has it installed. `weights`: a folder, or a
+    GGUF file, that it reads in place of the run's.
+    """
 
     engine: str
     variant: str = ""
     python: str = sys.executable
+    weights: Path | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.engine}/{self.variant}" if self.variant else self.engine
+        name = f"{self.engine}/{self.variant}" if self.variant else self.engine
+        return name if self.weights is None else f"{name} {self.weights.stem}"
 
 
 def parse_peer(text: str) -> Entrant:
@@ -165,11 +169,12 @@ def _take_turns(corners: list[_Corner], setup: Setup) -> None:
 
 
 def _job(entrant: Entrant, setup: Setup) -> Job:
+    model, gguf = _weights(entrant, setup)
     return Job(
         engine=entrant.engine,
         variant=entrant.variant,
-        model=str(setup.model.resolve()),
-        gguf=str(setup.gguf.resolve()) if setup.gguf else None,
+        model=str(model.resolve()),
+        gguf=str(gguf.resolve()) if gguf else None,
         dtype=setup.dtype,
         num_threads=setup.num_threads,
         max_model_len=setup.work.longest + 1,
@@ -177,10 +182,17 @@ def _job(entrant: Entrant, setup: Setup) -> Job:
     )
 
 
+def _weights(entrant: Entrant, setup: Setup) -> tuple[Path, Path | None]:
+    if entrant.engine == "llama.cpp":
+        return setup.model, entrant.weights or setup.gguf
+    return entrant.weights or setup.model, setup.gguf
+
+
 def _files(entrant: Entrant, setup: Setup) -> list[Path]:
-    if entrant.engine == "llama.cpp" and setup.gguf:
-        return [setup.gguf]
-    return sorted(setup.model.glob("*.safetensors"))
+    model, gguf = _weights(entrant, setup)
+    if entrant.engine == "llama.cpp" and gguf:
+        return [gguf]
+    return sorted(model.glob("*.safetensors"))
 
 
 def _read_once(paths: Sequence[Path]) -> None:

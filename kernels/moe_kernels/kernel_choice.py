@@ -14,6 +14,7 @@ import torch
 from moe_kernels.cpu.cpu_library import load_cpu_library
 from moe_kernels.cpu.native_kernels import NativeKernels
 from moe_kernels.interface.kernels import Kernels
+from moe_kernels.interface.quantised_matrix import LowBitProducts
 from moe_kernels.reference.linear import packing_refusal
 from moe_kernels.reference.torch_kernels import TorchKernels
 
@@ -34,16 +35,20 @@ def choose_kernels(
     dtype: torch.dtype,
     name: KernelsName = "auto",
     num_threads: int | None = None,
+    low_bit_products: LowBitProducts = "exact",
 ) -> Kernels:
     """`auto`: native on a CPU where it can be built, triton on a CUDA GPU, else torch. The set's
     name says why.
 
     Kernels with threads of their own want torch to have one: its workers spin for a while after
     each use, on the cores that the kernels need next. The builder of an engine sets that.
+    `low_bit_products`: of the CPU sets; triton has exact ones alone.
     Raises RuntimeError if `native` or `triton` is asked for and cannot be had.
     """
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         refusal = triton_refusal(device, dtype)
+        if refusal is None and low_bit_products != "exact":
+            raise RuntimeError(f"{low_bit_products} products are for CPUs, not for triton kernels")
         if refusal is None:
             from moe_kernels.gpu.gpu_kernels import make_triton_kernels  # imports triton
 
@@ -56,12 +61,14 @@ def choose_kernels(
         raise RuntimeError(f"native kernels cannot be used: {refusal}")
     library = load_cpu_library().library
     if name != "torch" and refusal is None and library is not None:
-        return NativeKernels(library, dtype, num_threads or default_num_threads())
+        threads = num_threads or default_num_threads()
+        return NativeKernels(library, dtype, threads, low_bit_products)
     if device.type != "cpu":
         return TorchKernels("torch (plain linears)")
     linears = "oneDNN packed" if packing_refusal(dtype) is None else "plain"
     why = "" if refusal is None else f"; no native kernels: {refusal}"
-    return TorchKernels(f"torch ({linears} linears, {torch_instructions()}{why})")
+    words = f"torch ({linears} linears, {torch_instructions()}{why})"
+    return TorchKernels(words, low_bit_products)
 
 
 def kernels_build() -> str:

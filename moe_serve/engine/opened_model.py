@@ -189,6 +189,8 @@ class OpenedModel(ServedCheckpoint):
                 kernels=config.kernels,
                 num_threads=num_threads,
                 expert_weights=config.expert_weights,
+                linear_weights=config.linear_weights,
+                low_bit_products=config.low_bit_products,
                 progress=progress,
                 open_weights=open_weights,
             )

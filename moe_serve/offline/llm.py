@@ -29,14 +29,15 @@ from moe_serve.config.sections import (
     DeviceName,
     DtypeName,
     EngineConfig,
-    ExpertWeightsName,
     KernelsName,
+    LowBitProductsName,
     ModelConfig,
     PipelineConfig,
     PredictorConfig,
     SchedulerConfig,
     SpeculationConfig,
     SpeculationMethod,
+    WeightsName,
 )
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.opened_model import model_folder
@@ -84,7 +85,9 @@ class LLM:
         dtype: DtypeName = "auto",
         device: DeviceName = "auto",
         kernels: KernelsName = "auto",
-        expert_weights: ExpertWeightsName = "auto",
+        expert_weights: WeightsName = "auto",
+        linear_weights: WeightsName = "auto",
+        low_bit_products: LowBitProductsName = "exact",
         expert_memory_bytes: int | None = None,
         max_model_len: int | None = None,
         num_pages: int | None = None,
@@ -105,16 +108,11 @@ class LLM:
     ) -> None:
         config = EngineConfig(
             model=ModelConfig(
-                path=model,
-                dtype=dtype,
-                device=device,
-                kernels=kernels,
-                expert_weights=expert_weights,
-                expert_memory_bytes=expert_memory_bytes,
-                max_model_len=max_model_len,
-                num_threads=num_threads,
-                cuda_graphs=cuda_graphs,
-            ),
+                path=model, dtype=dtype, device=device, kernels=kernels,
+                expert_weights=expert_weights, linear_weights=linear_weights,
+                low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
+                max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs,
+            ),  # fmt: skip
             cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache, disk_path=kv_disk),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout
 from moe_kernels.reference.torch_kernels import TorchKernels
-from moe_serve.config.sections import ExpertWeightsName
+from moe_serve.config.sections import WeightsName
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.manifest import Stored
@@ -34,7 +34,9 @@ ROWS, COLUMNS = 256, 128
 class PackingKernels(TorchKernels):
     """A set that multiplies blocks of fp8, and nothing else."""
 
-    has_packed_products = True
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_packed_products = True
 
     def packed_layout(self, form: MatrixForm) -> PackedLayout | str:  # type: ignore[override]
         if form.values != "e4m3" or not form.group:
@@ -55,7 +57,7 @@ def product(*names: str, half: int | None = None, is_transposed: bool = False) -
     return StoredProduct(tensors=tensors, half=half, is_transposed=is_transposed)
 
 
-def packing_of(reader: WeightReader, mode: ExpertWeightsName = "auto") -> ExpertPacking:
+def packing_of(reader: WeightReader, mode: WeightsName = "auto") -> ExpertPacking:
     return ExpertPacking(reader, PackingKernels(), mode, torch.bfloat16)
 
 
@@ -63,9 +65,9 @@ def test_all_alike_stay_packed(reader_of: ReaderOf) -> None:
     reader = reader_of(fp8_blocks("a.weight") | fp8_blocks("b.weight"), FP8_BLOCKS)
     packing = packing_of(reader)
     forms = packing.forms(product("a.weight", "b.weight"), product("b.weight"))
-    form = MatrixForm(values="e4m3", scale_bits=32, group=128, block_rows=128)
+    form = MatrixForm(values="e4m3", scales="float32", group=128, block_rows=128)
     assert forms == BankForms(form, form), forms
-    said = "experts blocks packed, 8.50 bits; the rest dequantised to bfloat16 while loading"
+    said = "experts blocks packed, 8.50 bits"
     assert packing.description == said, packing.description
 
 
@@ -79,8 +81,8 @@ def test_one_in_floats_keeps_none_packed(
         for _ in range(2):  # said once
             forms = packing.forms(product("a.weight", "b.weight"), product("a.weight"))
     assert forms.gate_up is None and forms.down is not None, forms
-    said = "experts blocks packed (some bfloat16), 13.50 bits; "
-    assert packing.description.startswith(said), packing.description
+    said = "experts blocks packed (some bfloat16), 13.50 bits"
+    assert packing.description == said, packing.description
     assert [record.getMessage() for record in caplog.records] == [
         "experts are dequantised while loading: the experts of a layer are stored in different "
         "ways (a.weight, ...)"
@@ -90,7 +92,7 @@ def test_one_in_floats_keeps_none_packed(
 def test_floats_are_no_reason(reader_of: ReaderOf, caplog: pytest.LogCaptureFixture) -> None:
     packing = packing_of(reader_of({"a.weight": torch.ones(ROWS, COLUMNS)}))
     assert packing.forms(product("a.weight"), product("a.weight")) == BankForms()
-    assert packing.description == "dequantised to bfloat16 while loading" and not caplog.records
+    assert not packing.description and not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -134,12 +136,10 @@ def test_a_checkpoint_in_floats_cannot_be_packed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNEL_SETS[1:])
-def test_the_native_set_holds_floats_only(tmp_path: Path, kernels: str) -> None:
+def test_what_the_native_set_holds(tmp_path: Path, kernels: str) -> None:
     stored, _ = write_pair(tmp_path, CASES["Mixtral-8x7B-Instruct-v0.1-AWQ"])
-    with pytest.raises(ConfigError, match="cannot stay packed: the native kernels, .* hold floats"):
-        ModelLoader(stored, kernels="native", expert_weights="packed")
     said = ModelLoader(stored, kernels="native", dtype=torch.float32).expert_weights
-    assert said == "dequantised to float32 while loading", said
+    assert said.startswith("experts int4 groups of 128 with zeros packed, 4.19 bits; "), said
 
 
 def test_the_engine_says_what_it_holds(tmp_path: Path) -> None:

@@ -10,11 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_kernels.interface.quantised_matrix import joined_rows, only_floats
 from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.errors import ConfigError
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.stage.tensor_shard import TensorShard, check_shards, column_borders
+from moe_serve.model.stage.tensor_shard import (
+    AttentionWeights,
+    TensorShard,
+    check_shards,
+    column_borders,
+)
 
 
 @cache
@@ -54,17 +60,20 @@ def test_heads_and_pages_are_shared_out(num_kv_heads: int, count: int, held: int
     }
     weights["o"] = torch.arange(64)[:, None].expand(-1, 16 * dim)
     shards = [TensorShard(index, count) for index in range(count)]
-    parts = [shard.attention(weights, spec, 0) for shard in shards]
-    assert torch.equal(torch.cat([part["q"] for part in parts]), weights["q"])
-    assert torch.equal(torch.cat([part["o"] for part in parts]), weights["o"])
+    whole = AttentionWeights(tensors={}, matrices=weights)
+    parts = [shard.attention(whole, spec, 0).matrices for shard in shards]
+    for key in ("q", "o"):
+        joined = joined_rows([part[key] for part in parts])
+        assert torch.equal(only_floats(joined), weights[key])
     for shard, part in zip(shards, parts, strict=True):
         own = shard.spec(spec)
         assert (own.attention.num_heads, own.attention.num_kv_heads) == (16 // count, held)
         assert (
             len(part["q"]) == 16 // count * dim and len(part["k"]) == len(part["v"]) == held * dim
         )
-        read = (part["q"][:, 0] // (16 // num_kv_heads)).unique().tolist()
-        assert part["k"][:, 0].unique().tolist() == read, f"{shard}: queries of other keys"
+        q, k = (only_floats(part[key]) for key in ("q", "k"))
+        read = (q[:, 0] // (16 // num_kv_heads)).unique().tolist()
+        assert k[:, 0].unique().tolist() == read, f"{shard}: queries of other keys"
         share = own.kv_bytes_per_token(2) / spec.kv_bytes_per_token(2)
         assert share == held / num_kv_heads, f"{share} of the pages"
 

@@ -10,7 +10,8 @@ import numpy as np
 from ..job import Job, Ready
 from . import versions
 
-_FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama_ftype
+# llama_ftype of the dtypes, and of the variants in few bits.
+_FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32, "q4_0": 2, "q8_0": 7}
 _GGML_TYPE_F32 = 0
 
 
@@ -94,7 +95,7 @@ class LlamaCpp:
     def _check_dtype(self, job: Job) -> None:
         buffer = ctypes.create_string_buffer(16)
         llama_cpp.llama_model_meta_val_str(self._model, b"general.file_type", buffer, len(buffer))
-        wanted = str(_FILE_TYPES[job.dtype]).encode()
+        wanted = str(_FILE_TYPES[job.variant or job.dtype]).encode()
         if buffer.value != wanted:
             raise ValueError(
                 f"{job.gguf} has file type {buffer.value.decode()}, not {wanted.decode()} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from moe_serve import LLM, SamplingParams
-from moe_serve.config.sections import DtypeName
+from moe_serve.config.sections import DtypeName, LowBitProductsName
 
 from ..job import Job, Ready
 from . import versions
@@ -20,11 +20,15 @@ class MoeServe:
             max_num_seqs=job.max_num_seqs,
             num_threads=job.num_threads,
             prefix_cache=False,  # the same prompts run several times
+            low_bit_products=cast(LowBitProductsName, job.variant or "exact"),
         )
 
     def ready(self) -> Ready:
         layout = self._llm.layout
-        found = versions("moe-serve", "torch") | {"kernels": layout.kernels}
+        found = versions("moe-serve", "torch") | {
+            "kernels": layout.kernels,
+            "weights": layout.expert_weights,
+        }
         return Ready(versions=found, cache_bytes=layout.kv_bytes)
 
     def generate(self, prompts: list[list[int]], num_output: int) -> list[list[int]]:

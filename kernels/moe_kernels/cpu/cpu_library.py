@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.quantised_matrix import LowBitProducts
+
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread")
 _MATH_FLAGS = ("-ffp-contract=fast", "-fno-math-errno")
 _BUILD_TIMEOUT_S = 120
@@ -60,9 +62,11 @@ _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_route": (*[_POINTER] * 5, _INT),
     "moe_largest": (*[_POINTER] * 3, *[_INT] * 3),
     "moe_advise_huge_pages": (_POINTER, _INT),
+    "moe_low_bit_bytes": (_POINTER, *[_INT] * 2),
+    "moe_pack_low_bits": (*[_POINTER] * 3, *[_INT] * 3),
     "moe_instruction_set": (),
 }
-_COUNTING = ("moe_experts", "moe_stack")  # functions that return a number
+_COUNTING = ("moe_experts", "moe_stack", "moe_low_bit_bytes")  # functions that return a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,7 @@ def _build(compiler: str) -> Path:
     with _work_folder(target.parent) as work, _told_progress(len(sources)):
         objects = [Path(work) / f"{path.stem}.o" for path in sources]
         commands = [
-            [compiler, *_FLAGS, *_MATH_FLAGS, "-c", str(path), "-o", str(built)]
+            [compiler, *_FLAGS, *_math_flags(path), "-c", str(path), "-o", str(built)]
             for path, built in zip(sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
@@ -143,6 +147,11 @@ def _build(compiler: str) -> Path:
         library.replace(target)  # atomic: two processes may build at once
     _LOGGER.info("the CPU kernels are built after %.0f s: %s", time.monotonic() - begin, target)
     return target
+
+
+def _math_flags(path: Path) -> tuple[str, ...]:
+    """Every processor has the same bits of products with quantised rows: nothing is fused there."""
+    return (*_MATH_FLAGS, "-ffp-contract=off") if path.name == "int8_rows.cpp" else _MATH_FLAGS
 
 
 @contextlib.contextmanager
@@ -225,6 +234,7 @@ class NativeLibrary:
     library: ctypes.CDLL
     dtype: torch.dtype
     threads: int
+    low_bit_products: LowBitProducts = "exact"
 
     def function(self, name: str) -> ctypes._NamedFuncPointer:
         """The library's function for this dtype."""

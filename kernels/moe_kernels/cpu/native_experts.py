@@ -9,13 +9,14 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Float, Int, NativeLibrary, Pointer, num_panels
-from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, num_held
-from moe_kernels.interface.quantised_matrix import only_floats
+from moe_kernels.cpu.native_forms import FormStruct, NativeForm
+from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
 _UNIT_BYTES = 4
 
@@ -35,6 +36,8 @@ class ExpertsStruct(ctypes.Structure):
         ("alpha", Float),
         ("limit", Float),
         ("up_offset", Float),
+        ("gate_up_form", FormStruct),
+        ("down_form", FormStruct),
     )
 
 
@@ -76,29 +79,29 @@ class ExpertPanels:
     native: NativeLibrary
     d: int
     f: int
+    gate_up: NativeForm
+    down: NativeForm
 
     @classmethod
     def of(cls, native: NativeLibrary, expert: ExpertWeights) -> ExpertPanels:
         f, d = expert.gate.shape
-        return cls(native, d, f)
+        forms = (NativeForm.of(native, weight) for weight in (expert.gate, expert.down))
+        return cls(native, d, f, *forms)
 
     @property
     def sizes(self) -> list[int]:
         """32-bit units of gate and up, and of down."""
-        native, d, f = self.native, self.d, self.f
-        return [native.packed_size(2 * num_panels(f), d), native.packed_size(num_panels(d), f)]
+        up_panels, down_panels = 2 * num_panels(self.f), num_panels(self.d)
+        return [self.gate_up.num_units(up_panels), self.down.num_units(down_panels)]
 
     def pack(self, expert: ExpertWeights, memory: Tensor) -> PackedExpert:
         """Into memory of `sum(sizes)` units."""
-        gate, up, down = (only_floats(w) for w in (expert.gate, expert.up, expert.down))
-        native, (f, d) = self.native, gate.shape
-        assert gate.dtype == native.dtype, f"{gate.dtype} expert for {native.dtype}"
+        f, d = expert.gate.shape
         assert (f, d) == (self.f, self.d), f"an expert is {f} x {d}, others {self.f} x {self.d}"
-        up_panels, down_panels = 2 * num_panels(f), num_panels(d)
         gate_up, packed_down = memory.split(self.sizes)
-        native.pack(gate, gate_up, up_panels, first=0, stride=2)
-        native.pack(up, gate_up, up_panels, first=1, stride=2)
-        native.pack(down, packed_down, down_panels)
+        self.gate_up.pack(expert.gate, gate_up, 2 * num_panels(f), first=0, stride=2)
+        self.gate_up.pack(expert.up, gate_up, 2 * num_panels(f), first=1, stride=2)
+        self.down.pack(expert.down, packed_down, num_panels(d))
         if expert.gate_bias is None:
             return PackedExpert(gate_up, packed_down)
         assert expert.up_bias is not None and expert.down_bias is not None, "all or none"
@@ -121,6 +124,7 @@ class ExpertTable:
             activation.alpha,
             math.inf if activation.limit is None else activation.limit,
             activation.up_offset,
+            panels.gate_up.struct, panels.down.struct,
         )  # fmt: skip
         self._pointer = ctypes.addressof(self._struct)
 
@@ -169,6 +173,21 @@ def absence(absent: int) -> str:
     return f"rows were sent for expert {absent - 1}, which is not here"
 
 
+@runtime_checkable
+class LazyExperts(Protocol):
+    """A sequence of experts that reads one when it is asked for it, and knows how many it has."""
+
+    @property
+    def num_held(self) -> int: ...
+
+
+def _num_held(experts: Sequence[ExpertWeights | None]) -> int:
+    """Count the held experts of a bank, without reading those that are read on demand."""
+    if isinstance(experts, LazyExperts):
+        return experts.num_held
+    return sum(expert is not None for expert in experts)
+
+
 def native_experts(
     native: NativeLibrary,
     experts: Sequence[ExpertWeights | None],
@@ -176,7 +195,7 @@ def native_experts(
 ) -> ExpertTable:
     """A bank of experts that stay. `experts` is read once, in order, so it may read its tensors
     when it is asked for them; memory for all is reserved at once, and taken when it is written."""
-    most, slot = num_held(experts), 0
+    most, slot = _num_held(experts), 0
     assert most, "a bank without experts has nothing to compute"
     for expert_id, expert in enumerate(experts):
         if expert is None:
@@ -245,21 +264,20 @@ class NativeSplitMLP:
     def __init__(
         self, native: NativeLibrary, weights: ExpertWeights, activation: GatedActivation
     ) -> None:
-        gate, up, down = (only_floats(w) for w in (weights.gate, weights.up, weights.down))
-        assert gate.dtype == native.dtype, f"{gate.dtype} weights for {native.dtype}"
+        gate, up, down = weights.gate, weights.up, weights.down
         self._hidden_function = native.function("moe_mlp_hidden")
         self._down_function = native.function("moe_mlp_down")
         self._addresses = [Addresses(1) for _ in range(4)]
         gate_up, packed_down, gate_up_bias, down_bias = self._addresses
         (self._num_hidden, d), (self._num_outputs, f) = gate.shape, down.shape
-        panels = 2 * num_panels(self._num_hidden)
-        memory = native.empty_packed(native.packed_size(panels, d))
-        native.pack(gate, memory, panels, first=0, stride=2)
-        native.pack(up, memory, panels, first=1, stride=2)
+        form, panels = NativeForm.of(native, gate), 2 * num_panels(self._num_hidden)
+        memory = native.empty_packed(form.num_units(panels))
+        form.pack(gate, memory, panels, first=0, stride=2)
+        form.pack(up, memory, panels, first=1, stride=2)
         gate_up.put(0, memory)
-        panels = num_panels(self._num_outputs)
-        memory = native.empty_packed(native.packed_size(panels, f))
-        native.pack(down, memory, panels)
+        down_form, panels = NativeForm.of(native, down), num_panels(self._num_outputs)
+        memory = native.empty_packed(down_form.num_units(panels))
+        down_form.pack(down, memory, panels)
         packed_down.put(0, memory)
         if weights.gate_bias is not None:
             assert weights.up_bias is not None and weights.down_bias is not None, "all or none"
@@ -270,6 +288,8 @@ class NativeSplitMLP:
             activation.alpha,
             math.inf if activation.limit is None else activation.limit,
             activation.up_offset,
+            form.struct,
+            down_form.struct,
         )
         self._up = ExpertsStruct(
             gate_up.pointer, None, gate_up_bias.pointer, None, 1, d, self._num_hidden, *constants

@@ -24,6 +24,7 @@ from moe_kernels.cpu.cpu_library import (
 from moe_kernels.cpu.native_attention import NativePlan
 from moe_kernels.cpu.native_drafting import NativeDrafting
 from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_experts
+from moe_kernels.cpu.native_forms import native_layout
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
 from moe_kernels.cpu.native_stack import NativeStack
@@ -47,7 +48,12 @@ from moe_kernels.interface.kernels import (
     RouterLinear,
 )
 from moe_kernels.interface.layer_stack import StackParts
-from moe_kernels.interface.quantised_matrix import MatrixForm
+from moe_kernels.interface.quantised_matrix import (
+    LowBitProducts,
+    MatrixForm,
+    PackedLayout,
+    Weight,
+)
 from moe_kernels.interface.routing import RouterShape
 
 
@@ -69,22 +75,32 @@ class NativeKernels:
 
     has_own_threads = True
     least_page_size = 16  # keys are packed sixteen at a time, all from one page
-    has_packed_products = False
+    has_packed_products = True
+    has_packed_linears = True
     can_be_captured = False
     can_split_columns = True
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        dtype: torch.dtype,
+        num_threads: int,
+        low_bit_products: LowBitProducts = "exact",
+    ) -> None:
         self.name = f"native C++ ({SUFFIXES[dtype]}, {instruction_set(library)})"
-        self._native = NativeLibrary(library, dtype, num_threads)
+        self._native = NativeLibrary(library, dtype, num_threads, low_bit_products)
         self._rms_norm = self._native.function("moe_rms_norm")
         self._add = self._native.function("moe_add")
         self._route, self._largest = library.moe_route, library.moe_largest
         self._routers: dict[RouterShape, _RouterStruct] = {}
 
-    def packed_layout(self, form: MatrixForm) -> str:
-        return "the native kernels, unlike the torch and triton ones, hold floats only"
+    def packed_layout(self, form: MatrixForm) -> PackedLayout | str:
+        return native_layout(form, self._native.low_bit_products)
 
-    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
+    def linear_layout(self, form: MatrixForm) -> PackedLayout | str:
+        return self.packed_layout(form)
+
+    def linear(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Linear:
         return NativeLinear(self._native, weight_NK, bias_N)
 
     def head_linear(self, weight_HNK: Tensor) -> HeadLinear:

@@ -6,11 +6,15 @@ T rows, N outputs, K inputs, H heads, D model width, E experts.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address, num_panels
+from moe_kernels.cpu.native_forms import FormStruct, NativeForm
+from moe_kernels.interface.quantised_matrix import Weight
 
 
 class _LinearStruct(ctypes.Structure):
@@ -23,25 +27,30 @@ class _LinearStruct(ctypes.Structure):
         ("num_outputs", Int),
         ("width", Int),
         ("threads", Int),
+        ("form", FormStruct),
     )
 
 
 class _Packed:
-    """Matrices [H, N, K] in the library's layout, and the struct that describes them."""
+    """Matrices [H, N, K] in the library's layout, and the struct that describes them. Matrices in
+    few bits come alone."""
 
     __slots__ = ("_bias", "_memory", "_struct", "num_outputs", "pointer")
 
-    def __init__(self, native: NativeLibrary, weight_HNK: Tensor, bias_N: Tensor | None) -> None:
-        num_heads, self.num_outputs, width = weight_HNK.shape
+    def __init__(
+        self, native: NativeLibrary, weights: Sequence[Weight], bias_N: Tensor | None
+    ) -> None:
+        first = weights[0]
+        self.num_outputs, width = first.shape
         panels = num_panels(self.num_outputs)
-        size = native.packed_size(panels, width, weight_HNK.dtype)
-        self._memory = native.empty_packed(num_heads, size)
-        for weight_NK, memory in zip(weight_HNK, self._memory, strict=True):
-            native.pack(weight_NK, memory, panels)
+        form = NativeForm.of(native, first)
+        self._memory = native.empty_packed(len(weights), form.num_units(panels))
+        for weight, memory in zip(weights, self._memory, strict=True):
+            form.pack(weight, memory, panels)
         self._bias = None if bias_N is None else bias_N.float().contiguous()
         self._struct = _LinearStruct(
-            self._memory.data_ptr(), address(self._bias), num_heads, self.num_outputs, width,
-            native.threads,
+            self._memory.data_ptr(), address(self._bias), len(weights), self.num_outputs, width,
+            native.threads, form.struct,
         )  # fmt: skip
         self.pointer = ctypes.addressof(self._struct)
 
@@ -51,10 +60,9 @@ class NativeLinear:
 
     __slots__ = ("_function", "_packed")
 
-    def __init__(self, native: NativeLibrary, weight_NK: Tensor, bias_N: Tensor | None) -> None:
-        assert weight_NK.dtype == native.dtype, f"{weight_NK.dtype} weight for {native.dtype}"
+    def __init__(self, native: NativeLibrary, weight_NK: Weight, bias_N: Tensor | None) -> None:
         self._function = native.function("moe_linear")
-        self._packed = _Packed(native, weight_NK[None], bias_N)
+        self._packed = _Packed(native, [weight_NK], bias_N)
 
     @property
     def pointer(self) -> int:
@@ -82,9 +90,8 @@ class NativeHeadLinear:
     __slots__ = ("_function", "_packed")
 
     def __init__(self, native: NativeLibrary, weight_HNK: Tensor) -> None:
-        assert weight_HNK.dtype == native.dtype, f"{weight_HNK.dtype} weight for {native.dtype}"
         self._function = native.function("moe_head_linear")
-        self._packed = _Packed(native, weight_HNK, None)
+        self._packed = _Packed(native, list(weight_HNK), None)
 
     def __call__(self, x_THK: Tensor) -> Tensor:
         num_rows, num_heads, _ = x_THK.shape
@@ -105,7 +112,8 @@ class NativeRouterLinear:
 
     def __init__(self, native: NativeLibrary, weight_ED: Tensor, bias_E: Tensor | None) -> None:
         self._function = native.function("moe_router_linear")
-        self._packed = _Packed(native, weight_ED.float()[None], bias_E)
+        in_fp32 = replace(native, dtype=torch.float32)
+        self._packed = _Packed(in_fp32, [weight_ED.float()], bias_E)
 
     @property
     def pointer(self) -> int:

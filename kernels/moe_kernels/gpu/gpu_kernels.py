@@ -48,7 +48,12 @@ from moe_kernels.interface.kernels import (
     SplitMLP,
 )
 from moe_kernels.interface.layer_stack import StackParts
-from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout
+from moe_kernels.interface.quantised_matrix import (
+    MatrixForm,
+    PackedLayout,
+    Weight,
+    only_floats,
+)
 from moe_kernels.interface.routing import RouterShape
 
 # What the interpreter, which computes on the CPU, is told to be. No tile size may be chosen by the
@@ -62,6 +67,7 @@ class TritonKernels:
     has_own_threads = False
     least_page_size = 1
     has_packed_products = True
+    has_packed_linears = False
     can_be_captured = True
     can_split_columns = False  # not checked on a card yet
 
@@ -80,7 +86,11 @@ class TritonKernels:
     def packed_layout(self, form: MatrixForm) -> PackedLayout | str:
         return layout_of(form)
 
-    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> GroupedLinear:
+    def linear_layout(self, form: MatrixForm) -> str:
+        return "the triton kernels hold linear layers in floats"
+
+    def linear(self, weight_NK: Weight, bias_N: Tensor | None = None) -> GroupedLinear:
+        weight_NK = only_floats(weight_NK)
         return self._linear(weight_NK, bias_N, weight_NK.dtype)
 
     def head_linear(self, weight_HNK: Tensor) -> GroupedHeadLinear:

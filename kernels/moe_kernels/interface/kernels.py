@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -138,21 +138,6 @@ class ExpertWeights:
         return sum(0 if part is None else part.nbytes for part in parts)
 
 
-@runtime_checkable
-class LazyExperts(Protocol):
-    """A sequence of experts that reads one when it is asked for it, and knows how many it has."""
-
-    @property
-    def num_held(self) -> int: ...
-
-
-def num_held(experts: Sequence[ExpertWeights | None]) -> int:
-    """Count the held experts of a bank, without reading those that are read on demand."""
-    if isinstance(experts, LazyExperts):
-        return experts.num_held
-    return sum(expert is not None for expert in experts)
-
-
 Plan = TypeVar("Plan")
 
 
@@ -228,7 +213,12 @@ class Kernels(Protocol):
 
     @property
     def has_packed_products(self) -> bool:
-        """True if packed experts are multiplied as they are, not dequantised in every call."""
+        """True if packed matrices are multiplied as they are, not dequantised in every call."""
+        ...
+
+    @property
+    def has_packed_linears(self) -> bool:
+        """The same of linear layers."""
         ...
 
     @property
@@ -241,8 +231,15 @@ class Kernels(Protocol):
         """Return how `experts` would hold quantised matrices of this form, or why it cannot."""
         ...
 
-    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
-        """Make a linear layer; the weight may be repacked, and need not be kept by the caller."""
+    def linear_layout(self, form: MatrixForm) -> PackedLayout | str:
+        """Return how `linear` would hold a quantised matrix of this form, or why it cannot."""
+        ...
+
+    def linear(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Linear:
+        """Make a linear layer; the weight may be repacked, and need not be kept by the caller.
+
+        A quantised matrix is of a form for which `linear_layout` has given a layout.
+        """
         ...
 
     def head_linear(self, weight_HNK: Tensor) -> HeadLinear:

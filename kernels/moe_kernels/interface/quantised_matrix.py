@@ -14,7 +14,7 @@ that the reference multiplies in, then to the wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,7 +39,7 @@ class ByteTable:
         self, values_256v: npt.NDArray[np.float32], offset: int = 0, is_signed: bool = False
     ) -> None:
         self.num_values = values_256v.shape[1]
-        self.offset, self._is_signed = offset, is_signed
+        self.offset, self.is_signed = offset, is_signed
         assert self.num_values in (1, 2), f"{self.num_values} values of a byte"
         # One or two floats are one item, so that a look-up copies them together.
         item = np.dtype(np.float32 if self.num_values == 1 else np.complex64)
@@ -56,7 +56,7 @@ class ByteTable:
         """[N, B] uint8 -> [N, B * values of a byte] uint8."""
         if self.num_values == 2:
             return torch.stack((bytes_NB & 15, bytes_NB >> 4), dim=-1).flatten(1)
-        return bytes_NB ^ _SIGN if self._is_signed else bytes_NB
+        return bytes_NB ^ _SIGN if self.is_signed else bytes_NB
 
 
 def transposed_bytes(words_KN: Tensor) -> Tensor:
@@ -92,10 +92,17 @@ E8M0 = ByteTable(
 )
 
 
+# How rows are multiplied with matrices in few bits: exact products have the bits of the dequantised
+# matrix; for int8 the rows are quantised too (moe_kernels/reference/int8_rows.py).
+LowBitProducts = Literal["exact", "int8"]
+ROW_GROUP = 32  # values of a row that share a scale, where rows are quantised
 # int4 and int8 are whole numbers, e4m3 floats of 8 bits, e2m1 floats of 4 bits.
 ValueFormat = Literal["int4", "int8", "e4m3", "e2m1"]
+# e8m0 is an exponent alone.
+ScaleFormat = Literal["float32", "float16", "bfloat16", "e8m0"]
 
 _BITS: dict[ValueFormat, int] = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4}
+_SCALE_BITS: dict[ScaleFormat, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8}
 _ZERO_BITS = 8
 
 
@@ -105,12 +112,12 @@ class MatrixForm:
 
     `group`: neighbouring inputs that share a scale, the last ones may be fewer; 0: all do.
     `block_rows`: neighbouring outputs that share their scales; 1: none do, 0: all do.
-    `scale_bits`: of a scale. `is_shuffled`: a group's inputs are not neighbours (activation
-    order). `is_transposed`: the checkpoint's tensor of this name is [K, N].
+    `is_shuffled`: a group's inputs are not neighbours (activation order). `is_transposed`: the
+    checkpoint's tensor of this name is [K, N].
     """
 
     values: ValueFormat
-    scale_bits: int
+    scales: ScaleFormat
     group: int = 0
     block_rows: int = 1
     has_zeros: bool = False
@@ -146,6 +153,15 @@ class MatrixForm:
     @property
     def value_bits(self) -> int:
         return _BITS[self.values]
+
+    @property
+    def scale_bits(self) -> int:
+        return _SCALE_BITS[self.scales]
+
+    @property
+    def can_quantise_rows(self) -> bool:
+        """True if rows may be quantised for such matrices, where ROW_GROUP divides K."""
+        return self.values != "e4m3" and self.group % ROW_GROUP == 0 and not self.is_shuffled
 
     @property
     def bits(self) -> float:
@@ -186,6 +202,9 @@ class QuantisedMatrix:
     def shape(self) -> torch.Size:
         return torch.Size((len(self.bytes_NB), self.num_columns))
 
+    def __len__(self) -> int:
+        return len(self.bytes_NB)
+
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors, as `Tensor.nbytes`."""
@@ -214,8 +233,8 @@ class QuantisedMatrix:
             return E8M0.decode(self.scales_NG)
         return self.scales_NG.float()
 
-    def rows(self, wanted: slice) -> QuantisedMatrix:
-        """Some of the rows: views. Where rows share scales, whole blocks of them."""
+    def rows(self, wanted: slice | Tensor) -> QuantisedMatrix:
+        """Some of the rows: views of a slice's. Where rows share scales, whole blocks of them."""
         return self._each(lambda part: part[wanted] if len(part) == len(self.bytes_NB) else part)
 
     def transposed(self) -> QuantisedMatrix:
@@ -266,6 +285,28 @@ class QuantisedMatrix:
 
 
 Weight = Tensor | QuantisedMatrix
+
+
+def selected_rows(weight: Weight, wanted: slice | Tensor) -> Weight:
+    """Some of the rows of a matrix, or all in another order."""
+    return weight[wanted] if isinstance(weight, Tensor) else weight.rows(wanted)
+
+
+def joined_rows(parts: Sequence[Weight]) -> Weight:
+    """The rows of all parts, one after the other: all tensors, or quantised matrices of one
+    form."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([only_floats(part) for part in parts])
+    matrices = [part for part in parts if isinstance(part, QuantisedMatrix)]
+    assert len(matrices) == len(parts) and len({m.form for m in matrices}) == 1, "several forms"
+    zeros = [m.zeros_NG.expand(len(m), -1) for m in matrices if m.zeros_NG is not None]
+    return replace(
+        first,
+        bytes_NB=torch.cat([m.bytes_NB for m in matrices]),
+        scales_NG=torch.cat([m.scales_NG.expand(len(m), -1) for m in matrices]),
+        zeros_NG=torch.cat(zeros) if zeros else None,
+    )
 
 
 def as_floats(weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
-from moe_kernels.interface.quantised_matrix import Weight, as_floats
-from moe_kernels.reference.linear import FastLinear, make_linear
+from moe_kernels.interface.quantised_matrix import LowBitProducts, Weight, as_floats
+from moe_kernels.reference.linear import make_linear
+from moe_kernels.reference.low_bit_linear import (
+    AnyLinear,
+    Int8Linear,
+    QuantisedLinear,
+    made_linear,
+)
 
 _SWIGLU = GatedActivation()
 # C: doubles from 2^16 to 2^17 are 2^-36 apart, so t + C - C is t's nearest multiple (ties: even).
@@ -26,9 +32,9 @@ _GRID = 1.5 * 2**16
 class ExpertMLP:
     """One expert, ready to run: down(activation(gate(x), up(x)))."""
 
-    gate: FastLinear
-    up: FastLinear
-    down: FastLinear
+    gate: AnyLinear
+    up: AnyLinear
+    down: AnyLinear
     activation: GatedActivation = _SWIGLU
 
     @classmethod
@@ -38,7 +44,7 @@ class ExpertMLP:
         activation: GatedActivation = _SWIGLU,
         dtype: torch.dtype = torch.float32,
     ) -> ExpertMLP:
-        """`dtype`: what quantised matrices become."""
+        """Floats; `dtype`: what quantised matrices become."""
         return cls(
             make_linear(as_floats(weights.gate, dtype), weights.gate_bias),
             make_linear(as_floats(weights.up, dtype), weights.up_bias),
@@ -47,8 +53,10 @@ class ExpertMLP:
         )
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        if self.activation == _SWIGLU:
-            return self.down(self.up.times(x_TD, self.gate.silu(x_TD)))
+        gate, up = self.gate, self.up
+        if self.activation == _SWIGLU and not isinstance(gate, Int8Linear | QuantisedLinear):
+            assert not isinstance(up, Int8Linear | QuantisedLinear), "gate and up are alike"
+            return self.down(up.times(x_TD, gate.silu(x_TD)))
         hidden = activate(self.gate(x_TD).float(), self.up(x_TD).float(), self.activation)
         return self.down(hidden.to(x_TD.dtype))
 
@@ -67,12 +75,22 @@ class QuantisedMLP:
         return ExpertMLP.from_weights(self.weights, self.activation, x_TD.dtype)(x_TD)
 
 
-def made_mlp(weights: ExpertWeights, activation: GatedActivation) -> ExpertMLP | QuantisedMLP:
+def made_mlp(
+    weights: ExpertWeights, activation: GatedActivation, products: LowBitProducts = "exact"
+) -> ExpertMLP | QuantisedMLP:
     """Prepare an expert to run; it keeps copies, never the tensors of `weights`."""
     matrices = (weights.gate, weights.up, weights.down)
     if all(isinstance(matrix, Tensor) for matrix in matrices):
         return ExpertMLP.from_weights(weights, activation)
-    return QuantisedMLP(_copied(weights), activation)
+    copied = _copied(weights)
+    if products == "exact":
+        return QuantisedMLP(copied, activation)
+    return ExpertMLP(
+        made_linear(copied.gate, copied.gate_bias, products),
+        made_linear(copied.up, copied.up_bias, products),
+        made_linear(copied.down, copied.down_bias, products),
+        activation,
+    )
 
 
 def _copied(weights: ExpertWeights) -> ExpertWeights:

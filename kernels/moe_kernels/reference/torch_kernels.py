@@ -26,10 +26,16 @@ from moe_kernels.interface.kernels import (
     SplitMLP,
 )
 from moe_kernels.interface.layer_stack import StackParts
-from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout
+from moe_kernels.interface.quantised_matrix import (
+    LowBitProducts,
+    MatrixForm,
+    PackedLayout,
+    Weight,
+)
 from moe_kernels.interface.routing import RouterShape, route
 from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
-from moe_kernels.reference.linear import FastLinear, make_linear
+from moe_kernels.reference.linear import make_linear
+from moe_kernels.reference.low_bit_linear import AnyLinear, made_linear
 from moe_kernels.reference.norm import rms_norm, rotate
 from moe_kernels.reference.paged_attention import AttentionPlan, paged_attention, plan_attention
 
@@ -75,19 +81,24 @@ class TorchKernels:
 
     has_own_threads = False
     least_page_size = 1
-    has_packed_products = False
     can_be_captured = False  # experts are looped over on the host
     can_split_columns = False  # oneDNN and MKL choose sums by the shape
 
-    def __init__(self, name: str = "torch") -> None:
-        self.name = name
+    def __init__(self, name: str = "torch", low_bit_products: LowBitProducts = "exact") -> None:
+        self.name, self._products = name, low_bit_products
+        # Exact products are made of floats. Products with quantised rows need few bits.
+        self.has_packed_products = self.has_packed_linears = low_bit_products == "int8"
 
     def packed_layout(self, form: MatrixForm) -> PackedLayout:
         """As the checkpoint has them."""
-        return PackedLayout(form.name, form.bits)
+        is_int8 = self._products == "int8" and form.can_quantise_rows
+        return PackedLayout(f"{form.name} x int8" if is_int8 else form.name, form.bits)
 
-    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> FastLinear:
-        return make_linear(weight_NK, bias_N)
+    def linear_layout(self, form: MatrixForm) -> PackedLayout:
+        return self.packed_layout(form)
+
+    def linear(self, weight_NK: Weight, bias_N: Tensor | None = None) -> AnyLinear:
+        return made_linear(weight_NK, bias_N, self._products)
 
     def head_linear(self, weight_HNK: Tensor) -> TorchHeadLinear:
         return TorchHeadLinear(weight_HNK)
@@ -98,12 +109,15 @@ class TorchKernels:
     def experts(
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
     ) -> ExpertBank:
-        return TorchExperts([None if e is None else made_mlp(e, activation) for e in experts])
+        products = self._products
+        return TorchExperts(
+            [None if e is None else made_mlp(e, activation, products) for e in experts]
+        )
 
     def expert_slots(
         self, sample: ExpertWeights, activation: GatedActivation, max_bytes: int, most: int
     ) -> TorchSlots:
-        return TorchSlots(sample, activation, max_bytes, most)
+        return TorchSlots(sample, activation, max_bytes, most, self._products)
 
     def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:
         raise AssertionError(f"{self.name} does not split columns")
@@ -229,8 +243,14 @@ class TorchSlots:
     """
 
     def __init__(
-        self, sample: ExpertWeights, activation: GatedActivation, max_bytes: int, most: int
+        self,
+        sample: ExpertWeights,
+        activation: GatedActivation,
+        max_bytes: int,
+        most: int,
+        products: LowBitProducts = "exact",
     ) -> None:
+        self._products = products
         self.slot_bytes = sample.num_bytes
         self.num_slots = min(most, max_bytes // self.slot_bytes)
         self._activation = activation
@@ -238,7 +258,7 @@ class TorchSlots:
 
     def write(self, slot: int, weights: ExpertWeights) -> None:
         self._slots[slot] = None  # what was there goes first
-        self._slots[slot] = made_mlp(weights, self._activation)
+        self._slots[slot] = made_mlp(weights, self._activation, self._products)
 
     def bank(self, num_experts: int) -> TorchSlotBank:
         return TorchSlotBank(self._slots, num_experts)

@@ -23,7 +23,7 @@ from moe_kernels.interface.quantised_matrix import UINT4, MatrixForm, QuantisedM
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
 from moe_serve.model.checkpoint.hf_config import HFConfig
-from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
+from moe_serve.model.formats.weight_format import matrix_shape, present, scale_format, stem_of
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -84,7 +84,7 @@ class Awq:
             values="int4",
             group=max(self.group_size, 0),
             has_zeros=True,
-            scale_bits=scale_bits(checkpoint, name.removesuffix("weight") + "scales"),
+            scales=scale_format(checkpoint, name.removesuffix("weight") + "scales"),
         )
 
 

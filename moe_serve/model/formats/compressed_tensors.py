@@ -38,7 +38,7 @@ from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats.fp8 import fp8_matrix
-from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
+from moe_serve.model.formats.weight_format import matrix_shape, present, scale_format, stem_of
 
 _LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _STRATEGIES = ("tensor", "channel", "group", "block")
@@ -262,7 +262,7 @@ class CompressedTensors:
             block_rows=rows,
             has_zeros=not scheme.is_symmetric,
             is_shuffled=group_of_K is not None,
-            scale_bits=scale_bits(checkpoint, name + "_scale"),
+            scales=scale_format(checkpoint, name + "_scale"),
         )
         return form, group_of_K
 
@@ -309,6 +309,12 @@ def _shuffled_groups(
 def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, num_rows: int) -> Tensor:
     zeros = checkpoint.view(name + "_zero_point")
     if zeros.dtype == torch.int8:
+        most = 2 ** (scheme.bits - 1) - 1
+        if zeros.numel() and (zeros.min() < -most - 1 or zeros.max() > most):
+            raise CheckpointError(
+                f"{checkpoint.path(name + '_zero_point')}: tensor {name}_zero_point has values "
+                f"outside [{-most - 1}, {most}], the range of int{scheme.bits}: convert it again."
+            )
         return zeros if zeros.dim() == 2 else zeros.reshape(1, 1)
     zeros_GN = _PACKED_TABLES[scheme.bits].decode(transposed_bytes(zeros))
     return zeros_GN[:, :num_rows].t().contiguous().to(torch.int8)

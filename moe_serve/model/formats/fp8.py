@@ -23,7 +23,7 @@ from moe_kernels.interface.quantised_matrix import E4M3, E8M0, MatrixForm, Quant
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
 from moe_serve.model.checkpoint.hf_config import HFConfig
-from moe_serve.model.formats.weight_format import present, scale_bits
+from moe_serve.model.formats.weight_format import present, scale_format
 
 _EXPONENT_DTYPES = ("F8_E8M0", "U8")
 
@@ -78,7 +78,7 @@ class Fp8:
             values="e4m3",
             group=columns,
             block_rows=rows,
-            scale_bits=scale_bits(checkpoint, scale),
+            scales=scale_format(checkpoint, scale),
         )
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:

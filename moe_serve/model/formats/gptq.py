@@ -34,7 +34,7 @@ from moe_kernels.interface.quantised_matrix import (
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, Shape
 from moe_serve.model.checkpoint.hf_config import HFConfig
-from moe_serve.model.formats.weight_format import matrix_shape, present, scale_bits, stem_of
+from moe_serve.model.formats.weight_format import matrix_shape, present, scale_format, stem_of
 
 _TABLES = {4: UINT4, 8: UINT8}
 _GROUP_SIZE = 128  # if the config does not state one
@@ -114,7 +114,7 @@ class Gptq:
             group=max(group_size, 0),
             has_zeros=True,
             is_shuffled=group_of_K is not None,
-            scale_bits=scale_bits(checkpoint, stem + "scales"),
+            scales=scale_format(checkpoint, stem + "scales"),
         )
         return form, group_of_K
 

@@ -62,7 +62,7 @@ class Mxfp4:
     def form(
         self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
     ) -> MatrixForm:
-        return MatrixForm(values="e2m1", scale_bits=8, group=_BLOCK, is_transposed=True)
+        return MatrixForm(values="e2m1", scales="e8m0", group=_BLOCK, is_transposed=True)
 
 
 def mxfp4_from(config: HFConfig) -> Mxfp4:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from moe_kernels.interface.quantised_matrix import MatrixForm, QuantisedMatrix
+from moe_kernels.interface.quantised_matrix import MatrixForm, QuantisedMatrix, ScaleFormat
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.checkpoint import Checkpoint, Shape
 
@@ -64,8 +64,11 @@ def matrix_shape(checkpoint: Checkpoint, stored: str, shape: Shape, row_multiple
     return shape
 
 
-def scale_bits(checkpoint: Checkpoint, name: str) -> int:
-    """Return the bits of one scale in a stored tensor; pure exponents become floats, except
+_SCALES: dict[str, ScaleFormat] = {"F16": "float16", "BF16": "bfloat16"}
+
+
+def scale_format(checkpoint: Checkpoint, name: str) -> ScaleFormat:
+    """Return the type of the scales in a stored tensor; pure exponents become floats, except
     MXFP4's.
     """
-    return 16 if checkpoint.header(name).dtype in ("F16", "BF16") else 32
+    return _SCALES.get(checkpoint.header(name).dtype, "float32")

@@ -16,7 +16,7 @@ import torch
 
 from moe_kernels.interface.kernels import Kernels
 from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout
-from moe_serve.config.sections import ExpertWeightsName
+from moe_serve.config.sections import WeightsName
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.manifest import Stored
 from moe_serve.model.load.weight_reader import WeightSource
@@ -54,10 +54,10 @@ class ExpertPacking:
 
     reader: WeightSource
     kernels: Kernels
-    mode: ExpertWeightsName
+    mode: WeightsName
     dtype: torch.dtype
+    reasons: list[str] = field(default_factory=list)
     _layouts: Counter[PackedLayout | None] = field(default_factory=Counter)
-    _reasons: set[str] = field(default_factory=set)
 
     def forms(
         self, gate_up: StoredProduct, down: StoredProduct, *, is_routed: bool = True
@@ -70,21 +70,18 @@ class ExpertPacking:
 
     @property
     def description(self) -> str:
-        """Describe how quantised weights are held: "experts int4 packed, 4.25 bits;
-        the rest ...".
-        """
+        """Describe the packed experts: "experts int4 packed, 4.25 bits"; "" if none is."""
         dtype = str(self.dtype).removeprefix("torch.")
-        rest = f"dequantised to {dtype} while loading"
         names = dict.fromkeys(layout.name for layout in self._layouts if layout is not None)
         if not names:
-            return rest
+            return ""
         total_bits = sum(
             count * (8.0 * self.dtype.itemsize if layout is None else layout.bits)
             for layout, count in self._layouts.items()
         )
         floats = f" (some {dtype})" if None in self._layouts else ""
         bits = total_bits / self._layouts.total()
-        return f"experts {' and '.join(names)} packed{floats}, {bits:.2f} bits; the rest {rest}"
+        return f"experts {' and '.join(names)} packed{floats}, {bits:.2f} bits"
 
     def _form(self, product: StoredProduct, num_parts: int, is_routed: bool) -> MatrixForm | None:
         decided = self._decided(product)
@@ -101,8 +98,8 @@ class ExpertPacking:
             )
         if is_routed:
             self._layouts[None] += num_parts
-        if decided not in ("", _FLOATS) and decided not in self._reasons:
-            self._reasons.add(decided)
+        if decided not in ("", _FLOATS) and decided not in self.reasons:
+            self.reasons.append(decided)
             _log.warning("experts are dequantised while loading: %s (%s, ...)", decided, name)
         return None
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moe_kernels.interface.attention_shape import QKNormWeights, RotaryTable
 from moe_kernels.interface.kernels import Kernels
+from moe_kernels.interface.quantised_matrix import Weight, joined_rows, selected_rows
 from moe_serve.model.rope import identity_table, make_rotary_table
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention import Attention, GroupedQueryAttention, LatentAttention
-
-Weights = Mapping[str, Tensor]
+from moe_serve.model.stage.tensor_shard import AttentionWeights
 
 
 class AttentionLoader:
@@ -35,60 +35,58 @@ class AttentionLoader:
             table = identity_table(spec.rope.dim, max_positions, device)
             self._unrotated = RotaryTable(table.cos, table.signed_sin, self._query_scale)
 
-    def load(self, layer: int, weights: Weights) -> Attention:
-        """Build a layer's attention.
-
-        `weights` has the keys of `attention_table`; none of them is kept.
-        """
+    def load(self, layer: int, weights: AttentionWeights) -> Attention:
+        """Build a layer's attention; none of the weights is kept."""
         return self._latent(weights) if self._spec.latent else self._grouped(layer, weights)
 
-    def _grouped(self, layer: int, weights: Weights) -> GroupedQueryAttention:
+    def _grouped(self, layer: int, attention: AttentionWeights) -> GroupedQueryAttention:
         spec = self._spec
+        weights, matrices = attention.tensors, attention.matrices
         shape, has_rotation = spec.layers[layer].attention, spec.layers[layer].has_rotation
-
-        def heads(key: str) -> Tensor:
-            """Return rows of q or k, in the order in which the kernels rotate."""
-            return self._reorder(weights[key], shape.head_dim, 0)
-
+        order = self._order(shape.head_dim, 0)
+        queries, keys = (_in_order(matrices[key], order) for key in ("q", "k"))
         bias = None
         if spec.has_attention_bias:
-            bias = torch.cat([heads("q_bias"), heads("k_bias"), weights["v_bias"]])
+            q_bias, k_bias = (_rows_in_order(weights[key], order) for key in ("q_bias", "k_bias"))
+            bias = torch.cat([q_bias, k_bias, weights["v_bias"]])
         sinks = weights["sinks"].float().clone() if shape.has_sinks else None
         return GroupedQueryAttention(
             kernels=self._kernels,
             shape=shape,
-            qkv=self._kernels.linear(torch.cat([heads("q"), heads("k"), weights["v"]]), bias),
-            qk_norm=self._qk_norm(layer, weights),
+            qkv=self._kernels.linear(joined_rows([queries, keys, matrices["v"]]), bias),
+            qk_norm=self._qk_norm(layer, attention),
             sinks_H=sinks,
             rotary=self._tables[spec.rope_of(layer)] if has_rotation else self._unrotated,
         )
 
-    def _qk_norm(self, layer: int, weights: Weights) -> QKNormWeights | None:
+    def _qk_norm(self, layer: int, attention: AttentionWeights) -> QKNormWeights | None:
         """Return the q/k norm; a norm without weights (Llama 4) gets ones."""
         shape = self._spec.layers[layer].attention
         if shape.qk_norm == "none":
             return None
-        if "q_norm" not in weights:
-            ones = weights["q"].new_ones(shape.head_dim)
+        if "q_norm" not in attention.tensors:
+            ones = attention.tensors["attention_norm"].new_ones(shape.head_dim)
             return QKNormWeights(ones, ones)
-        return self.norm_weights(layer, weights)
+        return self.norm_weights(layer, attention.tensors)
 
-    def norm_weights(self, layer: int, weights: Weights) -> QKNormWeights:
+    def norm_weights(self, layer: int, weights: Mapping[str, Tensor]) -> QKNormWeights:
         """Return the norm weights of queries and keys, in the order in which the kernels rotate."""
-        head_dim = self._spec.layers[layer].attention.head_dim
-        q, k = (self._reorder(weights[key], head_dim, 0).clone() for key in ("q_norm", "k_norm"))
+        order = self._order(self._spec.layers[layer].attention.head_dim, 0)
+        q, k = (_rows_in_order(weights[key], order).clone() for key in ("q_norm", "k_norm"))
         return QKNormWeights(q, k)
 
-    def _latent(self, weights: Weights) -> LatentAttention:
+    def _latent(self, attention: AttentionWeights) -> LatentAttention:
         spec, kernels = self._spec, self._kernels
+        weights, matrices = attention.tensors, attention.matrices
         a = spec.latent
         assert a is not None, "only for latent attention"
         linear, has_rank = kernels.linear, a.query_rank is not None
-        query = self._reorder(
-            weights["q_b" if has_rank else "q"], a.nope_dim + a.rope_dim, a.nope_dim
+        query = _in_order(
+            matrices["q_b" if has_rank else "q"],
+            self._order(a.nope_dim + a.rope_dim, a.nope_dim),
         )
-        compressed = a.latent_dim + a.rope_dim
-        latent = self._reorder(weights["kv_a"], compressed, a.latent_dim)
+        order = self._order(a.latent_dim + a.rope_dim, a.latent_dim)
+        latent = _in_order(matrices["kv_a"], order)
         bias = weights.get("kv_a_bias")
         up = weights["kv_b"].reshape(a.num_heads, a.nope_dim + a.value_dim, a.latent_dim)
         key_HNL, value_HVL = up.split([a.nope_dim, a.value_dim], dim=1)
@@ -96,12 +94,10 @@ class AttentionLoader:
             kernels=kernels,
             shape=a,
             absorbed=spec.attention,
-            query_down=linear(weights["q_a"], weights.get("q_a_bias")) if has_rank else None,
+            query_down=linear(matrices["q_a"], weights.get("q_a_bias")) if has_rank else None,
             query_norm=weights["q_a_norm"].clone() if has_rank else None,
             query=linear(query),
-            latent=linear(
-                latent, None if bias is None else self._reorder(bias, compressed, a.latent_dim)
-            ),
+            latent=linear(latent, None if bias is None else _rows_in_order(bias, order)),
             latent_norm=weights["kv_a_norm"].clone(),
             key_up=kernels.head_linear(key_HNL.transpose(1, 2)),
             value_up=kernels.head_linear(value_HVL),
@@ -109,21 +105,33 @@ class AttentionLoader:
             query_scale_P=self._query_scale,
         )
 
-    def _reorder(self, rows: Tensor, head_rows: int, first: int) -> Tensor:
-        """Reorder interleaved rotary rows (0, 1, 2, 3, ..) into halves (0, 2, .., 1, 3, ..).
+    def _order(self, head_rows: int, first: int) -> Tensor | None:
+        """Return the order in which the kernels rotate a head's rows: interleaved ones (0, 1, 2,
+        3, ..) in halves (0, 2, .., 1, 3, ..). None: as they are.
 
-        In each head's `head_rows` rows, those from `first` on are rotated, as many as the spec
-        says.
+        Of the `head_rows` rows those from `first` on are rotated, as many as the spec says.
         """
         if not self._spec.rope.is_interleaved:
-            return rows
+            return None
         order = torch.arange(head_rows)
         rotated = order[first : first + self._spec.rope.dim]
-        order = torch.cat(
+        return torch.cat(
             (order[:first], rotated[0::2], rotated[1::2], order[first + len(rotated) :])
         )
-        heads = rows.reshape(-1, head_rows, *rows.shape[1:])
-        return heads[:, order].reshape(rows.shape)
+
+
+def _in_order(weight: Weight, order: Tensor | None) -> Weight:
+    """Return a matrix with the rows of each head in this order."""
+    return weight if order is None else selected_rows(weight, _every_head(len(weight), order))
+
+
+def _rows_in_order(rows: Tensor, order: Tensor | None) -> Tensor:
+    return rows if order is None else rows[_every_head(len(rows), order)]
+
+
+def _every_head(num_rows: int, order: Tensor) -> Tensor:
+    heads = torch.arange(0, num_rows, len(order))
+    return (heads[:, None] + order).flatten()
 
 
 def _query_scale(spec: ModelSpec, num_positions: int, device: torch.device) -> Tensor | None:

@@ -146,7 +146,7 @@ class LayerExperts(Sequence[ExpertWeights | None]):
 
     @property
     def num_held(self) -> int:
-        """See moe_kernels.interface.kernels.LazyExperts."""
+        """See moe_kernels.cpu.native_experts.LazyExperts."""
         return len(self._held)
 
     def __len__(self) -> int:

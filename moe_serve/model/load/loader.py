@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 from experts.expert_layer import LayerBanks
 from experts.expert_stage import ExpertStage
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels, Linear
+from moe_kernels.interface.quantised_matrix import LowBitProducts, Weight, selected_rows
 from moe_kernels.kernel_choice import KernelsName, choose_kernels, default_num_threads
-from moe_serve.config.sections import ExpertWeightsName
+from moe_serve.config.sections import WeightsName
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.checkpoint.manifest import (
@@ -30,6 +30,7 @@ from moe_serve.model.checkpoint.manifest import (
 from moe_serve.model.families import Family, family_of
 from moe_serve.model.families.mtp import MTPLayer
 from moe_serve.model.load.expert_packing import ExpertPacking
+from moe_serve.model.load.linear_packing import LinearPacking, weights_description
 from moe_serve.model.load.load_attention import AttentionLoader
 from moe_serve.model.load.load_expert_memory import MemoryBudget, memory_stage, room_stage
 from moe_serve.model.load.load_experts import ExpertLoader, expert_names
@@ -49,7 +50,7 @@ from moe_serve.model.stage.gather import (
     GatheredHead,
     GatheredLinear,
     GatheredMLP,
-    RowNormedQKV,
+    with_row_norm,
 )
 
 
@@ -64,7 +65,9 @@ class ModelLoader:
         device: torch.device | None = None,
         kernels: KernelsName = "auto",
         num_threads: int | None = None,
-        expert_weights: ExpertWeightsName = "auto",
+        expert_weights: WeightsName = "auto",
+        linear_weights: WeightsName = "auto",
+        low_bit_products: LowBitProducts = "exact",
         progress: LoadProgress | None = None,
         open_weights: OpenWeights = open_checkpoint,
     ) -> None:
@@ -84,10 +87,15 @@ class ModelLoader:
             num_tensors += 1
         self.dtype: torch.dtype = dtype or self._own_dtype()
         self.device = device or torch.device("cpu")
-        self.kernels: Kernels = choose_kernels(self.device, self.dtype, kernels, num_threads)
+        self.kernels: Kernels = choose_kernels(
+            self.device, self.dtype, kernels, num_threads, low_bit_products
+        )
         self._packing = ExpertPacking(self.reader, self.kernels, expert_weights, self.dtype)
+        self._linears = LinearPacking(self.reader, self.kernels, linear_weights)
         self._tensors = ModelTensors(self.reader, self.dtype, self.device, num_tensors, progress)
         self._experts = ExpertLoader(self.spec, experts, self._tensors, self._packing)
+        self._linears.decide(model_table(self.names, self.spec))
+        self._linears.decide_layers(self.names, self.spec)
 
     def beside(self, layer: MTPLayer) -> ModelLoader:
         """Return a loader of a layer that predicts further tokens, from the same checkpoint.
@@ -104,9 +112,13 @@ class ModelLoader:
         other, experts = copy.copy(self), expert_names(names, spec, reader)
         for item in (*layer.fusion_table().values(), *layer_tensors(names, experts, spec, 0)):
             reader.expect(item.name, item.shape)
-        mode = "auto" if self._packing.mode == "packed" else self._packing.mode
+        modes: list[WeightsName] = [
+            "auto" if p.mode == "packed" else p.mode for p in (self._packing, self._linears)
+        ]
         other.spec, other.names = spec, names
-        other._packing = ExpertPacking(reader, self.kernels, mode, self.dtype)
+        other._packing = ExpertPacking(reader, self.kernels, modes[0], self.dtype)
+        other._linears = LinearPacking(reader, self.kernels, modes[1])
+        other._linears.decide_layers(names, spec)
         other._tensors = ModelTensors(reader, self.dtype, self.device, 0, progress=None)
         other._experts = ExpertLoader(spec, experts, other._tensors, other._packing)
         return other
@@ -123,7 +135,7 @@ class ModelLoader:
     @property
     def expert_weights(self) -> str:
         """The way the weights of a quantised checkpoint are held, for logs."""
-        return self._packing.description
+        return weights_description(self._packing, self._linears, self.dtype)
 
     def _own_dtype(self) -> torch.dtype:
         """Return the config's dtype, or else the stored embedding's."""
@@ -165,7 +177,7 @@ class ModelLoader:
         bias = self._tensors.keep(table["head_bias"]) if self.spec.has_head_bias else None
         if self.spec.is_head_tied:
             return self._head(self.embedding() if embedding is None else embedding, bias, gather)
-        head = self._head(self._tensors.read(table["head"]), bias, gather)
+        head = self._head(self._linears.matrix(table["head"], self._tensors), bias, gather)
         self._tensors.done(table["head"])
         return head
 
@@ -252,11 +264,11 @@ class ModelLoader:
             banks.put(self.expert_bank(layer, experts), experts)
         return banks
 
-    def _head(self, weight: Tensor, bias: Tensor | None, gather: Gather | None) -> Linear:
+    def _head(self, weight: Weight, bias: Tensor | None, gather: Gather | None) -> Linear:
         if gather is None:
             return self.kernels.linear(weight, bias)
         own = gather.shard.columns(len(weight))
-        part = self.kernels.linear(weight[own], None if bias is None else bias[own])
+        part = self.kernels.linear(selected_rows(weight, own), None if bias is None else bias[own])
         return GatheredHead(part, len(weight), gather)
 
     def _attention_layer(
@@ -264,15 +276,17 @@ class ModelLoader:
     ) -> AttentionLayer:
         table = attention_table(self.names, self.spec, layer)
         feed = feed_forward_table(self.names, self.spec, layer)
-        weights = {key: self._tensors.read(item) for key, item in table.items()}
+        weights = self._linears.attention_weights(table, self._tensors)
         if gather is not None:
             weights = gather.shard.attention(weights, self.spec, layer)
-        output: Linear = self.kernels.linear(weights["o"], weights.get("o_bias"))
+        output: Linear = self.kernels.linear(weights.matrices["o"], weights.tensors.get("o_bias"))
         heads = attention.load(layer, weights)
-        if gather is not None and isinstance(heads, GroupedQueryAttention):
-            heads = self._with_row_norm(layer, heads, attention, weights, gather)
+        is_row_normed = self.spec.layers[layer].attention.qk_norm == "row"
+        if gather is not None and is_row_normed and isinstance(heads, GroupedQueryAttention):
+            norm = attention.norm_weights(layer, weights.tensors)
+            heads = with_row_norm(heads, norm, gather)
         result = AttentionLayer(
-            attention_norm=weights["attention_norm"].clone(),
+            attention_norm=weights.tensors["attention_norm"].clone(),
             attention=heads if gather is None else GatheredAttention(heads, gather),
             output=output if gather is None else GatheredLinear(output, self.spec.width, gather),
             moe_norm=self._tensors.keep(feed["moe_norm"]),
@@ -282,26 +296,6 @@ class ModelLoader:
         for item in table.values():
             self._tensors.done(item)
         return result
-
-    def _with_row_norm(
-        self,
-        layer: int,
-        heads: GroupedQueryAttention,
-        attention: AttentionLoader,
-        weights: Mapping[str, Tensor],
-        gather: Gather,
-    ) -> GroupedQueryAttention:
-        """Build a shard's heads if a norm spans the heads of all shards."""
-        if self.spec.layers[layer].attention.qk_norm != "row":
-            return heads
-        qkv = RowNormedQKV(
-            kernels=self.kernels,
-            part=heads.qkv,
-            shape=heads.shape,
-            norm=attention.norm_weights(layer, weights),
-            gather=gather,
-        )
-        return replace(heads, qkv=qkv)
 
     def _router(self, table: Table) -> Router | None:
         if "router" not in table:

@@ -5,7 +5,7 @@ T rows, N outputs, K inputs, D model width, F width of a hidden layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_kernels.interface.attention_shape import AttentionShape, KVPages, QKNormWeights
 from moe_kernels.interface.kernels import Kernels, Linear, SplitMLP
-from moe_serve.model.stage.attention import Attention
+from moe_serve.model.stage.attention import Attention, GroupedQueryAttention
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.stage.tensor_shard import TensorShard, column_borders
 
@@ -114,6 +114,19 @@ class RowNormedQKV:
         own_q = every_q[:, shard.index * q_width :][:, :q_width]
         own_k = every_k[:, shard.index // copies * k_width :][:, :k_width]
         return torch.cat((own_q, own_k, v), dim=1)
+
+
+def with_row_norm(
+    heads: GroupedQueryAttention, norm: QKNormWeights, gather: Gather
+) -> GroupedQueryAttention:
+    """Return a shard's heads whose queries and keys are normed over the heads of all shards.
+
+    `norm`: the weights of the whole rows.
+    """
+    qkv = RowNormedQKV(
+        kernels=heads.kernels, part=heads.qkv, shape=heads.shape, norm=norm, gather=gather
+    )
+    return replace(heads, qkv=qkv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,20 @@ from torch import Tensor
 
 from moe_kernels.interface.attention_shape import AttentionShape
 from moe_kernels.interface.kernels import ExpertWeights
-from moe_kernels.interface.quantised_matrix import only_floats
+from moe_kernels.interface.quantised_matrix import Weight, selected_rows
 from moe_serve.errors import ConfigError
 from moe_serve.model.spec import ModelSpec
 
 _PANEL = 16  # columns that the kernels compute together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """A layer's weights by the keys of `attention_table`: matrices may be packed in few bits, and
+    are those of linear layers."""
+
+    tensors: Mapping[str, Tensor]
+    matrices: Mapping[str, Weight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +59,18 @@ class TensorShard:
             qk_norm="none" if shape.qk_norm == "row" else shape.qk_norm,  # see RowNormedQKV
         )
 
-    def attention(
-        self, weights: Mapping[str, Tensor], spec: ModelSpec, layer: int
-    ) -> dict[str, Tensor]:
-        """Select this shard's part of a layer's weights, by the keys of `attention_table`.
-
-        `spec` is the whole model's.
-        """
-        return {
-            key: weight[self._rows(key, len(weight), spec, layer)]
-            for key, weight in weights.items()
-        }
+    def attention(self, weights: AttentionWeights, spec: ModelSpec, layer: int) -> AttentionWeights:
+        """Select this shard's part of a layer's weights. `spec` is the whole model's."""
+        return AttentionWeights(
+            tensors={
+                key: tensor[self._rows(key, len(tensor), spec, layer)]
+                for key, tensor in weights.tensors.items()
+            },
+            matrices={
+                key: selected_rows(matrix, self._rows(key, len(matrix), spec, layer))
+                for key, matrix in weights.matrices.items()
+            },
+        )
 
     def _rows(self, key: str, num_rows: int, spec: ModelSpec, layer: int) -> slice:
         """Return this shard's heads or output columns; norms and the tensors that make latents are
@@ -84,7 +94,7 @@ class TensorShard:
 
     def mlp(self, weights: ExpertWeights) -> ExpertWeights:
         """Select this shard's columns of the hidden layer, and of the output."""
-        gate, up, down = (only_floats(w) for w in (weights.gate, weights.up, weights.down))
+        gate, up, down = weights.gate, weights.up, weights.down
         hidden, output = self.columns(len(gate)), self.columns(len(down))
         gate_bias, up_bias, down_bias = (
             None if bias is None else bias[part]
@@ -94,7 +104,14 @@ class TensorShard:
                 (weights.down_bias, output),
             )
         )
-        return ExpertWeights(gate[hidden], up[hidden], down[output], gate_bias, up_bias, down_bias)
+        return ExpertWeights(
+            selected_rows(gate, hidden),
+            selected_rows(up, hidden),
+            selected_rows(down, output),
+            gate_bias,
+            up_bias,
+            down_bias,
+        )
 
     def columns(self, width: int) -> slice:
         """Return this shard's columns of an output."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_kernels.kernel_choice import KernelsName
-from moe_serve.config.sections import ExpertWeightsName
+from moe_serve.config.sections import WeightsName
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader
 from tests.support.families.parity import model_logits, random_prompts
@@ -16,7 +16,7 @@ from tests.support.families.quantised_cases import CASES
 from tests.support.families.quantised_folder import QuantisedCase, write_pair
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
-WAYS_TO_HOLD: tuple[ExpertWeightsName, ...] = ("dequantised", "packed")
+WAYS_TO_HOLD: tuple[WeightsName, ...] = ("dequantised", "packed")
 _DTYPES: dict[str, torch.dtype] = {"torch": torch.float32, "native": torch.bfloat16}
 
 

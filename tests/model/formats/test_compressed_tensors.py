@@ -214,3 +214,12 @@ def test_refused_parts(reader_of: ReaderOf) -> None:
     reader = reader_of(good | {"m.weight_g_idx": g_idx}, config(**INT4_GROUPS))
     with pytest.raises(CheckpointError, match="names groups outside the 4 that exist"):
         reader.read("m.weight", (6, 64), torch.float32)
+
+
+def test_a_zero_outside_its_range(reader_of: ReaderOf) -> None:
+    """Kernels that keep weights packed store a zero as a code of the values' own bits."""
+    tensors = packed(random_values(4, 32, 4), torch.ones(4, 2), 4)
+    tensors["m.weight_zero_point"] = torch.full((4, 2), 8, dtype=torch.int8)
+    reader = reader_of(tensors, config(**INT4_GROUPS | {"symmetric": False}))
+    with pytest.raises(CheckpointError, match=r"_zero_point has values outside \[-8, 7\]"):
+        reader.read("m.weight", (4, 32), torch.float32)

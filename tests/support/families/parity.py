@@ -16,7 +16,7 @@ from torch import Tensor
 import moe_serve  # its LLM when it is used: the kernels' tests need none of its packages
 from moe_kernels.kernel_choice import KernelsName
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.config.sections import ExpertWeightsName
+from moe_serve.config.sections import WeightsName
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
@@ -143,7 +143,7 @@ def model_logits(
     prompt: list[int],
     chunk: int,
     dtype: torch.dtype = torch.float32,
-    expert_weights: ExpertWeightsName = "auto",
+    expert_weights: WeightsName = "auto",
     device: torch.device | None = None,
 ) -> Tensor:
     """Of all positions, on the CPU."""

@@ -21,6 +21,7 @@ from moe_kernels.interface.quantised_matrix import (
     ByteTable,
     MatrixForm,
     QuantisedMatrix,
+    ScaleFormat,
     ValueFormat,
 )
 
@@ -32,6 +33,12 @@ _VALUES: dict[ByteTable, ValueFormat] = {
     INT8: "int8",
     E4M3: "e4m3",
     E2M1: "e2m1",
+}
+_SCALES: dict[torch.dtype, ScaleFormat] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.uint8: "e8m0",
 }
 
 
@@ -51,7 +58,7 @@ class Kind:
     def form(self) -> MatrixForm:
         return MatrixForm(
             values=_VALUES[self.table],
-            scale_bits=8 * self.scale_dtype.itemsize,
+            scales=_SCALES[self.scale_dtype],
             group=self.group,
             block_rows=self.block_rows,
             has_zeros=self.has_zeros,

@@ -3,7 +3,7 @@
 #include <numeric>
 #include <vector>
 
-#include "panels.h"
+#include "low_bits/weights.h"
 #include "scratch.h"
 #include "threads.h"
 
@@ -14,6 +14,7 @@ struct Experts {  // mirrored in native_experts.py
   const float* const* down_bias;     // by expert: [D]
   int64_t num_experts, width, expert_width, threads;
   float alpha, limit, up_offset;  // limit: infinity if there is none
+  Form gate_up_form, down_form;
 };
 
 struct Part {  // some slots of one expert against some groups of columns
@@ -60,21 +61,22 @@ static inline f32x16 activate(f32x16 gate, f32x16 up, const Experts& e) {
 
 template <class T>
 static Group up_columns(const Experts& e, int64_t expert, int64_t group) {
-  return group_of<T>(e.gate_up[expert], 2 * panels(e.expert_width), group, e.width);
+  return columns_of<T>(e.gate_up_form, e.gate_up[expert], 2 * panels(e.expert_width), group,
+                       e.width);
 }
 
 template <class T>
 static Group down_columns(const Experts& e, int64_t expert, int64_t group) {
-  return group_of<T>(e.down[expert], panels(e.width), group, e.expert_width);
+  return columns_of<T>(e.down_form, e.down[expert], panels(e.width), group, e.expert_width);
 }
 
 // 32 values of the hidden layer, from up to 2 gate and 2 up panels.
 template <class T>
 static void gate_up(const Experts& e, const Part& part, int64_t group, const uint32_t* next,
-                    const int64_t* slots, const T* x, int64_t top_k, T* hidden) {
+                    const int64_t* slots, const Rows<T>& x, int64_t top_k, T* hidden) {
   int64_t width = e.expert_width, first = group * kGroupColumns / 2;
   const float* bias = e.gate_up_bias ? e.gate_up_bias[part.expert] : nullptr;
-  auto row = [&](int64_t m) { return x + slots[m] / top_k * e.width; };
+  auto index = [&](int64_t m) { return slots[m] / top_k; };
   auto store = [&](int64_t m, const float* c) {
     T* out = hidden + slots[m] * width;
     for (int64_t n = first; n < std::min(width, first + kGroupColumns / 2); n += kLanes, c += 32) {
@@ -86,15 +88,16 @@ static void gate_up(const Experts& e, const Part& part, int64_t group, const uin
       store_up_to(out + n, activate(gate, up, e), width - n);
     }
   };
-  multiply_group<T>(up_columns<T>(e, part.expert, group), next, e.width, part.count, row, store);
+  multiply_weight<T>(e.gate_up_form, up_columns<T>(e, part.expert, group), next, e.width, x,
+                     part.count, index, store);
 }
 
 template <class T>
 static void down(const Experts& e, const Part& part, int64_t group, const uint32_t* next,
-                 const int64_t* slots, const T* hidden, float* y) {
+                 const int64_t* slots, const Rows<T>& hidden, float* y) {
   int64_t first = group * kGroupColumns, last = std::min(e.width, first + kGroupColumns);
   const float* bias = e.down_bias ? e.down_bias[part.expert] : nullptr;
-  auto row = [&](int64_t m) { return hidden + slots[m] * e.expert_width; };
+  auto index = [&](int64_t m) { return slots[m]; };
   auto store = [&](int64_t m, const float* c) {
     float* out = y + slots[m] * e.width;
     for (int64_t n = first; n < last; n += kLanes, c += kLanes) {
@@ -103,8 +106,8 @@ static void down(const Experts& e, const Part& part, int64_t group, const uint32
       store_up_to(out + n, v, e.width - n);
     }
   };
-  multiply_group<T>(down_columns<T>(e, part.expert, group), next, e.expert_width, part.count, row,
-                    store);
+  multiply_weight<T>(e.down_form, down_columns<T>(e, part.expert, group), next, e.expert_width,
+                     hidden, part.count, index, store);
 }
 
 // Calls work(part, group, next) for every group of every part; `next` is the address of the group
@@ -154,6 +157,19 @@ static void weigh(const float* y, const int64_t* ids, const float* weights, int6
   }
 }
 
+template <class T>
+static Rows<T> input_rows(const Experts& e, const T* x, int64_t num_rows, int64_t threads) {
+  static thread_local Scratch scratch;
+  return make_rows(e.gate_up_form, x, e.width, num_rows, e.width, scratch, threads);
+}
+
+// A slot without an expert here has no hidden row; what lies there is quantised and not read.
+template <class T>
+static Rows<T> hidden_rows(const Experts& e, const T* hidden, int64_t num_rows, int64_t threads) {
+  static thread_local Scratch scratch;
+  return make_rows(e.down_form, hidden, e.expert_width, num_rows, e.expert_width, scratch, threads);
+}
+
 // x [T, D], ids and weights [T, K], out [T, D]: the sum in double, or rounded once to float.
 // Returns 0, or 1 + e if rows were sent for an absent expert e.
 template <class T, class Out>
@@ -177,11 +193,13 @@ static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const f
       cut(slots, by_size, row_block<T>(e.width), groups(2 * panels(e.expert_width)), threads);
   auto down_parts =
       cut(slots, by_size, row_block<T>(e.expert_width), groups(panels(e.width)), threads);
+  const Rows<T> inputs = input_rows(e, x, num_rows, threads);
   for_parts(up_parts, threads, up_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
-    gate_up<T>(e, p, group, next, slots.order.data() + p.first, x, top_k, hidden);
+    gate_up<T>(e, p, group, next, slots.order.data() + p.first, inputs, top_k, hidden);
   });
+  const Rows<T> rows = hidden_rows(e, hidden, num_slots, threads);
   for_parts(down_parts, threads, down_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
-    down<T>(e, p, group, next, slots.order.data() + p.first, hidden, y);
+    down<T>(e, p, group, next, slots.order.data() + p.first, rows, y);
   });
   constexpr int64_t kRows = 16;
   parallel_for((num_rows + kRows - 1) / kRows, threads, [&](int64_t j) {
@@ -201,8 +219,9 @@ static void mlp_hidden(const Experts& e, const T* x, T* hidden, int64_t num_rows
   Slots slots(ids.data(), num_rows, 1);
   int64_t threads = num_rows * e.width * e.expert_width < 65536 ? 1 : e.threads;
   auto parts = cut(slots, {0}, row_block<T>(e.width), groups(2 * panels(e.expert_width)), threads);
+  const Rows<T> inputs = input_rows(e, x, num_rows, threads);
   for_parts(parts, threads, up_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
-    gate_up<T>(e, p, group, next, slots.order.data() + p.first, x, 1, hidden);
+    gate_up<T>(e, p, group, next, slots.order.data() + p.first, inputs, 1, hidden);
   });
 }
 
@@ -213,8 +232,9 @@ static void mlp_down(const Experts& e, const T* hidden, const float* weights, fl
   Slots slots(ids.data(), num_rows, 1);
   int64_t threads = num_rows * e.width * e.expert_width < 65536 ? 1 : e.threads;
   auto parts = cut(slots, {0}, row_block<T>(e.expert_width), groups(panels(e.width)), threads);
+  const Rows<T> rows = hidden_rows(e, hidden, num_rows, threads);
   for_parts(parts, threads, down_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
-    down<T>(e, p, group, next, slots.order.data() + p.first, hidden, out);
+    down<T>(e, p, group, next, slots.order.data() + p.first, rows, out);
   });
   for (int64_t t = 0; t < num_rows; ++t)
     weigh(out + t * e.width, ids.data() + t, weights + t, 1, e.width, out + t * e.width);

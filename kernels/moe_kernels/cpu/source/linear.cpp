@@ -1,13 +1,15 @@
 // Dense linear layers: one matrix, one matrix per head, the router's in fp32.
 
-#include "panels.h"
+#include "low_bits/weights.h"
 #include "scratch.h"
 #include "threads.h"
 
-struct Linear {  // mirrored in native_linear.py
-  const uint32_t* packed;  // heads' matrices [N, K], one after the other
+// A weight of any form, ready for moe_linear. Mirrored in native_linear.py.
+struct Linear {
+  const uint32_t* packed;  // heads' matrices [N, K], one after the other; floats if there are several
   const float* bias;       // [N], or null
   int64_t num_heads, num_outputs, width, threads;
+  Form form;
 };
 
 struct Block {  // some rows of x against one group of columns
@@ -37,23 +39,27 @@ static void for_blocks(const Linear& l, int64_t num_rows, const Work& work) {
 template <class T>
 static Group columns_of(const Linear& l, int64_t head, int64_t group) {
   int64_t num_panels = panels(l.num_outputs);
-  return group_of<T>(l.packed + head * num_panels * kLanes * units<T>(l.width), num_panels, group,
-                     l.width);
+  return columns_of<T>(l.form, l.packed + head * num_panels * kLanes * units<T>(l.width),
+                       num_panels, group, l.width);
 }
 
-template <class T, class Row, class Store>
-static void multiply_block(const Linear& l, const Block& b, const Row& row, const Store& store) {
-  multiply_group<T>(columns_of<T>(l, b.head, b.group), columns_of<T>(l, b.head, b.next_group).data,
-                    l.width, b.num_rows, row, store);
+template <class T, class Index, class Store>
+static void multiply_block(const Linear& l, const Block& b, const Rows<T>& rows, const Index& index,
+                           const Store& store) {
+  multiply_weight<T>(l.form, columns_of<T>(l, b.head, b.group),
+                     columns_of<T>(l, b.head, b.next_group).data, l.width, rows, b.num_rows, index,
+                     store);
 }
 
 // out[t][n] = sum_k x[t][k] w[n][k] (+ bias[n]) (+ residual[t][n]).
 template <class T>
 static void linear(const Linear& l, const T* x, int64_t row_step, const T* residual, T* out,
                    int64_t num_rows) {
+  static thread_local Scratch quantised;
+  const Rows<T> rows = make_rows(l.form, x, row_step, num_rows, l.width, quantised, l.threads);
   for_blocks<T>(l, num_rows, [&](const Block& b) {
     int64_t first = b.group * kGroupColumns, count = std::min(kGroupColumns, l.num_outputs - first);
-    auto row = [&](int64_t m) { return x + (b.first_row + m) * row_step; };
+    auto index = [&](int64_t m) { return b.first_row + m; };
     auto store = [&](int64_t m, const float* c) {
       int64_t at = (b.first_row + m) * l.num_outputs + first;
       for (int64_t n = 0; n < count; n += kLanes) {
@@ -64,7 +70,7 @@ static void linear(const Linear& l, const T* x, int64_t row_step, const T* resid
         store_up_to(out + at + n, v, count - n);
       }
     };
-    multiply_block<T>(l, b, row, store);
+    multiply_block<T>(l, b, rows, index, store);
   });
 }
 
@@ -74,12 +80,13 @@ static void head_linear(const Linear& l, const T* x, int64_t row_step, int64_t h
                         int64_t num_rows) {
   for_blocks<T>(l, num_rows, [&](const Block& b) {
     int64_t first = b.group * kGroupColumns, count = std::min(kGroupColumns, l.num_outputs - first);
-    auto row = [&](int64_t m) { return x + (b.first_row + m) * row_step + b.head * head_step; };
+    const Rows<T> rows{x + b.head * head_step, row_step, {}};
+    auto index = [&](int64_t m) { return b.first_row + m; };
     auto store = [&](int64_t m, const float* c) {
       T* to = out + ((b.first_row + m) * l.num_heads + b.head) * l.num_outputs + first;
       for (int64_t n = 0; n < count; n += kLanes) store_up_to(to + n, load16(c + n), count - n);
     };
-    multiply_block<T>(l, b, row, store);
+    multiply_block<T>(l, b, rows, index, store);
   });
 }
 

@@ -38,7 +38,7 @@ def layout_of(form: MatrixForm) -> PackedLayout | str:
     if form.is_shuffled:
         return "their groups are shuffled (activation order)"
     if form.values == "e2m1":
-        if form.group != MXFP4_GROUP or form.has_zeros or form.scale_bits != 8:
+        if form.group != MXFP4_GROUP or form.has_zeros or form.scales != "e8m0":
             return f"{form.name} are not mxfp4"
         return _layout("mxfp4", form)
     if form.values == "e4m3":
@@ -58,7 +58,7 @@ def _fp8_layout(form: MatrixForm) -> PackedLayout | str:
         return _layout("fp8_channel", form)
     if form.block_rows % FP8_BLOCK or form.group % FP8_BLOCK:
         return f"{form.name} are not blocks of {FP8_BLOCK}x{FP8_BLOCK}"
-    spread = replace(form, group=FP8_BLOCK, block_rows=FP8_BLOCK, scale_bits=32)
+    spread = replace(form, group=FP8_BLOCK, block_rows=FP8_BLOCK, scales="float32")
     return _layout("fp8_block", spread)
 
 
