@@ -62,7 +62,7 @@ def config(
             num_threads=1,
         ),
         cache=CacheConfig(num_pages=256),
-        scheduler=SchedulerConfig(max_num_seqs=6, max_batched_tokens=budget),
+        scheduler=SchedulerConfig(max_num_seqs=6, max_batched_tokens=budget, max_held_s=1e6),
         pipeline=PipelineConfig(micro_batches=micro_batches),  # type: ignore[arg-type]
         cluster=ClusterConfig(
             attention_ranks=attention,
