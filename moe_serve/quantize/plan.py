@@ -78,7 +78,7 @@ class PlannedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLayer:
-    """What of one layer is quantised. `mlp`: the shared expert or the dense MLP, by the keys of its
+    """The quantised parts of one layer. `mlp`: the shared expert or the dense MLP, by the keys of its
     table. `experts` is empty if the routed experts stay as they are.
     """
 
@@ -103,7 +103,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisePlan:
-    """What of a model is quantised."""
+    """The quantised parts of a model."""
 
     head: PlannedMatrix | None
     layers: tuple[PlannedLayer, ...]

@@ -40,7 +40,7 @@ _NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantiseJob:
-    """What to quantise and how.
+    """The options of one run of `quantize`.
 
     `texts`: files to calibrate and measure on; without them nothing is measured. `held_out`: files
     to measure on instead of a part of these. `int8_budget`: the

@@ -1,4 +1,4 @@
-"""Which devices of a simulation hold attention, experts, or both, and the memory that they need.
+"""Divides attention and experts among the devices of a simulation, with the memory they need.
 
 A *cell* is a set of ranks that step together. A layout has one or more equal cells.
 """

@@ -37,7 +37,7 @@ def _no_times() -> array[float]:
 
 @dataclass(slots=True, kw_only=True)
 class JobTimes:
-    """What happened to a job, in simulated seconds since the run began."""
+    """The times of a job, in simulated seconds since the run began."""
 
     index: int
     cell: int

@@ -50,7 +50,7 @@ class IdentityFolder:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the identity was made of; empty if the file is damaged."""
+        """The parts that the identity was made of; empty if the file is damaged."""
         try:
             meta = json.loads((self.path / _META).read_text("utf-8"))
         except (OSError, ValueError):

@@ -15,7 +15,7 @@ from moe_serve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdentityReport:
-    """What the folder of one identity holds."""
+    """The pages and bytes in the folder of one identity."""
 
     name: str
     model: str  # name of the checkpoint's folder; empty if it is not known

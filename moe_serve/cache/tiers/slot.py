@@ -24,7 +24,7 @@ HEADER_BYTES = _FIELDS.size + _MAC_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotHeader:
-    """What a slot holds. Times are seconds since 1970."""
+    """Describes the page in a slot. Times are seconds since 1970."""
 
     num_tokens: int
     generation: int  # random: two writes to one slot never have the same

@@ -2,7 +2,7 @@
 between.
 
 idle -> copying -> switch -> copying (the next round) -> switch -> idle
-           '-- somebody is lost, joins, cannot read or takes too long: dropped -> idle
+           '-- a rank is lost, joins, cannot read or takes too long: dropped -> idle
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _FIRST_RATE = 100e6  # bytes/s, for the deadline of the first load
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether to load, and how long the request may wait for it."""
+    """The choice between loading and computing, and how long a request may wait for a load."""
 
     is_load: bool
     deadline_s: float

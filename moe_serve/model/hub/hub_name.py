@@ -29,7 +29,7 @@ class HubName:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a whole commit hash, whose files never change."""
+        """True if the revision is a whole commit hash, whose files never change."""
         return is_commit(self.revision)
 
     @property

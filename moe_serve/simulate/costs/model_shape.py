@@ -1,4 +1,4 @@
-"""What a step of a model multiplies and reads, from its config.json. No weights are needed."""
+"""Counts what a step of a model multiplies and reads, from its config.json, without weights."""
 
 from __future__ import annotations
 

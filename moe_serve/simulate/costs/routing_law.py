@@ -1,4 +1,4 @@
-"""How many experts a batch activates, and how uneven the load of the expert ranks is.
+"""Estimates how many experts a batch activates, and how uneven the load of expert ranks is.
 
 A formula for equally popular experts, or the popularity that a recorded trace shows. With p_e the
 probability that a row chooses expert e, and rows that choose independently, B rows activate
