@@ -78,8 +78,8 @@ class PlannedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLayer:
-    """The quantised parts of one layer. `mlp`: the shared expert or the dense MLP, by the keys of its
-    table. `experts` is empty if the routed experts stay as they are.
+    """The quantised parts of one layer. `mlp`: the shared expert or the dense MLP, by the keys of
+    its table. `experts` is empty if the routed experts stay as they are.
     """
 
     attention: tuple[PlannedMatrix, ...]
