@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 
 from moe_kernels.cpu.native_experts import ExpertTable
+from moe_kernels.cpu.native_stack import NativeStack
 from moe_kernels.reference.torch_kernels import TorchExperts
 from moe_serve.cli.main import app
 from moe_serve.engine.async_engine import AsyncEngine
@@ -50,7 +51,7 @@ def traced_path() -> list[Call]:
     """Serve, stream one chat, and return the calls from its route to its first expert kernel."""
     stacks: dict[str, list[Call]] = {}
     _record(AsyncEngine, "submit", stacks)
-    for bank in (ExpertTable, TorchExperts):
+    for bank in (NativeStack, ExpertTable, TorchExperts):
         _record(bank, "__call__", stacks)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

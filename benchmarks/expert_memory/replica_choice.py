@@ -26,6 +26,7 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.offline.llm import LLM
+from moe_serve.pipeline.stacked_layers import StackedLayers
 from moe_serve.pipeline.transport import LocalTransport
 from moe_serve.text.tokenizer import Tokenizer
 
@@ -66,6 +67,8 @@ def _choices(options: argparse.Namespace) -> Choices:
         kept.setdefault(layer, []).append(routed.rows.expert_ids_TK.numpy().copy())
         dispatch(to, layer, micro_batch, routed)
 
+    stacked = StackedLayers.of
+    StackedLayers.of = _no_stack  # type: ignore[assignment]
     LocalTransport.dispatch = keeping  # type: ignore[assignment,method-assign]
     try:
         streams = token_streams(options.texts, Tokenizer.load(demo_model_folder()))
@@ -74,7 +77,12 @@ def _choices(options: argparse.Namespace) -> Choices:
             llm.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
     finally:
         LocalTransport.dispatch = dispatch  # type: ignore[method-assign]
+        StackedLayers.of = stacked  # type: ignore[method-assign]
     return {layer: np.concatenate(parts) for layer, parts in sorted(kept.items())}
+
+
+def _no_stack(*_: object) -> None:
+    """Let each layer be called by itself, so that its rows are dispatched."""
 
 
 def _placement(
