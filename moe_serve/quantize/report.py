@@ -66,7 +66,7 @@ def summary(outcome: QuantiseOutcome) -> list[str]:
     """Return lines for the terminal."""
     before, after = outcome.bytes_before, outcome.bytes_after
     lines = [
-        f"{outcome.job.out}: {after / 1e9:.3f} GB, {after / before:.3f} of {before / 1e9:.3f} GB, "
+        f"{outcome.job.out}: {after / 1e9:.3f} GB, {after / before:.0%} of {before / 1e9:.3f} GB, "
         f"in {outcome.seconds:.0f} s; {', '.join(s.name for s in storages(outcome.plan))}"
     ]
     if outcome.int8_layers:
