@@ -87,7 +87,7 @@ class LayerBanks:
 
     @property
     def whole_bank(self) -> ExpertBank | None:
-        """See ExpertLayer.whole_bank. The bank of a room is none, as its experts are exchanged."""
+        """See ExpertLayer.whole_bank. A room has no such bank, as its experts are exchanged."""
         is_whole = len(self.held) == len(self._bank_E) - 1 and len(self._banks) == 1
         return self._banks[0].bank if is_whole and not self._is_room else None
 

@@ -26,11 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Drawn examples neither change from run to run nor depend on how fast the machine is; others are
 # drawn with `--hypothesis-profile default`.
 settings.register_profile(
-    "same",
-    deadline=None,
-    derandomize=True,
-    max_examples=100 if EVERY_CASE else 50,
-    suppress_health_check=[HealthCheck.too_slow],
+    "same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
 

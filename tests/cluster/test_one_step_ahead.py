@@ -139,9 +139,10 @@ class Client:
         raise AssertionError(f"no end after {NUM_STEPS} steps")
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("attention", "experts"), [(1, 1), (2, 3)])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("attention", "experts", "micro_batches"),
+    [(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 3, 1), (2, 3, 2), (2, 3, 3)],
+)
 def test_the_same_answers(attention: int, experts: int, micro_batches: int) -> None:
     of = config(attention, experts, micro_batches)
     plain = wanted_of(8)
@@ -285,7 +286,6 @@ def test_steps_that_fail_as_a_whole(attention: int, experts: int) -> None:
     assert any(not flight.is_sound for flight in sent), "nothing was void"
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("victim", ["expert-1", "attention-1", "attention-0"])
 @pytest.mark.parametrize("after_steps", [8, 14])
 def test_a_rank_is_killed_while_a_step_is_ahead(victim: str, after_steps: int) -> None:

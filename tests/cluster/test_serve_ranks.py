@@ -80,16 +80,11 @@ def answer_in_background(url: str, answers: list[httpx.Response]) -> threading.T
     return thread
 
 
-def test_a_stopped_coordinator_loses_nobody_and_ctrl_c_leaves_nothing() -> None:
-    """While it is stopped, the ranks beat all the time; it was not there to read it. Ctrl-C then
-    lets the running request finish."""
+def test_ctrl_c_drains_and_leaves_nothing() -> None:
     with serving() as server:
         url = url_of(server)
-        pids = {rank.pid for rank in ranks_of(server)}
-        assert len(pids) == 3
-        assert_stopping_it_is_survived(server, url)
-        assert {rank.pid for rank in ranks_of(server)} == pids, "all are the same processes"
         children = children_of(server)
+        assert len(ranks_of(server)) == 3
         answers: list[httpx.Response] = []
         thread = answer_in_background(url, answers)
         server.send_signal(signal.SIGINT)
@@ -100,20 +95,6 @@ def test_a_stopped_coordinator_loses_nobody_and_ctrl_c_leaves_nothing() -> None:
         assert server.stderr is not None
         assert complaints(server.stderr.read()) == [], "nothing to say about it"
         assert_all_end(children)
-
-
-def assert_stopping_it_is_survived(server: subprocess.Popen[str], url: str) -> None:
-    server.send_signal(signal.SIGSTOP)
-    with pytest.raises(httpx.TimeoutException):  # longer than a rank may be silent
-        httpx.get(f"{url}/health/live", timeout=4 * HEARTBEAT_S, trust_env=False)
-    server.send_signal(signal.SIGCONT)
-    answer = httpx.post(
-        f"{url}/v1/completions",
-        json={"prompt": [5] * 20, "max_tokens": 20, "ignore_eos": True},
-        timeout=WAIT_S,
-        trust_env=False,
-    )
-    assert answer.status_code == 200, answer.text
 
 
 def test_ctrl_c_while_ranks_load() -> None:
@@ -139,3 +120,25 @@ def test_ranks_end_with_their_coordinator() -> None:
         ranks_of(server)[1].suspend()
         server.kill()
         assert_all_end(children)
+
+
+def test_a_coordinator_that_was_stopped_itself_loses_nobody() -> None:
+    """The ranks beat all the time; it was not there to read it."""
+    with serving() as server:
+        url = url_of(server)
+        pids = {rank.pid for rank in ranks_of(server)}
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(httpx.TimeoutException):  # longer than a rank may be silent
+            httpx.get(f"{url}/health/live", timeout=4 * HEARTBEAT_S, trust_env=False)
+        server.send_signal(signal.SIGCONT)
+        answer = httpx.post(
+            f"{url}/v1/completions",
+            json={"prompt": [5] * 20, "max_tokens": 20, "ignore_eos": True},
+            timeout=WAIT_S,
+            trust_env=False,
+        )
+        assert answer.status_code == 200, answer.text
+        assert {rank.pid for rank in ranks_of(server)} == pids, "all are the same processes"
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(WAIT_S) == 0
+        assert server.stderr is not None and complaints(server.stderr.read()) == []

@@ -125,7 +125,7 @@ def cold_families(
         return [content(output) for output in generate(llm, *families_of_prompts())]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(pairs=True)
 @both
 @dtypes
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 from tokenizers import decoders, models, pre_tokenizers
 
+from moe_serve.cache.tiers.store import TierStats
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.request.delta_queue import DeltaQueue
 from moe_serve.engine.request.draft_counts import DraftCounts
@@ -89,6 +90,7 @@ class FakeEngine:
     drafter: str | None = None  # steps of several tokens verified its drafts, of which all but one
     # token were accepted
     drafts: DraftCounts = DraftCounts()
+    tier: TierStats | None = None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         if self.is_draining:
@@ -131,6 +133,7 @@ class FakeEngine:
             is_alive=self.is_alive,
             last_turn_age_s=self.last_turn_age_s,
             pools=self.pools,
+            tier=self.tier,
             outage_s=self.outage_s,
         )
 

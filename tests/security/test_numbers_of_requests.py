@@ -70,7 +70,6 @@ def test_odd_numbers_in_any_field(server: RealServer, field: str) -> None:
         else:
             error = refused(response, 400)
             assert field in error["message"] or field in str(error["param"]), f"{value!r}: {error}"
-    for route in FIELDS[field]:
         null = server.post(route, **{field: None})
         assert null.status_code in (200, 400), null.text
 

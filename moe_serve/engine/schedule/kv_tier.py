@@ -10,8 +10,8 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 
 
 class KVTier:
-    """Keeps nothing: stands for the tier where there is none, and is the base of the others. Used
-    on the engine's thread only, but for `stats`."""
+    """The tier of an engine that keeps pages in its cache only, and the base class of the others.
+    It is used on the engine's thread; only `stats` may be called from any thread."""
 
     @property
     def has_work(self) -> bool:

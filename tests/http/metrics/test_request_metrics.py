@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from moe_serve.cache.tiers.store import TierStats
 from moe_serve.config.sections import SpeculationConfig
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
@@ -151,7 +152,8 @@ def test_a_client_that_hangs_up_is_counted(make_app: Callable[..., FastAPI], eng
     assert samples(text)["moe_serve:request_success_total{finished_reason=abort}"] == 1.0
 
 
-def test_the_alias(make_app: Callable[..., FastAPI]) -> None:
+def test_the_alias(make_app: Callable[..., FastAPI], engine: Any) -> None:
+    engine.tier = TierStats(name="disk", where="folder")
     facts = DashboardFacts(speculation=SpeculationConfig(method="auto"))
     client = TestClient(make_app(facts, metrics_alias="vllm"))
     client.post("/v1/completions", json={"prompt": "hi"})
@@ -162,8 +164,7 @@ def test_the_alias(make_app: Callable[..., FastAPI]) -> None:
     alias = {name: value for name, value in found.items() if name.startswith("vllm:")}
     families = [family.name for family in text_string_to_metric_families(text)]
     copied = {name.removeprefix("vllm:") for name in families if name.startswith("vllm:")}
-    has_tier = tuple(row.name for row in METRICS if row.name.startswith("external_"))
-    assert copied == {row.name for row in METRICS if row.is_vllm} - {*has_tier}
+    assert copied == {row.name for row in METRICS if row.is_vllm}
     for name, value in alias.items():
         labels = name.partition("{")[2][:-1].split(",")
         assert "engine=0" in labels, name
