@@ -88,7 +88,7 @@ def test_survivals_fall_and_sum_to_what_is_expected(
 def test_a_sequence_in_vain_pauses_and_tries_again_ever_later() -> None:
     patience, tried, retried = Patience(), list[int](), list[int]()
     for step in range(2000):
-        if patience.rests(2):
+        if not patience.awake([2]):
             continue
         tried.append(step)
         retried += [step] * len(patience.retries([2], 1))
@@ -97,20 +97,20 @@ def test_a_sequence_in_vain_pauses_and_tries_again_ever_later() -> None:
     assert len(tried) < 2000 / 25, "hopeless drafts are made in one of 32 steps"
     assert gaps == sorted(gaps) and 256 <= gaps[-1] < 300, gaps
     patience.gains([2])
-    asked = [not patience.rests(2) for _ in range(10)]
+    asked = [bool(patience.awake([2])) for _ in range(10)]
     assert all(asked[1:]), "a gain was expected, so it is asked in each step again"
 
 
 def test_a_sequence_without_drafts_pauses_briefly() -> None:
     patience, rests = Patience(), 0
     for _ in range(100):
-        if patience.rests(1):
+        if not patience.awake([1]):
             rests += 1
         else:
             patience.in_vain(1, None)
     assert 50 < rests <= 75
     patience.accepted(1)
-    assert not patience.rests(1)
+    assert patience.awake([1])
 
 
 def test_one_slow_step_does_not_end_long_drafts() -> None:
