@@ -308,8 +308,7 @@ class Engine:
         self._num_generated_tokens += len(run)
         reason = self.stop_rule.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
         experts = experts_of(sequence, made, len(run))
-        is_drafted = sequence.id in self.drafts.running
-        drafted = self.drafts.result(sequence, len(run)) if is_drafted else None
+        drafted = self.drafts.result(sequence, len(run)) if self.drafts.running else None
         return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)
 
     def _end(self, sequences: list[Sequence]) -> None:

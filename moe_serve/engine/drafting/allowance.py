@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_SHARE = 0.008  # of the time of steps, which each account earns
-_SAVED_SHARE = 0.5  # of the time that accepted tokens saved, which pays for more lookups
+_ROW_SHARE, _LOOKUP_SHARE = 0.005, 0.008  # of the time of steps, which the accounts earn
+_SAVED_SHARE = 0.25  # of the time that accepted tokens saved, which pays for more lookups
 _ROW_STEPS, _LOOKUP_STEPS = 4.0, 8.0  # steps whose time the accounts hold at most
 _FIRST_LOOKUP_STEPS = 1.0  # and at first
 _LOOKUP_S = 20e-6  # the time of a lookup before any was measured
@@ -57,17 +57,18 @@ class Allowance:
         return max(0, int(self._lookups.left_s / self._lookup_s))
 
     def pay_lookups(self, num: int, seconds: float) -> None:
-        """Pay for lookups that took so many seconds."""
+        """Pay for lookups that took so many seconds. What is far beyond the average was no lookup:
+        the process had to wait for its turn."""
+        seconds = min(seconds, max(1, num) * _MOST_SLOWER * self._lookup_s)
         self._lookups.left_s -= seconds
         if num:
-            each = min(seconds / num, _MOST_SLOWER * self._lookup_s)
-            self._lookup_s += _WEIGHT * (each - self._lookup_s)
+            self._lookup_s += _WEIGHT * (seconds / num - self._lookup_s)
 
     def earn(self, seconds: float) -> None:
         """Earn from a step that read a prompt."""
         if self._step_s is not None:
-            self._rows.add(_SHARE * seconds, self._step_s)
-            self._lookups.add(_SHARE * seconds, self._step_s)
+            self._rows.add(_ROW_SHARE * seconds, self._step_s)
+            self._lookups.add(_LOOKUP_SHARE * seconds, self._step_s)
 
     def settle(self, num_steps: int, step_s: float, saved_s: float, lost_s: float) -> None:
         """Earn from decode steps, and pay for their drafts. `step_s` is the time of a step without
@@ -76,6 +77,6 @@ class Allowance:
             self._rows.left_s = _ROW_STEPS * step_s
             self._lookups.left_s += _FIRST_LOOKUP_STEPS * step_s
         self._step_s = step_s
-        earned_s = _SHARE * num_steps * step_s
-        self._rows.add(earned_s + saved_s - lost_s, step_s)
-        self._lookups.add(earned_s + _SAVED_SHARE * saved_s, step_s)
+        time_s = num_steps * step_s
+        self._rows.add(_ROW_SHARE * time_s + saved_s - lost_s, step_s)
+        self._lookups.add(_LOOKUP_SHARE * time_s + _SAVED_SHARE * saved_s, step_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from time import thread_time
+from time import perf_counter
 
 from moe_serve.engine.drafting.acceptance import Acceptance
 from moe_serve.engine.drafting.allowance import Allowance
@@ -68,7 +68,7 @@ class Drafting:
             length = min(self._max_tokens, most // len(drafts))
             return {key: draft.cut(length) for key, draft in drafts.items() if length}
         survivals = self._survivals = self._survivals_of(drafts)
-        clock, patience = thread_time(), self._patience
+        clock, patience = perf_counter(), self._patience
         lengths = choose_lengths(survivals, len(schedule), most, self._times.seconds)
         rest, num_left = drafts.keys() - lengths.keys(), most - sum(lengths.values())
         patience.gains(lengths)
@@ -77,7 +77,7 @@ class Drafting:
                 lengths[key] = 1
         self._note_vain(schedule, {key: sum(survivals[key]) for key in rest})
         chosen = {key: drafts[key].cut(length) for key, length in lengths.items()}
-        self._counter.note_seconds(thread_time() - clock)
+        self._counter.note_seconds(perf_counter() - clock)
         return chosen
 
     def expects(self, schedule: Schedule) -> bool:
@@ -151,10 +151,10 @@ class Drafting:
         drafts, num_lookups, asking = dict[int, Draft](), 0, self._asking(schedule)
         if not (asking or self._proposed or (self._past is not None and self._past.has_work)):
             return drafts
-        begun_at = thread_time()
+        begun_at = perf_counter()
         if self._past is not None:
             self._past.work()
-        clock = thread_time()
+        clock = perf_counter()
         for key in asking:
             sequence, count = schedule[key]
             if _may_draft(sequence, count):
@@ -169,7 +169,7 @@ class Drafting:
                 draft = self._propose(schedule[key][0], looks=False)
                 if draft is not None:
                     drafts[key] = draft
-        now = thread_time()
+        now = perf_counter()
         self._allowance.pay_lookups(num_lookups, now - clock)
         self._counter.note_seconds(now - begun_at)
         return drafts
