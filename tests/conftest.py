@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.forks import popen
 from tests.support.sampled_cases import EVERY_CASE, drop_unsampled
 
 # Before torch is first imported: the suite must run the same on two cores and on two hundred.
@@ -29,6 +30,9 @@ settings.register_profile(
     "same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
+
+
+popen.use(popen.Template())
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m: of the cases that they leave
