@@ -17,13 +17,15 @@ _LENGTH_BYTES = 4
 _MAX_FDS = 64
 # Variables that no import reads; a copy must have the template's values of all others.
 _MAY_DIFFER = (
-    "MOE_SERVE_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "RUST_", "TOKENIZERS_PARALLELISM",
+    "MOE_SERVE_", "ONEDNN_MAX_CPU_ISA", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "RUST_",
+    "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
-WORKERS = (  # modules that run as main programs; `moe_serve` is one, too
+WORKERS = (
     "moe_serve.cluster.ranks.rank_worker",
     "moe_serve.cluster.ranks.attention_shard",
     "moe_serve.planning.exchange_timing",
 )
+_PROGRAMS = ("moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ def program_of(argv: Sequence[str]) -> Program | None:
     safe = rest[:1] == ["-P"]
     if safe:
         rest.pop(0)
-    if len(rest) < 2 or rest[0] != "-m" or rest[1] not in ("moe_serve", *WORKERS):
+    if len(rest) < 2 or rest[0] != "-m" or rest[1] not in _PROGRAMS:
         return None
     return Program(rest[1], tuple(rest[2:]), safe)
 

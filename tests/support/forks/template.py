@@ -27,6 +27,7 @@ from tests.support.forks.order import WORKERS, Order, Program, close_all, progra
 ROOT = Path(__file__).resolve().parents[3]
 _BASE_PATH = tuple(sys.path[1:])  # the first entry is the checkout
 _HIGH = popen.MAX_DESCRIPTOR + 2
+_AT_START = frozenset(os.environ)
 _PATIENCE_S = 5.0
 _IMPORTED = (
     "moe_serve.cli.main", "moe_serve.cli.serve.service", "moe_serve.cluster.steps.cluster_engine",
@@ -90,8 +91,9 @@ def _become(order: Order, descriptors: list[int], connection: socket.socket) -> 
 def _set_up(order: Order, program: Program) -> None:
     """Gives this process the state that the interpreter has at the start of the program."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    set_by_imports = {name: os.environ[name] for name in os.environ if name not in _AT_START}
     os.environ.clear()
-    os.environ.update(order.environment)
+    os.environ.update(set_by_imports | order.environment)
     unbuffered = bool(order.environment.get("PYTHONUNBUFFERED"))
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)))
     sys.stdout = _writer(1, unbuffered, is_error=False)
