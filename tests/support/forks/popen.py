@@ -27,7 +27,7 @@ class Template:
     def __init__(self, connection: socket.socket | None = None) -> None:
         self._connection = connection
         self._process: subprocess.Popen[bytes] | None = None  # unless it was there before
-        self._surroundings = dict(os.environ)
+        self._surroundings = None if connection is None else dict(os.environ)
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -37,13 +37,14 @@ class Template:
             os.getpid() == self._owner
             and program_of(order.argv) is not None
             and max(order.fds) <= MAX_DESCRIPTOR
-            and is_same_surroundings(order.environment, self._surroundings)
+            and is_same_surroundings(order.environment, self._surroundings or os.environ)
         )
 
     def fork(self, order: Order, descriptors: list[int]) -> int | None:
         """Returns the pid of a copy, which is a child of this process, or None if it failed."""
         with self._lock:
             if self._connection is None:
+                self._surroundings = dict(os.environ)
                 self._process, self._connection = _start_template()
                 atexit.register(self._end)
             self._adopt_orphans(True)
