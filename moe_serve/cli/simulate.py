@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -184,25 +181,11 @@ def simulate(options: SimulateOptions) -> None:
         workload=workload,
         slo=None if out.slo is None else Slo.parse(out.slo),
     )
-    with _without_collections():
-        report = run_simulation(run)
+    report = run_simulation(run)
     print_report(wide_console(), report)
     if out.json is not None:
         report.write(out.json, has_records=out.save_requests)
         typer.echo(f"report: {out.json}")
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause the collector of cycles. A simulation makes none, and looking for them takes a fifth of
-    its time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _costed(cluster: SimulatedCluster, layout: Layout) -> CostedModel:
