@@ -86,12 +86,10 @@ def demand_of(
             output=float(outputs[is_in].mean()),
         )
 
-    edges = np.unique(np.quantile(prompts, np.linspace(0, 1, MAX_BUCKETS + 1)).astype(int))
-    edges[0] = 0
+    steps = np.linspace(0, 1, MAX_BUCKETS + 1)[1:]
+    edges = [0, *np.unique(np.quantile(prompts, steps, method="inverted_cdf")).tolist()]
     buckets = [
-        bucket((low < prompts) & (prompts <= high), int(high))
-        for low, high in pairwise(edges.tolist())
-        if ((low < prompts) & (prompts <= high)).any()
+        bucket((low < prompts) & (prompts <= high), int(high)) for low, high in pairwise(edges)
     ]
     return Demand(
         slots=tuple(slots),
@@ -99,7 +97,7 @@ def demand_of(
         slo=slo,
         attainment=attainment,
         whole=bucket(np.ones(len(slots), dtype=bool), int(prompts.max())),
-        buckets=tuple(buckets) or (bucket(prompts > 0, int(prompts.max())),),
+        buckets=tuple(buckets),
     )
 
 

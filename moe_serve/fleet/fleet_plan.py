@@ -14,13 +14,14 @@ from moe_serve.fleet.cells import CellKind, CellStyle, cells_of, pages_of, step_
 from moe_serve.fleet.certify import Certified, certify
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.offer import Offer
-from moe_serve.fleet.packing import LOAD, Fleet, equal_cells, fleet_of, pack
+from moe_serve.fleet.packing import Fleet, equal_cells, fleet_of, pack
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.simulate.layout import Layout
 from moe_serve.simulate.simulation import MEMORY_SHARE
 
 _KINDS_PACKED = 4  # of each style and type of device
-_MOST_TRIALS = 6  # simulations of fleets that were enlarged as they missed the limits
+_MOST_TRIALS = 6  # simulations of fleets with another number of cells
+_MOST_LOAD = 1.3  # of a fleet that is tried: the formulas are that far off for some layouts
 _DEFAULT_BATCH = 64
 
 Progress = Callable[[str], None]
@@ -186,40 +187,37 @@ def _frontier(fleets: Sequence[Fleet]) -> Iterator[Fleet]:
             yield fleet
 
 
-def _adjusted(done: Sequence[Certified], demand: Demand, progress: Progress) -> Iterator[Certified]:
-    """Simulate larger fleets where cheap ones missed the limits, and one smaller than the best.
+def _adjusted(done: Sequence[Certified], demand: Demand, progress: Progress) -> list[Certified]:
+    """Simulate larger fleets where cheap ones missed the limits, and smaller ones than those that
+    keep them, as long as one may become the cheapest.
 
     The formulas know the mean step, and not bursts. Fleets that moe-serve serves are compared with
     each other, as they may lose against other servers' layouts.
     """
     known, tried = list(done), {each.fleet.name for each in done}
     for _ in range(_MOST_TRIALS):
-        larger = [
+        others = [
             fleet
             for each in known
-            if not each.meets
-            and (fleet := _resized(each.fleet, demand, _growth(each))) is not None
+            if (fleet := _resized(each.fleet, demand, _change(each))) is not None
             and fleet.name not in tried
             and fleet.price < _cheapest(known, each.fleet.is_served)
         ]
-        if not larger:
+        if not others:
             break
-        fleet = min(larger, key=lambda f: f.price)
+        fleet = min(others, key=lambda f: f.price)
         tried.add(fleet.name)
         progress(f"simulating {fleet.name}")
         known.append(certify(fleet, demand))
-        yield known[-1]
-    meeting = [each for each in known if each.meets]
-    for best in sorted(meeting, key=lambda x: x.fleet.price)[:1]:
-        smaller = _resized(best.fleet, demand, -1 / 8)
-        if smaller is not None and smaller.name not in tried:
-            progress(f"simulating {smaller.name}")
-            yield certify(smaller, demand)
+    return known[len(done) :]
 
 
-def _growth(missed: Certified) -> float:
-    """Return by how much to enlarge a fleet, from the share that met the limits."""
-    return 0.5 if missed.attainment < 0.6 else 0.2
+def _change(each: Certified) -> float:
+    """Return by how much to enlarge a fleet, from the share that met the limits; below 0: shrink
+    it."""
+    if each.meets:
+        return -0.2
+    return 0.5 if each.attainment < 0.6 else 0.2
 
 
 def _cheapest(known: Iterable[Certified], is_served: bool) -> float:
@@ -244,7 +242,7 @@ def _resized(fleet: Fleet, demand: Demand, share: float) -> Fleet | None:
         return None
     capacity = sum(g.num_cells * g.kind.capacity for g in fleet.groups)
     capacity += (num_cells - group.num_cells) * group.kind.capacity
-    if share < 0 and demand.whole.rate > capacity * (1 + LOAD) / 2:
+    if share < 0 and demand.whole.rate > _MOST_LOAD * capacity:
         return None
     groups = [*fleet.groups]
     groups[index] = replace(group, num_cells=num_cells)

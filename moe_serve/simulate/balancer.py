@@ -10,7 +10,7 @@ from typing import Protocol
 class Balancer(Protocol):
     """Knows of a request only its prompt's length, and of cells only their requests in progress."""
 
-    def choose(self, num_prompt: int, num_in_cell: Sequence[int]) -> int:
+    def cell_of(self, num_prompt: int, num_in_cell: Sequence[int]) -> int:
         """Return the number of the cell that gets a request."""
         ...
 
@@ -18,7 +18,7 @@ class Balancer(Protocol):
 class FewestRequests:
     """Implements Balancer: the cell with the fewest requests in progress."""
 
-    def choose(self, num_prompt: int, num_in_cell: Sequence[int]) -> int:
+    def cell_of(self, num_prompt: int, num_in_cell: Sequence[int]) -> int:
         return num_in_cell.index(min(num_in_cell))
 
 
@@ -40,8 +40,8 @@ class ByPromptLength:
         starts = [sum(num_cells[:group]) for group in range(len(num_cells))]
         self._cells = [range(a, a + n) for a, n in zip(starts, num_cells, strict=True)]
 
-    def choose(self, num_prompt: int, num_in_cell: Sequence[int]) -> int:
-        """See `Balancer.choose`. The group that is furthest behind its share is next."""
+    def cell_of(self, num_prompt: int, num_in_cell: Sequence[int]) -> int:
+        """See `Balancer.cell_of`. The group that is furthest behind its share is next."""
         bucket = min(bisect_left(self._most, num_prompt), len(self._most) - 1)
         given, shares = self._given[bucket], self._shares[bucket]
         for group, share in enumerate(shares):

@@ -103,7 +103,7 @@ class World:
 
     def _arrive(self, at_s: float, job: Job) -> None:
         prompt = tuple(job.make_prompt())
-        index = self._balancer.choose(len(prompt), self._num_in_cell)
+        index = self._balancer.cell_of(len(prompt), self._num_in_cell)
         request_id = str(job.index)
         request = GenerationRequest(
             request_id=request_id,
