@@ -46,6 +46,7 @@ class Scripted:
         """Nothing is kept."""
 
 
+@pytest.mark.timeout(900)
 @settings(max_examples=700 if EVERY_CASE else 40)  # 700: more than 10 000 steps
 @given(
     st.lists(st.tuples(prompts, st.integers(1, 60)), min_size=1, max_size=6),
@@ -62,9 +63,7 @@ def test_any_tokens_may_be_drafted(
     is_adaptive: bool,
 ) -> None:
     """Also tokens that the model does not have, with few pages, and with aborts between steps."""
-    requests = [
-        request(f"r{i}", prompt, max_tokens=most) for i, (prompt, most) in enumerate(asked)
-    ]
+    requests = [request(f"r{i}", prompt, max_tokens=most) for i, (prompt, most) in enumerate(asked)]
     expected = run(make_engine(FakeRunner()), requests)
     engine = make_engine(FakeRunner(), num_pages)
     give_drafts(engine, Scripted(proposed), most=16, is_adaptive=is_adaptive)
@@ -112,6 +111,7 @@ class CertainRunner(FakeRunner):
         return self._logits_V.expand(sum(s.num_logits for s in plan.slices), -1).clone()
 
 
+@pytest.mark.timeout(900)
 def test_the_distribution_is_that_without_drafts() -> None:
     """A chi-square test of 16 800 tokens (201 600 if every case runs), of which many were drafted
     and refused. The tokens of a seed are equal, too."""
@@ -124,9 +124,7 @@ def test_the_distribution_is_that_without_drafts() -> None:
         return engine_of(LocalExecutor(CertainRunner(logits_V), Sampler(frozenset([EOS]))))
 
     for seed in range(1440 if EVERY_CASE else 120):
-        asked = [
-            request("a", [1, 2], max_tokens=140, temperature=1.0, seed=seed, ignore_eos=True)
-        ]
+        asked = [request("a", [1, 2], max_tokens=140, temperature=1.0, seed=seed, ignore_eos=True)]
         drafting = engine()
         give_drafts(drafting, Scripted([[1, 1, 2], [2, 1], [5], [1] * 9], [False]), most=9)
         tokens = run(drafting, asked)["a"].token_ids
