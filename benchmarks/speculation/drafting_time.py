@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 
 from moe_serve.config.sections import SpeculationConfig
-from moe_serve.engine.drafting.drafting_maker import drafting_maker
 from moe_serve.engine.drafting.drafting import Drafting
+from moe_serve.engine.drafting.drafting_maker import drafting_maker
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence, StopRule
