@@ -10,13 +10,14 @@ from torch import Tensor
 
 from moe_kernels.gpu.heads.heuristics import head_config
 from moe_kernels.gpu.heads.kernel import shape_heads, shape_latents
+from moe_kernels.gpu.heads.kv_rows import rotated, store_quantised
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
-    KVPages,
     LatentShape,
     QKNormWeights,
     RotaryTable,
 )
+from moe_kernels.interface.kv_form import KVPages
 
 NO_NORM, NORM_BY_HEAD, NORM_BY_ROW, NORM_AFTER_ROTATION = range(4)  # as in kernel.py
 
@@ -55,6 +56,13 @@ def shape_qkv(
     q_THD = torch.empty(num_tokens, shape.num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     if not num_tokens:
         return q_THD
+    keys, values, rows = pages.keys, pages.values, kv_rows
+    is_quantised = pages.form.bits is not None
+    if is_quantised:  # in fp32 first, then into the pages
+        rows = torch.arange(kv_rows.numel(), device=qkv.device)
+        keys = torch.empty(len(rows), dim, dtype=torch.float32, device=qkv.device)
+        values = torch.empty(len(rows), value_dim, dtype=torch.float32, device=qkv.device)
+        q_THD = q_THD.float() if pages.form.is_rotated else q_THD
     config = head_config(shape.num_heads, dim, value_dim)
     kv_blocks = -(-shape.num_kv_heads // config.block_heads)
     grid = (num_tokens, -(-shape.num_heads // config.block_heads) + 2 * kv_blocks)
@@ -66,10 +74,10 @@ def shape_qkv(
         rotary.signed_sin,
         rotary.query_scale,
         positions,
-        kv_rows,
+        rows,
         q_THD,
-        pages.keys,
-        pages.values,
+        keys,
+        values,
         qkv.stride(0),
         shape.norm_eps,
         0.0 if shape.clip is None else float(shape.clip),
@@ -87,7 +95,10 @@ def shape_qkv(
         num_warps=config.num_warps,
         enable_fp_fusion=False,  # as torch: products are rounded before they are added
     )
-    return q_THD
+    if not is_quantised:
+        return q_THD
+    store_quantised(pages, keys, values, kv_rows)
+    return rotated(q_THD, pages.form, qkv.dtype)
 
 
 def shape_latent(
@@ -98,12 +109,12 @@ def shape_latent(
     rotary: RotaryTable,
     positions: Tensor,
     kv_rows: Tensor,
-    keys: Tensor,
+    pages: KVPages,
     shape: LatentShape,
 ) -> Tensor:
     """Norm the latents, rotate the shared key, write both -> queries [T, H, C] = latent | rotated.
 
-    `latent_TC`: C = L + R. `kv_rows` [T]: rows of `keys` seen as [.., C]; a negative one is not
+    `latent_TC`: C = L + R. `kv_rows` [T]: rows of keys seen as [.., C]; a negative one is not
     written. The queries' two parts may have any steps between tokens and heads.
     """
     num_tokens, num_heads, rope_dim = q_rope_THR.shape
@@ -111,25 +122,31 @@ def shape_latent(
     assert (num_heads, rope_dim) == (shape.num_heads, shape.rope_dim), f"{q_rope_THR.shape}"
     assert q_latent_THL.shape == (num_tokens, num_heads, latent_dim), f"{q_latent_THL.shape}"
     assert latent_TC.shape == (num_tokens, width), f"latents are {latent_TC.shape}"
+    keys, rows = pages.keys, kv_rows
     assert keys.is_contiguous() and keys.shape[-1] == width, f"keys are {keys.shape}"
     _check_positions(num_tokens, rotary, positions)
     assert rotary.cos.shape[1] == rope_dim, f"{rotary.cos.shape[1]} values of {rope_dim} rotate"
     assert kv_rows.numel() == num_tokens, f"{kv_rows.numel()} kv rows of {num_tokens} tokens"
-    for name, rows in (("q_latent", q_latent_THL), ("q_rope", q_rope_THR), ("latent", latent_TC)):
-        assert rows.stride(-1) == 1, f"a row of {name} has stride {rows.stride(-1)}"
+    for name, x in (("q_latent", q_latent_THL), ("q_rope", q_rope_THR), ("latent", latent_TC)):
+        assert x.stride(-1) == 1, f"a row of {name} has stride {x.stride(-1)}"
     q_THC = q_rope_THR.new_empty(num_tokens, num_heads, width)
     if not num_tokens:
         return q_THC
+    if pages.form.bits is not None:  # in fp32 first, then into the pages
+        rows = torch.arange(num_tokens, device=latent_TC.device)
+        keys = torch.empty(num_tokens, width, dtype=torch.float32, device=latent_TC.device)
     config = head_config(num_heads, rope_dim, rope_dim)
     shape_latents[(num_tokens, 1 + -(-num_heads // config.block_heads))](
         q_latent_THL, q_rope_THR, latent_TC, norm_weight_L, rotary.cos, rotary.signed_sin,
-        positions, kv_rows, q_THC, keys, *q_latent_THL.stride()[:2], *q_rope_THR.stride()[:2],
+        positions, rows, q_THC, keys, *q_latent_THL.stride()[:2], *q_rope_THR.stride()[:2],
         latent_TC.stride(0), shape.norm_eps,
         NUM_HEADS=num_heads, LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
         BLOCK_H=config.block_heads, BLOCK_R=config.block_dim,
         BLOCK_L=1 << (latent_dim - 1).bit_length(),
         num_warps=config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
+    if pages.form.bits is not None:
+        store_quantised(pages, keys, None, kv_rows)
     return q_THC
 
 

@@ -63,7 +63,11 @@ def _case(
     tables = {"tiles_ptr": "*i32", "tables_ptr": "*i32"}
     inputs = {"q_ptr": page, "keys_ptr": page, "values_ptr": page}
     partial = {"partial_ptr": "*fp32", "stats_ptr": "*fp32"}
-    attending = attending_constants(shape, config, tile, _PAGE_SIZE, shape.head_dim == 576)
+    attending = {
+        **attending_constants(shape, config, tile, _PAGE_SIZE),
+        **{"IS_LATENT": shape.head_dim == 576, "SPLIT": shape.head_dim, "BITS": 0, "SCALES": 1},
+        **{"key_scales_ptr": None, "value_scales_ptr": None},
+    }
     sinks = {"sinks_ptr": "*fp32"} if shape.has_sinks else {}
     no_sinks = {} if shape.has_sinks else {"sinks_ptr": None}
     strides = dict.fromkeys(("table_stride", *_STRIDES), "i32")

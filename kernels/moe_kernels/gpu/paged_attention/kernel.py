@@ -57,16 +57,50 @@ def _join_values(o, o_split, old, new):
 
 
 @triton.jit
+def _scales_of(scales_ptr, kv_head, STEP: tl.constexpr, BITS: tl.constexpr):
+    """The scales of one key/value head; those of floats are None."""
+    if BITS == 0:
+        return 0
+    return scales_ptr + kv_head * STEP
+
+
+@triton.jit
+def _load_rows(
+    rows_N, at, is_there, scales_ptr, scale_row_N, is_key_N1, DTYPE: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Values `at` of rows of WIDTH values, in DTYPE. In 8 bits values from SPLIT on have the second
+    scale; in 4 bits the second is the zero (moe_kernels/reference/kv_rows.py)."""
+    if BITS == 0:
+        return tl.load(rows_N[:, None] + at, mask=is_there, other=0.0)
+    scale_ptr = scales_ptr + scale_row_N[:, None] * SCALES
+    first_N1 = tl.load(scale_ptr, mask=is_key_N1, other=0.0).to(tl.float32)
+    second_N1 = first_N1
+    if SCALES == 2:
+        second_N1 = tl.load(scale_ptr + 1, mask=is_key_N1, other=0.0).to(tl.float32)
+    if BITS == 8:
+        numbers = tl.load(rows_N[:, None] + at, mask=is_there, other=0).to(tl.float32)
+        return (numbers * tl.where(at[None, :] < SPLIT, first_N1, second_N1)).to(DTYPE)
+    HALF: tl.constexpr = WIDTH // 2
+    byte = tl.load(rows_N[:, None] + at % HALF, mask=is_there, other=0).to(tl.int32)
+    number = tl.where(at[None, :] < HALF, byte & 15, byte >> 4).to(tl.float32)
+    return tl.where(is_there, (number - 8.0) * first_N1 + second_N1, 0.0).to(DTYPE)
+
+
+@triton.jit
 def _attend_split(
-    q_MD, q_MR, position_M, first_M, begin, end, keys_ptr, values_ptr, table_ptr,
-    key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale_log2,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    IS_LATENT: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    q_MD, q_MR, position_M, first_M, begin, end, keys_ptr, values_ptr, key_scales_ptr,
+    value_scales_ptr, table_ptr, key_page_stride, key_token_stride, value_page_stride,
+    value_token_stride, scale_log2, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_LATENT: tl.constexpr,
+    SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Keys [begin, end) of one split, from an empty state -> m [M], z [M], o [M, V], not divided.
 
-    `begin` is a multiple of BLOCK_N. `position_M` and `first_M` bound what each row sees.
+    `begin` is a multiple of BLOCK_N. `position_M` and `first_M` bound what each row sees. Pages and
+    scales are those of one key/value head.
     """
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     z = tl.zeros((BLOCK_M,), tl.float32)
@@ -78,14 +112,19 @@ def _attend_split(
         slot_N = key_N % PAGE
         is_key_N = (key_N < end)[:, None]
         key_rows = keys_ptr + page_N * key_page_stride + slot_N * key_token_stride
-        if BLOCK_D > HEAD_DIM:
-            k_ND = tl.load(key_rows[:, None] + at_D, mask=is_key_N & (at_D < HEAD_DIM), other=0.0)
-        else:
-            k_ND = tl.load(key_rows[:, None] + at_D, mask=is_key_N, other=0.0)
+        scale_row = page_N * (NUM_KV_HEADS * PAGE) + slot_N
+        is_head = is_key_N & (at_D < HEAD_DIM)[None, :] if BLOCK_D > HEAD_DIM else is_key_N
+        k_ND = _load_rows(
+            key_rows, at_D, is_head, key_scales_ptr, scale_row, is_key_N,
+            q_MD.dtype, HEAD_DIM, SPLIT, BITS, SCALES,
+        )  # fmt: skip
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         if BLOCK_D < HEAD_DIM:
             is_rest = is_key_N & (BLOCK_D + at_R < HEAD_DIM)
-            k_NR = tl.load(key_rows[:, None] + BLOCK_D + at_R, mask=is_rest, other=0.0)
+            k_NR = _load_rows(
+                key_rows, BLOCK_D + at_R, is_rest, key_scales_ptr, scale_row, is_key_N,
+                q_MD.dtype, HEAD_DIM, SPLIT, BITS, SCALES,
+            )  # fmt: skip
             s_MN = tl.dot(q_MR, tl.trans(k_NR), s_MN, input_precision="ieee")
         is_visible = key_N[None, :] <= position_M[:, None]
         if WINDOW > 0 or CHUNK > 0:
@@ -102,7 +141,10 @@ def _attend_split(
         else:
             value_rows = values_ptr + page_N * value_page_stride + slot_N * value_token_stride
             is_value = is_key_N & (at_V < VALUE_DIM)[None, :]
-            v_NV = tl.load(value_rows[:, None] + at_V, mask=is_value, other=0.0)
+            v_NV = _load_rows(
+                value_rows, at_V, is_value, value_scales_ptr, scale_row, is_key_N,
+                q_MD.dtype, VALUE_DIM, VALUE_DIM, BITS, SCALES,
+            )  # fmt: skip
             o = tl.dot(p_MN.to(v_NV.dtype), v_NV, o, input_precision="ieee")
         m = m_next
     return m, z, o
@@ -175,12 +217,14 @@ def _store_rows(
     do_not_specialize_on_alignment=["tiles_ptr", "items_ptr"],
 )
 def attend_items(
-    q_ptr, keys_ptr, values_ptr, tiles_ptr, items_ptr, tables_ptr, partial_ptr, stats_ptr,
-    partial_rows, table_stride, q_token_stride, q_head_stride, key_page_stride, key_head_stride,
-    key_token_stride, value_page_stride, value_head_stride, value_token_stride, scale_log2,
+    q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tiles_ptr, items_ptr, tables_ptr,
+    partial_ptr, stats_ptr, partial_rows, table_stride, q_token_stride, q_head_stride,
+    key_page_stride, key_head_stride, key_token_stride,
+    value_page_stride, value_head_stride, value_token_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_LATENT: tl.constexpr,
-    PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, PAGE: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +251,7 @@ def attend_items(
     )
     q_MD, q_MR = _load_q(
         q_ptr, token_M, head_M, q_token_stride, q_head_stride,
-        keys_ptr.dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
+        (q_ptr if BITS > 0 else keys_ptr).dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
     )  # fmt: skip
     position_M = first_position + at_M
     lowest = _first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
@@ -216,9 +260,12 @@ def attend_items(
         tl.maximum(split * SPLIT_TOKENS, lowest),
         tl.minimum((split + 1) * SPLIT_TOKENS, first_position + num_tokens),
         keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
+        _scales_of(key_scales_ptr, kv_head, PAGE * SCALES, BITS),
+        _scales_of(value_scales_ptr, kv_head, PAGE * SCALES, BITS),
         tables_ptr + sequence * table_stride,
         key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale_log2,
-        HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, PAGE,
+        NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT, BITS, SCALES,
+        PAGE,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R, BLOCK_V,
     )  # fmt: skip
     row_M = program.to(tl.int64) * partial_rows + tl.arange(0, BLOCK_M)
@@ -280,12 +327,14 @@ def join_items(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def attend_tiles(
-    q_ptr, keys_ptr, values_ptr, tiles_ptr, tables_ptr, sinks_ptr, out_ptr, num_tiles,
-    table_stride, q_token_stride, q_head_stride, key_page_stride, key_head_stride,
-    key_token_stride, value_page_stride, value_head_stride, value_token_stride, out_token_stride,
-    out_head_stride, scale_log2, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tiles_ptr, tables_ptr, sinks_ptr,
+    out_ptr, num_tiles, table_stride, q_token_stride, q_head_stride,
+    key_page_stride, key_head_stride, key_token_stride,
+    value_page_stride, value_head_stride, value_token_stride, out_token_stride, out_head_stride,
+    scale_log2, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    IS_LATENT: tl.constexpr, PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+    IS_LATENT: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -308,7 +357,7 @@ def attend_tiles(
     )
     q_MD, q_MR = _load_q(
         q_ptr, token_M, head_M, q_token_stride, q_head_stride,
-        keys_ptr.dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
+        (q_ptr if BITS > 0 else keys_ptr).dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
     )  # fmt: skip
     position_M = first_position + at_M
     first_M = _first_visible(position_M, WINDOW, CHUNK)
@@ -323,9 +372,12 @@ def attend_tiles(
             tl.maximum(split * SPLIT_TOKENS, lowest),
             tl.minimum((split + 1) * SPLIT_TOKENS, length),
             keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
+            _scales_of(key_scales_ptr, kv_head, PAGE * SCALES, BITS),
+            _scales_of(value_scales_ptr, kv_head, PAGE * SCALES, BITS),
             tables_ptr + sequence * table_stride,
             key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale_log2,
-            HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, PAGE,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT, BITS, SCALES,
+            PAGE,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R, BLOCK_V,
         )  # fmt: skip
         m, z, old, new = _join_sums(m, z, m_split, z_split)

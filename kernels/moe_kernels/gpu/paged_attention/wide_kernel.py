@@ -19,6 +19,7 @@ from moe_kernels.gpu.paged_attention.kernel import (
     _join_values,
     _load_q,
     _rows,
+    _scales_of,
     _start,
 )
 
@@ -43,12 +44,14 @@ def _join_in_scratch(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def attend_wide_tiles(
-    q_ptr, keys_ptr, values_ptr, tiles_ptr, tables_ptr, sinks_ptr, scratch_ptr, out_ptr, num_tiles,
-    table_stride, q_token_stride, q_head_stride, key_page_stride, key_head_stride,
-    key_token_stride, value_page_stride, value_head_stride, value_token_stride, out_token_stride,
-    out_head_stride, scale_log2, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tiles_ptr, tables_ptr, sinks_ptr,
+    scratch_ptr, out_ptr, num_tiles, table_stride, q_token_stride, q_head_stride,
+    key_page_stride, key_head_stride, key_token_stride,
+    value_page_stride, value_head_stride, value_token_stride, out_token_stride, out_head_stride,
+    scale_log2, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    IS_LATENT: tl.constexpr, PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+    IS_LATENT: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +75,7 @@ def attend_wide_tiles(
         token_M = tl.maximum(token_M, 0)  # of no tokens: row 0 is read, and no split
         q_MD, q_MR = _load_q(
             q_ptr, token_M, head_M, q_token_stride, q_head_stride,
-            keys_ptr.dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
+            (q_ptr if BITS > 0 else keys_ptr).dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
         )  # fmt: skip
         position_M = first_position + at_M
         first_M = _first_visible(position_M, WINDOW, CHUNK)
@@ -86,10 +89,12 @@ def attend_wide_tiles(
                 tl.maximum(split * SPLIT_TOKENS, lowest),
                 tl.minimum((split + 1) * SPLIT_TOKENS, length),
                 keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
+                _scales_of(key_scales_ptr, kv_head, PAGE * SCALES, BITS),
+                _scales_of(value_scales_ptr, kv_head, PAGE * SCALES, BITS),
                 tables_ptr + sequence * table_stride,
                 key_page_stride, key_token_stride, value_page_stride, value_token_stride,
-                scale_log2, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, PAGE,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R, BLOCK_V,
+                scale_log2, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT,
+                BITS, SCALES, PAGE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R, BLOCK_V,
             )  # fmt: skip
             m, z, old, new = _join_sums(m, z, m_split, z_split)
             is_first = (split == first_split).to(tl.int32)
