@@ -28,7 +28,7 @@ from moe_kernels.gpu.paged_attention.launch_plan import (
 )
 from moe_kernels.gpu.paged_attention.wide_kernel import attend_wide_tiles
 from moe_kernels.interface.attention_shape import AttentionShape, DecodeRoom, StepRows
-from moe_kernels.interface.kv_form import KVPages
+from moe_kernels.interface.kv_form import KVForm, KVPages
 
 LOG2_E = 1.4426950408889634
 
@@ -207,14 +207,22 @@ def is_latent(keys: Tensor, values: Tensor, config: AttentionConfig) -> bool:
 
 
 def page_constants(pages: KVPages, config: AttentionConfig) -> dict[str, Any]:
-    """Return the constants of the pages' form. A latent key's second scale begins behind its
-    values."""
-    is_one = pages.keys.data_ptr() == pages.values.data_ptr()
+    """Return the constants of the pages' form."""
+    num_scales = 1 if pages.key_scales is None else pages.key_scales.shape[-1]
     return {
         "IS_LATENT": is_latent(pages.keys, pages.values, config),
-        "SPLIT": pages.values.shape[-1] if is_one else 2 * pages.keys.shape[-1],
-        "BITS": pages.form.bits or 0,
-        "SCALES": 1 if pages.key_scales is None else pages.key_scales.shape[-1],
+        **form_constants(pages.form, pages.values.shape[-1], num_scales),
+    }
+
+
+def form_constants(form: KVForm, value_width: int, num_scales: int) -> dict[str, Any]:
+    """Return the constants of pages of a form. In 8 bits the two scales of a latent key belong to
+    its values and to the rest."""
+    has_parts = form.bits == 8 and num_scales == 2
+    return {
+        "SPLIT": value_width if has_parts else 0,
+        "BITS": form.bits or 0,
+        "SCALES": num_scales,
     }
 
 
