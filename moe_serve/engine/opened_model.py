@@ -81,6 +81,10 @@ class AttentionPart:
     kv_bytes: int
     mtp: MTPPart | None = None  # drafts, if the configuration wants it
 
+    @property
+    def kv_dtype(self) -> str:
+        return self.cache.form.name
+
 
 def kv_bytes_per_token(
     spec: ModelSpec, mtp: MTPLayer | None, itemsize: int, form: KVForm = FLOATS

@@ -23,11 +23,11 @@ from moe_kernels.interface.kv_form import SCALE_DTYPE, KVPages
 
 _NORMS = {"none": 0, "head": 1, "row": 2}
 _NORM_AFTER_ROTATION = 3
-_MAX_HEAD_DIM = 1024  # kMaxHeadDim in cpu/source/kv_rows.h
+_MAX_HEAD_DIM = 1024  # kMaxHeadDim in cpu/source/attention/kv_rows.h
 
 
 class PlanStruct(ctypes.Structure):
-    """`AttentionPlan` in cpu/attention_plan.h."""
+    """`AttentionPlan` in cpu/source/attention/attention_plan.h."""
 
     _fields_ = (
         ("sequences", Pointer),
@@ -43,7 +43,7 @@ class PlanStruct(ctypes.Structure):
 
 
 class PagesStruct(ctypes.Structure):
-    """`KVPages` in cpu/source/kv_rows.h."""
+    """`KVPages` in cpu/source/attention/kv_rows.h."""
 
     _fields_ = (
         *((name, Pointer) for name in ("keys", "values", "key_scales", "value_scales")),

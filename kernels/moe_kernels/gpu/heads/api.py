@@ -52,20 +52,36 @@ def shape_qkv(
     assert rotary.cos.shape[1] <= dim, f"{rotary.cos.shape[1]} values of {dim} are rotated"
     assert kv_rows.numel() == num_tokens * shape.num_kv_heads, f"{kv_rows.numel()} kv rows"
     assert pages.keys.is_contiguous() and pages.values.is_contiguous(), "pages are contiguous"
-    code = NO_NORM if norm is None else norm_code(shape)
-    q_THD = torch.empty(num_tokens, shape.num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    if not num_tokens:
-        return q_THD
     keys, values, rows = pages.keys, pages.values, kv_rows
-    is_quantised = pages.form.bits is not None
-    if is_quantised:  # in fp32 first, then into the pages
+    q_dtype = torch.float32 if pages.form.is_rotated else qkv.dtype
+    q_THD = torch.empty(num_tokens, shape.num_heads, dim, dtype=q_dtype, device=qkv.device)
+    if not num_tokens:
+        return q_THD.to(qkv.dtype)
+    if pages.form.bits is not None:  # in fp32 first, then into the pages
         rows = torch.arange(kv_rows.numel(), device=qkv.device)
         keys = torch.empty(len(rows), dim, dtype=torch.float32, device=qkv.device)
         values = torch.empty(len(rows), value_dim, dtype=torch.float32, device=qkv.device)
-        q_THD = q_THD.float() if pages.form.is_rotated else q_THD
+    _launch_heads(qkv, norm, rotary, (positions, rows), (q_THD, keys, values), shape)
+    if pages.form.bits is None:
+        return q_THD
+    store_quantised(pages, keys, values, kv_rows)
+    return rotated(q_THD, pages.form, qkv.dtype)
+
+
+def _launch_heads(
+    qkv: Tensor,
+    norm: QKNormWeights | None,
+    rotary: RotaryTable,
+    places: tuple[Tensor, Tensor],
+    results: tuple[Tensor, Tensor, Tensor],
+    shape: AttentionShape,
+) -> None:
+    """Launch shape_heads; `places`: positions and rows, `results`: queries, keys and values."""
+    dim, value_dim = shape.head_dim, shape.value_width
+    code = NO_NORM if norm is None else norm_code(shape)
     config = head_config(shape.num_heads, dim, value_dim)
     kv_blocks = -(-shape.num_kv_heads // config.block_heads)
-    grid = (num_tokens, -(-shape.num_heads // config.block_heads) + 2 * kv_blocks)
+    grid = (len(qkv), -(-shape.num_heads // config.block_heads) + 2 * kv_blocks)
     shape_heads[grid](
         qkv,
         None if norm is None else norm.q,
@@ -73,11 +89,8 @@ def shape_qkv(
         rotary.cos,
         rotary.signed_sin,
         rotary.query_scale,
-        positions,
-        rows,
-        q_THD,
-        keys,
-        values,
+        *places,
+        *results,
         qkv.stride(0),
         shape.norm_eps,
         0.0 if shape.clip is None else float(shape.clip),
@@ -95,10 +108,6 @@ def shape_qkv(
         num_warps=config.num_warps,
         enable_fp_fusion=False,  # as torch: products are rounded before they are added
     )
-    if not is_quantised:
-        return q_THD
-    store_quantised(pages, keys, values, kv_rows)
-    return rotated(q_THD, pages.form, qkv.dtype)
 
 
 def shape_latent(

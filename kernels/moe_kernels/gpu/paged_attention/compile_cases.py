@@ -30,6 +30,7 @@ _STRIDES = tuple(
     )
     for axis in axes
 )
+_SCALES = ("key_scales_ptr", "value_scales_ptr")
 _OUT_STRIDES = ("out_token_stride", "out_head_stride")
 
 
@@ -68,9 +69,7 @@ def _case(
     """One of the three kernels for a shape and the chips that have this configuration."""
     is_latent, page = shape.head_dim == 576, "*bf16"
     page_type = {None: page, 8: "*i8", 4: "*u8"}[form.bits]
-    scales: dict[str, str | None] = dict.fromkeys(("key_scales_ptr", "value_scales_ptr"))
-    if form.bits is not None:
-        scales = dict.fromkeys(scales, page)
+    scales = dict.fromkeys(_SCALES, None if form.bits is None else page)
     tables = {"tiles_ptr": "*i32", "tables_ptr": "*i32"}
     inputs = {"q_ptr": page, "keys_ptr": page_type, "values_ptr": page_type}
     inputs |= {name: kind for name, kind in scales.items() if kind is not None}

@@ -26,19 +26,16 @@ D and R two parts of a head's width (a power of two, and the rest), V values' wi
 import triton
 import triton.language as tl
 
+from moe_kernels.gpu.paged_attention.tile_rows import (
+    first_visible,
+    load_q,
+    load_rows,
+    rows_of,
+    scales_of,
+)
+
 TILE_FIELDS = tl.constexpr(6)  # see plan.py
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _first_visible(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first key that a query at `position` sees; 0 stands for no window or chunk."""
-    first = position * 0
-    if WINDOW > 0:
-        first = tl.maximum(first, position - (WINDOW - 1))
-    if CHUNK > 0:
-        first = tl.maximum(first, position // CHUNK * CHUNK)
-    return first
 
 
 @triton.jit
@@ -54,37 +51,6 @@ def _join_sums(m, z, m_split, z_split):
 @triton.jit
 def _join_values(o, o_split, old, new):
     return tl.fma(o, old, o_split * new)
-
-
-@triton.jit
-def _scales_of(scales_ptr, kv_head, STEP: tl.constexpr, BITS: tl.constexpr):
-    """The scales of one key/value head; those of floats are None."""
-    if BITS == 0:
-        return 0
-    return scales_ptr + kv_head * STEP
-
-
-@triton.jit
-def _load_rows(
-    rows_N, at, is_there, scales_ptr, scale_row_N, is_key_N1, DTYPE: tl.constexpr,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
-):  # fmt: skip
-    """Values `at` of rows of WIDTH values, in DTYPE. In 8 bits values from SPLIT on have the second
-    scale; in 4 bits the second is the zero (moe_kernels/reference/kv_rows.py)."""
-    if BITS == 0:
-        return tl.load(rows_N[:, None] + at, mask=is_there, other=0.0)
-    scale_ptr = scales_ptr + scale_row_N[:, None] * SCALES
-    first_N1 = tl.load(scale_ptr, mask=is_key_N1, other=0.0).to(tl.float32)
-    second_N1 = first_N1
-    if SCALES == 2:
-        second_N1 = tl.load(scale_ptr + 1, mask=is_key_N1, other=0.0).to(tl.float32)
-    if BITS == 8:
-        numbers = tl.load(rows_N[:, None] + at, mask=is_there, other=0).to(tl.float32)
-        return (numbers * tl.where(at[None, :] < SPLIT, first_N1, second_N1)).to(DTYPE)
-    HALF: tl.constexpr = WIDTH // 2
-    byte = tl.load(rows_N[:, None] + at % HALF, mask=is_there, other=0).to(tl.int32)
-    number = tl.where(at[None, :] < HALF, byte & 15, byte >> 4).to(tl.float32)
-    return tl.where(is_there, (number - 8.0) * first_N1 + second_N1, 0.0).to(DTYPE)
 
 
 @triton.jit
@@ -114,14 +80,14 @@ def _attend_split(
         key_rows = keys_ptr + page_N * key_page_stride + slot_N * key_token_stride
         scale_row = page_N * (NUM_KV_HEADS * PAGE) + slot_N
         is_head = is_key_N & (at_D < HEAD_DIM)[None, :] if BLOCK_D > HEAD_DIM else is_key_N
-        k_ND = _load_rows(
+        k_ND = load_rows(
             key_rows, at_D, is_head, key_scales_ptr, scale_row, is_key_N,
             q_MD.dtype, HEAD_DIM, SPLIT, BITS, SCALES,
         )  # fmt: skip
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         if BLOCK_D < HEAD_DIM:
             is_rest = is_key_N & (BLOCK_D + at_R < HEAD_DIM)
-            k_NR = _load_rows(
+            k_NR = load_rows(
                 key_rows, BLOCK_D + at_R, is_rest, key_scales_ptr, scale_row, is_key_N,
                 q_MD.dtype, HEAD_DIM, SPLIT, BITS, SCALES,
             )  # fmt: skip
@@ -141,52 +107,13 @@ def _attend_split(
         else:
             value_rows = values_ptr + page_N * value_page_stride + slot_N * value_token_stride
             is_value = is_key_N & (at_V < VALUE_DIM)[None, :]
-            v_NV = _load_rows(
+            v_NV = load_rows(
                 value_rows, at_V, is_value, value_scales_ptr, scale_row, is_key_N,
                 q_MD.dtype, VALUE_DIM, VALUE_DIM, BITS, SCALES,
             )  # fmt: skip
             o = tl.dot(p_MN.to(v_NV.dtype), v_NV, o, input_precision="ieee")
         m = m_next
     return m, z, o
-
-
-@triton.jit
-def _rows(
-    first_token,
-    num_tokens,
-    kv_head,
-    head_block,
-    GROUP: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """The tile's rows, token-major -> step token, query head, whether it is one, token in the tile.
-
-    Rows beyond the tile repeat its last token or head: they compute something, and store nothing.
-    """
-    row_M = tl.arange(0, BLOCK_M)
-    token_M = row_M // BLOCK_HEADS
-    head_M = head_block * BLOCK_HEADS + row_M % BLOCK_HEADS
-    is_row_M = (token_M < num_tokens) & (head_M < GROUP)
-    token_M = tl.minimum(token_M, num_tokens - 1)
-    head_M = kv_head * GROUP + tl.minimum(head_M, GROUP - 1)
-    return (first_token + token_M).to(tl.int64), head_M, is_row_M, token_M
-
-
-@triton.jit
-def _load_q(
-    q_ptr, token_M, head_M, token_stride, head_stride, DTYPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """The two parts of the queries, in the pages' dtype. Without a rest the second is the first."""
-    at_D, at_R = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
-    rows = (q_ptr + token_M * token_stride + head_M * head_stride)[:, None]
-    q_MD = tl.load(rows + at_D, mask=(at_D < HEAD_DIM)[None, :], other=0.0).to(DTYPE)
-    q_MR = q_MD
-    if BLOCK_D < HEAD_DIM:
-        is_rest = (BLOCK_D + at_R < HEAD_DIM)[None, :]
-        q_MR = tl.load(rows + BLOCK_D + at_R, mask=is_rest, other=0.0).to(DTYPE)
-    return q_MD, q_MR
 
 
 @triton.jit
@@ -246,22 +173,22 @@ def attend_items(
     tile_ptr = tiles_ptr + tile * TILE_FIELDS
     sequence, first_token = tl.load(tile_ptr), tl.load(tile_ptr + 1)
     num_tokens, first_position = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
-    token_M, head_M, is_row_M, at_M = _rows(
+    token_M, head_M, is_row_M, at_M = rows_of(
         first_token, num_tokens, kv_head, head_block, GROUP, BLOCK_HEADS, BLOCK_M
     )
-    q_MD, q_MR = _load_q(
+    q_MD, q_MR = load_q(
         q_ptr, token_M, head_M, q_token_stride, q_head_stride,
         (q_ptr if BITS > 0 else keys_ptr).dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
     )  # fmt: skip
     position_M = first_position + at_M
-    lowest = _first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
+    lowest = first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
     m, z, o = _attend_split(
-        q_MD, q_MR, position_M, _first_visible(position_M, WINDOW, CHUNK),
+        q_MD, q_MR, position_M, first_visible(position_M, WINDOW, CHUNK),
         tl.maximum(split * SPLIT_TOKENS, lowest),
         tl.minimum((split + 1) * SPLIT_TOKENS, first_position + num_tokens),
         keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
-        _scales_of(key_scales_ptr, kv_head, PAGE * SCALES, BITS),
-        _scales_of(value_scales_ptr, kv_head, PAGE * SCALES, BITS),
+        scales_of(key_scales_ptr, kv_head, PAGE * SCALES, BITS),
+        scales_of(value_scales_ptr, kv_head, PAGE * SCALES, BITS),
         tables_ptr + sequence * table_stride,
         key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale_log2,
         NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT, BITS, SCALES,
@@ -352,18 +279,18 @@ def attend_tiles(
     num_tokens, first_position = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
     if num_tokens == 0:
         return
-    token_M, head_M, is_row_M, at_M = _rows(
+    token_M, head_M, is_row_M, at_M = rows_of(
         first_token, num_tokens, kv_head, head_block, GROUP, BLOCK_HEADS, BLOCK_M
     )
-    q_MD, q_MR = _load_q(
+    q_MD, q_MR = load_q(
         q_ptr, token_M, head_M, q_token_stride, q_head_stride,
         (q_ptr if BITS > 0 else keys_ptr).dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
     )  # fmt: skip
     position_M = first_position + at_M
-    first_M = _first_visible(position_M, WINDOW, CHUNK)
+    first_M = first_visible(position_M, WINDOW, CHUNK)
     m, z = _start(sinks_ptr, head_M, is_row_M, BLOCK_M)
     o = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    lowest = _first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
+    lowest = first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
     length = first_position + num_tokens
     first_split = lowest // SPLIT_TOKENS
     for split in tl.range(first_split, (length + SPLIT_TOKENS - 1) // SPLIT_TOKENS):
@@ -372,8 +299,8 @@ def attend_tiles(
             tl.maximum(split * SPLIT_TOKENS, lowest),
             tl.minimum((split + 1) * SPLIT_TOKENS, length),
             keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
-            _scales_of(key_scales_ptr, kv_head, PAGE * SCALES, BITS),
-            _scales_of(value_scales_ptr, kv_head, PAGE * SCALES, BITS),
+            scales_of(key_scales_ptr, kv_head, PAGE * SCALES, BITS),
+            scales_of(value_scales_ptr, kv_head, PAGE * SCALES, BITS),
             tables_ptr + sequence * table_stride,
             key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale_log2,
             NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT, BITS, SCALES,

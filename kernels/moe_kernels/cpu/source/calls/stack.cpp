@@ -7,7 +7,7 @@
 #include <chrono>
 #include <vector>
 
-#include "../attention_plan.h"
+#include "../attention/attention_plan.h"
 #include "front.h"
 #include "../scratch.h"
 #include "../vectors.h"

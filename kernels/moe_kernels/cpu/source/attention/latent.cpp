@@ -1,7 +1,7 @@
 // Attention over latents: one key per token for all heads, whose first values are its value.
 
 #include "attention.h"
-#include "norm.h"
+#include "../norm.h"
 
 template <class T>
 struct HeadRows {  // [T, H, ..] with these distances between tokens and between heads

@@ -8,7 +8,7 @@
 
 #include <cmath>
 
-#include "panels.h"
+#include "../panels.h"
 
 constexpr int64_t kMaxHeadDim = 1024;
 

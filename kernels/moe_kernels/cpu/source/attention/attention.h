@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "key_blocks.h"
-#include "threads.h"
+#include "../threads.h"
 
 static inline int64_t first_visible(const AttentionPlan& p, int64_t position) {
   int64_t first = p.window ? std::max<int64_t>(0, position + 1 - p.window) : 0;

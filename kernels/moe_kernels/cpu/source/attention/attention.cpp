@@ -1,7 +1,7 @@
 // Attention with keys and values of their own: norm, clip, rotate, store, attend.
 
 #include "attention.h"
-#include "norm.h"
+#include "../norm.h"
 
 enum Norm : int64_t { kNoNorm, kNormByHead, kNormByRow, kNormAfterRotation };
 

@@ -4,7 +4,7 @@
 
 #include "attention_plan.h"
 #include "kv_rows.h"
-#include "scratch.h"
+#include "../scratch.h"
 
 constexpr int64_t kKeys = kGroupColumns, kQueryRows = 64;
 
