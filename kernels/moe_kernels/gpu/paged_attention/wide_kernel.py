@@ -47,9 +47,9 @@ def attend_wide_tiles(
     value_token_stride, out_token_stride, out_head_stride, scale_log2, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, IS_LATENT: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr,
-    SCALES: tl.constexpr, PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_C: tl.constexpr,
+    SCALES: tl.constexpr, PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """A program takes every P-th of tiles x Hkv x head blocks: neighbours share keys and values.
 
