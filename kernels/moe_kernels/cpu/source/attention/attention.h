@@ -37,12 +37,18 @@ static inline std::vector<TokenBlock> cut_tokens(const AttentionPlan& p, const i
 template <class T, class R>
 static inline void scale_scores(Workspace<T>& work, int64_t row, int64_t num_panels,
                                 bool has_two_parts) {
-  float* scores = work.scores + row * kKeys;
-  const float* seconds = work.second_scores + row * kKeys;
+  float *scores = work.scores + row * kKeys, *seconds = work.second_scores + row * kKeys;
+  auto product = [&](const float* at, int part) {
+    if constexpr (!kUsesDigits<T, R>) return load16(at);
+    i32x16 whole;
+    memcpy(&whole, at, sizeof whole);
+    whole -= work.query_biases[2 * row + part];
+    return __builtin_convertvector(whole, f32x16) * work.query_scales[row];
+  };
   for (int64_t k = 0; k < num_panels * kLanes; k += kLanes) {
-    f32x16 s = load16(scores + k) * load16(work.key_scales + k);
+    f32x16 s = product(scores + k, 0) * load16(work.key_scales + k);
     if (kHasZeros<R>) s += work.query_sums[row] * load16(work.key_seconds + k);
-    else if (has_two_parts) s += load16(seconds + k) * load16(work.key_seconds + k);
+    else if (has_two_parts) s += product(seconds + k, 1) * load16(work.key_seconds + k);
     store16(scores + k, s);
   }
 }
@@ -51,9 +57,12 @@ static inline void scale_scores(Workspace<T>& work, int64_t row, int64_t num_pan
 // to T. [first, last): the visible keys, counted from the block's first. Weights of quantised rows
 // (R is not T) are multiplied by the values' scales, and `offset` adds up what their zeros add.
 template <class T, class R, int PANELS>
-static inline void soften(const Workspace<T>& work, const float* scores, float scale, int64_t first,
-                          int64_t last, float& top, float* total, float* sums, int64_t value_width,
-                          T* weights, float* offset) {
+static inline void soften(const Workspace<T>& work, int64_t row, float scale, int64_t first,
+                          int64_t last, float& top, int64_t value_width) {
+  const float* scores = work.scores + row * kKeys;
+  float *total = work.totals + row * kLanes, *sums = work.sums + row * value_width;
+  float* offset = work.offsets + row * kLanes;
+  T* weights = work.weights + row * kKeys;
   f32x16 s[PANELS], highest = splat(-INFINITY);
 #pragma GCC unroll 4
   for (int n = 0; n < PANELS; ++n) s[n] = load16(scores + n * kLanes);
@@ -80,10 +89,17 @@ static inline void soften(const Workspace<T>& work, const float* scores, float s
 #pragma GCC unroll 4
   for (int n = 0; n < PANELS; ++n) {
     p[n] = exp16(multiply_add(s[n], splat(scale), splat(-top)));
-    if constexpr (kIsQuantised<T, R>)
-      store_rounded(weights + n * kLanes, p[n] * load16(work.value_scales + n * kLanes));
+    if constexpr (kIsQuantised<T, R>) s[n] = p[n] * load16(work.value_scales + n * kLanes);
     else p[n] = store_rounded(weights + n * kLanes, p[n]);
+    if constexpr (kIsQuantised<T, R> && !kUsesDigits<T, R>)
+      store_rounded(weights + n * kLanes, s[n]);
   }
+#if HAS_DIGITS
+  if constexpr (kUsesDigits<T, R>) {
+    int8_t* digits = work.weight_digits + row * 2 * kKeys;
+    work.weight_scales[row] = put_weights<PANELS>(s, digits, digits + kKeys);
+  }
+#endif
   store16(total, all + ((p[0] + p[1]) + (p[2] + p[3])));
   if constexpr (kHasZeros<R>) {
     f32x16 more = load16(offset);
@@ -109,6 +125,80 @@ static inline float sum_of(const T* row, int64_t width) {
   return fold(sum);
 }
 
+// The products of a block: queries with packed keys into `scores`, weights with packed values onto
+// `sums`. Those of digits are whole numbers until they are scaled.
+template <class T, class R>
+class BlockProducts {
+ public:
+  BlockProducts(const AttentionPlan& p, Workspace<T>& work, int64_t split)
+      : p_(p), work_(work), split_(split), rest_(p.head_dim - split) {}
+
+  void add_row(int64_t r, const T* query) {
+    queries_[r] = query, rests_[r] = query + split_, weights_[r] = work_.weights + r * kKeys;
+    if (kHasZeros<R>) work_.query_sums[r] = sum_of(query, p_.head_dim);
+#if HAS_DIGITS
+    if constexpr (kUsesDigits<T, R>) {
+      int64_t step = work_.query_step(p_), second = (split_ + kLanes - 1) / kLanes * kLanes;
+      int8_t *high = work_.query_digits + r * step, *low = high + step / 2;
+      QueryDigits made = put_query(query, p_.head_dim, split_, high, low);
+      work_.query_scales[r] = made.scale;
+      memcpy(work_.query_biases + 2 * r, made.biases, sizeof made.biases);
+      digits_[0][r] = {high, low}, digits_[1][r] = {high + second, low + second};
+      weight_digits_[r].high = work_.weight_digits + r * 2 * kKeys;
+      weight_digits_[r].low = weight_digits_[r].high + kKeys;
+    }
+#endif
+  }
+
+  void with_keys(int64_t num_rows, int64_t num_panels) {
+    const uint32_t* second = work_.keys + key_units<T, R>(split_) * kKeys;
+    if constexpr (kUsesDigits<T, R>) {
+#if HAS_DIGITS
+      multiply_digits<true>(digits_[0], num_rows, digit_units(split_), work_.keys, kKeys, num_panels,
+                            (int32_t*)work_.scores, kKeys);
+      if (rest_)
+        multiply_digits<true>(digits_[1], num_rows, digit_units(rest_), second, kKeys, num_panels,
+                              (int32_t*)work_.second_scores, kKeys);
+#endif
+    } else {
+      multiply_rows(queries_, num_rows, split_, work_.keys, kKeys, num_panels, work_.scores, kKeys,
+                    false);
+      if (rest_)
+        multiply_rows(rests_, num_rows, rest_, second, kKeys, num_panels, work_.second_scores,
+                      kKeys, false);
+    }
+  }
+
+  void with_values(int64_t num_rows, int64_t num_panels, int64_t value_width) {
+    int64_t num_keys = num_panels * kLanes, num_columns = value_width / kLanes;
+    if constexpr (kUsesDigits<T, R>) {
+#if HAS_DIGITS
+      multiply_digits<false>(weight_digits_, num_rows, num_keys / kDigitUnit, work_.values,
+                             value_width, num_columns, work_.products, value_width);
+      for (int64_t r = 0; r < num_rows; ++r)
+        for (int64_t at = r * value_width; at < (r + 1) * value_width; at += kLanes) {
+          i32x16 whole;
+          memcpy(&whole, work_.products + at, sizeof whole);
+          f32x16 product = __builtin_convertvector(whole, f32x16);
+          store16(work_.sums + at, multiply_add(product, splat(work_.weight_scales[r]),
+                                                load16(work_.sums + at)));
+        }
+#endif
+    } else {
+      multiply_rows(weights_, num_rows, num_keys, work_.values, value_width, num_columns,
+                    work_.sums, value_width, true);
+    }
+  }
+
+ private:
+  const AttentionPlan& p_;
+  Workspace<T>& work_;
+  const int64_t split_, rest_;  // widths of the two parts of a key
+  const T *queries_[kQueryRows], *rests_[kQueryRows], *weights_[kQueryRows];
+  DigitRow digits_[2][kUsesDigits<T, R> ? kQueryRows : 1];
+  DigitRow weight_digits_[kUsesDigits<T, R> ? kQueryRows : 1];
+};
+
 // Query heads [first, first + count), all of one KV head.
 struct HeadBlock {
   int64_t kv_head, first, count;
@@ -124,23 +214,16 @@ static bool attend_block(const AttentionPlan& p, Workspace<T>& work, const Token
                          T* out) {
   int64_t count = heads.count, num_rows = block.count * count;
   int64_t value_width = panels(p.value_dim) * kLanes;
-  const T *queries[kQueryRows], *weights[kQueryRows];
+  BlockProducts<T, R> products(p, work, pages.key_split);
   for (int64_t r = 0; r < num_rows; ++r) {
     int64_t head = heads.first + r % count;
-    queries[r] = q + (block.first + r / count) * q_step + head * p.head_dim;
-    weights[r] = work.weights + r * kKeys;
+    products.add_row(r, q + (block.first + r / count) * q_step + head * p.head_dim);
     f32x16 total = {};
     work.tops[r] = -1e30f;  // finite, so that a block in which a row sees nothing changes nothing
     if (sinks) work.tops[r] = sinks[head], total[0] = 1;
     store16(work.totals + r * kLanes, total);
-    if (kHasZeros<R>) {
-      work.query_sums[r] = sum_of(queries[r], p.head_dim);
-      store16(work.offsets + r * kLanes, f32x16{});
-    }
+    if (kHasZeros<R>) store16(work.offsets + r * kLanes, f32x16{});
   }
-  bool has_two_parts = pages.key_split < p.head_dim;
-  const T* rests[kQueryRows];  // of the queries: for the second part of the keys
-  for (int64_t r = 0; r < num_rows && has_two_parts; ++r) rests[r] = queries[r] + pages.key_split;
   memset(work.sums, 0, num_rows * value_width * sizeof(float));
   int64_t first_at = block.first_key / kKeys * kKeys;
   auto key_block = [&](int64_t kv_head, int64_t at) {
@@ -151,22 +234,15 @@ static bool attend_block(const AttentionPlan& p, Workspace<T>& work, const Token
     if (next.count <= 0 && next_kv_head >= 0) next = key_block(next_kv_head, first_at);
     int64_t num_panels = panels(now.count);
     pack_keys_and_values(p, work, block, now, next, pages);
-    multiply_rows(queries, num_rows, pages.key_split, work.keys, kKeys, num_panels, work.scores,
-                  kKeys, false);
-    if (has_two_parts)
-      multiply_rows(rests, num_rows, p.head_dim - pages.key_split,
-                    work.keys + units<T>(pages.key_split) * kKeys, kKeys, num_panels,
-                    work.second_scores, kKeys, false);
+    products.with_keys(num_rows, num_panels);
     for (int64_t r = 0; r < num_rows; ++r) {
       int64_t position = positions[block.first + r / count];
-      if constexpr (kIsQuantised<T, R>) scale_scores<T, R>(work, r, num_panels, has_two_parts);
-      soften<T, R>(num_panels, work, work.scores + r * kKeys, p.scale,
-                   first_visible(p, position) - at, position + 1 - at, work.tops[r],
-                   work.totals + r * kLanes, work.sums + r * value_width, value_width,
-                   work.weights + r * kKeys, work.offsets + r * kLanes);
+      if constexpr (kIsQuantised<T, R>)
+        scale_scores<T, R>(work, r, num_panels, pages.key_split < p.head_dim);
+      soften<T, R>(num_panels, work, r, p.scale, first_visible(p, position) - at,
+                   position + 1 - at, work.tops[r], value_width);
     }
-    multiply_rows(weights, num_rows, num_panels * kLanes, work.values, value_width,
-                  value_width / kLanes, work.sums, value_width, true);
+    products.with_values(num_rows, num_panels, value_width);
   }
   f32x16 zero = {};  // NaN as soon as a result is not finite
   for (int64_t r = 0; r < num_rows; ++r) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention_plan.h"
-#include "kv_rows.h"
+#include "digits.h"
 #include "../scratch.h"
 
 constexpr int64_t kKeys = kGroupColumns, kQueryRows = 64;
@@ -29,6 +29,8 @@ template <class T, class R>
 constexpr bool kIsQuantised = !std::is_same_v<T, R>;
 template <class R>
 constexpr bool kHasZeros = std::is_same_v<R, Nibbles>;
+template <class T, class R>
+constexpr bool kUsesDigits = HAS_DIGITS && kIsQuantised<T, R> && std::is_same_v<T, bf16>;
 
 // Neighbouring tokens of one sequence that are computed together.
 struct TokenBlock {
@@ -39,7 +41,7 @@ struct TokenBlock {
 // A thread's scratch memory for one block of rows.
 template <class T>
 struct Workspace {
-  Scratch memory[10];
+  Scratch memory[16];
   uint32_t *keys, *values;        // packed
   float *scores, *sums, *totals;  // [rows, kKeys], [rows, Dv], [rows, 16]
   T* weights;                     // [rows, kKeys]
@@ -48,6 +50,14 @@ struct Workspace {
   // keys' second part, the sum of the query, and the sum of what the values' zeros add.
   alignas(64) float key_scales[kKeys], key_seconds[kKeys], value_scales[kKeys], value_zeros[kKeys];
   float *second_scores = nullptr, *query_sums = nullptr, *offsets = nullptr;
+  // Of digits: queries and weights [rows, 2, ..], and products of weights, not scaled.
+  int8_t *query_digits, *weight_digits;
+  int32_t* products;
+  float *query_scales, *weight_scales;
+  int32_t* query_biases;  // [rows, 2]
+
+  // Bytes of a query's digits: two parts, each of them padded.
+  static int64_t query_step(const AttentionPlan& p) { return 2 * (p.head_dim + 2 * kLanes); }
 
   void reserve(const AttentionPlan& p, bool is_quantised) {
     int64_t value_width = panels(p.value_dim) * kLanes;
@@ -62,6 +72,12 @@ struct Workspace {
     second_scores = memory[7].get<float>(kQueryRows * kKeys);
     query_sums = memory[8].get<float>(kQueryRows);
     offsets = memory[9].get<float>(kQueryRows * kLanes);
+    query_digits = memory[10].get<int8_t>(kQueryRows * query_step(p));
+    weight_digits = memory[11].get<int8_t>(kQueryRows * 2 * kKeys);
+    products = memory[12].get<int32_t>(kQueryRows * value_width);
+    query_scales = memory[13].get<float>(kQueryRows);
+    weight_scales = memory[14].get<float>(kQueryRows);
+    query_biases = memory[15].get<int32_t>(kQueryRows * 2);
   }
 };
 
@@ -120,6 +136,19 @@ static inline ScalePair scale_pair(const bf16* scales, int64_t per_row) {
   return {(f32x16)(both << 16), (f32x16)(both & 0xffff0000u)};
 }
 
+template <class T, class R>
+static inline int64_t key_units(int64_t width) {
+  return kUsesDigits<T, R> ? digit_units(width) : units<T>(width);
+}
+
+template <class T, class R>
+static inline void pack_key_numbers(const int8_t* const* rows, int64_t width, uint32_t* out) {
+#if HAS_DIGITS
+  if constexpr (kUsesDigits<T, R>) return pack_key_bytes(rows, width, out, kKeys);
+#endif
+  pack_numbers<T>(rows, width, out, kKeys);
+}
+
 // 16 keys and values as whole numbers, and their scales. Scales of values that no row of the token
 // block sees are 0: the memory there may hold NaN.
 template <class T, class R>
@@ -130,17 +159,23 @@ static void pack_quantised(const AttentionPlan& p, Workspace<T>& work, const Pag
   const int8_t* rows[kLanes];
   for (int64_t i = 0; i < kLanes; ++i)
     rows[i] = numbers_of(pages.keys.data + (row + i) * pages.keys.row_step, p.head_dim, room[i]);
-  pack_numbers<T>(rows, split, work.keys + k, kKeys);
+  pack_key_numbers<T, R>(rows, split, work.keys + k);
   if (split < p.head_dim) {
     const int8_t* rest[kLanes];
     for (int64_t i = 0; i < kLanes; ++i) rest[i] = rows[i] + split;
-    pack_numbers<T>(rest, p.head_dim - split, work.keys + units<T>(split) * kKeys + k, kKeys);
+    pack_key_numbers<T, R>(rest, p.head_dim - split, work.keys + key_units<T, R>(split) * kKeys + k);
   }
   if ((const void*)pages.values.data != (const void*)pages.keys.data)
     for (int64_t i = 0; i < kLanes; ++i)
       rows[i] = numbers_of(pages.values.data + (row + i) * pages.values.row_step, width, room[i]);
-  for (int64_t i = 0; i < kLanes; i += kUnit<T>)
-    pack_number_units<T>(rows + i, width, work.values + (k + i) / kUnit<T> * value_width);
+#if HAS_DIGITS
+  if constexpr (kUsesDigits<T, R>)
+    for (int64_t i = 0; i < kLanes; i += kDigitUnit)
+      pack_value_bytes(rows + i, width, work.values + (k + i) / kDigitUnit * value_width);
+#endif
+  if constexpr (!kUsesDigits<T, R>)
+    for (int64_t i = 0; i < kLanes; i += kUnit<T>)
+      pack_number_units<T>(rows + i, width, work.values + (k + i) / kUnit<T> * value_width);
   int64_t at = row * pages.scales_per_row;
   ScalePair key = scale_pair(pages.keys.scales + at, pages.scales_per_row);
   ScalePair value = scale_pair(pages.values.scales + at, pages.scales_per_row);
