@@ -31,7 +31,6 @@ from moe_kernels.gpu.paged_attention.tile_rows import (
     load_q,
     load_rows,
     rows_of,
-    scales_of,
 )
 
 TILE_FIELDS = tl.constexpr(6)  # see plan.py
@@ -56,7 +55,7 @@ def _join_values(o, o_split, old, new):
 @triton.jit
 def _attend_split(
     q_MD, q_MR, position_M, first_M, begin, end, keys_ptr, values_ptr, key_scales_ptr,
-    value_scales_ptr, table_ptr, key_page_stride, key_token_stride, value_page_stride,
+    value_scales_ptr, kv_head, table_ptr, key_page_stride, key_token_stride, value_page_stride,
     value_token_stride, scale_log2, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_LATENT: tl.constexpr,
     SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, PAGE: tl.constexpr,
@@ -65,8 +64,8 @@ def _attend_split(
 ):  # fmt: skip
     """Keys [begin, end) of one split, from an empty state -> m [M], z [M], o [M, V], not divided.
 
-    `begin` is a multiple of BLOCK_N. `position_M` and `first_M` bound what each row sees. Pages and
-    scales are those of one key/value head.
+    `begin` is a multiple of BLOCK_N. `position_M` and `first_M` bound what each row sees. The pages
+    begin at one key/value head.
     """
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     z = tl.zeros((BLOCK_M,), tl.float32)
@@ -78,7 +77,7 @@ def _attend_split(
         slot_N = key_N % PAGE
         is_key_N = (key_N < end)[:, None]
         key_rows = keys_ptr + page_N * key_page_stride + slot_N * key_token_stride
-        scale_row = page_N * (NUM_KV_HEADS * PAGE) + slot_N
+        scale_row = (page_N * NUM_KV_HEADS + kv_head) * PAGE + slot_N
         is_head = is_key_N & (at_D < HEAD_DIM)[None, :] if BLOCK_D > HEAD_DIM else is_key_N
         k_ND = load_rows(
             key_rows, at_D, is_head, key_scales_ptr, scale_row, is_key_N,
@@ -187,8 +186,7 @@ def attend_items(
         tl.maximum(split * SPLIT_TOKENS, lowest),
         tl.minimum((split + 1) * SPLIT_TOKENS, first_position + num_tokens),
         keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
-        scales_of(key_scales_ptr, kv_head, PAGE * SCALES, BITS),
-        scales_of(value_scales_ptr, kv_head, PAGE * SCALES, BITS),
+        key_scales_ptr, value_scales_ptr, kv_head,
         tables_ptr + sequence * table_stride,
         key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale_log2,
         NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT, BITS, SCALES,
@@ -299,8 +297,7 @@ def attend_tiles(
             tl.maximum(split * SPLIT_TOKENS, lowest),
             tl.minimum((split + 1) * SPLIT_TOKENS, length),
             keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
-            scales_of(key_scales_ptr, kv_head, PAGE * SCALES, BITS),
-            scales_of(value_scales_ptr, kv_head, PAGE * SCALES, BITS),
+            key_scales_ptr, value_scales_ptr, kv_head,
             tables_ptr + sequence * table_stride,
             key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale_log2,
             NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT, BITS, SCALES,

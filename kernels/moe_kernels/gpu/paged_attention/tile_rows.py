@@ -59,14 +59,6 @@ def load_q(
 
 
 @triton.jit
-def scales_of(scales_ptr, kv_head, STEP: tl.constexpr, BITS: tl.constexpr):
-    """The scales of one key/value head; those of floats are None."""
-    if BITS == 0:
-        return 0
-    return scales_ptr + kv_head * STEP
-
-
-@triton.jit
 def load_rows(
     rows_N, at, is_there, scales_ptr, scale_row_N, is_key_N1, DTYPE: tl.constexpr,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
@@ -74,16 +66,27 @@ def load_rows(
     """Values `at` of rows of WIDTH values, in DTYPE. In 8 bits values from SPLIT on have the second
     scale; in 4 bits the second is the zero (moe_kernels/reference/kv_rows.py)."""
     if BITS == 0:
-        return tl.load(rows_N[:, None] + at, mask=is_there, other=0.0)
-    scale_ptr = scales_ptr + scale_row_N[:, None] * SCALES
-    first_N1 = tl.load(scale_ptr, mask=is_key_N1, other=0.0).to(tl.float32)
-    second_N1 = first_N1
+        x = tl.load(rows_N[:, None] + at, mask=is_there, other=0.0)
+    else:
+        first_N1, second_N1 = _load_scales(scales_ptr, scale_row_N, is_key_N1, SCALES)
+        if BITS == 8:
+            numbers = tl.load(rows_N[:, None] + at, mask=is_there, other=0).to(tl.float32)
+            x = (numbers * tl.where(at[None, :] < SPLIT, first_N1, second_N1)).to(DTYPE)
+        else:
+            HALF: tl.constexpr = WIDTH // 2
+            byte = tl.load(rows_N[:, None] + at % HALF, mask=is_there, other=0).to(tl.int32)
+            number = tl.where(at[None, :] < HALF, byte & 15, byte >> 4).to(tl.float32)
+            x = tl.where(is_there, (number - 8.0) * first_N1 + second_N1, 0.0).to(DTYPE)
+    return x
+
+
+@triton.jit
+def _load_scales(scales_ptr, row_N, is_key_N1, SCALES: tl.constexpr):
+    """The first and the second scale of rows, [N, 1] in fp32; one scale is both."""
+    at = scales_ptr + row_N[:, None] * SCALES
+    first_N1 = tl.load(at, mask=is_key_N1, other=0.0).to(tl.float32)
     if SCALES == 2:
-        second_N1 = tl.load(scale_ptr + 1, mask=is_key_N1, other=0.0).to(tl.float32)
-    if BITS == 8:
-        numbers = tl.load(rows_N[:, None] + at, mask=is_there, other=0).to(tl.float32)
-        return (numbers * tl.where(at[None, :] < SPLIT, first_N1, second_N1)).to(DTYPE)
-    HALF: tl.constexpr = WIDTH // 2
-    byte = tl.load(rows_N[:, None] + at % HALF, mask=is_there, other=0).to(tl.int32)
-    number = tl.where(at[None, :] < HALF, byte & 15, byte >> 4).to(tl.float32)
-    return tl.where(is_there, (number - 8.0) * first_N1 + second_N1, 0.0).to(DTYPE)
+        second_N1 = tl.load(at + 1, mask=is_key_N1, other=0.0).to(tl.float32)
+    else:
+        second_N1 = first_N1
+    return first_N1, second_N1

@@ -18,7 +18,7 @@ from moe_kernels.gpu.paged_attention.kernel import (
     _join_values,
     _start,
 )
-from moe_kernels.gpu.paged_attention.tile_rows import first_visible, load_q, rows_of, scales_of
+from moe_kernels.gpu.paged_attention.tile_rows import first_visible, load_q, rows_of
 
 
 @triton.jit
@@ -83,8 +83,7 @@ def attend_wide_tiles(
                 tl.maximum(split * SPLIT_TOKENS, lowest),
                 tl.minimum((split + 1) * SPLIT_TOKENS, length),
                 keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
-                scales_of(key_scales_ptr, kv_head, PAGE * SCALES, BITS),
-                scales_of(value_scales_ptr, kv_head, PAGE * SCALES, BITS),
+                key_scales_ptr, value_scales_ptr, kv_head,
                 tables_ptr + sequence * table_stride, key_page_stride, key_token_stride,
                 value_page_stride, value_token_stride, scale_log2, NUM_KV_HEADS, HEAD_DIM,
                 VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT, BITS, SCALES, PAGE,
