@@ -7,8 +7,8 @@ from dataclasses import dataclass
 _ROW_SHARE, _LOOKUP_SHARE = 0.005, 0.008  # of the time of steps, which the accounts earn
 _SAVED_SHARE = 0.25  # of the time that accepted tokens saved, which pays for more lookups
 _ROW_STEPS, _LOOKUP_STEPS = 4.0, 8.0  # steps whose time the accounts hold at most
-_MOST_DEBT_STEPS = 1.0
 _FIRST_LOOKUP_STEPS = 1.0  # and at first
+_MOST_DEBT_STEPS = 1.0  # below zero
 _LOOKUP_S = 20e-6  # the time of a lookup before any was measured
 _WEIGHT = 0.05  # of a new measurement
 _MOST_SLOWER = 4.0  # a measurement counts as at most this times the average
