@@ -66,14 +66,16 @@ def _check(options: BenchOptions) -> None:
     results = options.results
     for name, value in option_values(options).items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise BenchError(f"--{name.replace('_', '-')} takes a finite number, not {value}.")
+            raise BenchError(f"--{name.replace('_', '-')} must be a finite number, got {value}.")
     if load.concurrency is None and load.rate is None and options.trace.trace is None:
         raise BenchError(
             "choose how requests arrive: --concurrency N, --rate R, or --trace FILE with its times."
         )
     check_load(load, prompts, options.trace)
     if prompts.data.value == "tokens" and server.endpoint.value == "chat":
-        raise BenchError("--data tokens takes --endpoint completions: a chat has text.")
+        raise BenchError(
+            "--data tokens needs --endpoint completions, because a chat accepts only text."
+        )
     if server.event_usage and not server.stream:
         raise BenchError("--event-usage and --no-stream cannot be combined.")
     if results.save_requests and results.json is None:
@@ -87,16 +89,24 @@ def check_load(load: ArrivalOptions, prompts: PromptOptions, trace: TraceOptions
     if trace.trace is not None and prompts.prompts is not None:
         raise BenchError("--trace and --prompts cannot be combined: give one of them.")
     if load.burstiness != 1.0 and load.rate is None:
-        raise BenchError("--burstiness belongs to --rate.")
+        raise BenchError(
+            "--burstiness only applies to --rate: give --rate, or leave --burstiness out."
+        )
     if prompts.prefix_tokens and (trace.trace is not None or prompts.prompts is not None):
-        raise BenchError("--prefix-tokens is for random prompts, not for --trace or --prompts.")
+        raise BenchError(
+            "--prefix-tokens only applies to random prompts: leave it out with --trace and "
+            "--prompts."
+        )
     changed = [
         name
         for name, value in option_values(trace).items()
         if name != "trace" and value != getattr(TraceOptions(), name)
     ]
     if changed and trace.trace is None:
-        raise BenchError(f"--{changed[0].replace('_', '-')} belongs to --trace.")
+        raise BenchError(
+            f"--{changed[0].replace('_', '-')} only applies to --trace: give --trace FILE, or "
+            "leave it out."
+        )
 
 
 def _slo(text: str | None, *, is_stream: bool) -> Slo | None:
@@ -113,7 +123,10 @@ def _slo(text: str | None, *, is_stream: bool) -> Slo | None:
 def _check_key(key: str | None) -> None:
     """Checks the API key, which becomes a header: a line break in it would begin another header."""
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise BenchError("the API key has characters that a header cannot carry.")
+        raise BenchError(
+            "the API key contains a character that an HTTP header cannot carry, such as a line "
+            "break: check --api-key."
+        )
 
 
 def workload_of(load: ArrivalOptions, prompts: PromptOptions, trace_from: TraceOptions) -> Workload:
