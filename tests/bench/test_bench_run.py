@@ -302,7 +302,7 @@ class TestCommand:
             (["--url", "http://h", "--rate", "1", "--body", "[1]"], "takes a JSON object"),
             (["--url", "http://h", "--rate", "1", "--body", '{"n": 2}'], "may not set n"),
             (["--url", "http://h", "--rate", "1", "--api-key", "a\r\nb"], "API key"),
-            (["--url", "http://h", "--rate", "1", "--save-requests"], "takes --json"),
+            (["--url", "http://h", "--rate", "1", "--save-requests"], "needs --json"),
             (
                 ["--url", "http://h", "--rate", "1", "--no-stream", "--slo", "e2e=1s,ttft=1s"],
                 "--no-stream does not measure",

@@ -94,7 +94,7 @@ def test_the_quick_start(tmp_path: Path, capsys: Capture) -> None:
     model = ("--model", demo_model_folder())
     assert run(*asked, *model, "--windows", 2, "--out", out, "--json", figures) == 0
     printed = capsys.readouterr().out
-    assert "2 scenarios, 6 layers of 32 experts" in printed and "8 replicas a layer" in printed
+    assert "2 scenarios, 6 layers of 32 experts" in printed and "8 replicas per layer" in printed
     for words in ("bound", "linear", "eplb", "held out", "drift", "replicas", "steps of 64"):
         assert words in printed, words
     report = json.loads(figures.read_text())

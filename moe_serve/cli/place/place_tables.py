@@ -51,6 +51,8 @@ def _facts(report: PlanReport) -> list[tuple[str, str]]:
         ),
         (
             "devices",
+            f"{len(devices)} on {counted(devices.num_nodes, 'node')}, {each} "
+            f"{'slot' if each == '1' else 'slots'} each: "
             f"{counted(problem.num_replicas, 'replica')} per layer; balanced by {by}",
         ),
         (
