@@ -20,6 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 BENCHMARKS = {
     "engine": "offline.engine",
     "low_bits": "offline.low_bits",
+    "packed_model": "offline.packed_model",
     "serving": "serving.serving",
     "http_overhead": "serving.http_overhead",
     "streams": "serving.streams",
