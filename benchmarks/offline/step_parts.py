@@ -1,4 +1,4 @@
-"""Measures what a decode step of one stream spends in its layers, its head, and outside the kernels.
+"""Measures what a decode step of one stream spends in its layers, its head, and Python.
 
     python benchmarks/run.py step_parts build/random-1b
     python benchmarks/run.py step_parts build/random-1b-int4 --products int8
