@@ -28,7 +28,8 @@ SIMULATED_POLICIES = {"fifo": FIFO, "balanced": BALANCED}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """The settings of every simulated engine. `micro_batches` None: chosen in each step from the
-    costs, as a server with a calibration does; `num_pages`: of one attention rank."""
+    costs, as a server with a calibration does; `num_pages`: of one attention rank; `scatter`: see
+    `InstantExecutor`."""
 
     scheduler: SchedulerConfig
     num_pages: int
@@ -36,6 +37,7 @@ class EngineLimits:
     max_model_len: int
     has_prefix_cache: bool = True
     micro_batches: int | None = None
+    scatter: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.scheduler.batch_policy not in SIMULATED_POLICIES:
@@ -67,7 +69,7 @@ def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: EngineLimi
     """
     clock = VirtualClock()
     if not layout.is_split and layout.num_attention == 1:
-        executor = InstantExecutor(clock, costs)
+        executor = InstantExecutor(clock, costs, limits.scatter)
         return Cell(_engine(executor, itertools.count(), limits, clock), clock)
 
     def make_engine(executor: RemoteExecutor, ids: Iterator[int]) -> Engine:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
@@ -13,10 +15,12 @@ from moe_serve.simulate.virtual_clock import VirtualClock, answers
 
 class InstantExecutor:
     """Implements StepExecutor for a device that has the whole model. A step moves the clock on by
-    what `costs` predict for it."""
+    what `costs` predict for it, times a ratio drawn from `scatter` (evenly spaced quantiles; empty:
+    1). The same ratios are drawn each time."""
 
-    def __init__(self, clock: VirtualClock, costs: StepCosts) -> None:
-        self._clock, self._costs = clock, costs
+    def __init__(self, clock: VirtualClock, costs: StepCosts, scatter: Items[float] = ()) -> None:
+        self._clock, self._costs, self._scatter = clock, costs, scatter
+        self._random = random.Random(0)
 
     @property
     def expert_memory(self) -> None:
@@ -24,9 +28,17 @@ class InstantExecutor:
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
         """See `StepExecutor.run`."""
-        seconds = self._costs.colocated_time(BatchLoad.of(plan.slices))
+        seconds = self._costs.colocated_time(BatchLoad.of(plan.slices)) * self._ratio()
         self._clock.advance_to(self._clock.now + seconds)
         return StepOutcome(sampled=answers((s.sequence_id, s.num_logits) for s in plan.slices))
+
+    def _ratio(self) -> float:
+        if not self._scatter:
+            return 1.0
+        place = self._random.random() * (len(self._scatter) - 1)
+        low = int(place)
+        a, b = self._scatter[low], self._scatter[min(low + 1, len(self._scatter) - 1)]
+        return a + (place - low) * (b - a)
 
     def forget(self, sequence_ids: list[int]) -> None:
         """Does nothing, as no state is kept between steps."""

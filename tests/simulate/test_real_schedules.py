@@ -44,6 +44,7 @@ LIMITS = EngineLimits(
     max_model_len=160,
     micro_batches=2,
 )
+RANKS = Ranks(num_attention=1, num_experts=1)
 Step = list[tuple[int, int, int, int, tuple[int, ...]]]
 
 
@@ -155,6 +156,17 @@ def test_steps_of_ranks_are_those_of_a_real_cluster_engine(monkeypatch: pytest.M
             engine.step()
     assert len(sent[FakeCoordinator]) > 20
     assert sent[InstantCoordinator] == sent[FakeCoordinator]
+
+
+def test_scatter_stretches_steps_and_is_the_same_each_time() -> None:
+    ends = []
+    for scatter in ((), (2.0, 2.0), (1.0, 3.0), (1.0, 3.0)):
+        limits = replace(LIMITS, scatter=scatter)
+        cell = make_cell(Layout.parse("colocated", 1), COSTS, RANKS, limits)
+        World([cell]).run(iter(jobs()), 3)
+        ends.append(cell.clock.now)
+    assert ends[1] == pytest.approx(2 * ends[0]) and ends[2] == ends[3]
+    assert ends[0] < ends[2] < 3 * ends[0]
 
 
 def names_of(*kinds: type) -> set[str]:
