@@ -20,7 +20,7 @@ from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.planning.measured_model import MeasuredModel
 from moe_serve.planning.natural_steps import measured_engine
 from moe_serve.planning.whole_steps import one_call_pipeline
-from moe_serve.simulate.world import Job, JobTimes
+from moe_serve.simulate.steps_ahead import Job, JobTimes
 
 _VOCABULARY = 256  # ids that every model has
 

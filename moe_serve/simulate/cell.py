@@ -55,10 +55,13 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One engine and its clock. Engines of different cells step independently."""
+    """One engine and its clock. Engines of different cells step independently. `executor`: that of
+    an engine of one device, whose decode steps can be run several at once."""
 
     engine: DrivenEngine
     clock: VirtualClock
+    page_size: int
+    executor: InstantExecutor | None = None
 
 
 def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: EngineLimits) -> Cell:
@@ -70,7 +73,8 @@ def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: EngineLimi
     clock = VirtualClock()
     if not layout.is_split and layout.num_attention == 1:
         executor = InstantExecutor(clock, costs, limits.scatter)
-        return Cell(_engine(executor, itertools.count(), limits, clock), clock)
+        engine = _engine(executor, itertools.count(), limits, clock)
+        return Cell(engine, clock, limits.page_size, executor)
 
     def make_engine(executor: RemoteExecutor, ids: Iterator[int]) -> Engine:
         return _engine(executor, ids, limits, clock)
@@ -79,8 +83,8 @@ def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: EngineLimi
     if not layout.is_split:
         ranks = replace(ranks, num_experts=1)  # one report on the experts of all devices
     coordinator = InstantCoordinator(clock, costs, ranks, watch)
-    engine = ClusterEngine(coordinator, make_engine, watch, lambda: None, is_ahead=True)
-    return Cell(engine, clock)
+    cluster = ClusterEngine(coordinator, make_engine, watch, lambda: None, is_ahead=True)
+    return Cell(cluster, clock, limits.page_size)
 
 
 def _watch(costs: StepCosts, ranks: Ranks, limits: EngineLimits) -> PoolWatch:

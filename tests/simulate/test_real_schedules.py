@@ -30,8 +30,9 @@ from moe_serve.simulate.cell import Cell, EngineLimits, make_cell
 from moe_serve.simulate.instant_executor import InstantExecutor
 from moe_serve.simulate.instant_ranks import InstantCoordinator
 from moe_serve.simulate.layout import Layout
+from moe_serve.simulate.steps_ahead import Job
 from moe_serve.simulate.virtual_clock import VirtualClock
-from moe_serve.simulate.world import Job, World
+from moe_serve.simulate.world import World
 from tests.support.cluster.calibrations import cpu_calibration
 from tests.support.cluster.fake_coordinator import FakeCoordinator, fake_cluster
 from tests.support.engine.fake_runner import FakeRunner
