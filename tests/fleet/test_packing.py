@@ -123,7 +123,7 @@ def test_equal_cells_are_as_few_as_the_load_allows() -> None:
 
 def test_packing_takes_the_cheaper_type_and_then_the_other() -> None:
     """H20 at a tenth of the price are cheaper per request, but there are only two of them."""
-    wanted = demand(400.0)
+    wanted = demand(1000.0)
     offers = read_fleet("h100:64@2.50,h20:2@0.25", SHAPE, None)
     fleet = pack(kinds_of(offers, wanted), wanted)
     assert fleet is not None and fleet.is_mixed

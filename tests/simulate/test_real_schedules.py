@@ -84,7 +84,7 @@ def simulated_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Step], int]:
     monkeypatch.setattr(InstantExecutor, "run", recorded)
     layout, ranks = Layout.parse("colocated", 1), Ranks(num_attention=1, num_experts=1)
     cell = make_cell(layout, COSTS, ranks, LIMITS)
-    World([cell]).run(iter(jobs()))
+    World([cell], jumps=False).run(iter(jobs()))
     cell.engine.check_integrity()
     return [shown(plan) for plan in plans], cell.engine.stats().counts.num_preemptions
 
