@@ -43,6 +43,7 @@ BENCHMARKS = {
     "speculation": "speculation.speculation",
     "kv_tiers": "kv_tiers.kv_tiers",
     "lost_rank": "kv_tiers.lost_rank",
+    "kv_dtype": "kv_tiers.kv_dtype",
     "mtp": "speculation.mtp",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from harness.machine import MachineLimits, measure_limits
 from kernel_bench.rounded_weights import WEIGHTS, stored
-from moe_kernels.interface.attention_shape import AttentionShape, KVPages, QKNormWeights, StepRows
+from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights, StepRows
 from moe_kernels.interface.kernels import AttentionCall, ExpertWeights, GatedActivation, Kernels
+from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.kernel_choice import choose_kernels
 from moe_kernels.reference.norm import rotary_table
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_bench.shapes import DecodeShape
-from moe_kernels.interface.attention_shape import KVPages, RotaryTable, StepRows
+from moe_kernels.interface.attention_shape import RotaryTable, StepRows
 from moe_kernels.interface.kernels import AttentionCall, Kernels
+from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.reference.norm import rotary_table
 
 PAGE_SIZE = 16

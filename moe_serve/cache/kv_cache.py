@@ -2,7 +2,7 @@
 
 P pages (plus the empty page 0 and a scratch page) of S tokens, Hkv key/value heads, D head width. A
 model with latent attention has one "head", the latent with the shared key, and no
-separate values.
+separate values. Pages in few bits have scales beside their keys and values.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.interface.attention_shape import KVPages
 from moe_kernels.interface.kernels import Kernels
+from moe_kernels.interface.kv_form import (
+    FLOATS,
+    SCALE_DTYPE,
+    KVForm,
+    KVPages,
+    kv_form,
+    kv_form_refusal,
+)
 from moe_serve.config.sections import CacheConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.spec import ModelSpec
@@ -38,16 +45,18 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        form: KVForm = FLOATS,
     ) -> None:
         self.num_pages, self.page_size = num_pages, page_size
+        self.dtype, self.form = dtype, form
         self.num_kv_heads = spec.attention.num_kv_heads
         self.layers = tuple(
-            _zeroed_pages(spec, (num_pages + 2, page_size), dtype, device)
+            _zeroed_pages(spec, (num_pages + 2, page_size), dtype, device, form)
             for _ in range(spec.num_layers)
         )
         is_latent = spec.latent is not None  # the values are then a part of the keys
         self.parts: tuple[Tensor, ...] = tuple(
-            part for layer in self.layers for part in (layer.keys, layer.values)[: 2 - is_latent]
+            part for layer in self.layers for part in _parts(layer, is_latent)
         )
 
     def beside(self, spec: ModelSpec, num_more: int) -> KVCache:
@@ -56,8 +65,8 @@ class KVCache:
         Pages that are cleared, copied or checked here are so there, too. Its own pages are the
         numbers behind the last page here.
         """
-        dtype = self.layers[0].keys.dtype
-        other = KVCache(spec, self.num_pages + num_more, self.page_size, dtype, self.device)
+        num_pages = self.num_pages + num_more
+        other = KVCache(spec, num_pages, self.page_size, self.dtype, self.device, self.form)
         self.parts += other.parts
         return other
 
@@ -107,28 +116,51 @@ class KVCache:
 
         NaN and infinity survive a sum, so one sum per page is enough. (Finite values near the end
         of fp32 could overflow it: the page is then reported as not finite, and is only not shared.)
+        Whole numbers are finite: of pages in few bits only the scales are looked at.
         """
+        checked = [part for part in self.parts if part.is_floating_point()]
         verdicts: list[bool] = []
         for start in range(0, len(pages), _PAGES_AT_ONCE):
             index = torch.tensor(pages[start : start + _PAGES_AT_ONCE], device=self.device)
             sums = [
                 part.index_select(0, index).flatten(1).sum(1, dtype=torch.float32)
-                for part in self.parts
+                for part in checked
             ]
             verdicts += torch.stack(sums).isfinite().all(0).tolist()
         return verdicts
 
 
 def _zeroed_pages(
-    spec: ModelSpec, size: tuple[int, int], dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    form: KVForm,
 ) -> KVPages:
     """Make pages; `size` is their number and the tokens of each."""
     a, (num_pages, page_size) = spec.attention, size
-    shape = (num_pages, a.num_kv_heads, page_size)
-    keys = torch.zeros((*shape, a.head_dim), dtype=dtype, device=device)
-    if spec.latent is not None:
-        return KVPages(keys, keys[..., : a.value_width])
-    return KVPages(keys, torch.zeros((*shape, a.value_width), dtype=dtype, device=device))
+
+    def zeros(width: int, dtype: torch.dtype) -> Tensor:
+        shape = (num_pages, a.num_kv_heads, page_size, width)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    keys = zeros(form.row_width(a.head_dim), form.dtype or dtype)
+    is_latent = spec.latent is not None
+    key_scales = value_scales = None
+    if form.bits is not None:
+        key_scales = value_scales = zeros(form.num_scales(1 + is_latent), SCALE_DTYPE)
+        if not is_latent:
+            value_scales = torch.zeros_like(key_scales)
+    if is_latent:
+        return KVPages(keys, keys[..., : a.value_width], key_scales, value_scales, form)
+    values = zeros(form.row_width(a.value_width), form.dtype or dtype)
+    return KVPages(keys, values, key_scales, value_scales, form)
+
+
+def _parts(layer: KVPages, is_latent: bool) -> list[Tensor]:
+    """Return the tensors of a layer that have memory of their own."""
+    parts = (layer.keys, layer.key_scales, layer.values, layer.value_scales)
+    return [part for part in parts[: 2 if is_latent else 4] if part is not None]
 
 
 _DEFAULT_SHARE = 0.3  # maximum share of the available memory
@@ -164,6 +196,19 @@ def num_pages(
             f"({max_model_len}) tokens: lower max_model_len or give the cache more."
         )
     return count
+
+
+def checked_kv_form(config: CacheConfig, spec: ModelSpec) -> KVForm:
+    """Return the configured form of KV pages. Raises ConfigError if the model cannot have it."""
+    form, a = kv_form(config.kv_dtype), spec.attention
+    refusal = kv_form_refusal(
+        form, head_dim=a.head_dim, value_dim=a.value_width, is_latent=spec.latent is not None
+    )
+    if refusal is not None:
+        raise ConfigError(
+            f"cache.kv_dtype is {config.kv_dtype!r}, but {refusal}: set it to 'int8' or 'auto'."
+        )
+    return form
 
 
 def check_page_size(page_size: int, kernels: Kernels) -> None:

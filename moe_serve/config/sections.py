@@ -11,6 +11,7 @@ from typing import Literal
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 PageSize = Literal[8, 16, 32, 64, 128]
+KVDtypeName = Literal["auto", "int8", "int4"]
 KernelsName = Literal["auto", "native", "torch", "triton"]
 CudaGraphsName = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -86,6 +87,7 @@ class CacheConfig:
     num_pages: int | None = None
     memory_bytes: int | None = None  # None and None: enough for `max_num_seqs` average requests
     prefix_cache: bool = True  # requests reuse pages of equal beginnings
+    kv_dtype: KVDtypeName = "auto"  # of keys and values; auto: the model's own
     metrics_sample: float = 0.01  # share of pages whose times are measured; 0: none
     disk_path: str | None = None  # a folder for pages that survive a restart; None: no disk tier
     disk_bytes: int = 10 * 2**30  # most that the folder takes

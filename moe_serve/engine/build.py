@@ -86,7 +86,7 @@ def build_engine(
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline, experts)
     executor = LocalExecutor(runner, sampler, tap, experts.memory, masks, watch, drafter)
-    report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes)
+    report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes, kv_dtype=part.kv_dtype)
     engine = Engine(
         executor,
         scheduler=config.scheduler,

@@ -116,6 +116,7 @@ def _facts(config: EngineConfig, report: LoadReport) -> Mapping[str, object]:
     return {
         "config": repr(sorted(model.items())),
         "dtype": report.dtype,
+        "kv_dtype": report.kv_dtype,
         "kernels": report.kernels,
         "build": kernels_build(),
         "expert_weights": report.expert_weights,

@@ -35,6 +35,7 @@ class EngineFacts:
     attention_ranks: int = 0  # 0 and 0: everything in one process
     expert_ranks: int = 0
     attention_tp: int = 1  # processes of an attention rank
+    kv_dtype: str = "auto"  # of the pages; auto: `dtype`
     expert_memory: str | None = None  # describes the limit; None: all experts are in memory
 
     @classmethod
@@ -70,6 +71,7 @@ class EngineFacts:
             num_pages=report.num_pages * max(1, num_ranks),
             page_size=page_size,
             kv_bytes=report.kv_bytes * max(1, num_ranks),
+            kv_dtype=report.kv_dtype,
             micro_batches=micro_batches,
             load_seconds=load_seconds,
             attention_ranks=num_ranks,

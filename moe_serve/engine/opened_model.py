@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from moe_serve.cache.kv_cache import KVCache, num_pages
+from moe_kernels.interface.kv_form import FLOATS, KVForm
+from moe_serve.cache.kv_cache import KVCache, checked_kv_form, num_pages
 from moe_serve.cache.page_key import model_identity
 from moe_serve.config.sections import EngineConfig, ModelConfig
 from moe_serve.engine.memory.free_memory import free_bytes
@@ -67,6 +68,7 @@ class LoadReport:
     expert_weights: str  # how a quantised checkpoint's weights are held
     num_pages: int = 0
     kv_bytes: int = 0
+    kv_dtype: str = "auto"  # of the pages; auto: `dtype`
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,17 @@ class AttentionPart:
     kv_bytes: int
     mtp: MTPPart | None = None  # drafts, if the configuration wants it
 
+    @property
+    def kv_dtype(self) -> str:
+        return self.cache.form.name
 
-def kv_bytes_per_token(spec: ModelSpec, mtp: MTPLayer | None, itemsize: int) -> int:
+
+def kv_bytes_per_token(
+    spec: ModelSpec, mtp: MTPLayer | None, itemsize: int, form: KVForm = FLOATS
+) -> int:
     """Return the bytes of one token in the KV cache, over all layers and that which drafts."""
-    own = 0 if mtp is None else mtp.spec.kv_bytes_per_token(itemsize)
-    return spec.kv_bytes_per_token(itemsize) + own
+    own = 0 if mtp is None else mtp.spec.kv_bytes_per_token(itemsize, form)
+    return spec.kv_bytes_per_token(itemsize, form) + own
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +165,11 @@ class ServedCheckpoint:
         return Grammars(lambda: read_vocabulary(folder, size, eos))
 
     def page_identity(self, report: LoadReport) -> bytes:
-        """Return the identity that cached pages belong to: the weights and how they are
-        computed."""
-        return model_identity(self.folder, report.dtype, report.kernels, report.expert_weights)
+        """Return the identity that cached pages belong to: the weights, how they are computed, and
+        the form of the pages."""
+        return model_identity(
+            self.folder, report.dtype, report.kernels, report.expert_weights, report.kv_dtype
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +219,8 @@ class OpenedModel(ServedCheckpoint):
         mtp = self.mtp_layer(config)
         mtp_loader = None if mtp is None else MTPLoader.open(loader, mtp)  # first, as it may refuse
         stage = loader.attention_stage(max_model_len, gather)
-        token_bytes = kv_bytes_per_token(stage.spec, mtp, loader.dtype.itemsize)
+        form = checked_kv_form(config.cache, stage.spec)
+        token_bytes = kv_bytes_per_token(stage.spec, mtp, loader.dtype.itemsize, form)
         pages = num_pages(
             config.cache,
             bytes_per_token=token_bytes,
@@ -218,11 +229,13 @@ class OpenedModel(ServedCheckpoint):
             available_bytes=free_bytes(loader.device),
         )
         page_size = config.cache.page_size
-        cache = KVCache(stage.spec, pages, page_size, loader.dtype, loader.device)
+        cache = KVCache(stage.spec, pages, page_size, loader.dtype, loader.device, form)
         drafting = None if mtp_loader is None else mtp_loader.load(stage, cache, max_model_len)
         return AttentionPart(stage, cache, pages, pages * page_size * token_bytes, drafting)
 
-    def report(self, *, num_pages: int = 0, kv_bytes: int = 0) -> LoadReport:
+    def report(
+        self, *, num_pages: int = 0, kv_bytes: int = 0, kv_dtype: str = "auto"
+    ) -> LoadReport:
         loader = self.loader
         return LoadReport(
             kernels=loader.kernels.name,
@@ -233,4 +246,5 @@ class OpenedModel(ServedCheckpoint):
             expert_weights=loader.expert_weights,
             num_pages=num_pages,
             kv_bytes=kv_bytes,
+            kv_dtype=kv_dtype,
         )

@@ -11,6 +11,7 @@ from typing import Literal
 
 from moe_kernels.interface.attention_shape import AttentionShape, LatentShape
 from moe_kernels.interface.kernels import GatedActivation
+from moe_kernels.interface.kv_form import FLOATS, KVForm
 from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.rope import RopeSpec
 
@@ -136,6 +137,14 @@ class ModelSpec:
         a = self.attention
         return a.num_kv_heads * (a.head_dim + a.value_width)
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes of one token in the KV cache, over all layers."""
-        return self.num_layers * self.kv_values_per_token * itemsize
+    def kv_bytes_per_token(self, itemsize: int, form: KVForm = FLOATS) -> int:
+        """Return the bytes of one token in the KV cache, over all layers. `itemsize` is that of
+        the model's dtype."""
+        a = self.attention
+        if self.latent is not None:
+            row_bytes = form.row_bytes(self.kv_values_per_token, 2, itemsize)
+        else:
+            widths = (a.head_dim, a.value_width)
+            row_bytes = sum(form.row_bytes(width, 1, itemsize) for width in widths)
+            row_bytes *= a.num_kv_heads
+        return self.num_layers * row_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from experts.placement.problem.placement import Placement
-from moe_serve.cache.kv_cache import num_pages
+from moe_serve.cache.kv_cache import checked_kv_form, num_pages
 from moe_serve.cluster.members.cluster_model import num_slots, placement_of
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.next_layer_prediction import num_foreseen
@@ -168,7 +168,8 @@ class _Planner:
         return num_bytes if limit is None else min(num_bytes, limit)
 
     def _pages(self, available: int) -> tuple[int, int]:
-        token_bytes = kv_bytes_per_token(self.spec, self.mtp, self.dtype.itemsize)
+        form = checked_kv_form(self.config.cache, self.spec)
+        token_bytes = kv_bytes_per_token(self.spec, self.mtp, self.dtype.itemsize, form)
         max_model_len = self.checkpoint.max_model_len
         if available <= 0:  # the plan reports this, not the size of the cache
             available = 4 * max_model_len * token_bytes

@@ -61,6 +61,7 @@ def test_the_flags_are_frozen() -> None:
         "--host",
         "--kv-disk",
         "--kv-disk-bytes",
+        "--kv-dtype",
         "--log-format",
         "--max-batched-tokens",
         "--max-model-len",

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.attention_shape import KVPages, LatentShape, StepRows
+from moe_kernels.interface.attention_shape import LatentShape, StepRows
 from moe_kernels.interface.kernels import AttentionCall
+from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.kernel_choice import KernelsName
 from moe_kernels.reference.norm import rotary_table
 from moe_kernels.reference.paged_attention import paged_attention_reference

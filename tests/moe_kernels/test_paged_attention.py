@@ -11,12 +11,12 @@ from torch import Tensor
 
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
-    KVPages,
     QKNormWeights,
     RotaryTable,
     StepRows,
 )
 from moe_kernels.interface.kernels import AttentionCall
+from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.kernel_choice import KernelsName
 from moe_kernels.reference.norm import rotary_table
 from moe_kernels.reference.paged_attention import paged_attention_reference
@@ -106,6 +106,9 @@ class Scene:
         out = self.kernels.attend(qkv, self.norm, self.sinks, call, self.shape)
         return list(out.split(lens))
 
+    def storing_error(self, dtype: torch.dtype) -> float:
+        return TOLERANCE[dtype]
+
     def copy_pages(self) -> KVPages:
         return KVPages(self.original.keys.clone(), self.original.values.clone())
 
@@ -127,7 +130,7 @@ class Scene:
         for cache, new in ((pages.keys, k), (pages.values, v.view(len(v), -1, shape.value_width))):
             stored = cache[table, :, positions % PAGE].double()
             error = (stored - new).abs().max().item() / new.abs().max().item()
-            assert error < TOLERANCE[cache.dtype], f"stored wrongly: {error=}"
+            assert error < self.storing_error(cache.dtype), f"stored wrongly: {error=}"
         return paged_attention_reference(
             q, pages.keys, pages.values, page_table=sequence.page_table,
             first_position=sequence.start, scale=shape.scale, chunk=shape.chunk,

@@ -19,14 +19,15 @@ from moe_kernels.interface.attention_shape import (
     StepRows,
 )
 from moe_kernels.interface.kernels import AttentionCall
+from moe_kernels.interface.kv_form import SCALE_DTYPE, KVPages
 
 _NORMS = {"none": 0, "head": 1, "row": 2}
 _NORM_AFTER_ROTATION = 3
-_MAX_HEAD_DIM = 1024  # kMaxHeadDim in cpu/attention.cpp
+_MAX_HEAD_DIM = 1024  # kMaxHeadDim in cpu/source/attention/kv_rows.h
 
 
 class PlanStruct(ctypes.Structure):
-    """`AttentionPlan` in cpu/attention_plan.h."""
+    """`AttentionPlan` in cpu/source/attention/attention_plan.h."""
 
     _fields_ = (
         ("sequences", Pointer),
@@ -38,6 +39,28 @@ class PlanStruct(ctypes.Structure):
         ("scale", Float),
         ("eps", Float),
         ("clip", Float),
+    )  # fmt: skip
+
+
+class PagesStruct(ctypes.Structure):
+    """`KVPages` in cpu/source/attention/kv_rows.h."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("keys", "values", "key_scales", "value_scales")),
+        *((name, Int) for name in ("bits", "scales_per_row", "rotation")),
+    )
+
+
+def pages_struct(pages: KVPages) -> PagesStruct:
+    """Return where pages lie; the tensors must outlive it."""
+    scales, form = pages.key_scales, pages.form
+    if scales is None:
+        return PagesStruct(pages.keys.data_ptr(), pages.values.data_ptr(), None, None, 0, 0, 0)
+    assert scales.is_contiguous() and scales.dtype == SCALE_DTYPE, f"scales are {scales.dtype}"
+    width = pages.keys.shape[-1] * (2 if form.bits == 4 else 1)
+    return PagesStruct(
+        pages.keys.data_ptr(), pages.values.data_ptr(), scales.data_ptr(),
+        address(pages.value_scales), form.bits or 0, scales.shape[-1], form.rotation(width),
     )  # fmt: skip
 
 
@@ -86,6 +109,7 @@ def attend(
 ) -> Tensor:
     """Kernels.attend."""
     out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.value_width)
+    pages = pages_struct(call.pages)
     native.function("moe_attend")(
         call.plan.pointer,
         qkv.data_ptr(),
@@ -97,8 +121,7 @@ def attend(
         address(call.rotary.query_scale),
         call.positions.data_ptr(),
         call.kv_rows.data_ptr(),
-        call.pages.keys.data_ptr(),
-        call.pages.values.data_ptr(),
+        ctypes.addressof(pages),
         out.data_ptr(),
     )
     return out
@@ -117,6 +140,7 @@ def attend_latent(
     for x in (q_latent_THL, q_rope_THR, latent_TC):
         assert x.stride(-1) == 1, f"rows of the input must be contiguous, not {x.stride()}"
     call.plan.for_latents(shape)
+    pages = pages_struct(call.pages)
     out_THL = torch.empty_like(q_latent_THL, memory_format=torch.contiguous_format)
     native.function("moe_attend_latent")(
         call.plan.pointer,
@@ -131,7 +155,7 @@ def attend_latent(
         call.rotary.signed_sin.data_ptr(),
         call.positions.data_ptr(),
         call.kv_rows.data_ptr(),
-        call.pages.keys.data_ptr(),
+        ctypes.addressof(pages),
         out_THL.data_ptr(),
     )
     return out_THL

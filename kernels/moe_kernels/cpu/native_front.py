@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address
-from moe_kernels.cpu.native_attention import NativePlan
+from moe_kernels.cpu.native_attention import NativePlan, PagesStruct, pages_struct
 from moe_kernels.cpu.native_linear import NativeLinear, NativeRouterLinear
-from moe_kernels.interface.attention_shape import KVPages
 from moe_kernels.interface.kernels import FrontResult, LayerFrontParts
+from moe_kernels.interface.kv_form import KVPages
 
 
 class _FrontStruct(ctypes.Structure):
@@ -35,7 +35,7 @@ class _FrontStruct(ctypes.Structure):
 class NativeFront:
     """Implements LayerFront."""
 
-    __slots__ = ("_function", "_parts", "_struct", "_top_k", "pointer")
+    __slots__ = ("_function", "_pages", "_parts", "_struct", "_top_k", "pointer")
 
     def __init__(
         self, native: NativeLibrary, parts: LayerFrontParts, route: ctypes.Structure | None
@@ -68,6 +68,7 @@ class NativeFront:
             parts.norm_eps,
         )
         self.pointer = ctypes.addressof(self._struct)
+        self._pages: tuple[KVPages, PagesStruct] | None = None
 
     def __call__(
         self,
@@ -90,8 +91,7 @@ class NativeFront:
             hidden_TD.data_ptr(),
             positions.data_ptr(),
             kv_rows.data_ptr(),
-            pages.keys.data_ptr(),
-            pages.values.data_ptr(),
+            ctypes.addressof(self._pages_struct(pages)),
             out_TD.data_ptr(),
             x_TD.data_ptr(),
             address(ids_TK),
@@ -99,3 +99,9 @@ class NativeFront:
             num_rows,
         )
         return FrontResult(out_TD, x_TD, ids_TK, weights_TK)
+
+    def _pages_struct(self, pages: KVPages) -> PagesStruct:
+        """Return where the pages lie: a layer is mostly called with the same ones."""
+        if self._pages is None or self._pages[0] is not pages:
+            self._pages = pages, pages_struct(pages)
+        return self._pages[1]

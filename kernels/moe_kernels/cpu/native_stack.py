@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moe_kernels.cpu.cpu_library import Float, Int, NativeLibrary, Pointer, address
-from moe_kernels.cpu.native_attention import PlanStruct, plan_struct
+from moe_kernels.cpu.native_attention import PlanStruct, pages_struct, plan_struct
 from moe_kernels.cpu.native_experts import ExpertTable, absence
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeLinear
@@ -22,7 +22,7 @@ class _LayerStruct(ctypes.Structure):
     """`StackLayer` in cpu/source/calls/stack.cpp."""
 
     _fields_ = (
-        *((name, Pointer) for name in ("front", "experts", "mlp", "keys", "values")),
+        *((name, Pointer) for name in ("front", "experts", "mlp", "pages")),
         ("shape", Int),
     )
 
@@ -66,12 +66,13 @@ class NativeStack:
         self._shapes = (PlanStruct * len(shapes))(*structs)
         self._layers = (_LayerStruct * len(parts.layers))()
         self._num_sparse = sum(layer.experts is not None for layer in parts.layers)
-        for struct, layer in zip(self._layers, parts.layers, strict=True):
+        self._pages = [pages_struct(layer.pages) for layer in parts.layers]
+        for struct, layer, pages in zip(self._layers, parts.layers, self._pages, strict=True):
             assert isinstance(layer.front, NativeFront), "a native front"
             assert layer.experts is not None or layer.mlp is not None, "a layer has experts or MLP"
             struct.front = layer.front.pointer
             struct.experts, struct.mlp = _bank(layer.experts), _bank(layer.mlp)
-            struct.keys, struct.values = layer.pages.keys.data_ptr(), layer.pages.values.data_ptr()
+            struct.pages = ctypes.addressof(pages)
             struct.shape = shapes.index(layer.shape)
         self._struct = _StackStruct(
             parts.embedding_VD.data_ptr(),

@@ -186,7 +186,7 @@ class TritonKernels:
     ) -> Tensor:
         pages = call.pages
         q_THD = shape_qkv(qkv, norm, call.rotary, call.positions, call.kv_rows, pages, shape)
-        out_THV = attention(q_THD, pages.keys, pages.values, call.plan, shape, sinks_H)
+        out_THV = attention(q_THD, pages, call.plan, shape, sinks_H)
         return out_THV.flatten(1).to(qkv.dtype)
 
     def attend_latent(
@@ -206,11 +206,11 @@ class TritonKernels:
             call.rotary,
             call.positions,
             call.kv_rows,
-            call.pages.keys,
+            call.pages,
             shape,
         )
         plan = call.plan
-        out_THL = attention(q_THC, call.pages.keys, call.pages.values, plan, plan.shape)
+        out_THL = attention(q_THC, call.pages, plan, plan.shape)
         return out_THL.to(latent_TC.dtype)
 
     def route(

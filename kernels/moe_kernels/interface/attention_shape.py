@@ -125,17 +125,6 @@ class RotaryTable:
     query_scale: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KVPages:
-    """One layer's keys [pages, Hkv, page size, D] and values [pages, Hkv, page size, Dv].
-
-    With latent attention the values are the first Dv of each key: a view of the same memory.
-    """
-
-    keys: Tensor
-    values: Tensor
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRoom:
     """Steps of `size.num_rows` sequences with one token each: up to `size.num_keys` keys over all

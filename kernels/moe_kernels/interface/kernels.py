@@ -17,13 +17,13 @@ from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
     FixedAttention,
-    KVPages,
     LatentShape,
     QKNormWeights,
     RotaryTable,
     StepRows,
 )
 from moe_kernels.interface.drafting import Drafting, DraftingParts
+from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.interface.layer_stack import LayerStack, StackParts
 from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout, Weight
 from moe_kernels.interface.routing import RouterShape

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.interface.attention_shape import AttentionShape, KVPages
+from moe_kernels.interface.attention_shape import AttentionShape
+from moe_kernels.interface.kv_form import KVPages
 
 CLOCKS = 5  # of a layer, see `StackResult.times`
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.interface.attention_shape import AttentionShape, StepRows
+from moe_kernels.reference.kv_rows import QuantisedRows
 
 BLOCK_TOKENS = 128
 _LARGE_TILE_TOKENS = 32
@@ -191,8 +192,8 @@ _VALUE_MULTIPLE = 8  # in products of fewer columns (5, 10) a CPU's sums depend 
 
 def paged_attention(
     q_THD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | QuantisedRows,
+    v_cache: Tensor | QuantisedRows,
     plan: AttentionPlan,
     scale: float,
     sinks_H: Tensor | None = None,
@@ -202,7 +203,7 @@ def paged_attention(
     Keys and values of the step's own tokens must be in the cache already. A sink is one more logit
     of its head's softmax, without a value.
     """
-    shape = (*q_THD.shape[:2], v_cache.shape[-1])
+    shape = (*q_THD.shape[:2], _width(v_cache))
     out_THD = torch.empty(shape, dtype=torch.float32, device=q_THD.device)
     scaled_THD = q_THD.float() * scale
     for segment in plan.segments:
@@ -213,15 +214,15 @@ def paged_attention(
 
 def _attend(
     q_THD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | QuantisedRows,
+    v_cache: Tensor | QuantisedRows,
     segment: AttentionSegment,
     sinks_H: Tensor | None,
 ) -> Tensor:
     """One segment -> [N * Q, H, Dv]. Blocks are joined by the usual (max, sum, output) algebra,
     block after block: a tile's sums never see another tile, nor a block that it does not have."""
-    num_kv_heads, width = k_cache.shape[1], k_cache.shape[3]
-    num_heads = q_THD.shape[1]
+    num_heads, width = q_THD.shape[1:]
+    num_kv_heads = (k_cache if isinstance(k_cache, Tensor) else k_cache.numbers).shape[1]
     group, tokens = num_heads // num_kv_heads, segment.tile_tokens
     num_pairs = len(segment.pair_tile_P)
     num_rows = tokens * group
@@ -229,7 +230,7 @@ def _attend(
     q = q.view(-1, tokens, num_kv_heads, group, width).transpose(1, 2).contiguous()
     num_tiles = q.shape[0]
     q = q.view(num_tiles, num_kv_heads, num_rows, width).index_select(0, segment.pair_tile_P)
-    keys = _gather(k_cache, segment.page_rows, num_pairs)
+    keys = _gather(k_cache, segment.page_rows)
     scores = torch.bmm(q.view(-1, num_rows, width), keys.transpose(1, 2))
     scores = scores.view(num_pairs, num_kv_heads, num_rows, BLOCK_TOKENS)
     scores.masked_fill_(segment.mask_P1RB, float("-inf"))
@@ -243,20 +244,29 @@ def _attend(
     total = _join(scores.sum(-1), segment.tiles_by_block, torch.add)
     if sinks_HR is not None:
         total = total + torch.exp(sinks_HR - top)
-    values = _gather(v_cache, segment.page_rows, num_pairs)
+    values = _gather(v_cache, segment.page_rows)
     values = F.pad(values, (0, -values.shape[-1] % _VALUE_MULTIPLE))
-    out = torch.bmm(scores.view(-1, num_rows, BLOCK_TOKENS), values)[..., : v_cache.shape[-1]]
+    out = torch.bmm(scores.view(-1, num_rows, BLOCK_TOKENS), values)[..., : _width(v_cache)]
     out = out.reshape(num_pairs, num_kv_heads, num_rows, -1)
     out = _join(out, segment.tiles_by_block, torch.add) / total.unsqueeze(-1)
     out = out.view(num_tiles, num_kv_heads, tokens, group, -1).transpose(1, 2)
     return out.reshape(num_tiles * tokens, num_heads, -1)
 
 
-def _gather(cache: Tensor, page_rows: Tensor, num_pairs: int) -> Tensor:
+def _width(rows: Tensor | QuantisedRows) -> int:
+    return rows.shape[-1] if isinstance(rows, Tensor) else rows.width
+
+
+def _gather(cache: Tensor | QuantisedRows, page_rows: Tensor) -> Tensor:
     """The blocks' keys or values, [P * Hkv, 128, D] in fp32."""
-    num_kv_heads, width = cache.shape[1], cache.shape[3]
-    rows = cache.flatten(0, 1).index_select(0, page_rows)  # latent values lie in strided rows
-    return rows.view(num_pairs * num_kv_heads, BLOCK_TOKENS, width).float()
+
+    def taken(part: Tensor) -> Tensor:
+        rows = part.flatten(0, 1).index_select(0, page_rows)  # latent values lie in strided rows
+        return rows.view(-1, BLOCK_TOKENS, part.shape[3])
+
+    if isinstance(cache, Tensor):
+        return taken(cache).float()
+    return replace(cache, numbers=taken(cache.numbers), scales=taken(cache.scales)).floats()
 
 
 def _join(parts: Tensor, tiles_by_block: tuple[int, ...], combine: Callable[..., Tensor]) -> Tensor:

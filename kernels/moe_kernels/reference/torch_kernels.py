@@ -34,6 +34,7 @@ from moe_kernels.interface.quantised_matrix import (
 )
 from moe_kernels.interface.routing import RouterShape, route
 from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
+from moe_kernels.reference.kv_rows import page_rows, rotated, store_rows
 from moe_kernels.reference.linear import make_linear
 from moe_kernels.reference.low_bit_linear import AnyLinear, made_linear
 from moe_kernels.reference.norm import rms_norm, rotate
@@ -149,11 +150,10 @@ class TorchKernels:
             q_THD, k_THD = _norm_heads(q_THD, k_THD, norm, shape)
         if call.rotary.query_scale is not None:
             q_THD = q_THD * call.rotary.query_scale[call.positions][:, None, None]
-        keys, values = call.pages.keys, call.pages.values
-        for cache, new in ((keys, k_THD), (values, v_THD)):
-            rows = new.to(cache.dtype).reshape(-1, new.shape[-1])
-            cache.view(-1, new.shape[-1]).index_copy_(0, call.kv_rows, rows)
-        out = paged_attention(q_THD, keys, values, call.plan, shape.scale, sinks_H)
+        new_keys, new_values = (x.reshape(-1, x.shape[-1]).float() for x in (k_THD, v_THD))
+        store_rows(call.pages, new_keys, new_values, call.kv_rows)
+        q_THD = rotated(q_THD, call.pages.form.rotation(shape.head_dim))
+        out = paged_attention(q_THD, *page_rows(call.pages), call.plan, shape.scale, sinks_H)
         return out.flatten(1).to(qkv.dtype)
 
     def attend_latent(
@@ -167,12 +167,11 @@ class TorchKernels:
     ) -> Tensor:
         latent, key = latent_TC.split([shape.latent_dim, shape.rope_dim], dim=-1)
         latent = rms_norm(latent.contiguous(), norm_weight_L, shape.norm_eps)
-        key = _rotate(key[:, None], call.rotary, call.positions)[:, 0].to(latent.dtype)
-        row = torch.cat((latent, key), -1)
-        call.pages.keys.view(-1, row.shape[-1]).index_copy_(0, call.kv_rows, row)
+        key = _rotate(key[:, None], call.rotary, call.positions)[:, 0]
+        store_rows(call.pages, torch.cat((latent.float(), key), -1), None, call.kv_rows)
         q_rope = _rotate(q_rope_THR, call.rotary, call.positions)
         q = torch.cat((q_latent_THL.float(), q_rope), -1)
-        out = paged_attention(q, call.pages.keys, call.pages.values, call.plan, shape.softmax_scale)
+        out = paged_attention(q, *page_rows(call.pages), call.plan, shape.softmax_scale)
         return out.to(latent.dtype)
 
     def route(

@@ -72,6 +72,13 @@ class BatchOptions:
         "for --max-num-seqs requests of average length.",
         rich_help_panel=LIMITS,
     )
+    kv_dtype: str | None = option(
+        None,
+        key="cache.kv_dtype",
+        help="Data type of the KV cache: auto (the model's), int8 or int4. Fewer bits hold more "
+        "tokens in the same memory, and answers differ a little. Default: auto.",
+        rich_help_panel=LIMITS,
+    )
     kv_disk: str | None = option(
         None,
         "--kv-disk",

@@ -218,6 +218,7 @@ def describe_layout(layout: EngineFacts) -> Mapping[str, str]:
     plural = "" if layout.num_threads == 1 else "s"
     threads = f"; {layout.num_threads} thread{plural}" if layout.device == "cpu" else ""
     num_tokens = layout.num_pages * layout.page_size
+    form = "" if layout.kv_dtype == "auto" else f" in {layout.kv_dtype}"
     weights = f"{layout.weight_format}, {layout.expert_weights}"
     return {
         **({} if layout.weight_format == "plain" else {"weights": weights}),
@@ -225,8 +226,8 @@ def describe_layout(layout: EngineFacts) -> Mapping[str, str]:
         **({} if layout.cuda_graphs is None else {"graphs": layout.cuda_graphs}),
         "layout": f"{layout.stages}{threads}",
         **({} if layout.expert_memory is None else {"experts": layout.expert_memory}),
-        "cache": f"{layout.num_pages} KV pages of {layout.page_size} tokens = {num_tokens} tokens "
-        f"({layout.kv_bytes / 2**20:.1f} MiB)",
+        "cache": f"{layout.num_pages} KV pages of {layout.page_size} tokens = {num_tokens} tokens"
+        f"{form} ({layout.kv_bytes / 2**20:.1f} MiB)",
     }
 
 

@@ -110,6 +110,7 @@ class AttentionRank:
             self._seconds,
             num_pages=self._part.num_pages,
             kv_bytes=self._part.kv_bytes * self._configure.config.cluster.attention_tp,
+            kv_dtype=self._part.kv_dtype,
         )
 
     @property

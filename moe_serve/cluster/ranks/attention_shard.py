@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cache.kv_cache import KVCache, checked_kv_form
 from moe_serve.cluster.control.messages import QueryPages, RunStep
 from moe_serve.cluster.members.processes import end_with_parent
 from moe_serve.cluster.ranks.mirror import Mirrors, RankPages
@@ -110,7 +110,8 @@ class AttentionShard:
             return
         assert isinstance(pages, MakePages), f"{type(pages).__name__} before MakePages"
         page_size, dtype = load.config.cache.page_size, model.loader.dtype
-        cache = KVCache(stage.spec, pages.num_pages, page_size, dtype, device)
+        form = checked_kv_form(load.config.cache, stage.spec)
+        cache = KVCache(stage.spec, pages.num_pages, page_size, dtype, device, form)
         shard = self._group.shard
         rank_pages = RankPages(cache, load.arena, shard.index, shard.count)
         pipeline = Pipeline(stage, FollowerTransport(self._group), cache, device)

@@ -49,13 +49,18 @@ def open_rank(configure: Configure, progress: LoadProgress) -> OpenedModel:
 
 
 def loaded_message(
-    model: OpenedModel, seconds: float, *, num_pages: int = 0, kv_bytes: int = 0
+    model: OpenedModel,
+    seconds: float,
+    *,
+    num_pages: int = 0,
+    kv_bytes: int = 0,
+    kv_dtype: str = "auto",
 ) -> Loaded:
     """Returns the message that the rank is ready, with its checkpoint's hash. Expert ranks have no
     pages."""
     return Loaded(
         weights_hash=model_identity(model.folder).hex(),
-        report=model.report(num_pages=num_pages, kv_bytes=kv_bytes),
+        report=model.report(num_pages=num_pages, kv_bytes=kv_bytes, kv_dtype=kv_dtype),
         load_seconds=seconds,
         gpu=gpu_of(model.loader.device),
     )

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
-    KVPages,
     LatentShape,
     QKNormWeights,
     RotaryTable,
 )
 from moe_kernels.interface.kernels import AttentionCall, HeadLinear, Kernels, Linear
+from moe_kernels.interface.kv_form import KVPages
 from moe_serve.model.stage.step_inputs import StepInputs
 
 

@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.attention_shape import AttentionShape, KVPages, QKNormWeights
+from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights
 from moe_kernels.interface.kernels import Kernels, Linear, SplitMLP
+from moe_kernels.interface.kv_form import KVPages
 from moe_serve.model.stage.attention import Attention, GroupedQueryAttention
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.stage.tensor_shard import TensorShard, column_borders

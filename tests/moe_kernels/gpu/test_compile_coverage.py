@@ -22,13 +22,13 @@ from moe_kernels.gpu.sampling.api import adjust, sample, score_tokens, uniform
 from moe_kernels.gpu.sampling.sampling_rows import Adjustments, SamplingRows
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
-    KVPages,
     LatentShape,
     QKNormWeights,
     RotaryTable,
     StepRows,
 )
 from moe_kernels.interface.kernels import AttentionCall, ExpertWeights, GatedActivation
+from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.interface.routing import RouterShape
 
 META = torch.device("meta")

@@ -12,11 +12,11 @@ from moe_kernels.gpu.heads.api import shape_latent, shape_qkv
 from moe_kernels.gpu.heads.heuristics import HeadConfig, head_config
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
-    KVPages,
     LatentShape,
     QKNormWeights,
     RotaryTable,
 )
+from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.reference import torch_kernels
 from moe_kernels.reference.norm import rms_norm, rotary_table
 
@@ -149,7 +149,8 @@ def test_latents(dtype: torch.dtype, device: torch.device) -> None:
     rotary, positions = make_rotary(device, 8), torch.tensor([9, 0, 1, 2], device=device)
     keys = torch.zeros(2, 1, 16, 32, dtype=dtype, device=device)
     kv_rows = torch.tensor([31, 2, -1, 7], device=device)
-    q = shape_latent(q_latent, q_rope, latent, weight, rotary, positions, kv_rows, keys, shape)
+    pages = KVPages(keys, keys[..., : shape.latent_dim])
+    q = shape_latent(q_latent, q_rope, latent, weight, rotary, positions, kv_rows, pages, shape)
     rotated = torch_kernels._rotate(q_rope, rotary, positions).to(dtype)
     assert torch.equal(q, torch.cat((q_latent, rotated), -1)), "queries are bit for bit"
     key = torch_kernels._rotate(latent[:, None, 24:], rotary, positions)[:, 0].to(dtype)

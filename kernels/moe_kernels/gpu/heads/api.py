@@ -10,13 +10,14 @@ from torch import Tensor
 
 from moe_kernels.gpu.heads.heuristics import head_config
 from moe_kernels.gpu.heads.kernel import shape_heads, shape_latents
+from moe_kernels.gpu.heads.kv_rows import rotated, store_quantised
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
-    KVPages,
     LatentShape,
     QKNormWeights,
     RotaryTable,
 )
+from moe_kernels.interface.kv_form import KVPages
 
 NO_NORM, NORM_BY_HEAD, NORM_BY_ROW, NORM_AFTER_ROTATION = range(4)  # as in kernel.py
 
@@ -51,13 +52,36 @@ def shape_qkv(
     assert rotary.cos.shape[1] <= dim, f"{rotary.cos.shape[1]} values of {dim} are rotated"
     assert kv_rows.numel() == num_tokens * shape.num_kv_heads, f"{kv_rows.numel()} kv rows"
     assert pages.keys.is_contiguous() and pages.values.is_contiguous(), "pages are contiguous"
-    code = NO_NORM if norm is None else norm_code(shape)
-    q_THD = torch.empty(num_tokens, shape.num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    keys, values, rows = pages.keys, pages.values, kv_rows
+    q_dtype = torch.float32 if pages.form.is_rotated else qkv.dtype
+    q_THD = torch.empty(num_tokens, shape.num_heads, dim, dtype=q_dtype, device=qkv.device)
     if not num_tokens:
+        return q_THD.to(qkv.dtype)
+    if pages.form.bits is not None:  # in fp32 first, then into the pages
+        rows = torch.arange(kv_rows.numel(), device=qkv.device)
+        keys = torch.empty(len(rows), dim, dtype=torch.float32, device=qkv.device)
+        values = torch.empty(len(rows), value_dim, dtype=torch.float32, device=qkv.device)
+    _launch_heads(qkv, norm, rotary, (positions, rows), (q_THD, keys, values), shape)
+    if pages.form.bits is None:
         return q_THD
+    store_quantised(pages, keys, values, kv_rows)
+    return rotated(q_THD, pages.form, qkv.dtype)
+
+
+def _launch_heads(
+    qkv: Tensor,
+    norm: QKNormWeights | None,
+    rotary: RotaryTable,
+    places: tuple[Tensor, Tensor],
+    results: tuple[Tensor, Tensor, Tensor],
+    shape: AttentionShape,
+) -> None:
+    """Launch shape_heads; `places`: positions and rows, `results`: queries, keys and values."""
+    dim, value_dim = shape.head_dim, shape.value_width
+    code = NO_NORM if norm is None else norm_code(shape)
     config = head_config(shape.num_heads, dim, value_dim)
     kv_blocks = -(-shape.num_kv_heads // config.block_heads)
-    grid = (num_tokens, -(-shape.num_heads // config.block_heads) + 2 * kv_blocks)
+    grid = (len(qkv), -(-shape.num_heads // config.block_heads) + 2 * kv_blocks)
     shape_heads[grid](
         qkv,
         None if norm is None else norm.q,
@@ -65,11 +89,8 @@ def shape_qkv(
         rotary.cos,
         rotary.signed_sin,
         rotary.query_scale,
-        positions,
-        kv_rows,
-        q_THD,
-        pages.keys,
-        pages.values,
+        *places,
+        *results,
         qkv.stride(0),
         shape.norm_eps,
         0.0 if shape.clip is None else float(shape.clip),
@@ -87,7 +108,6 @@ def shape_qkv(
         num_warps=config.num_warps,
         enable_fp_fusion=False,  # as torch: products are rounded before they are added
     )
-    return q_THD
 
 
 def shape_latent(
@@ -98,12 +118,12 @@ def shape_latent(
     rotary: RotaryTable,
     positions: Tensor,
     kv_rows: Tensor,
-    keys: Tensor,
+    pages: KVPages,
     shape: LatentShape,
 ) -> Tensor:
     """Norm the latents, rotate the shared key, write both -> queries [T, H, C] = latent | rotated.
 
-    `latent_TC`: C = L + R. `kv_rows` [T]: rows of `keys` seen as [.., C]; a negative one is not
+    `latent_TC`: C = L + R. `kv_rows` [T]: rows of keys seen as [.., C]; a negative one is not
     written. The queries' two parts may have any steps between tokens and heads.
     """
     num_tokens, num_heads, rope_dim = q_rope_THR.shape
@@ -111,25 +131,31 @@ def shape_latent(
     assert (num_heads, rope_dim) == (shape.num_heads, shape.rope_dim), f"{q_rope_THR.shape}"
     assert q_latent_THL.shape == (num_tokens, num_heads, latent_dim), f"{q_latent_THL.shape}"
     assert latent_TC.shape == (num_tokens, width), f"latents are {latent_TC.shape}"
+    keys, rows = pages.keys, kv_rows
     assert keys.is_contiguous() and keys.shape[-1] == width, f"keys are {keys.shape}"
     _check_positions(num_tokens, rotary, positions)
     assert rotary.cos.shape[1] == rope_dim, f"{rotary.cos.shape[1]} values of {rope_dim} rotate"
     assert kv_rows.numel() == num_tokens, f"{kv_rows.numel()} kv rows of {num_tokens} tokens"
-    for name, rows in (("q_latent", q_latent_THL), ("q_rope", q_rope_THR), ("latent", latent_TC)):
-        assert rows.stride(-1) == 1, f"a row of {name} has stride {rows.stride(-1)}"
+    for name, x in (("q_latent", q_latent_THL), ("q_rope", q_rope_THR), ("latent", latent_TC)):
+        assert x.stride(-1) == 1, f"a row of {name} has stride {x.stride(-1)}"
     q_THC = q_rope_THR.new_empty(num_tokens, num_heads, width)
     if not num_tokens:
         return q_THC
+    if pages.form.bits is not None:  # in fp32 first, then into the pages
+        rows = torch.arange(num_tokens, device=latent_TC.device)
+        keys = torch.empty(num_tokens, width, dtype=torch.float32, device=latent_TC.device)
     config = head_config(num_heads, rope_dim, rope_dim)
     shape_latents[(num_tokens, 1 + -(-num_heads // config.block_heads))](
         q_latent_THL, q_rope_THR, latent_TC, norm_weight_L, rotary.cos, rotary.signed_sin,
-        positions, kv_rows, q_THC, keys, *q_latent_THL.stride()[:2], *q_rope_THR.stride()[:2],
+        positions, rows, q_THC, keys, *q_latent_THL.stride()[:2], *q_rope_THR.stride()[:2],
         latent_TC.stride(0), shape.norm_eps,
         NUM_HEADS=num_heads, LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
         BLOCK_H=config.block_heads, BLOCK_R=config.block_dim,
         BLOCK_L=1 << (latent_dim - 1).bit_length(),
         num_warps=config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
+    if pages.form.bits is not None:
+        store_quantised(pages, keys, None, kv_rows)
     return q_THC
 
 

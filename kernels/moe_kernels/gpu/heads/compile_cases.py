@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from moe_kernels.gpu.compile_case import CompileCase
 from moe_kernels.gpu.heads.api import norm_code
 from moe_kernels.gpu.heads.heuristics import head_config
 from moe_kernels.gpu.heads.kernel import shape_heads, shape_latents
+from moe_kernels.gpu.heads.kv_rows import quantise_rows, rotate_rows
 from moe_kernels.interface.attention_shape import AttentionShape
 
 _SHAPES = {
@@ -100,7 +103,38 @@ def _latent_case(dtype: str) -> CompileCase:
     )
 
 
+def _row_cases() -> Iterator[CompileCase]:
+    """Rows of 128 values in few bits, and the latent of DeepSeek-V3."""
+    steps = ("x_step", "numbers_step", "scales_step")
+    for bits, width in ((8, 128), (4, 128), (8, 512), (8, 64)):
+        yield CompileCase(
+            name=f"heads/quantise-{bits}-{width}",
+            kernel=quantise_rows,
+            signature={
+                "x_ptr": "*fp32",
+                "rows_ptr": "*i64",
+                "numbers_ptr": "*i8" if bits == 8 else "*u8",
+                "scales_ptr": "*bf16",
+                **dict.fromkeys(steps, "i32"),
+            },
+            constexprs={"WIDTH": width, "BITS": bits, "BLOCK": width // 2},
+            num_warps=4,
+            num_stages=1,
+            divisible_by_16=("x_step", "numbers_step"),
+        )
+    for dtype in ("fp32", "bf16"):
+        yield CompileCase(
+            name=f"heads/rotate-{dtype}",
+            kernel=rotate_rows,
+            signature={"x_ptr": "*fp32", "out_ptr": f"*{dtype}", "factor": "fp32"},
+            constexprs={"WIDTH": 128, "ROTATION": 128},
+            num_warps=4,
+            num_stages=1,
+        )
+
+
 CASES = (
     *(_case(name, shape, dtype) for name, shape in _SHAPES.items() for dtype in ("bf16", "fp16")),
     *(_latent_case(dtype) for dtype in ("bf16", "fp16")),
+    *_row_cases(),
 )

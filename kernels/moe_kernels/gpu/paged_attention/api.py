@@ -28,6 +28,7 @@ from moe_kernels.gpu.paged_attention.launch_plan import (
 )
 from moe_kernels.gpu.paged_attention.wide_kernel import attend_wide_tiles
 from moe_kernels.interface.attention_shape import AttentionShape, DecodeRoom, StepRows
+from moe_kernels.interface.kv_form import KVForm, KVPages
 
 LOG2_E = 1.4426950408889634
 
@@ -75,38 +76,37 @@ def config_of(shape: AttentionShape, dtype: torch.dtype, chip: int = 9) -> Atten
 
 def attention(
     q_THD: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    pages: KVPages,
     plan: PagedPlan,
     shape: AttentionShape,
     sinks_H: Tensor | None = None,
     out_THV: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T) v over each token's visible keys -> [T, H, Dv] in the pages' dtype.
+    """softmax(scale q k^T) v over each token's visible keys -> [T, H, Dv] in that dtype.
 
-    `keys` [pages, Hkv, page size, D], `values` [.., Dv]; they hold the step's own tokens already.
-    Latent attention: `values` is a view of the first Dv of each key. Queries of any dtype and any
-    strides but the last are rounded to the pages' dtype, and so are the weights of the values;
-    sums are fp32. `sinks_H` in fp32: one more logit of each head, without a value.
+    The pages hold the step's own tokens already. Queries of any dtype and any strides but the last
+    are rounded to the pages' dtype, and so are the weights of the values; sums are fp32. Pages in
+    few bits are read in the dtype of the queries, which are rotated already where keys are.
+    `sinks_H` in fp32: one more logit of each head, without a value.
 
     A row's result depends on that row alone. Rows that the plan does not have are not written.
     """
-    _check(q_THD, keys, values, plan, shape, sinks_H)
+    _check(q_THD, pages, plan, shape, sinks_H)
     if out_THV is None:
         size = (q_THD.shape[0], shape.num_heads, shape.value_width)
-        out_THV = torch.empty(size, dtype=keys.dtype, device=q_THD.device)
+        dtype = pages.keys.dtype if pages.form.bits is None else q_THD.dtype
+        out_THV = torch.empty(size, dtype=dtype, device=q_THD.device)
     assert out_THV.stride(-1) == 1, f"the output's rows are not contiguous: {out_THV.stride()}"
     for slab in plan.slabs:
-        _launch_slab(q_THD, keys, values, plan, slab, sinks_H, out_THV)
+        _launch_slab(q_THD, pages, plan, slab, sinks_H, out_THV)
     if plan.sizes.num_tiles:
-        _launch_tiles(q_THD, keys, values, plan, sinks_H, out_THV)
+        _launch_tiles(q_THD, pages, plan, sinks_H, out_THV)
     return out_THV
 
 
 def _check(
     q_THD: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    pages: KVPages,
     plan: PagedPlan,
     shape: AttentionShape,
     sinks_H: Tensor | None,
@@ -115,12 +115,13 @@ def _check(
     assert plan.shape == shape, f"the plan is of {plan.shape}, not of {shape}"
     assert shape.scale > 0, f"a softmax scale of {shape.scale} turns maxima into minima"
     assert q_THD.shape[1:] == (heads, shape.head_dim), f"queries are {tuple(q_THD.shape)}"
-    for name, pages, width in (
-        ("keys", keys, shape.head_dim),
-        ("values", values, shape.value_width),
+    keys, values, form = pages.keys, pages.values, pages.form
+    for name, rows, width in (
+        ("keys", keys, form.row_width(shape.head_dim)),
+        ("values", values, form.row_width(shape.value_width)),
     ):
-        is_right = pages.shape[1:] == (kv_heads, page_size, width) and pages.stride(-1) == 1
-        assert is_right, f"{name} are {tuple(pages.shape)} with strides {pages.stride()}"
+        is_right = rows.shape[1:] == (kv_heads, page_size, width) and rows.stride(-1) == 1
+        assert is_right, f"{name} are {tuple(rows.shape)} with strides {rows.stride()}"
     assert q_THD.stride(-1) == 1, f"queries' rows are not contiguous: {q_THD.stride()}"
     assert keys.dtype == values.dtype, f"keys are {keys.dtype}, values {values.dtype}"
     if sinks_H is not None:
@@ -130,8 +131,7 @@ def _check(
 
 def _launch_slab(
     q_THD: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    pages: KVPages,
     plan: PagedPlan,
     slab: Slab,
     sinks_H: Tensor | None,
@@ -148,12 +148,11 @@ def _launch_slab(
     tiles = plan.item_tiles_N[slab.first_tile : slab.first_tile + slab.num_tiles]
     items = plan.items_I[slab.first_item : slab.first_item + slab.num_items]
     attend_items[(slab.num_items * head_programs,)](
-        q_THD, keys, values, tiles, items, plan.tables_SW, partial, stats, num_rows,
-        plan.sizes.table_width, *q_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        shape.scale * LOG2_E,
-        **attending_constants(
-            shape, config, config.items, plan.page_size, is_latent(keys, values, config)
-        ),
+        q_THD, pages.keys, pages.values, pages.key_scales, pages.value_scales, tiles, items,
+        plan.tables_SW, partial, stats, num_rows, plan.sizes.table_width, *q_THD.stride()[:2],
+        *pages.keys.stride()[:3], *pages.values.stride()[:3], shape.scale * LOG2_E,
+        **page_constants(pages, config),
+        **attending_constants(shape, config, config.items, plan.page_size),
     )  # fmt: skip
     row_blocks = -(-num_rows // config.join_rows)
     join_items[(slab.num_tiles * head_programs * row_blocks,)](
@@ -164,31 +163,31 @@ def _launch_slab(
 
 def _launch_tiles(
     q_THD: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    pages: KVPages,
     plan: PagedPlan,
     sinks_H: Tensor | None,
     out_THV: Tensor,
 ) -> None:
     config, shape, num_tiles = plan.config, plan.shape, plan.sizes.num_tiles
     assert config.tiles is not None, "tiles of a shape that is served by items alone"
+    keys, values = pages.keys, pages.values
     steps = (*q_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out_THV.stride()[:2])
-    constants = attending_constants(
-        shape, config, config.tiles, plan.page_size, is_latent(keys, values, config)
-    )
+    constants = attending_constants(shape, config, config.tiles, plan.page_size)
+    constants |= page_constants(pages, config)
     num_programs = shape.num_kv_heads * config.head_blocks * num_tiles
     if not config.join_columns:
         attend_tiles[(num_programs,)](
-            q_THD, keys, values, plan.tiles_M, plan.tables_SW, sinks_H, out_THV, num_tiles,
-            plan.sizes.table_width, *steps, shape.scale * LOG2_E, **constants,
+            q_THD, keys, values, pages.key_scales, pages.value_scales, plan.tiles_M, plan.tables_SW,
+            sinks_H, out_THV, num_tiles, plan.sizes.table_width, *steps, shape.scale * LOG2_E,
+            **constants,
         )  # fmt: skip
         return
     num_programs = min(num_programs, num_processors(q_THD.device))
     size = (num_programs, 2, config.tiles.block_m, config.block_v)
     scratch = torch.empty(size, dtype=torch.float32, device=q_THD.device)
     attend_wide_tiles[(num_programs,)](
-        q_THD, keys, values, plan.tiles_M, plan.tables_SW, sinks_H, scratch, out_THV, num_tiles,
-        plan.sizes.table_width, *steps, shape.scale * LOG2_E,
+        q_THD, keys, values, pages.key_scales, pages.value_scales, plan.tiles_M, plan.tables_SW,
+        sinks_H, scratch, out_THV, num_tiles, plan.sizes.table_width, *steps, shape.scale * LOG2_E,
         BLOCK_C=min(config.join_columns, config.block_v), **constants,
     )  # fmt: skip
 
@@ -207,14 +206,34 @@ def is_latent(keys: Tensor, values: Tensor, config: AttentionConfig) -> bool:
     return is_same and values.shape[-1] == config.block_d and keys.shape[-1] >= config.block_d
 
 
+def page_constants(pages: KVPages, config: AttentionConfig) -> dict[str, Any]:
+    """Return the constants of the pages' form."""
+    num_scales = 1 if pages.key_scales is None else pages.key_scales.shape[-1]
+    return {
+        "IS_LATENT": is_latent(pages.keys, pages.values, config),
+        **form_constants(pages.form, pages.values.shape[-1], num_scales),
+    }
+
+
+def form_constants(form: KVForm, value_width: int, num_scales: int) -> dict[str, Any]:
+    """Return the constants of pages of a form. In 8 bits the two scales of a latent key belong to
+    its values and to the rest."""
+    has_parts = form.bits == 8 and num_scales == 2
+    return {
+        "SPLIT": value_width if has_parts else 0,
+        "BITS": form.bits or 0,
+        "SCALES": num_scales,
+    }
+
+
 def attending_constants(
     shape: AttentionShape,
     config: AttentionConfig,
     tile: AttentionTile,
     page_size: int,
-    latent: bool,
 ) -> dict[str, Any]:
-    """Return the constants of attend_items and of both kernels of tiles."""
+    """Return the constants of attend_items and of both kernels of tiles, but for those of the
+    pages."""
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
@@ -222,7 +241,6 @@ def attending_constants(
         "VALUE_DIM": shape.value_width,
         "WINDOW": shape.sliding_window or 0,
         "CHUNK": shape.chunk or 0,
-        "IS_LATENT": latent,
         "PAGE": page_size,
         "SPLIT_TOKENS": config.split_tokens,
         "BLOCK_M": tile.block_m,

@@ -8,11 +8,17 @@ from typing import Any
 import torch
 
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase
-from moe_kernels.gpu.paged_attention.api import attending_constants, config_of, joining_constants
+from moe_kernels.gpu.paged_attention.api import (
+    attending_constants,
+    config_of,
+    form_constants,
+    joining_constants,
+)
 from moe_kernels.gpu.paged_attention.heuristics import AttentionConfig, AttentionTile
 from moe_kernels.gpu.paged_attention.kernel import attend_items, attend_tiles, join_items
 from moe_kernels.gpu.paged_attention.wide_kernel import attend_wide_tiles
 from moe_kernels.interface.attention_shape import AttentionShape
+from moe_kernels.interface.kv_form import FLOATS, KVDtype, KVForm, kv_form
 
 _PAGE_SIZE = 16
 _STRIDES = tuple(
@@ -24,6 +30,7 @@ _STRIDES = tuple(
     )
     for axis in axes
 )
+_SCALES = ("key_scales_ptr", "value_scales_ptr")
 _OUT_STRIDES = ("out_token_stride", "out_head_stride")
 
 
@@ -57,13 +64,22 @@ def _case(
     config: AttentionConfig,
     tile: AttentionTile,
     targets: tuple[int, ...],
+    form: KVForm = FLOATS,
 ) -> CompileCase:
     """One of the three kernels for a shape and the chips that have this configuration."""
-    page = "*bf16"
+    is_latent, page = shape.head_dim == 576, "*bf16"
+    page_type = {None: page, 8: "*i8", 4: "*u8"}[form.bits]
+    scales = dict.fromkeys(_SCALES, None if form.bits is None else page)
     tables = {"tiles_ptr": "*i32", "tables_ptr": "*i32"}
-    inputs = {"q_ptr": page, "keys_ptr": page, "values_ptr": page}
+    inputs = {"q_ptr": page, "keys_ptr": page_type, "values_ptr": page_type}
+    inputs |= {name: kind for name, kind in scales.items() if kind is not None}
     partial = {"partial_ptr": "*fp32", "stats_ptr": "*fp32"}
-    attending = attending_constants(shape, config, tile, _PAGE_SIZE, shape.head_dim == 576)
+    attending = {
+        **attending_constants(shape, config, tile, _PAGE_SIZE),
+        "IS_LATENT": is_latent,
+        **form_constants(form, shape.value_width, max(1, form.num_scales(1 + is_latent))),
+        **{name: None for name, kind in scales.items() if kind is None},
+    }
     sinks = {"sinks_ptr": "*fp32"} if shape.has_sinks else {}
     no_sinks = {} if shape.has_sinks else {"sinks_ptr": None}
     strides = dict.fromkeys(("table_stride", *_STRIDES), "i32")
@@ -102,19 +118,31 @@ def _case(
     )
 
 
-def _cases(name: str, shape: AttentionShape) -> Iterator[CompileCase]:
+def _cases(name: str, shape: AttentionShape, form: KVForm = FLOATS) -> Iterator[CompileCase]:
     """Chips that share a configuration share its cases."""
     targets_of: dict[AttentionConfig, tuple[int, ...]] = {}
     for target in TARGETS:
         config = config_of(shape, torch.bfloat16, target // 10)
         targets_of[config] = (*targets_of.get(config, ()), target)
     for config, targets in targets_of.items():
-        yield _case(name, shape, "items", config, config.items, targets)
-        yield _case(name, shape, "join", config, config.items, targets)
+        yield _case(name, shape, "items", config, config.items, targets, form)
+        if form == FLOATS:  # it reads no pages
+            yield _case(name, shape, "join", config, config.items, targets)
         if config.tiles is not None:
-            yield _case(name, shape, "tiles", config, config.tiles, targets)
+            yield _case(name, shape, "tiles", config, config.tiles, targets, form)
 
 
-CASES: tuple[CompileCase, ...] = tuple(
-    case for name, shape in _SHAPES.items() for case in _cases(name, shape)
+# Latents in 8 bits are not among them: their tiles spill, and were not tuned on a GPU.
+_FEW_BITS: dict[str, tuple[KVDtype, ...]] = {
+    "qwen3-30b-a3b": ("int8", "int4"),
+    "gpt-oss-120b-window": ("int8", "int4"),
+}
+CASES: tuple[CompileCase, ...] = (
+    *(case for name, shape in _SHAPES.items() for case in _cases(name, shape)),
+    *(
+        case
+        for name, forms in _FEW_BITS.items()
+        for form in forms
+        for case in _cases(f"{name}-{form}", _SHAPES[name], kv_form(form))
+    ),
 )

@@ -26,19 +26,15 @@ D and R two parts of a head's width (a power of two, and the rest), V values' wi
 import triton
 import triton.language as tl
 
+from moe_kernels.gpu.paged_attention.tile_rows import (
+    first_visible,
+    load_q,
+    load_rows,
+    rows_of,
+)
+
 TILE_FIELDS = tl.constexpr(6)  # see plan.py
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _first_visible(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first key that a query at `position` sees; 0 stands for no window or chunk."""
-    first = position * 0
-    if WINDOW > 0:
-        first = tl.maximum(first, position - (WINDOW - 1))
-    if CHUNK > 0:
-        first = tl.maximum(first, position // CHUNK * CHUNK)
-    return first
 
 
 @triton.jit
@@ -58,15 +54,18 @@ def _join_values(o, o_split, old, new):
 
 @triton.jit
 def _attend_split(
-    q_MD, q_MR, position_M, first_M, begin, end, keys_ptr, values_ptr, table_ptr,
-    key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale_log2,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    IS_LATENT: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    q_MD, q_MR, position_M, first_M, begin, end, keys_ptr, values_ptr, key_scales_ptr,
+    value_scales_ptr, kv_head, table_ptr, key_page_stride, key_token_stride, value_page_stride,
+    value_token_stride, scale_log2, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_LATENT: tl.constexpr,
+    SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Keys [begin, end) of one split, from an empty state -> m [M], z [M], o [M, V], not divided.
 
-    `begin` is a multiple of BLOCK_N. `position_M` and `first_M` bound what each row sees.
+    `begin` is a multiple of BLOCK_N. `position_M` and `first_M` bound what each row sees. The pages
+    begin at one key/value head.
     """
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     z = tl.zeros((BLOCK_M,), tl.float32)
@@ -78,14 +77,19 @@ def _attend_split(
         slot_N = key_N % PAGE
         is_key_N = (key_N < end)[:, None]
         key_rows = keys_ptr + page_N * key_page_stride + slot_N * key_token_stride
-        if BLOCK_D > HEAD_DIM:
-            k_ND = tl.load(key_rows[:, None] + at_D, mask=is_key_N & (at_D < HEAD_DIM), other=0.0)
-        else:
-            k_ND = tl.load(key_rows[:, None] + at_D, mask=is_key_N, other=0.0)
+        scale_row = (page_N * NUM_KV_HEADS + kv_head) * PAGE + slot_N
+        is_head = is_key_N & (at_D < HEAD_DIM)[None, :] if BLOCK_D > HEAD_DIM else is_key_N
+        k_ND = load_rows(
+            key_rows, at_D, is_head, key_scales_ptr, scale_row, is_key_N,
+            q_MD.dtype, HEAD_DIM, SPLIT, BITS, SCALES,
+        )  # fmt: skip
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         if BLOCK_D < HEAD_DIM:
             is_rest = is_key_N & (BLOCK_D + at_R < HEAD_DIM)
-            k_NR = tl.load(key_rows[:, None] + BLOCK_D + at_R, mask=is_rest, other=0.0)
+            k_NR = load_rows(
+                key_rows, BLOCK_D + at_R, is_rest, key_scales_ptr, scale_row, is_key_N,
+                q_MD.dtype, HEAD_DIM, SPLIT, BITS, SCALES,
+            )  # fmt: skip
             s_MN = tl.dot(q_MR, tl.trans(k_NR), s_MN, input_precision="ieee")
         is_visible = key_N[None, :] <= position_M[:, None]
         if WINDOW > 0 or CHUNK > 0:
@@ -102,49 +106,13 @@ def _attend_split(
         else:
             value_rows = values_ptr + page_N * value_page_stride + slot_N * value_token_stride
             is_value = is_key_N & (at_V < VALUE_DIM)[None, :]
-            v_NV = tl.load(value_rows[:, None] + at_V, mask=is_value, other=0.0)
+            v_NV = load_rows(
+                value_rows, at_V, is_value, value_scales_ptr, scale_row, is_key_N,
+                q_MD.dtype, VALUE_DIM, VALUE_DIM, BITS, SCALES,
+            )  # fmt: skip
             o = tl.dot(p_MN.to(v_NV.dtype), v_NV, o, input_precision="ieee")
         m = m_next
     return m, z, o
-
-
-@triton.jit
-def _rows(
-    first_token,
-    num_tokens,
-    kv_head,
-    head_block,
-    GROUP: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """The tile's rows, token-major -> step token, query head, whether it is one, token in the tile.
-
-    Rows beyond the tile repeat its last token or head: they compute something, and store nothing.
-    """
-    row_M = tl.arange(0, BLOCK_M)
-    token_M = row_M // BLOCK_HEADS
-    head_M = head_block * BLOCK_HEADS + row_M % BLOCK_HEADS
-    is_row_M = (token_M < num_tokens) & (head_M < GROUP)
-    token_M = tl.minimum(token_M, num_tokens - 1)
-    head_M = kv_head * GROUP + tl.minimum(head_M, GROUP - 1)
-    return (first_token + token_M).to(tl.int64), head_M, is_row_M, token_M
-
-
-@triton.jit
-def _load_q(
-    q_ptr, token_M, head_M, token_stride, head_stride, DTYPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """The two parts of the queries, in the pages' dtype. Without a rest the second is the first."""
-    at_D, at_R = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
-    rows = (q_ptr + token_M * token_stride + head_M * head_stride)[:, None]
-    q_MD = tl.load(rows + at_D, mask=(at_D < HEAD_DIM)[None, :], other=0.0).to(DTYPE)
-    q_MR = q_MD
-    if BLOCK_D < HEAD_DIM:
-        is_rest = (BLOCK_D + at_R < HEAD_DIM)[None, :]
-        q_MR = tl.load(rows + BLOCK_D + at_R, mask=is_rest, other=0.0).to(DTYPE)
-    return q_MD, q_MR
 
 
 @triton.jit
@@ -175,12 +143,14 @@ def _store_rows(
     do_not_specialize_on_alignment=["tiles_ptr", "items_ptr"],
 )
 def attend_items(
-    q_ptr, keys_ptr, values_ptr, tiles_ptr, items_ptr, tables_ptr, partial_ptr, stats_ptr,
-    partial_rows, table_stride, q_token_stride, q_head_stride, key_page_stride, key_head_stride,
-    key_token_stride, value_page_stride, value_head_stride, value_token_stride, scale_log2,
+    q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tiles_ptr, items_ptr, tables_ptr,
+    partial_ptr, stats_ptr, partial_rows, table_stride, q_token_stride, q_head_stride,
+    key_page_stride, key_head_stride, key_token_stride,
+    value_page_stride, value_head_stride, value_token_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_LATENT: tl.constexpr,
-    PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, PAGE: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -202,23 +172,25 @@ def attend_items(
     tile_ptr = tiles_ptr + tile * TILE_FIELDS
     sequence, first_token = tl.load(tile_ptr), tl.load(tile_ptr + 1)
     num_tokens, first_position = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
-    token_M, head_M, is_row_M, at_M = _rows(
+    token_M, head_M, is_row_M, at_M = rows_of(
         first_token, num_tokens, kv_head, head_block, GROUP, BLOCK_HEADS, BLOCK_M
     )
-    q_MD, q_MR = _load_q(
+    q_MD, q_MR = load_q(
         q_ptr, token_M, head_M, q_token_stride, q_head_stride,
-        keys_ptr.dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
+        (q_ptr if BITS > 0 else keys_ptr).dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
     )  # fmt: skip
     position_M = first_position + at_M
-    lowest = _first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
+    lowest = first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
     m, z, o = _attend_split(
-        q_MD, q_MR, position_M, _first_visible(position_M, WINDOW, CHUNK),
+        q_MD, q_MR, position_M, first_visible(position_M, WINDOW, CHUNK),
         tl.maximum(split * SPLIT_TOKENS, lowest),
         tl.minimum((split + 1) * SPLIT_TOKENS, first_position + num_tokens),
         keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
+        key_scales_ptr, value_scales_ptr, kv_head,
         tables_ptr + sequence * table_stride,
         key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale_log2,
-        HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, PAGE,
+        NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT, BITS, SCALES,
+        PAGE,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R, BLOCK_V,
     )  # fmt: skip
     row_M = program.to(tl.int64) * partial_rows + tl.arange(0, BLOCK_M)
@@ -280,12 +252,14 @@ def join_items(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def attend_tiles(
-    q_ptr, keys_ptr, values_ptr, tiles_ptr, tables_ptr, sinks_ptr, out_ptr, num_tiles,
-    table_stride, q_token_stride, q_head_stride, key_page_stride, key_head_stride,
-    key_token_stride, value_page_stride, value_head_stride, value_token_stride, out_token_stride,
-    out_head_stride, scale_log2, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tiles_ptr, tables_ptr, sinks_ptr,
+    out_ptr, num_tiles, table_stride, q_token_stride, q_head_stride,
+    key_page_stride, key_head_stride, key_token_stride,
+    value_page_stride, value_head_stride, value_token_stride, out_token_stride, out_head_stride,
+    scale_log2, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    IS_LATENT: tl.constexpr, PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+    IS_LATENT: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -303,18 +277,18 @@ def attend_tiles(
     num_tokens, first_position = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
     if num_tokens == 0:
         return
-    token_M, head_M, is_row_M, at_M = _rows(
+    token_M, head_M, is_row_M, at_M = rows_of(
         first_token, num_tokens, kv_head, head_block, GROUP, BLOCK_HEADS, BLOCK_M
     )
-    q_MD, q_MR = _load_q(
+    q_MD, q_MR = load_q(
         q_ptr, token_M, head_M, q_token_stride, q_head_stride,
-        keys_ptr.dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
+        (q_ptr if BITS > 0 else keys_ptr).dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
     )  # fmt: skip
     position_M = first_position + at_M
-    first_M = _first_visible(position_M, WINDOW, CHUNK)
+    first_M = first_visible(position_M, WINDOW, CHUNK)
     m, z = _start(sinks_ptr, head_M, is_row_M, BLOCK_M)
     o = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    lowest = _first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
+    lowest = first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
     length = first_position + num_tokens
     first_split = lowest // SPLIT_TOKENS
     for split in tl.range(first_split, (length + SPLIT_TOKENS - 1) // SPLIT_TOKENS):
@@ -323,9 +297,11 @@ def attend_tiles(
             tl.maximum(split * SPLIT_TOKENS, lowest),
             tl.minimum((split + 1) * SPLIT_TOKENS, length),
             keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
+            key_scales_ptr, value_scales_ptr, kv_head,
             tables_ptr + sequence * table_stride,
             key_page_stride, key_token_stride, value_page_stride, value_token_stride, scale_log2,
-            HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, PAGE,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT, BITS, SCALES,
+            PAGE,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R, BLOCK_V,
         )  # fmt: skip
         m, z, old, new = _join_sums(m, z, m_split, z_split)

@@ -14,13 +14,11 @@ import triton.language as tl
 from moe_kernels.gpu.paged_attention.kernel import (
     TILE_FIELDS,
     _attend_split,
-    _first_visible,
     _join_sums,
     _join_values,
-    _load_q,
-    _rows,
     _start,
 )
+from moe_kernels.gpu.paged_attention.tile_rows import first_visible, load_q, rows_of
 
 
 @triton.jit
@@ -43,12 +41,13 @@ def _join_in_scratch(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def attend_wide_tiles(
-    q_ptr, keys_ptr, values_ptr, tiles_ptr, tables_ptr, sinks_ptr, scratch_ptr, out_ptr, num_tiles,
-    table_stride, q_token_stride, q_head_stride, key_page_stride, key_head_stride,
-    key_token_stride, value_page_stride, value_head_stride, value_token_stride, out_token_stride,
-    out_head_stride, scale_log2, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    IS_LATENT: tl.constexpr, PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tiles_ptr, tables_ptr, sinks_ptr,
+    scratch_ptr, out_ptr, num_tiles, table_stride, q_token_stride, q_head_stride,
+    key_page_stride, key_head_stride, key_token_stride, value_page_stride, value_head_stride,
+    value_token_stride, out_token_stride, out_head_stride, scale_log2, NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, IS_LATENT: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr,
+    SCALES: tl.constexpr, PAGE: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -66,19 +65,17 @@ def attend_wide_tiles(
         tile_ptr = tiles_ptr + piece // HEAD_PROGRAMS * TILE_FIELDS
         sequence, first_token = tl.load(tile_ptr), tl.load(tile_ptr + 1)
         num_tokens, first_position = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
-        token_M, head_M, is_row_M, at_M = _rows(
-            first_token, num_tokens, kv_head, head_block, GROUP, BLOCK_HEADS, BLOCK_M
-        )
+        rows = rows_of(first_token, num_tokens, kv_head, head_block, GROUP, BLOCK_HEADS, BLOCK_M)
+        token_M, head_M, is_row_M, at_M = rows
         token_M = tl.maximum(token_M, 0)  # of no tokens: row 0 is read, and no split
-        q_MD, q_MR = _load_q(
+        q_MD, q_MR = load_q(
             q_ptr, token_M, head_M, q_token_stride, q_head_stride,
-            keys_ptr.dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
+            (q_ptr if BITS > 0 else keys_ptr).dtype.element_ty, HEAD_DIM, BLOCK_D, BLOCK_R,
         )  # fmt: skip
-        position_M = first_position + at_M
-        first_M = _first_visible(position_M, WINDOW, CHUNK)
+        position_M, length = first_position + at_M, first_position + num_tokens
+        first_M = first_visible(position_M, WINDOW, CHUNK)
         m, z = _start(sinks_ptr, head_M, is_row_M, BLOCK_M)
-        lowest = _first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
-        length = first_position + num_tokens
+        lowest = first_visible(first_position, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
         first_split = lowest // SPLIT_TOKENS
         for split in tl.range(first_split, (length + SPLIT_TOKENS - 1) // SPLIT_TOKENS):
             m_split, z_split, o_split = _attend_split(
@@ -86,18 +83,19 @@ def attend_wide_tiles(
                 tl.maximum(split * SPLIT_TOKENS, lowest),
                 tl.minimum((split + 1) * SPLIT_TOKENS, length),
                 keys_ptr + kv_head * key_head_stride, values_ptr + kv_head * value_head_stride,
-                tables_ptr + sequence * table_stride,
-                key_page_stride, key_token_stride, value_page_stride, value_token_stride,
-                scale_log2, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, IS_LATENT, PAGE,
+                key_scales_ptr, value_scales_ptr, kv_head,
+                tables_ptr + sequence * table_stride, key_page_stride, key_token_stride,
+                value_page_stride, value_token_stride, scale_log2, NUM_KV_HEADS, HEAD_DIM,
+                VALUE_DIM, WINDOW, CHUNK, IS_LATENT, SPLIT, BITS, SCALES, PAGE,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R, BLOCK_V,
             )  # fmt: skip
             m, z, old, new = _join_sums(m, z, m_split, z_split)
-            is_first = (split == first_split).to(tl.int32)
-            _join_in_scratch(scratch_ptr, o_split, old, new, is_first, BLOCK_M, BLOCK_V, BLOCK_C)
-        rows = out_ptr + (token_M * out_token_stride + head_M * out_head_stride)[:, None]
+            first = (split == first_split).to(tl.int32)
+            _join_in_scratch(scratch_ptr, o_split, old, new, first, BLOCK_M, BLOCK_V, BLOCK_C)
+        out_rows = out_ptr + (token_M * out_token_stride + head_M * out_head_stride)[:, None]
         at_M, at_C = tl.arange(0, BLOCK_M)[:, None] * BLOCK_V, tl.arange(0, BLOCK_C)[None, :]
         for start in tl.static_range(0, BLOCK_V, BLOCK_C):
             o = tl.load(scratch_ptr + at_M + start + at_C) / z[:, None]
             is_stored = is_row_M[:, None] & (start + at_C < VALUE_DIM)
-            tl.store(rows + start + at_C, o.to(out_ptr.dtype.element_ty), mask=is_stored)
+            tl.store(out_rows + start + at_C, o.to(out_ptr.dtype.element_ty), mask=is_stored)
         tl.debug_barrier()

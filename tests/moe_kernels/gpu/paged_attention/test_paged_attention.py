@@ -13,6 +13,7 @@ from moe_kernels.gpu.paged_attention import launch_plan as plan_module
 from moe_kernels.gpu.paged_attention.api import attention, config_of, is_latent
 from moe_kernels.gpu.paged_attention.launch_plan import PagedPlan, plan_paged_attention, plan_sizes
 from moe_kernels.interface.attention_shape import AttentionShape, StepRows
+from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.reference.paged_attention import paged_attention_reference
 
 PAGE = 16
@@ -104,7 +105,7 @@ class Scene:
     def run(self, rows: list[tuple[int, int, int]], plan: PagedPlan | None = None) -> list[Tensor]:
         q = torch.cat([self.q[sequence][start : start + n] for sequence, start, n in rows])
         plan = plan or self.plan(rows)
-        out = attention(q, self.keys, self.values, plan, self.shape, self.sinks)
+        out = attention(q, KVPages(self.keys, self.values), plan, self.shape, self.sinks)
         return list(out.split([n for _, _, n in rows]))
 
     def expected(self, sequence: int, start: int, count: int) -> Tensor:
@@ -269,22 +270,22 @@ def test_queries_may_be_wider_and_strided(device: torch.device) -> None:
     q = torch.cat([scene.q[0][40:41], scene.q[1][3:7]])
     wide = torch.full((5, 6, 32), float("nan"), device=device)
     wide[:, 1:5, 8:24] = q.float()
-    plan = scene.plan(rows)
-    expected = attention(q, scene.keys, scene.values, plan, scene.shape)
+    plan, pages = scene.plan(rows), KVPages(scene.keys, scene.values)
+    expected = attention(q, pages, plan, scene.shape)
     out = torch.empty(5, 4, 32, dtype=torch.float32, device=device)[..., :16]
     given = wide[:, 1:5, 8:24]
-    got = attention(given, scene.keys, scene.values, plan, scene.shape, out_THV=out)
+    got = attention(given, pages, plan, scene.shape, out_THV=out)
     assert got is out and torch.equal(got.bfloat16(), expected)
 
 
 def test_refusals(device: torch.device) -> None:
     scene, rows = scene_of(grouped(4, 2, 16), [(3, 1)], torch.float32, device)
-    plan, q = scene.plan(rows), scene.q[0][3:]
+    plan, q, pages = scene.plan(rows), scene.q[0][3:], KVPages(scene.keys, scene.values)
     with pytest.raises(AssertionError, match="the plan is of"):
-        attention(q, scene.keys, scene.values, plan, grouped(4, 2, 16, chunk=3))
+        attention(q, pages, plan, grouped(4, 2, 16, chunk=3))
     with pytest.raises(AssertionError, match="values are"):
-        attention(q, scene.keys, scene.values[..., :8], plan, scene.shape)
+        attention(q, KVPages(scene.keys, scene.values[..., :8]), plan, scene.shape)
     with pytest.raises(AssertionError, match="queries are"):
-        attention(q[:, :2], scene.keys, scene.values, plan, scene.shape)
+        attention(q[:, :2], pages, plan, scene.shape)
     with pytest.raises(AssertionError, match="sinks are"):
-        attention(q, scene.keys, scene.values, plan, scene.shape, q.new_zeros(3))
+        attention(q, pages, plan, scene.shape, q.new_zeros(3))

@@ -6,6 +6,7 @@
 struct Linear;
 struct Router;
 struct AttentionPlan;
+struct KVPages;
 
 struct Front {  // mirrored in native_kernels.py
   const void *attention_norm, *moe_norm, *q_norm, *k_norm;
@@ -21,7 +22,7 @@ struct Parts {
   void (*rms_norm)(const T*, int64_t, const T*, T*, int64_t, int64_t, double, int64_t);
   void (*linear)(const Linear*, const T*, int64_t, const T*, T*, int64_t);
   void (*attend)(const AttentionPlan*, T*, const T*, const T*, const float*, const float*,
-                 const float*, const float*, const int64_t*, const int64_t*, T*, T*, T*);
+                 const float*, const float*, const int64_t*, const int64_t*, const KVPages*, T*);
   void (*router_linear)(const Linear*, const T*, int64_t, float*, int64_t);
 };
 
@@ -30,7 +31,7 @@ struct Parts {
   void moe_linear_##suffix(const Linear*, const T*, int64_t, const T*, T*, int64_t);              \
   void moe_attend_##suffix(const AttentionPlan*, T*, const T*, const T*, const float*,            \
                            const float*, const float*, const float*, const int64_t*,              \
-                           const int64_t*, T*, T*, T*);                                           \
+                           const int64_t*, const KVPages*, T*);                                   \
   void moe_router_linear_##suffix(const Linear*, const T*, int64_t, float*, int64_t);
 
 extern "C" {

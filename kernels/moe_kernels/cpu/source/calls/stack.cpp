@@ -7,7 +7,7 @@
 #include <chrono>
 #include <vector>
 
-#include "../attention_plan.h"
+#include "../attention/attention_plan.h"
 #include "front.h"
 #include "../scratch.h"
 #include "../vectors.h"
@@ -17,7 +17,7 @@ struct Experts;
 struct StackLayer {  // mirrored in native_stack.py
   const Front* front;
   const Experts *experts, *mlp;  // routed: null in a dense layer; dense or shared: may be null
-  void *keys, *values;
+  const KVPages* pages;
   int64_t shape;  // of its attention, one of the stack's
 };
 
@@ -49,8 +49,8 @@ struct StackParts {
   Parts<T> front_parts;
   int64_t (*experts)(const Experts*, const T*, const int64_t*, const float*, float*, int64_t,
                      int64_t);
-  void (*front)(const Front*, const AttentionPlan*, const T*, const int64_t*, const int64_t*, T*,
-                T*, T*, T*, int64_t*, float*, int64_t);
+  void (*front)(const Front*, const AttentionPlan*, const T*, const int64_t*, const int64_t*,
+                const KVPages*, T*, T*, int64_t*, float*, int64_t);
   void (*add)(const T*, const float*, const float*, T*, int64_t, int64_t);
 };
 
@@ -58,7 +58,7 @@ struct StackParts {
   int64_t moe_experts_##suffix(const Experts*, const T*, const int64_t*, const float*, float*,    \
                                int64_t, int64_t);                                                 \
   void moe_front_##suffix(const Front*, const AttentionPlan*, const T*, const int64_t*,           \
-                          const int64_t*, T*, T*, T*, T*, int64_t*, float*, int64_t);             \
+                          const int64_t*, const KVPages*, T*, T*, int64_t*, float*, int64_t);     \
   void moe_add_##suffix(const T*, const float*, const float*, T*, int64_t, int64_t);
 
 extern "C" {
@@ -151,8 +151,7 @@ class StackRun {
                     float* weights) {
     clock(l, 0);
     parts_.front(layer.front, &layout.plans[layer.shape], hidden_, layout.positions.data(),
-                 layout.kv_rows.data(), static_cast<T*>(layer.keys), static_cast<T*>(layer.values),
-                 attended_, x_, ids, weights, rows_);
+                 layout.kv_rows.data(), layer.pages, attended_, x_, ids, weights, rows_);
     int64_t absent = 0;
     if (!layer.experts) pass_mlp(layer.mlp, sum_);
     clock(l, 1);
