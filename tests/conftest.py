@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.forks import popen
 from tests.support.sampled_cases import EVERY_CASE, drop_unsampled
 
 # Before torch is first imported: the suite must run the same on two cores and on two hundred.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before anybody imports triton (transformers does): without a GPU its kernels are interpreted, and
 # its own functions count from the moment they are decorated.
@@ -29,6 +31,9 @@ settings.register_profile(
     "same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
+
+
+popen.use(popen.Template())
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m: of the cases that they leave

@@ -28,6 +28,7 @@ LAYERS: Mapping[str, int] = {
     "moe_serve.http": 5,
     "moe_serve.offline": 5,
     "moe_serve.bench": 5,
+    "moe_serve.fleet": 5,
     "moe_serve.planning": 4,
     "moe_serve.simulate": 4,
     "moe_serve.cluster": 4,

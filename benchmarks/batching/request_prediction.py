@@ -20,8 +20,8 @@ import torch
 
 from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.opened_model import OpenedModel, model_folder
-from moe_serve.engine.schedule.policy.build import open_request_predictor
 from moe_serve.engine.schedule.policy.live_learning import LiveLearning
+from moe_serve.engine.schedule.policy.policy_maker import open_request_predictor
 from routing_predictor.requests.online import OnlineLimits, OnlinePredictor
 from routing_predictor.requests.request_mlp import PrefixPools, PrefixPredictor, RequestMLP
 from routing_predictor.requests.train_request import HORIZON

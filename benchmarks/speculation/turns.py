@@ -16,8 +16,8 @@ from moe_serve.config.sections import (
     SpeculationMethod,
 )
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.drafting.build import drafting_maker
 from moe_serve.engine.drafting.drafting import Drafting
+from moe_serve.engine.drafting.drafting_maker import drafting_maker
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.draft_counts import SourceCounts

@@ -46,10 +46,10 @@ def run_simulation(run: SimulatedRun) -> Report:
     _check(slots, longest)
     cells = make_cells(run.model, run.settings)
     world = World(cells)
-    times = world.run(_jobs(slots, run.workload.seed), run.workload.concurrency)
+    times = world.run(jobs_of(slots, run.workload.seed), run.workload.concurrency)
     for cell in cells:
         cell.engine.check_integrity()
-    return _report(run, [_record(each) for each in times], world.peak_in_flight, cells)
+    return _report(run, [record_of(each) for each in times], world.peak_in_flight, cells)
 
 
 def _check(slots: Sequence[Slot], longest: int) -> None:
@@ -69,7 +69,8 @@ def _check(slots: Sequence[Slot], longest: int) -> None:
             )
 
 
-def _jobs(slots: Sequence[Slot], seed: int) -> Iterator[Job]:
+def jobs_of(slots: Sequence[Slot], seed: int) -> Iterator[Job]:
+    """Yield the requests of a workload for the simulator."""
     maker = PromptMaker(kind="tokens", seed=seed, vocab_size=_VOCABULARY)
     for slot in slots:
         yield Job(
@@ -86,7 +87,8 @@ def _token_ids(maker: PromptMaker, slot: Slot) -> list[int]:
     return [int(each) for each in ids if isinstance(each, int)]
 
 
-def _record(times: JobTimes) -> RequestRecord:
+def record_of(times: JobTimes) -> RequestRecord:
+    """Return a simulated request as `bench` records one."""
     at = times.token_times
     gaps = array("d", [later - earlier for earlier, later in zip(at, at[1:], strict=False)])
     return RequestRecord(

@@ -1,4 +1,4 @@
-"""`moe-serve plan`: recommends a layout on N devices, from a calibration."""
+"""`moe-serve plan`: recommends a layout for a steady batch, or a fleet for a workload."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
+from moe_serve.cli.bench.load_options import LengthOptions, TraceOptions
 from moe_serve.cli.console import wide_console
-from moe_serve.cli.options import REQUIRED, option, with_options
-from moe_serve.config.keys import parse_size
+from moe_serve.cli.options import option, option_values, with_options
+from moe_serve.cli.plan_fleet import FleetOptions, memory_bytes_of, print_fleet_plan
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,34 +23,55 @@ if TYPE_CHECKING:
     from moe_serve.planning.layout_planner import PlannedLayout
 
 _NUM_SHOWN = 12
+BATCH = "A steady batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanLayoutOptions:
-    """Options of `plan`."""
+class SteadyOptions:
+    """Options about a batch that decodes for ever."""
 
-    calibration: Path = option(REQUIRED, help="Calibration file written by `moe-serve calibrate`.")
-    devices: int = option(
-        REQUIRED,
-        help="Number of devices to plan for. All of them are assumed to be like the calibrated "
-        "device.",
-    )
     max_tpot_ms: float | None = option(
         None,
         help="Largest time per output token (TPOT), in milliseconds. Default: no limit.",
+        rich_help_panel=BATCH,
     )
     batch: int | None = option(
         None,
         help="Number of sequences that generate tokens at the same time. Default: the largest "
         "number that the other options allow.",
+        rich_help_panel=BATCH,
     )
     rate: float | None = option(
         None,
         help="Throughput that all devices together must reach, in output tokens per second "
         "(instead of --batch).",
+        rich_help_panel=BATCH,
     )
     context: int = option(
-        1024, help="Number of tokens of one sequence, prompt and answer together."
+        1024,
+        help="Number of tokens of one sequence, prompt and answer together.",
+        rich_help_panel=BATCH,
+    )
+    network: bool = option(
+        False,
+        "--network",
+        help="Assume that the devices are on different hosts: use the calibrated network costs "
+        "instead of the costs within one host.",
+        rich_help_panel=BATCH,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of `plan`."""
+
+    calibration: Path | None = option(
+        None, help="Calibration file written by `moe-serve calibrate`."
+    )
+    devices: int | None = option(
+        None,
+        help="Number of devices to plan for. All of them are assumed to be like the calibrated "
+        "device.",
     )
     memory_bytes: str | None = option(
         None,
@@ -57,39 +79,73 @@ class PlanLayoutOptions:
         help="Memory of one device for weights and KV cache, in bytes or as a size such as 80GiB. "
         "Default: no limit.",
     )
-    network: bool = option(
-        False,
-        "--network",
-        help="Assume that the devices are on different hosts: use the calibrated network costs "
-        "instead of the costs within one host.",
-    )
     as_json: bool = option(False, "--json", help="Print the result as JSON, for scripts.")
+    steady: SteadyOptions
+    fleet: FleetOptions
+    lengths: LengthOptions
+    trace: TraceOptions
 
 
-@with_options(PlanLayoutOptions)
-def plan(options: PlanLayoutOptions) -> None:
+@with_options(PlanOptions)
+def plan(options: PlanOptions) -> None:
     """Compare layouts of a model on several devices and recommend one.
 
-    The layouts are: the whole model on one device, replicas of the whole model, and attention and
-    experts on separate devices. Give at least one of --batch, --rate, --max-tpot-ms and
-    --memory-bytes. Without --batch and --rate, the plan uses the largest batch that the other
-    options allow.
+    For a workload (--trace or --request-rate): search layouts on the devices of --fleet, or on
+    --devices like a calibrated one, simulate the best, and recommend the cheapest that keeps --slo.
+
+    For a steady batch (--calibration and --devices): compare the whole model on one device,
+    replicas, and attention and experts on separate devices. Give at least one of --batch, --rate,
+    --max-tpot-ms and --memory-bytes.
     """
+    fleet = options.fleet
+    if fleet.fleet or fleet.request_rate is not None or options.trace.trace is not None:
+        _refuse_steady(options.steady)
+        print_fleet_plan(
+            fleet,
+            options.lengths,
+            options.trace,
+            calibration=options.calibration,
+            devices=options.devices,
+            memory=options.memory_bytes,
+            as_json=options.as_json,
+        )
+    else:
+        _plan_steady(options)
+
+
+def _refuse_steady(steady: SteadyOptions) -> None:
+    """Refuses options of a steady batch beside a workload."""
+    given = option_values(steady)
+    for name, usual in option_values(SteadyOptions()).items():
+        if given[name] != usual:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for a steady batch, but --fleet, --trace and "
+                "--request-rate describe a workload: its limits are in --slo."
+            )
+
+
+def _plan_steady(options: PlanOptions) -> None:
     from moe_serve.planning.calibration_file import read_calibration
     from moe_serve.planning.layout_planner import PlanRequest, plan_layouts
     from moe_serve.planning.plan_verdict import verdict
 
+    steady = options.steady
+    if options.calibration is None or options.devices is None:
+        raise ConfigError(
+            "give --calibration FILE and --devices N for a steady batch, or --fleet with --trace "
+            "or --request-rate for a workload."
+        )
     measured = read_calibration(options.calibration)
-    if options.network:
+    if steady.network:
         costs = dataclasses.replace(measured.costs, link=measured.network)
         measured = dataclasses.replace(measured, costs=costs)
     request = PlanRequest(
         num_devices=options.devices,
-        context=options.context,
-        batch=options.batch,
-        rate=options.rate,
-        max_tpot_s=None if options.max_tpot_ms is None else options.max_tpot_ms / 1e3,
-        memory_bytes=None if options.memory_bytes is None else _bytes(options.memory_bytes),
+        context=steady.context,
+        batch=steady.batch,
+        rate=steady.rate,
+        max_tpot_s=None if steady.max_tpot_ms is None else steady.max_tpot_ms / 1e3,
+        memory_bytes=memory_bytes_of(options.memory_bytes),
     )
     layouts = plan_layouts(measured, request)
     answer = verdict(layouts, request)
@@ -102,7 +158,7 @@ def plan(options: PlanLayoutOptions) -> None:
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    simulated = _simulated(measured, layouts, options.context)
+    simulated = _simulated(measured, layouts, steady.context)
     wide_console().print(_table(layouts), answer.sentence, *simulated, sep="\n")
 
 
@@ -121,15 +177,6 @@ def _simulated(
                 f"{1e3 * seconds:.2f} ms by simulation"
             )
             return
-
-
-def _bytes(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdigit() else parse_size(text)
-    if number is None:
-        raise ConfigError(
-            f"memory-bytes cannot be {text!r}: it takes a number of bytes, or a size such as 80GiB."
-        )
-    return number
 
 
 def _as_json(layout: PlannedLayout) -> dict[str, Any]:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from moe_serve.cli.bench.bench_options import (
-    LOAD,
-    PROMPTS,
-    RESULTS,
-    ArrivalOptions,
-    PromptOptions,
-    TraceOptions,
-)
+from moe_serve.cli.bench.load_options import LOAD, LoadOptions, ReportOptions
 from moe_serve.cli.options import option, with_options
 from moe_serve.config.keys import parse_size
 from moe_serve.errors import BenchError, ConfigError
@@ -148,86 +138,19 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedLoad:
-    """Options about the requests, named as those of `bench`."""
+class SimulateOptions:
+    """Options of `simulate`."""
 
-    concurrency: int | None = option(
-        None,
-        min=1,
-        max=1_000_000,
-        help="Closed loop: keep this many requests in progress.",
-        rich_help_panel=LOAD,
-    )
-    rate: float | None = option(
-        None, min=0.0001, help="Open loop: requests per second.", rich_help_panel=LOAD
-    )
-    burstiness: float = option(
-        1.0,
-        min=0.0,
-        max=1000.0,
-        help="Variation of the times between the requests of --rate: 0 is equal times, 1 is "
-        "Poisson arrivals, larger values send bursts.",
-        rich_help_panel=LOAD,
-    )
-    requests: int | None = option(
-        None,
-        min=1,
-        show_default="100, or the whole trace",
-        help="Number of requests. Without --concurrency, --rate and --trace, all arrive at once.",
-        rich_help_panel=LOAD,
-    )
+    cluster: SimulatedCluster
+    engine: EngineOptions
+    load: LoadOptions
+    report: ReportOptions
     seed: int = option(
         0,
         min=0,
         max=2**31 - 1,
         help="Seed of the random numbers. The same seed gives the same report.",
         rich_help_panel=LOAD,
-    )
-    prompt_tokens: str = option(
-        "512",
-        metavar="N|LOW:HIGH",
-        help="Number of tokens in each prompt, or a range.",
-        rich_help_panel=PROMPTS,
-    )
-    output_tokens: str = option(
-        "64",
-        metavar="N|LOW:HIGH",
-        help="Number of tokens in each answer, or a range.",
-        rich_help_panel=PROMPTS,
-    )
-    prefix_tokens: int = option(
-        0, min=0, help="Number of tokens of a shared prefix.", rich_help_panel=PROMPTS
-    )
-    num_prefixes: int = option(
-        1, min=1, help="Number of different shared prefixes.", rich_help_panel=PROMPTS
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """Options of `simulate`."""
-
-    cluster: SimulatedCluster
-    engine: EngineOptions
-    load: SimulatedLoad
-    trace: TraceOptions
-    slo: str | None = option(
-        None,
-        metavar="ttft=500ms,tpot=50ms,e2e=5s",
-        help="Latency limits that an answer must meet; the report then has the goodput.",
-        rich_help_panel=RESULTS,
-    )
-    json: Path | None = option(
-        None,
-        metavar="FILE",
-        help="JSON file for the report, which `moe-serve bench compare` reads.",
-        rich_help_panel=RESULTS,
-    )
-    save_requests: bool = option(
-        False,
-        "--save-requests",
-        help="Also write the figures of every request into the report.",
-        rich_help_panel=RESULTS,
     )
 
 
@@ -244,10 +167,11 @@ def simulate(options: SimulateOptions) -> None:
     from moe_serve.cli.console import wide_console
     from moe_serve.simulate.layout import Layout
 
-    if options.save_requests and options.json is None:
+    out = options.report
+    if out.save_requests and out.json is None:
         raise BenchError("--save-requests takes --json FILE, into which they go.")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise BenchError(f"cannot write {options.json}: its folder does not exist.")
+    if out.json is not None and not out.json.absolute().parent.is_dir():
+        raise BenchError(f"cannot write {out.json}: its folder does not exist.")
     cluster = options.cluster
     layout = Layout.parse(cluster.layout, cluster.devices, cluster.tensor_shards)
     model, workload = _costed(cluster, layout), _workload(options)
@@ -255,27 +179,13 @@ def simulate(options: SimulateOptions) -> None:
         model=model,
         settings=_settings(options, layout, workload, model.size.max_context),
         workload=workload,
-        slo=None if options.slo is None else Slo.parse(options.slo),
+        slo=None if out.slo is None else Slo.parse(out.slo),
     )
-    with _without_collections():
-        report = run_simulation(run)
+    report = run_simulation(run)
     print_report(wide_console(), report)
-    if options.json is not None:
-        report.write(options.json, has_records=options.save_requests)
-        typer.echo(f"report: {options.json}")
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause the collector of cycles. A simulation makes none, and looking for them takes a fifth of
-    its time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    if out.json is not None:
+        report.write(out.json, has_records=out.save_requests)
+        typer.echo(f"report: {out.json}")
 
 
 def _costed(cluster: SimulatedCluster, layout: Layout) -> CostedModel:
@@ -329,22 +239,16 @@ def _settings(
 
 
 def _workload(options: SimulateOptions) -> Workload:
+    """Read the load. Without arrivals and a trace, all requests arrive at once."""
     from moe_serve.cli.bench.bench_plan import check_load, workload_of
 
-    load, trace = options.load, options.trace
-    is_at_once = load.concurrency is None and load.rate is None and trace.trace is None
-    arrivals = ArrivalOptions(
-        concurrency=(load.requests or 100) if is_at_once else load.concurrency,
-        rate=load.rate,
-        burstiness=load.burstiness,
-        requests=load.requests,
-        seed=load.seed,
-    )
-    prompts = PromptOptions(
-        prompt_tokens=load.prompt_tokens,
-        output_tokens=load.output_tokens,
-        prefix_tokens=load.prefix_tokens,
-        num_prefixes=load.num_prefixes,
-    )
-    check_load(arrivals, prompts, trace)
-    return workload_of(arrivals, prompts, trace)
+    check_load(options.load)
+    arrivals, trace = options.load.arrivals, options.load.trace.trace
+    if arrivals.duration is not None and (
+        arrivals.concurrency is not None or (arrivals.rate, trace) == (None, None)
+    ):
+        raise BenchError("--duration belongs to --rate or --trace: else give --requests.")
+    workload = workload_of(options.load, options.seed)
+    if workload.is_open and workload.arrivals is None and workload.trace is None:
+        return replace(workload, concurrency=workload.num_requests)
+    return workload

@@ -38,14 +38,14 @@ from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.sections import EngineConfig, TransportName
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.build_tiers import check_tiers
-from moe_serve.engine.drafting.build import check_on_ranks, drafting_maker
 from moe_serve.engine.drafting.drafting import Drafting
+from moe_serve.engine.drafting.drafting_maker import check_on_ranks, drafting_maker
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
 from moe_serve.engine.routes.route_records import RouteListeners
-from moe_serve.engine.schedule.policy.build import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress

@@ -14,7 +14,7 @@ from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build_tiers import check_tiers, tier_maker
-from moe_serve.engine.drafting.build import drafting_maker
+from moe_serve.engine.drafting.drafting_maker import drafting_maker
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
@@ -31,7 +31,7 @@ from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.sampling_backend import SamplingBackend, make_sampler
-from moe_serve.engine.schedule.policy.build import policy_maker
+from moe_serve.engine.schedule.policy.policy_maker import policy_maker
 from moe_serve.engine.watch.hang_watch import ActivityReport, LocalActivity
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.load_expert_memory import MemoryBudget

@@ -16,14 +16,14 @@ from moe_serve.model.checkpoint.manifest import Stored
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import WeightSource, open_checkpoint
 from moe_serve.model.stage.attention_stage import AttentionStage
-from moe_serve.quantize.calibrate import (
+from moe_serve.quantize.expert_calibration import (
     ExpertCalibration,
     ExpertReport,
     GptqSettings,
     round_mlp,
 )
 from moe_serve.quantize.layer_runs import HiddenStates, base_bank, layer_stage
-from moe_serve.quantize.plan import INT8_ROWS, PlannedLayer, PlannedMatrix
+from moe_serve.quantize.quantise_plan import INT8_ROWS, PlannedLayer, PlannedMatrix
 from moe_serve.quantize.rounded_matrix import RoundedMatrix
 from moe_serve.quantize.rtn import rounded
 from moe_serve.quantize.substituted_weights import RoundedExperts, SubstitutedWeights

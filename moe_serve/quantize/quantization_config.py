@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moe_serve.quantize.plan import QuantisePlan, is_fused
+from moe_serve.quantize.quantise_plan import QuantisePlan, is_fused
 from moe_serve.quantize.rounded_matrix import Storage
 
 _LAYER = re.compile(r"^.*?\.layers\.(\d+)\.(.*)$")

@@ -21,15 +21,15 @@ from moe_serve.model.checkpoint.safetensors_writer import PlannedTensor
 from moe_serve.model.families import family_of
 from moe_serve.model.load.load_experts import expert_names
 from moe_serve.model.load.weight_reader import open_checkpoint
-from moe_serve.quantize.calibrate import POOL, ExpertReport, GptqSettings
+from moe_serve.quantize.comparison import Comparison, DomainFigures
+from moe_serve.quantize.expert_calibration import POOL, ExpertReport, GptqSettings
 from moe_serve.quantize.layer_quantizer import LayerQuantizer, RoundedLayer
 from moe_serve.quantize.layer_runs import HiddenStates, make_batches
-from moe_serve.quantize.measure import Comparison, DomainFigures
-from moe_serve.quantize.plan import PlannedMatrix, QuantisePlan, QuantiseRules, make_plan
+from moe_serve.quantize.quantise_plan import PlannedMatrix, QuantisePlan, QuantiseRules, make_plan
+from moe_serve.quantize.quantise_texts import QuantiseTexts, read_texts
 from moe_serve.quantize.quantization_config import quantization_config
 from moe_serve.quantize.rounded_matrix import MXFP4, RoundedMatrix, mxfp4_parts
 from moe_serve.quantize.sensitivity import int8_layers, layer_divergences
-from moe_serve.quantize.texts import QuantiseTexts, read_texts
 from moe_serve.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]

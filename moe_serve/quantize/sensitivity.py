@@ -13,7 +13,7 @@ from moe_serve.quantize.layer_runs import (
     layer_stage,
     make_batches,
 )
-from moe_serve.quantize.plan import QuantisePlan
+from moe_serve.quantize.quantise_plan import QuantisePlan
 
 _MAX_TOKENS = 4096
 

@@ -14,7 +14,7 @@ from moe_kernels.interface.quantised_matrix import MatrixForm, QuantisedMatrix
 from moe_serve.model.checkpoint.checkpoint import Shape
 from moe_serve.model.load.load_experts import ExpertLoader
 from moe_serve.model.load.weight_reader import WeightSource
-from moe_serve.quantize.plan import PlannedExpert
+from moe_serve.quantize.quantise_plan import PlannedExpert
 from moe_serve.quantize.rounded_matrix import RoundedMatrix
 
 

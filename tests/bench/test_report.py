@@ -16,7 +16,8 @@ from rich.console import Console
 from moe_serve.bench.client.load_client import RunProgress
 from moe_serve.bench.client.server_metrics import Metrics, ServerSide
 from moe_serve.bench.figures.summary import Slo, summarize
-from moe_serve.bench.report.html_page import Axis, PlotLine, nice_step, plot, render, tick_label
+from moe_serve.bench.report.html_page import render
+from moe_serve.bench.report.plot import Axis, PlotLine, nice_step, plot, tick_label
 from moe_serve.bench.report.report import Report, read_report
 from moe_serve.bench.report.report_table import LiveLine
 from moe_serve.errors import BenchError

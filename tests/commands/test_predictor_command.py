@@ -14,7 +14,7 @@ import pytest
 from moe_serve.cli.main import main
 from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.opened_model import model_folder
-from moe_serve.engine.schedule.policy.build import open_request_predictor
+from moe_serve.engine.schedule.policy.policy_maker import open_request_predictor
 from moe_serve.errors import ConfigError
 from moe_serve.learn.documents import cut_into_pieces, read_documents
 from moe_serve.learn.predictor_data import PredictorModel

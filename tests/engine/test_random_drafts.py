@@ -61,9 +61,7 @@ def test_any_tokens_may_be_drafted(
     is_adaptive: bool,
 ) -> None:
     """Also tokens that the model does not have, with few pages, and with aborts between steps."""
-    requests = [
-        request(f"r{i}", prompt, max_tokens=most) for i, (prompt, most) in enumerate(asked)
-    ]
+    requests = [request(f"r{i}", prompt, max_tokens=most) for i, (prompt, most) in enumerate(asked)]
     expected = run(make_engine(FakeRunner()), requests)
     engine = make_engine(FakeRunner(), num_pages)
     give_drafts(engine, Scripted(proposed), most=16, is_adaptive=is_adaptive)
@@ -123,9 +121,7 @@ def test_the_distribution_is_that_without_drafts() -> None:
         return engine_of(LocalExecutor(CertainRunner(logits_V), Sampler(frozenset([EOS]))))
 
     for seed in range(120):
-        asked = [
-            request("a", [1, 2], max_tokens=140, temperature=1.0, seed=seed, ignore_eos=True)
-        ]
+        asked = [request("a", [1, 2], max_tokens=140, temperature=1.0, seed=seed, ignore_eos=True)]
         drafting = engine()
         give_drafts(drafting, Scripted([[1, 1, 2], [2, 1], [5], [1] * 9], [False]), most=9)
         tokens = run(drafting, asked)["a"].token_ids

@@ -16,17 +16,17 @@ from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import open_checkpoint
-from moe_serve.quantize.plan import QuantiseRules
+from moe_serve.quantize.quantise_plan import QuantiseRules
+from moe_serve.quantize.quantise_report import model_card, record, report_files, summary
+from moe_serve.quantize.quantise_texts import read_texts
 from moe_serve.quantize.quantize_job import (
     CheckpointSource,
     QuantiseJob,
     QuantiseOutcome,
     quantise,
 )
-from moe_serve.quantize.report import model_card, record, report_files, summary
 from moe_serve.quantize.rounded_matrix import MXFP4, Storage
 from moe_serve.quantize.rtn import rounded
-from moe_serve.quantize.texts import read_texts
 from moe_serve.text.tokenizer import Tokenizer
 from tests.support.families.all_cases import CASES
 from tests.support.families.case import Case

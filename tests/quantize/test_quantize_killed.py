@@ -17,7 +17,7 @@ from pathlib import Path
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.checkpoint_writer import CheckpointWriter
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.quantize.plan import QuantiseRules
+from moe_serve.quantize.quantise_plan import QuantiseRules
 from moe_serve.quantize.quantize_job import QuantiseJob, quantise
 from moe_serve.quantize.rounded_matrix import Storage
 

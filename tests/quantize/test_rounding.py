@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.quantize.gptq import gptq_rounded
+from moe_serve.quantize.column_rounding import gptq_rounded
 from moe_serve.quantize.rounded_matrix import RoundedMatrix, Storage
 from moe_serve.quantize.rtn import rounded
 from tests.support.model.packing import pack_offset

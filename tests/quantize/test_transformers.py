@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from moe_serve.quantize.plan import INT8_ROWS, QuantiseRules
+from moe_serve.quantize.quantise_plan import INT8_ROWS, QuantiseRules
 from moe_serve.quantize.quantize_job import QuantiseJob, quantise
 from moe_serve.quantize.rounded_matrix import Storage
 from tests.support.families.parity import model_logits, random_prompts

@@ -110,6 +110,8 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: Capture) -> None:
         ((*QWEN, *SMALL, "--num-pages", "3"), "too small for one request of 189"),
         ((*QWEN, "--prompt-tokens", "41000"), "has 41000 + 64 tokens, but the context is 40960"),
         ((*QWEN, "--concurrency", "4", "--rate", "1"), "cannot be combined"),
+        ((*QWEN, "--concurrency", "4", "--duration", "9"), "--duration belongs to --rate"),
+        ((*QWEN, "--duration", "9"), "--duration belongs to --rate or --trace"),
         (("--calibration", old), "the calibration is of moe-serve 0.0.1 on "),
         (("--calibration", elsewhere), "on Darwin arm64, but this is"),
         (("--calibration", fitting, "--devices", "2"), "cannot be simulated from a calibration"),

@@ -66,7 +66,7 @@ def _run(plan: RunPlan, peer_url: str | None, results: ResultOptions) -> None:
     from moe_serve.bench.client.connection import Target
     from moe_serve.bench.report.html_page import write_page
 
-    path, html = results.json, results.html
+    path, html = results.report.json, results.html
     _check_writable(path, html)
     runs = [(plan.url, path)]
     if peer_url is not None:
@@ -75,7 +75,7 @@ def _run(plan: RunPlan, peer_url: str | None, results: ResultOptions) -> None:
     reports: list[Report] = []
     for url, path in runs:
         reports.append(_measure(replace(plan, url=url)))
-        _keep(reports[-1], path, results.save_requests)  # the next run may end in an error
+        _keep(reports[-1], path, results.report.save_requests)  # the next run may end in an error
         if reports[-1].is_interrupted:
             break
     if len(reports) == 2:

@@ -15,12 +15,8 @@ from moe_serve.bench.figures.summary import Slo
 from moe_serve.bench.workload.prompt_maker import read_prompts
 from moe_serve.bench.workload.trace_rows import Trace, TraceCut, read_trace
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
-from moe_serve.cli.bench.bench_options import (
-    ArrivalOptions,
-    BenchOptions,
-    PromptOptions,
-    TraceOptions,
-)
+from moe_serve.cli.bench.bench_options import BenchOptions
+from moe_serve.cli.bench.load_options import LoadOptions, TraceOptions
 from moe_serve.cli.options import option_values
 from moe_serve.config.sources import read_secret_file
 from moe_serve.errors import BenchError
@@ -32,7 +28,7 @@ _MAX_SEED = 2**31
 
 def plan_of(options: BenchOptions) -> RunPlan:
     """Returns the plan. Raises BenchError, ConfigError."""
-    server, load = options.server, options.load
+    server, content, sending = options.server, options.content, options.sending
     if server.url is None:
         raise BenchError("give the URL of the server: --url http://127.0.0.1:8000.")
     _check(options)
@@ -42,7 +38,7 @@ def plan_of(options: BenchOptions) -> RunPlan:
     _check_key(key)
     return RunPlan(
         url=server.url,
-        workload=workload_of(load, options.prompts, options.trace),
+        workload=workload_of(options.load, sending.seed, content.prompts),
         endpoint=Endpoint(
             name=server.endpoint.value,
             model=server.model or "",
@@ -52,43 +48,46 @@ def plan_of(options: BenchOptions) -> RunPlan:
             extra=_extra(server.body),
         ),
         api_key=key,
-        data=options.prompts.data.value,
-        vocab_size=options.prompts.vocab_size,
+        data=content.data.value,
+        vocab_size=content.vocab_size,
         timeout_s=server.timeout,
-        num_warm_up=load.warmup,
-        max_in_flight=load.max_in_flight,
-        slo=_slo(options.results.slo, is_stream=server.stream),
+        num_warm_up=sending.warmup,
+        max_in_flight=sending.max_in_flight,
+        slo=_slo(options.results.report.slo, is_stream=server.stream),
     )
 
 
 def _check(options: BenchOptions) -> None:
-    server, load, prompts = options.server, options.load, options.prompts
-    results = options.results
+    server, load, content = options.server, options.load, options.content
+    report = options.results.report
     for name, value in option_values(options).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise BenchError(f"--{name.replace('_', '-')} takes a finite number, not {value}.")
-    if load.concurrency is None and load.rate is None and options.trace.trace is None:
+    arrivals = load.arrivals
+    if arrivals.concurrency is None and arrivals.rate is None and load.trace.trace is None:
         raise BenchError(
             "choose how requests arrive: --concurrency N, --rate R, or --trace FILE with its times."
         )
-    check_load(load, prompts, options.trace)
-    if prompts.data.value == "tokens" and server.endpoint.value == "chat":
+    check_load(load, content.prompts)
+    if content.data.value == "tokens" and server.endpoint.value == "chat":
         raise BenchError("--data tokens takes --endpoint completions: a chat has text.")
     if server.event_usage and not server.stream:
         raise BenchError("--event-usage and --no-stream cannot be combined.")
-    if results.save_requests and results.json is None:
+    if report.save_requests and report.json is None:
         raise BenchError("--save-requests takes --json FILE, into which they go.")
 
 
-def check_load(load: ArrivalOptions, prompts: PromptOptions, trace: TraceOptions) -> None:
-    """Refuses options of a load that contradict each other. Raises BenchError."""
-    if load.concurrency is not None and load.rate is not None:
+def check_load(load: LoadOptions, prompts: Path | None = None) -> None:
+    """Refuses options of a load that contradict each other. `prompts`: a file of prompts. Raises
+    BenchError."""
+    arrivals, trace = load.arrivals, load.trace
+    if arrivals.concurrency is not None and arrivals.rate is not None:
         raise BenchError("--concurrency and --rate cannot be combined: give one of them.")
-    if trace.trace is not None and prompts.prompts is not None:
+    if trace.trace is not None and prompts is not None:
         raise BenchError("--trace and --prompts cannot be combined: give one of them.")
-    if load.burstiness != 1.0 and load.rate is None:
+    if arrivals.burstiness != 1.0 and arrivals.rate is None:
         raise BenchError("--burstiness belongs to --rate.")
-    if prompts.prefix_tokens and (trace.trace is not None or prompts.prompts is not None):
+    if load.lengths.prefix_tokens and (trace.trace is not None or prompts is not None):
         raise BenchError("--prefix-tokens is for random prompts, not for --trace or --prompts.")
     changed = [
         name
@@ -116,32 +115,35 @@ def _check_key(key: str | None) -> None:
         raise BenchError("the API key has characters that a header cannot carry.")
 
 
-def workload_of(load: ArrivalOptions, prompts: PromptOptions, trace_from: TraceOptions) -> Workload:
-    """Returns the workload of these options, with its trace and prompts read. Raises BenchError."""
-    seed, rate, path = load.seed, load.rate, trace_from.trace
-    num_requests = load.requests
-    if num_requests is None and load.duration is None and path is None:
+def workload_of(load: LoadOptions, seed: int | None, prompts: Path | None = None) -> Workload:
+    """Returns the workload of these options, with its trace and a file of prompts read. `seed`
+    None: a new one. Raises BenchError."""
+    arrivals, lengths, path = load.arrivals, load.lengths, load.trace.trace
+    num_requests, rate = arrivals.requests, arrivals.rate
+    if num_requests is None and arrivals.duration is None and path is None:
         num_requests = _DEFAULT_REQUESTS
-    cut = None if path is None else _cut(trace_from, load.requests)
+    cut = None if path is None else _cut(load.trace, arrivals.requests)
     trace = None if path is None or cut is None else _trace(path, cut)
-    source = path or prompts.prompts
-    if trace is not None and num_requests is None and load.duration is None:
+    source = path or prompts
+    if trace is not None and num_requests is None and arrivals.duration is None:
         num_requests = len(trace.rows)
     return Workload(
         seed=secrets.randbelow(_MAX_SEED) if seed is None else seed,
-        concurrency=load.concurrency,
-        arrivals=None if rate is None else GammaArrivals(rate=rate, burstiness=load.burstiness),
+        concurrency=arrivals.concurrency,
+        arrivals=(
+            None if rate is None else GammaArrivals(rate=rate, burstiness=arrivals.burstiness)
+        ),
         trace=trace,
         cut=cut,
         source=None if source is None else source.name,
-        files=() if prompts.prompts is None else read_prompts(prompts.prompts),
-        prompt_tokens=Lengths.parse("--prompt-tokens", prompts.prompt_tokens),
-        output_tokens=Lengths.parse("--output-tokens", prompts.output_tokens),
+        files=() if prompts is None else read_prompts(prompts),
+        prompt_tokens=Lengths.parse("--prompt-tokens", lengths.prompt_tokens),
+        output_tokens=Lengths.parse("--output-tokens", lengths.output_tokens),
         prefixes=SharedPrefixes(
-            num_tokens=prompts.prefix_tokens, num_prefixes=prompts.num_prefixes
+            num_tokens=lengths.prefix_tokens, num_prefixes=lengths.num_prefixes
         ),
         num_requests=num_requests,
-        duration_s=load.duration,
+        duration_s=arrivals.duration,
     )
 
 

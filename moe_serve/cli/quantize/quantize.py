@@ -31,7 +31,7 @@ def quantize(options: QuantizeOptions) -> None:
     with _ended_by_terminate(), progress_bar() as progress:
         outcome = run_quantize(options, progress)
 
-    from moe_serve.quantize.report import record, summary
+    from moe_serve.quantize.quantise_report import record, summary
 
     typer.echo("\n".join(summary(outcome)))
     if options.report is not None:

@@ -11,9 +11,9 @@ import torch
 from moe_serve.cli.quantize.quantize_options import QuantizeOptions
 from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.opened_model import model_folder
-from moe_serve.quantize.plan import INT8_ROWS, QuantiseRules
+from moe_serve.quantize.quantise_plan import INT8_ROWS, QuantiseRules
+from moe_serve.quantize.quantise_report import report_files
 from moe_serve.quantize.quantize_job import QuantiseJob, QuantiseOutcome, quantise
-from moe_serve.quantize.report import report_files
 from moe_serve.quantize.rounded_matrix import MXFP4, Storage
 
 _BITS = {"w4a16": 4, "w8a16": 8}

@@ -83,9 +83,7 @@ class ClusterModel:
         moves."""
         return slots_per_layer(self.placement, self.config.cluster)
 
-    def configure(
-        self, name: RankName, in_force: PlacementVersion, arena: str = ""
-    ) -> Configure:
+    def configure(self, name: RankName, in_force: PlacementVersion, arena: str = "") -> Configure:
         """Returns the order that tells a rank what to load. `arena`: path of the memory tier."""
         is_expert = name.role == "expert"
         return Configure(

@@ -29,6 +29,16 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutError:
+    """How far predictions were off on published figures of hardware classes that the efficiencies
+    were not fitted to: relative errors, and the number of figures."""
+
+    median: float
+    worst: float
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One device. Links are one way; those of a node join up to `node_devices` devices."""
 
@@ -43,6 +53,7 @@ class Device:
     fp8_tflops: float | None = None
     link_latency_us: float = 10.0
     efficiency: Efficiency = Efficiency()
+    held_out: HeldOutError | None = None
 
     @property
     def memory_bytes(self) -> int:

@@ -61,11 +61,11 @@ class RooflineCosts:
         experts = tuple(self._expert_seconds(rows) for rows in totals)
         transfers = tuple(self._transfer_seconds(loads) for loads in micro_batches)
         nothing = (0.0,) * len(totals)
+        different = [set(loads) if len(loads) > 2 else loads for loads in micro_batches]
         times = []
         for layer in self._model.layers:
             own = tuple(
-                max(self._attention_seconds(layer, load) for load in loads)
-                for loads in micro_batches
+                max([self._attention_seconds(layer, load) for load in loads]) for loads in different
             )
             if layer.is_sparse and not self._layout.is_split:
                 own = tuple(a + e for a, e in zip(own, experts, strict=True))

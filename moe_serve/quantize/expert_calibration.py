@@ -24,8 +24,8 @@ from experts.expert_stage import RoutedRows
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 from moe_kernels.interface.quantised_matrix import as_floats
 from moe_kernels.reference.expert_mlp import activate
-from moe_serve.quantize.gptq import gptq_rounded
-from moe_serve.quantize.plan import PlannedExpert
+from moe_serve.quantize.column_rounding import gptq_rounded
+from moe_serve.quantize.quantise_plan import PlannedExpert
 from moe_serve.quantize.rounded_matrix import RoundedMatrix, Storage
 from moe_serve.quantize.rtn import rounded
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.errors import ConfigError
-from moe_serve.quantize.plan import (
+from moe_serve.quantize.quantise_plan import (
     INT8_ROWS,
     QuantisePlan,
     QuantiseRules,

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_serve.quantize.measure import DomainFigures
-from moe_serve.quantize.plan import is_fused, is_read_by_transformers, storages
+from moe_serve.quantize.comparison import DomainFigures
+from moe_serve.quantize.quantise_plan import is_fused, is_read_by_transformers, storages
 from moe_serve.quantize.quantize_job import QuantiseOutcome
 
 

@@ -1,0 +1,1 @@
+"""Plans fleets: which cells on which devices serve a workload at the lowest cost, as simulated."""

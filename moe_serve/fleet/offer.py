@@ -1,0 +1,90 @@
+"""Devices that a fleet may use: their type, number and price, and what a model costs on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_serve.errors import ConfigError, shortened
+from moe_serve.planning.calibration_file import Calibration
+from moe_serve.simulate.catalogue import find_device
+from moe_serve.simulate.costs.device import HeldOutError, read_device
+from moe_serve.simulate.costs.model_shape import ModelShape
+from moe_serve.simulate.layout import MAX_DEVICES, Layout, ModelSize
+from moe_serve.simulate.simulation import CostedModel, calibrated, on_device
+
+_TERM = re.compile(r"(.+?):([1-9]\d*)(?:@([0-9]+(?:\.[0-9]+)?))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Devices of one type. `price`: of one device and hour; `costed` raises ConfigError for a
+    layout that has no costs; `held_out`: how far the costs were off where they were checked."""
+
+    name: str
+    num_devices: int
+    price: float
+    node_devices: int
+    memory_bytes: int | None
+    size: ModelSize
+    has_whole_cells_only: bool  # no costs of experts spread over attention devices, or of shards
+    held_out: HeldOutError | None
+    costed: Callable[[Layout], CostedModel]
+
+
+def read_fleet(text: str, model: ModelShape, routing: Path | None) -> tuple[Offer, ...]:
+    """Parse "h100:64@2.50,h20:32@0.90": type, number, and price of a device and hour (1 if left
+    out). Raises ConfigError."""
+    offers: list[Offer] = []
+    for term in text.replace(" ", "").split(","):
+        found = _TERM.fullmatch(term)
+        if found is None:
+            raise ConfigError(
+                f"fleet cannot be {shortened(text)!r}: it takes types of devices, such as "
+                "h100:64@2.50,h20:32@0.90 (64 H100 at 2.50 an hour, 32 H20 at 0.90)."
+            )
+        device, count = read_device(find_device(found[1])), int(found[2])
+        if count > MAX_DEVICES:
+            raise ConfigError(f"devices must be in [1, {MAX_DEVICES}], got {count}.")
+        if any(each.name == device.name for each in offers):
+            raise ConfigError(f"fleet names {device.name} twice: give each type once.")
+
+        def costed(layout: Layout, device: object = device) -> CostedModel:
+            return on_device(model, device, layout, routing)  # type: ignore[arg-type]
+
+        offers.append(
+            Offer(
+                name=device.name,
+                num_devices=count,
+                price=float(found[3] or 1.0),
+                node_devices=device.node_devices,
+                memory_bytes=device.memory_bytes,
+                size=model.size,
+                has_whole_cells_only=False,
+                held_out=device.held_out,
+                costed=costed,
+            )
+        )
+    return tuple(offers)
+
+
+def calibrated_offer(
+    calibration: Calibration, num_devices: int, memory_bytes: int | None, price: float = 1.0
+) -> Offer:
+    """Offer devices like the calibrated one. Raises ConfigError as `calibrated` does."""
+    if not 1 <= num_devices <= MAX_DEVICES:
+        raise ConfigError(f"devices must be in [1, {MAX_DEVICES}], got {num_devices}.")
+    alone = calibrated(calibration, Layout.parse("colocated", 1))
+    return Offer(
+        name=alone.device_name,
+        num_devices=num_devices,
+        price=price,
+        node_devices=num_devices,
+        memory_bytes=memory_bytes,
+        size=alone.size,
+        has_whole_cells_only=True,
+        held_out=None,
+        costed=lambda layout: calibrated(calibration, layout),
+    )

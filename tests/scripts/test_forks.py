@@ -1,0 +1,79 @@
+"""Copies of a template process behave as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.forks.order import is_same_surroundings, program_of
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or sys.version_info < (3, 11), reason="no copies here"
+)
+SERVE = [sys.executable, "-m", "moe_serve", "serve", "--port", "0", "--num-threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(SERVE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "ready at" in process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name."""
+    return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+
+
+def test_a_copy_is_a_child_with_its_own_command_line(server: subprocess.Popen[str]) -> None:
+    assert stat_of(server.pid)[1] == str(os.getpid())
+    shown = Path(f"/proc/{server.pid}/cmdline").read_text("utf-8")
+    assert shown.rstrip("\0").split("\0") == SERVE
+    started = {Path(f"/proc/{pid}/cmdline").read_text("utf-8") for pid in children(server.pid)}
+    assert any("template of" in line for line in started), "it was not copied"
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text("utf-8").split()
+
+
+def test_its_template_ends_with_it() -> None:
+    with subprocess.Popen(SERVE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        left = children(process.pid)
+        assert left
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        process.stdout.read()  # ends, because no other process holds its output
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() and stat_of(int(pid))[0] != "Z" for pid in left):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def test_the_exit_code_and_the_streams_are_its_own(tmp_path: Path) -> None:
+    wrong = [*SERVE, "--max-num-seqs", "none"]
+    done = subprocess.run(wrong, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--max-num-seqs" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_only_known_programs_in_equal_surroundings_are_copied() -> None:
+    program = program_of([sys.executable, "-P", "-m", "moe_serve", "serve", "x"])
+    assert program is not None
+    assert (program.module, program.arguments, program.safe_path) == (
+        "moe_serve", ("serve", "x"), True,
+    )  # fmt: skip
+    for other in (["sh", "-c", "x"], [sys.executable, "-c", "1"], [sys.executable, "-m", "json"]):
+        assert program_of(other) is None
+    assert is_same_surroundings({"A": "1"}, {"A": "1", "MOE_SERVE_PORT": "2", "PYTHONPATH": "x"})
+    assert not is_same_surroundings({"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "2"})
