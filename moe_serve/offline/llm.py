@@ -110,17 +110,10 @@ class LLM:
     ) -> None:
         config = EngineConfig(
             model=ModelConfig(
-                path=model,
-                dtype=dtype,
-                device=device,
-                kernels=kernels,
-                expert_weights=expert_weights,
-                linear_weights=linear_weights,
-                low_bit_products=low_bit_products,
-                expert_memory_bytes=expert_memory_bytes,
-                max_model_len=max_model_len,
-                num_threads=num_threads,
-                cuda_graphs=cuda_graphs,
+                path=model, dtype=dtype, device=device, kernels=kernels,
+                expert_weights=expert_weights, linear_weights=linear_weights,
+                low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
+                max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs,
             ),  # fmt: skip
             cache=CacheConfig(
                 num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
