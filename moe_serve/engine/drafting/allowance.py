@@ -8,6 +8,7 @@ _ROW_SHARE, _LOOKUP_SHARE = 0.005, 0.008  # of the time of steps, which the acco
 _SAVED_SHARE = 0.25  # of the time that accepted tokens saved, which pays for more lookups
 _ROW_STEPS, _LOOKUP_STEPS = 4.0, 8.0  # steps whose time the accounts hold at most
 _FIRST_LOOKUP_STEPS = 1.0  # and at first
+_MOST_DEBT_STEPS = 1.0  # below zero
 _LOOKUP_S = 20e-6  # the time of a lookup before any was measured
 _WEIGHT = 0.05  # of a new measurement
 _MOST_SLOWER = 4.0  # a measurement counts as at most this times the average
@@ -21,8 +22,10 @@ class _Account:
     left_s: float = 0.0
 
     def add(self, seconds: float, step_s: float) -> None:
-        """Add seconds, up to the time of `most_steps` steps."""
-        self.left_s = min(self.left_s + seconds, self.most_steps * step_s)
+        """Add seconds, up to the time of `most_steps` steps. A debt above that of one step is
+        forgiven, so that better drafts need not wait for long."""
+        left_s = min(self.left_s + seconds, self.most_steps * step_s)
+        self.left_s = max(left_s, -_MOST_DEBT_STEPS * step_s)
 
 
 class Allowance:
@@ -30,8 +33,8 @@ class Allowance:
 
     Each earns a share of the time of every step. A lookup costs its own time, and a refused token
     the time by which its row made the step longer. An accepted token earns what it saved. So drafts
-    that are worth their time are never limited, and those that are never right cost at most the two
-    shares, whatever the controller believes of them.
+    that are worth their time are never limited, and those that are never right cost about the two
+    shares at most, whatever the controller believes of them.
     """
 
     def __init__(self) -> None:
