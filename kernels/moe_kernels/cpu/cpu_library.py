@@ -206,6 +206,8 @@ def _processor() -> str:
 
 
 def _last_line(error: Exception) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"one file took longer than {error.timeout:.0f} s (is the machine busy?)"
     stderr = getattr(error, "stderr", None)
     text = str(stderr or error).strip()
     return text.splitlines()[-1] if text else type(error).__name__
