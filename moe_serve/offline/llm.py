@@ -108,13 +108,18 @@ class LLM:
         cuda_graphs: CudaGraphsName = "auto",
         speculation: SpeculationMethod = "off",
     ) -> None:
+        model_config = ModelConfig(
+            path=model, dtype=dtype, device=device, kernels=kernels,
+            expert_weights=expert_weights, linear_weights=linear_weights,
+            low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
+            max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs,
+        )  # fmt: skip
+        cluster_config = ClusterConfig(
+            attention_ranks=attention_ranks, expert_ranks=expert_ranks,
+            attention_tp=attention_tp, placement=placement,
+        )  # fmt: skip
         config = EngineConfig(
-            model=ModelConfig(
-                path=model, dtype=dtype, device=device, kernels=kernels,
-                expert_weights=expert_weights, linear_weights=linear_weights,
-                low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
-                max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs,
-            ),  # fmt: skip
+            model=model_config,
             cache=CacheConfig(
                 num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
             ),
@@ -126,10 +131,7 @@ class LLM:
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor),
             speculation=SpeculationConfig(method=speculation),
-            cluster=ClusterConfig(
-                attention_ranks=attention_ranks, expert_ranks=expert_ranks,
-                attention_tp=attention_tp, placement=placement,
-            ),  # fmt: skip
+            cluster=cluster_config,
         )
         checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
