@@ -85,7 +85,7 @@ class _Nothing:
     horizon = HORIZON
 
     def predict(self, prefixes: Sequence[np.ndarray]) -> np.ndarray:
-        raise AssertionError("nobody asks")
+        raise AssertionError("this benchmark makes no predictions with it")
 
 
 def _open(folder: Path | None, model: str | None) -> tuple[PrefixPredictor, int]:

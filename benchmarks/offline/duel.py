@@ -56,7 +56,7 @@ def parse_peer(text: str) -> Entrant:
     name, _, python = text.partition("=")
     engine, _, variant = name.partition("/")
     if engine not in VARIANTS:
-        raise ArgumentTypeError(f"{engine!r} is none of {', '.join(VARIANTS)}")
+        raise ArgumentTypeError(f"the engine must be one of {', '.join(VARIANTS)}, got {engine!r}")
     variants = VARIANTS[engine]
     if variant and variant not in variants:
         choices = ", ".join(v for v in variants if v) or "none"

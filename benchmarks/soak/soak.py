@@ -166,10 +166,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1800.0, help="default %(default)s")
     parser.add_argument(
-        "--settle-visits", type=int, default=1000, help="the warm-up ends when in so many visits"
+        "--settle-visits", type=int, default=1000, help="number of visits of --settle-mib"
     )
     parser.add_argument(
-        "--settle-mib", type=float, default=2.0, help="memory grew by so little, %(default)s MiB"
+        "--settle-mib",
+        type=float,
+        default=2.0,
+        help="the warm-up ends when memory grew by at most this many MiB in --settle-visits visits",
     )
     parser.add_argument("--every", type=float, default=10.0, help="a sample, s, %(default)s")
     parser.add_argument("--visitors", type=int, default=12, help="at once, default %(default)s")

@@ -5,8 +5,8 @@
 
 The weights are constructed: the model's next token is always the last one plus 1, and the layer
 knows that, or never does. Attention and experts are computed in full, with random weights whose
-results are multiplied by 0. So times are real, and the acceptance is chosen: it is no figure of any
-model. Two engines, with and without the layer, answer the same requests in turns.
+results are multiplied by 0. So times are real, and the acceptance is chosen: it is not the figure
+of any model. Two engines, with and without the layer, answer the same requests in turns.
 """
 
 from __future__ import annotations

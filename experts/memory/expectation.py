@@ -125,8 +125,8 @@ class Transitions:
     """Counts [L, E, E] of the choices of rows in consecutive layers.
 
     Rows are matched by position: a visit of a layer is assumed to have the same rows, in the same
-    order, as the visit of the layer before. If the numbers of rows differ, nothing is learnt. Id -1
-    is no expert.
+    order, as the visit of the layer before. If the numbers of rows differ, nothing is learnt. The
+    id -1 stands for no expert.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:

@@ -1,4 +1,4 @@
-"""`moe-serve placement`: shows, saves and re-balances the expert placement of a running server."""
+"""`moe-serve placement`: shows, saves and rebalances the expert placement of a running server."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _client(url: str, key: str | None) -> AdminClient:
 
 def _print(found: Mapping[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
-    table.add_row("re-balance", found["mode"])
+    table.add_row("rebalance", found["mode"])
     table.add_row("state", found["state"])
     table.add_row("placement", f"version {found['version']}, {found['age_s']:.0f} s old")
     figures = {name: value for name, value in found["balance"].items() if value is not None}

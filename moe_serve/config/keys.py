@@ -126,8 +126,8 @@ class ConfigKey:
         else:
             text = "an integer" if self.kind is int else "a number"
         if self.path in RANGES:
-            low, high = RANGES[self.path]
-            text += f" in [{low:.17g}, {high:.17g}]"
+            low, high = (int(end) if end == int(end) else end for end in RANGES[self.path])
+            text += f" in [{low}, {high}]"
         if self.name.endswith(_SIZES):
             text += " or a size such as 512MiB"
         text += "".join(f" or {word}" for word in self.words)

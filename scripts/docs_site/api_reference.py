@@ -39,13 +39,13 @@ class NoEngine:
     is_alive = True
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
-        raise AssertionError("nobody sends requests to a list of routes")
+        raise AssertionError("the list of routes needs no engine")
 
     def abort(self, request_id: str) -> None:
-        raise AssertionError("nobody sends requests to a list of routes")
+        raise AssertionError("the list of routes needs no engine")
 
     def begin_drain(self) -> None:
-        raise AssertionError("nobody sends requests to a list of routes")
+        raise AssertionError("the list of routes needs no engine")
 
     def stats(self) -> EngineStats:
         return EngineStats()

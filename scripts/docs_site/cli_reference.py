@@ -28,7 +28,7 @@ def commands(command: Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[st
     yield path, command
     if isinstance(command, typer.core.TyperGroup):
         for name, below in command.commands.items():
-            assert isinstance(below, Command), f"{name} is no command of typer's"
+            assert isinstance(below, Command), f"{name} is not a typer command"
             yield from commands(below, (*path, name))
 
 

@@ -283,7 +283,7 @@ _PLACEMENT = (
         },
     ),
     Panel(
-        title="Plans in an hour, by what came of them",
+        title="Plans per hour, by outcome",
         queries={"{{outcome}}": "sum by (outcome) (increase(<placement_plans_total>[1h]))"},
     ),
     Panel(

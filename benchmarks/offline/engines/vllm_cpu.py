@@ -24,7 +24,8 @@ class Vllm:
 
         if current_platform.is_zen_cpu() != (job.engine == "vllm-zentorch"):
             raise ValueError(
-                f"for {job.engine}, this interpreter has the wrong packages, or the CPU is no Zen"
+                f"for {job.engine}, this interpreter has the wrong packages, or the CPU "
+                "is not a Zen processor"
             )
         self._params = SamplingParams
         self._llm = LLM(

@@ -106,7 +106,7 @@ def _beside(path: Path, loads: ExpertLoads, search: Stopwatch) -> str:
     import torch
 
     spec = importlib.util.spec_from_file_location("published_eplb", path)
-    assert spec is not None and spec.loader is not None, f"{path} is no Python file"
+    assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     torch.set_num_threads(1)

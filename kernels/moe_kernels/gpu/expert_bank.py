@@ -95,14 +95,14 @@ def stacked_experts(
 
 
 def _joined(experts: list[GroupedWeight]) -> GroupedWeight:
-    """All experts' together; the parts are let go."""
+    """Joins the weights of all experts and releases the parts."""
     whole = joined(experts)
     experts.clear()
     return whole
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
-    """One tensor; the parts are let go."""
+    """Stacks the tensors and releases the parts."""
     whole = torch.stack(tensors)
     tensors.clear()
     return whole

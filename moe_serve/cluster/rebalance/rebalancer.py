@@ -111,7 +111,9 @@ class Rebalancer:
             raise RebalanceError("Nothing is moved: cluster.rebalance is 'off'.")
         with self._lock:
             if self._state != "idle" or self._asked.is_set():
-                raise RebalanceError("A re-balance is under way already.")
+                raise RebalanceError(
+                    "A plan or a move is already in progress: wait until it has ended."
+                )
             self._asked.set()
         return self.status()
 
@@ -124,7 +126,9 @@ class Rebalancer:
             )
         with self._lock:
             if self._state != "idle" or self._asked.is_set():
-                raise RebalanceError("A re-balance is under way already.")
+                raise RebalanceError(
+                    "A plan or a move is already in progress: wait until it has ended."
+                )
             self._state = "copying"
         try:
             version = self._current.version
@@ -247,7 +251,7 @@ class Rebalancer:
 
     def _ended(self, outcome: PlanOutcome, text: str) -> None:
         level = logging.WARNING if outcome in ("aborted", "planner") else logging.INFO
-        _log.log(level, "re-balance: %s: %s", outcome, text)
+        _log.log(level, "rebalance: %s: %s", outcome, text)
         with self._lock:
             self._last, self._state = LastPlan(outcome=outcome, text=text), "idle"
             self._outcomes[outcome] += 1
@@ -275,7 +279,7 @@ def make_rebalancer(
     routes: RouteListeners,
     plan: Plan,
 ) -> Rebalancer:
-    """Makes the rebalancer. Unless re-balancing is off, it listens to `routes` from here on."""
+    """Makes the rebalancer. Unless rebalancing is off, it listens to `routes` from here on."""
     cluster, layers = model.config.cluster, sparse_layers(model.spec)
     window = LoadWindow(len(layers), model.spec.router.num_experts)
     if cluster.rebalance != "off":

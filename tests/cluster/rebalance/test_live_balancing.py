@@ -308,7 +308,7 @@ def test_a_given_plan_is_put_into_effect(expected: dict[str, Answer]) -> None:
         assert last is not None and last.outcome == "nothing"
         target = given_plan(before, held=1)
         assert control.apply(target).state == "copying"
-        with pytest.raises(RebalanceError, match="under way"):
+        with pytest.raises(RebalanceError, match="already in progress"):
             control.apply(target)
         end = time.monotonic() + DEADLINE_S
         while control.state != "idle":

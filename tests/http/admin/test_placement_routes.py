@@ -79,7 +79,9 @@ class FakeControl:
 
     def rebalance(self) -> PlacementStatus:
         if self.left:
-            raise RebalanceError("A re-balance is under way already.")
+            raise RebalanceError(
+                "A plan or a move is already in progress: wait until it has ended."
+            )
         self.left = 3
         return self.status()
 
@@ -108,7 +110,10 @@ def test_status_plan_and_rebalance(client_of: MakeClient) -> None:
         assert begun.status_code == 200 and begun.json()["state"] == "planning"
         again = client.post("/admin/placement/rebalance", headers=ADMIN)
         assert again.status_code == 409
-        assert again.json()["error"]["message"] == "A re-balance is under way already."
+        assert (
+            again.json()["error"]["message"]
+            == "A plan or a move is already in progress: wait until it has ended."
+        )
 
 
 def test_a_plan_is_applied(client_of: MakeClient) -> None:

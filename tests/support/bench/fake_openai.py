@@ -32,7 +32,7 @@ def event(document: object) -> bytes:
 
 
 def text_events(texts: list[str], prompt_tokens: int = 5, cached: int = 0) -> bytes:
-    """A completions stream: an event per text, the usage, [DONE]."""
+    """Returns a stream of completions: one event per text, the usage, and [DONE]."""
     usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": len(texts),
@@ -43,7 +43,7 @@ def text_events(texts: list[str], prompt_tokens: int = 5, cached: int = 0) -> by
 
 
 def streamed(body: bytes) -> list[bytes]:
-    """The head, then the body as one chunk of HTTP, then its end."""
+    """Returns the head, then the body as one HTTP chunk, then the end of the body."""
     head = (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     )
@@ -51,7 +51,7 @@ def streamed(body: bytes) -> list[bytes]:
 
 
 def counted_words(path: str, body: Mapping[str, Any]) -> Reply:
-    """As many tokens as asked for; two tokens for each word of the prompt, and three more."""
+    """Counts tokens: those that were requested, two for each word of the prompt, and three more."""
     prompt = body.get("prompt") or body["messages"][0]["content"]
     words = 2 * len(prompt.split()) + 3 if isinstance(prompt, str) else len(prompt)
     num = body["max_tokens"]
@@ -132,7 +132,7 @@ class FakeServer:
 
 @contextmanager
 def running(server: FakeServer) -> Iterator[FakeServer]:
-    """In a thread of its own."""
+    """Runs the server in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -13,7 +13,7 @@ from moe_serve.bench.report.report import Report
 
 
 def record(**fields: Any) -> RequestRecord:
-    """Answered with one token; the last one came when the gaps say."""
+    """Makes the record of an answered request; the gaps give the times of its tokens."""
     values: dict[str, Any] = {
         "index": 0, "scheduled_s": 0.0, "started_s": 0.0, "first_s": 1.0, "end_s": 2.0,
         "prompt_tokens": 5, "output_tokens": 1,

@@ -23,8 +23,9 @@ GIB = 2**30
 
 
 def gpu_calibration() -> Calibration:
-    """About a 235B model on cards of 141 GB: the weights leave little room for KV pages, attention
-    over them is what a step waits for, and every expert is read in every step."""
+    """Returns times like those of a 235B model on cards of 141 GB: the weights leave little room
+    for KV pages, attention over them takes most of a step, and every expert is read in every
+    step."""
     layer = LayerCosts(
         num_layers=94,
         attention=AttentionCost(alpha_s=3e-5, row_s=5e-8, kv_token_s=5e-10, pair_s=0.0),
@@ -41,7 +42,7 @@ def gpu_calibration() -> Calibration:
 
 
 def cpu_calibration() -> Calibration:
-    """A small model on a CPU that has room for all of it."""
+    """Returns times like those of a small model on a CPU that has room for all of it."""
     layer = LayerCosts(
         num_layers=6,
         attention=AttentionCost(alpha_s=1e-5, row_s=2e-6, kv_token_s=1e-8, pair_s=4e-9),

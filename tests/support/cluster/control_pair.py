@@ -47,7 +47,7 @@ class Cluster:
         return channel
 
     def pair(self) -> tuple[Channel[Message], Channel[Message]]:
-        """(the connecting end, the accepting end)"""
+        """Returns the connecting end and the accepting end."""
         near = self.connect()
         far = self.accepted.get(timeout=60)
         self._channels.append(far)

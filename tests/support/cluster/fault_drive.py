@@ -1,4 +1,4 @@
-"""Streams through a cluster while ranks are hurt, and what came of it."""
+"""Streams requests through a cluster while its ranks fail, and checks the results."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DEADLINE_S = 100.0  # of anything in here; a hang is a failure, not a wait
 
 
 def fault_config(attention: int, experts: int, **cluster: Any) -> EngineConfig:
-    """Eight streams at once. Connections tell of the dead; a heartbeat only of the frozen, and its
-    limit is far from what a busy machine may keep a living rank waiting."""
+    """Returns a configuration for eight streams. Closed connections reveal dead ranks; only a
+    missing heartbeat reveals a frozen one, with a limit far above the delays of a busy machine."""
     of = config(attention, experts, 2)
     return replace(
         of,
@@ -35,7 +35,7 @@ def fault_config(attention: int, experts: int, **cluster: Any) -> EngineConfig:
 
 
 def undisturbed(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
-    """The answers of one process in which nothing goes wrong."""
+    """Returns the answers of one process in which nothing fails."""
     return serve(build_engine(replace(of, cluster=ClusterConfig())).engine, wanted)
 
 
@@ -113,7 +113,8 @@ class FaultDrive:
         hurt: Callable[[], None] | None = None,
         after_steps: int = 5,
     ) -> dict[str, Answer]:
-        """All answers. `hurt` is called once, when all streams run and some steps were made."""
+        """Returns all answers. `hurt` is called once, when all streams run and some steps were
+        made."""
         answers = {request.request_id: Answer() for request in wanted}
         for request in wanted:
             self.engine.add(request)
@@ -141,7 +142,7 @@ WANTED = requests(8, VOCAB_SIZE, num_tokens=10)
 
 @contextmanager
 def driven(faults: Faults, of: EngineConfig = OF) -> Iterator[tuple[FaultDrive, FaultStarter]]:
-    """A cluster of threads, and who starts them."""
+    """Yields a cluster of threads, and the starter of its ranks."""
     made: list[FaultStarter] = []
 
     def make(*arguments: Any) -> FaultStarter:
@@ -158,7 +159,7 @@ def driven(faults: Faults, of: EngineConfig = OF) -> Iterator[tuple[FaultDrive, 
 def assert_recovers(
     drive: FaultDrive, expected: dict[str, Answer], num_lost: int | None = None
 ) -> None:
-    """Serves under the fault, and again when everybody is back."""
+    """Checks that the cluster serves during the fault, and again when all ranks are back."""
     assert drive.serve(WANTED) == expected, "a token changed"
     if num_lost is not None:
         assert drive.membership.num_lost == num_lost

@@ -42,7 +42,7 @@ class Faults:
         rank: str,
         time: int | None = 1,
     ) -> None:
-        """`act` when the rank enters the function for the n-th time; None: each time."""
+        """Calls `act` when the rank enters the function for the n-th time; with None, each time."""
         original, calls = getattr(owner, function), Counter[str]()
 
         def entered(*arguments: Any, **named: Any) -> Any:
@@ -62,7 +62,7 @@ class Faults:
         raise RuntimeError("injected")
 
     def freeze(self) -> None:
-        """Until thawed, and silent as long."""
+        """Freezes the rank until it is thawed; it sends nothing meanwhile."""
         thread = threading.get_ident()
         self._frozen.add(thread)
         self.num_frozen += 1
@@ -94,11 +94,11 @@ class FaultStarter(ThreadStarter):
             super().kill(rank)
 
     def crash(self, name: str) -> None:
-        """Its connection ends, whatever it does."""
+        """Closes the rank's connection at once."""
         self._channels[name].close()
 
     def garble(self, name: str, data: bytes) -> None:
-        """Bytes on its control connection that it never meant to send."""
+        """Sends `data`, which need not be a frame, on the rank's control connection."""
         channel = self._channels[name]
         with channel._send_lock:
             channel._socket.sendall(data)
@@ -119,5 +119,5 @@ class FaultStarter(ThreadStarter):
 
 
 def no_message() -> bytes:
-    """A whole frame whose payload is no message of the union."""
+    """Sends a complete frame whose payload is not a message of the union."""
     return frame(b"\xc1 not a message")

@@ -53,7 +53,8 @@ def config(
     budget: int = 64,
     **cluster: object,
 ) -> EngineConfig:
-    """Small steps, so that prompts come in chunks and requests join and leave."""
+    """Returns a configuration with small steps, so that prompts are read in chunks and requests
+    join and leave."""
     return EngineConfig(
         model=ModelConfig(
             path=None if folder is None else str(folder),
@@ -74,7 +75,7 @@ def config(
 
 
 def requests(count: int, vocab_size: int, num_tokens: int = 8) -> list[GenerationRequest]:
-    """Prompts of 1 to 90 tokens; every other answer is drawn, with a seed."""
+    """Returns prompts of 1 to 90 tokens; every other answer is sampled with a seed."""
     rng = np.random.default_rng(count)
     return [
         GenerationRequest(
@@ -94,7 +95,7 @@ def requests(count: int, vocab_size: int, num_tokens: int = 8) -> list[Generatio
 
 
 def serve(engine: DrivenEngine, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
-    """All answers; half of the requests come while the others run."""
+    """Returns all answers; half of the requests arrive while the others run."""
     answers = {request.request_id: Answer() for request in wanted}
     late = list(wanted[len(wanted) // 2 :])
     for request in wanted[: len(wanted) // 2]:
@@ -111,14 +112,15 @@ def serve(engine: DrivenEngine, wanted: Sequence[GenerationRequest]) -> dict[str
 def colocated(
     of: EngineConfig, wanted: Sequence[GenerationRequest], wire_dtype: str = "auto"
 ) -> dict[str, Answer]:
-    """The answers of one process; `wire_dtype`: with rows rounded as if they had travelled."""
+    """Returns the answers of one process; with `wire_dtype`, rows are rounded as if they had been
+    sent."""
     cluster = ClusterConfig(wire_dtype=wire_dtype)  # type: ignore[arg-type]
     alone = replace(of, cluster=cluster, pipeline=PipelineConfig(micro_batches=1))
     return serve(build_engine(alone).engine, wanted)
 
 
 def on_ranks(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
-    """The answers of ranks."""
+    """Returns the answers of a cluster of ranks."""
     engine = build_cluster(of, make_starter=ThreadStarter).engine
     try:
         return serve(engine, wanted)
@@ -129,7 +131,8 @@ def on_ranks(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str,
 def random_placement(
     path: Path, layers: Sequence[int], num_experts: int, num_ranks: int, seed: int
 ) -> Path:
-    """Some experts on several ranks, none on none, and no rank without any."""
+    """Returns a placement with some experts on several ranks, and at least one expert on every
+    rank."""
     rng = np.random.default_rng(seed)
 
     def ranks(expert: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class VersionLog:
         monkeypatch.setattr(RankPlacement, "check", noted)
 
     def assert_never_mixed(self) -> set[int]:
-        """-> all versions that steps were served by."""
+        """Checks that no step mixed two versions; returns all versions that served steps."""
         seen = set()
         for step, of_rank in self.of_step.items():
             versions = set(of_rank.values())
@@ -64,7 +64,7 @@ class Moves:
         return self.drive.coordinator._current.version.placement
 
     def move_to(self, *targets: Placement) -> None:
-        """One after the other."""
+        """Moves to the placements one after the other."""
         first, *self._following = targets
         self.mover.propose(first)
 
@@ -74,7 +74,8 @@ class Moves:
             self.move_to(*self._following)
 
     def shuffled(self, seed: int) -> Placement:
-        """In every layer some experts change places, ranks keep their numbers of copies."""
+        """Swaps some experts between ranks in every layer; the number of copies on each rank stays
+        the same."""
         return shuffled(self.placement, seed)
 
     def serve(
@@ -83,8 +84,8 @@ class Moves:
         at: Mapping[int, Callable[[], None]],
         until: Callable[[], bool] = lambda: True,
     ) -> dict[str, Answer]:
-        """All answers, and then further steps of an idle engine until that is so. `at`: what
-        happens before which step."""
+        """Returns all answers, and steps the idle engine further until `until` returns True. `at`
+        has actions by step number; each runs before that step."""
         answers = {request.request_id: Answer() for request in wanted}
         for request in wanted:
             self.drive.engine.add(request)

@@ -114,7 +114,8 @@ class _Keys:
 
 
 def experts_of(token: int) -> list[list[int]]:
-    """Token i of the answer chooses (i // 2 + layer) and the one after it: pairs are alike."""
+    """Returns the experts of a token i: (i // 2 + layer) and those after it, so that tokens 2 j and
+    2 j + 1 choose the same."""
     return [
         [(token // 2 + layer + k) % NUM_EXPERTS for k in range(TOP_K)]
         for layer in range(NUM_LAYERS)

@@ -10,7 +10,8 @@ HISTORY_S = 120
 
 
 def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, Any]:
-    """A busy server with one attention rank and `num_ranks - 1` expert ranks."""
+    """Returns the state of a busy server with one attention rank and `num_ranks - 1` expert
+    ranks."""
     return {
         "server": {
             "name": "moe-serve",
@@ -75,7 +76,8 @@ def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, A
 
 
 def idle_state(now: float, started: float) -> dict[str, Any]:
-    """One process that has had no request yet: everything that may be null is."""
+    """Returns the state of one process before its first request: everything that may be null is
+    null."""
     state = fake_state(now, started, num_ranks=3)
     state["server"]["layout"] = "one process"
     state["requests"] = dict.fromkeys(state["requests"], 0) | {"max_running": 64}
@@ -119,7 +121,8 @@ def _ranks(num_ranks: int) -> list[dict[str, Any]]:
 
 
 def _step(num_ranks: int) -> dict[str, Any]:
-    """Two micro-batches: one is with the experts while the other has its attention."""
+    """Returns a step of two micro-batches: the experts compute one while attention computes the
+    other."""
     attention, experts = [], []
     for layer in range(NUM_LAYERS):
         for micro_batch in range(2):

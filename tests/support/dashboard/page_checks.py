@@ -26,7 +26,8 @@ def num_updates(browser: webdriver.Chrome) -> int:
 
 
 def text(browser: webdriver.Chrome, selector: str) -> str:
-    """Read by script: the page may replace a node between finding and reading it."""
+    """Reads an element's text by script, because the page may replace a node between finding and
+    reading it."""
     script = "return document.querySelector(arguments[0])?.innerText ?? ''"
     return str(browser.execute_script(script, selector))
 
@@ -82,7 +83,8 @@ def contrasts(browser: webdriver.Chrome) -> list[tuple[float, str]]:
 
 
 def overflow(browser: webdriver.Chrome) -> list[str]:
-    """What stands out of the page to the right, unless a box of its own scrolls it."""
+    """Returns elements that extend beyond the right edge of the page, unless a box of their own
+    scrolls them."""
     script = """
     const width = document.documentElement.clientWidth;
     return [...document.querySelectorAll("body *")]

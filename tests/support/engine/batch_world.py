@@ -58,7 +58,7 @@ class World:
         self._ids = count()
 
     def sequence(self, signature: Signature | None = None, num_tokens: int = 4) -> Sequence:
-        """One that waits, with a signature."""
+        """Returns a waiting sequence with a signature."""
         key = next(self._ids)
         request = GenerationRequest(
             request_id=f"r{key}", prompt_token_ids=(1,) * num_tokens, params=SamplingParams()
@@ -69,7 +69,7 @@ class World:
 
 
 def of_domain(domain: int, rng: np.random.Generator | None = None) -> Signature:
-    """Half of the experts belong to domain 0, the others to domain 1."""
+    """Returns a signature: half of the experts belong to domain 0, the others to domain 1."""
     signature = np.full((NUM_LAYERS, NUM_EXPERTS), 0.02, dtype=np.float32)
     half = NUM_EXPERTS // 2
     signature[:, domain * half : (domain + 1) * half] = 0.5
@@ -79,6 +79,6 @@ def of_domain(domain: int, rng: np.random.Generator | None = None) -> Signature:
 
 
 def decode(keys: Iterable[int], num_tokens: int = 1) -> list[SequenceSlice]:
-    """A slice for each sequence."""
+    """Returns a decode slice for each sequence."""
     tokens = np.zeros(num_tokens, dtype=np.int64)
     return [SequenceSlice(key, 10, tokens, (0,), 1) for key in keys]

@@ -16,7 +16,8 @@ NAN = -1  # in a slot: what was written there is not finite
 
 
 def next_token(tokens: list[int]) -> int:
-    """Never 0 and never the last id, so that no test ends or fails by accident."""
+    """Returns a token that is never 0 and never the last id, so that no test ends or fails by
+    accident."""
     state = 7
     for token in tokens:
         state = (state * 31 + token + 17) % 1_000_003
@@ -24,7 +25,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
-    """What the fake model answers."""
+    """Returns the tokens that the fake model answers."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -84,8 +85,8 @@ class FakeRunner:
             page[position % self.page_size] = NAN if token == self.nan_after_token else token
 
     def _rows(self, first: int, end: int, table: tuple[int, ...]) -> list[Tensor]:
-        """Logits of positions [first, end). NaN anywhere in a page spoils a row, also behind it:
-        a masked value is multiplied by 0."""
+        """Returns the logits of positions [first, end). A NaN anywhere in a page spoils a row, also
+        behind it, because a masked value is multiplied by 0."""
         rows = []
         for position in range(first, end):
             pages = table[: position // self.page_size + 1]

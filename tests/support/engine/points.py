@@ -9,5 +9,5 @@ from moe_serve.engine.sampling.sampling_point import SamplingPoint
 
 
 def ends_of(sequences: Iterable[Sequence]) -> list[SamplingPoint]:
-    """One point for each sequence, behind its last token."""
+    """Returns one sampling point for each sequence, behind its last token."""
     return [SamplingPoint(sequence, sequence.num_tokens) for sequence in sequences]

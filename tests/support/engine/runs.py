@@ -112,7 +112,7 @@ def _plan_of(
 
 
 def _joined(parts: list[StepChoices | None]) -> StepChoices | None:
-    """The choices of all parts, one sequence after the other."""
+    """Joins the choices of all parts, one sequence after the other."""
     known = [part for part in parts if part is not None]
     if not known:
         return None

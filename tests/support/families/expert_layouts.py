@@ -8,7 +8,7 @@ Tensors = dict[str, Tensor]
 
 
 def swapped(tensors: Tensors) -> Tensors:
-    """[E, 2 F, D] <-> [E, D, 2 F], and the down projections."""
+    """Converts [E, 2 F, D] <-> [E, D, 2 F], and the down projections likewise."""
     return {
         name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
         for name, tensor in tensors.items()
@@ -16,7 +16,8 @@ def swapped(tensors: Tensors) -> Tensors:
 
 
 def separate(tensors: Tensors) -> Tensors:
-    """Fused [E, 2 F, D] and [E, D, F] one by one, as tools store what they have quantised."""
+    """Splits fused [E, 2 F, D] and [E, D, F] into single experts, as tools store those that they
+    quantise."""
     result = {}
     for name, fused in tensors.items():
         stem, _, part = name.rpartition(".experts.")
@@ -35,5 +36,5 @@ def separate(tensors: Tensors) -> Tensors:
 
 
 def swapped_and_separate(tensors: Tensors) -> Tensors:
-    """The same of experts that are stored swapped (Llama 4)."""
+    """Splits fused experts that are stored swapped (Llama 4) into single experts."""
     return separate(swapped(tensors))

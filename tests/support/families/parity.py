@@ -42,7 +42,7 @@ _NUM_POSITIONS = 100  # of the logits that are compared
 
 
 def write_checkpoint(folder: Path, case: Case) -> Path:
-    """Random weights in fp32; norms, biases, sinks and selection biases are random too."""
+    """Writes random weights in fp32; norms, biases, sinks and selection biases are random too."""
     torch.manual_seed(case.config.get_text_config().hidden_size)
     if case.model_class is None:
         model = _auto_class(case.config).from_config(case.config, dtype=torch.float32)
@@ -64,7 +64,8 @@ def write_checkpoint(folder: Path, case: Case) -> Path:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """256 bytes after `<|endoftext|>`, and filler up to the vocabulary's size."""
+    """Returns a tokenizer of 256 bytes after `<|endoftext|>`, with filler up to the vocabulary's
+    size."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}
     vocab |= {f"<filler{i}>": i for i in range(len(vocab), VOCAB_SIZE)}
@@ -83,7 +84,8 @@ def reference(folder: Path) -> transformers.PreTrainedModel:
 
 
 def _auto_class(config: transformers.PreTrainedConfig) -> Any:
-    """A text model inside a larger one is served alone, and compared with the whole."""
+    """Returns the class for the reference model. A text model inside a larger one is served alone,
+    and compared with the whole."""
     is_whole = config.get_text_config() is config
     return (
         transformers.AutoModelForCausalLM if is_whole else transformers.AutoModelForImageTextToText
@@ -96,7 +98,8 @@ def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def check_logits(folder: Path, kernels: KernelsName) -> None:
-    """Logits of every position within 1e-4 of the reference's largest: whole, and in sevens."""
+    """Checks the logits of every position within 1e-4 of the reference's largest: whole, and in
+    chunks of seven."""
     (prompt,) = random_prompts((_NUM_POSITIONS,))
     expected = _reference_logits(folder)
     for chunk in (_NUM_POSITIONS, 7):
@@ -106,7 +109,8 @@ def check_logits(folder: Path, kernels: KernelsName) -> None:
 
 
 def check_greedy_tokens(folder: Path, kernels: KernelsName) -> None:
-    """64 greedy tokens for three prompts at once: in whole prompts, and in chunks of 7 tokens."""
+    """Checks 64 greedy tokens for three prompts at once: with whole prompts, and in chunks of 7
+    tokens."""
     params = SamplingParams(max_tokens=_NUM_TOKENS, temperature=0, ignore_eos=True)
     prompts = random_prompts(_LENGTHS)
     for budget in (1024, 7):
@@ -120,7 +124,8 @@ def check_greedy_tokens(folder: Path, kernels: KernelsName) -> None:
 
 
 def check_invariance(folder: Path, kernels: KernelsName) -> None:
-    """In bf16, a request's tokens and log probabilities are bit for bit its own."""
+    """Checks that in bf16 a request's tokens and log probabilities do not depend on its neighbours,
+    bit for bit."""
     prompts = random_prompts((40, 3, 17, 64, 9, 33))
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
     with moe_serve.LLM(
@@ -146,7 +151,7 @@ def model_logits(
     expert_weights: WeightsName = "auto",
     device: torch.device | None = None,
 ) -> Tensor:
-    """Of all positions, on the CPU."""
+    """Returns the logits of all positions, on the CPU."""
     device = device or torch.device("cpu")
     loader = ModelLoader(
         folder, kernels=kernels, dtype=dtype, device=device, expert_weights=expert_weights
@@ -172,5 +177,6 @@ def _reference_logits(folder: Path) -> Tensor:
 
 @cache
 def _greedy_tokens(folder: Path, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> list[int]:
-    """`tokens`, if they are what transformers continues the prompt with."""
+    """Returns the tokens that transformers finds most likely after the prompt and `tokens`; equal
+    to `tokens` if these are its greedy continuation."""
     return most_likely(reference(folder), prompt, tokens)

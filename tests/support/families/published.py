@@ -30,7 +30,7 @@ def spec_of(values: Mapping[str, Any], **changes: Any) -> ModelSpec:
 
 
 def refusal_of(values: Mapping[str, Any], **changes: Any) -> str:
-    """What is said of a config that must not be served."""
+    """Returns the message for a config that must not be served."""
     with pytest.raises(CheckpointError) as caught:
         spec_of(values, **changes)
     return str(caught.value)

@@ -26,7 +26,7 @@ _AUTO_GPTQ: Config = {
 
 
 def fp8_matrices(ignored: list[str]) -> Config:
-    """Mixtral-8x7B-Instruct-v0.1-FP8, made by AutoFP8."""
+    """Returns the config of Mixtral-8x7B-Instruct-v0.1-FP8, made by AutoFP8."""
     return {
         "activation_scheme": "static",
         "ignored_layers": ignored,
@@ -36,7 +36,7 @@ def fp8_matrices(ignored: list[str]) -> Config:
 
 
 def mistral_fp8(left_out: list[str]) -> Config:
-    """Mistral-Small-4."""
+    """Returns the config of Mistral-Small-4."""
     return {
         "activation_scheme": "static",
         "dequantize": False,
@@ -71,7 +71,7 @@ def group(
     layout: str | None = None,
     **weights: Any,
 ) -> Config:
-    """One entry of `config_groups`; `weights` changes the defaults."""
+    """Returns one entry of `config_groups`; `weights` changes the defaults."""
     return {
         "format": layout,
         "input_activations": activations,
@@ -94,7 +94,7 @@ def group(
 
 
 def of_tokens(kind: str) -> Config:
-    """Activations in 8 bits, scaled token by token while the model runs."""
+    """Returns the settings of activations in 8 bits, scaled token by token while the model runs."""
     return {
         "actorder": None,
         "block_structure": None,
@@ -110,7 +110,7 @@ def of_tokens(kind: str) -> Config:
 
 
 def gptqmodel(**changes: Any) -> Config:
-    """Qwen3-30B-A3B-GPTQ-Int4, made by GPTQModel."""
+    """Returns the config of Qwen3-30B-A3B-GPTQ-Int4, made by GPTQModel."""
     return {
         "bits": 4,
         "checkpoint_format": "gptq",
@@ -133,7 +133,8 @@ def gptqmodel(**changes: Any) -> Config:
 
 
 def auto_gptq(**changes: Any) -> Config:
-    """Mixtral-8x7B-Instruct-v0.1-GPTQ and Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4, made by AutoGPTQ."""
+    """Returns the config of Mixtral-8x7B-Instruct-v0.1-GPTQ and Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4,
+    made by AutoGPTQ."""
     return _AUTO_GPTQ | changes
 
 

@@ -39,7 +39,7 @@ class QuantisedCase:
 
 
 def write_pair(root: Path, case: QuantisedCase) -> tuple[Path, Path]:
-    """(the quantised folder, its twin in float32)."""
+    """Writes the quantised folder and its twin in float32, and returns both."""
     stored, plain = (write_checkpoint(root / name, case.model) for name in ("stored", "plain"))
     torch.manual_seed(0)
     floats = case.layout(load_file(plain / "model.safetensors"))
@@ -72,7 +72,7 @@ def _form_of(name: str, forms: Mapping[str, Form]) -> Form | None:
 
 
 def _stored(form: Form, tensor: Tensor) -> StoredMatrix:
-    """Of fused experts each by itself, then together."""
+    """Stores each of the fused experts by itself, and then joins them."""
     if tensor.dim() == 2:
         return form(*tensor.shape)
     matrices = [form(*tensor.shape[1:]) for _ in range(len(tensor))]

@@ -40,7 +40,7 @@ def qwen3_moe(expert_width: int = 128, vocab_size: int = 300) -> Case:
 
 
 def qwen2_moe() -> Case:
-    """Biases of q, k and v, and a shared expert behind a gate."""
+    """Returns a model with biases of q, k and v, and a shared expert behind a gate."""
     widths = _QWEN | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192}
     return Case(transformers.Qwen2MoeConfig(**_COMMON | widths))
 
@@ -50,7 +50,7 @@ def mixtral() -> Case:
 
 
 def glm4_moe() -> Case:
-    """Biases, a dense layer, a shared expert, a correction bias."""
+    """Returns a model with biases, a dense layer, a shared expert and a correction bias."""
     return Case(
         transformers.Glm4MoeConfig(
             **_COMMON,
@@ -94,7 +94,8 @@ def llama4() -> Case:
 
 
 def gpt_oss() -> Case:
-    """Biases everywhere, the clamped activation, gate and up by turns."""
+    """Returns a model with biases everywhere, the clamped activation, and interleaved gate and
+    up."""
     return Case(transformers.GptOssConfig(**_OSS))
 
 

@@ -29,7 +29,7 @@ PAGES = (4, 9, 1, 7, 2, 8, 3)
 
 @contextmanager
 def connected(count: int, timeout_s: float = 60.0) -> Iterator[list[ShardGroup]]:
-    """Shards of one process."""
+    """Yields shards that are connected within one process."""
     ends: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     for a, b in combinations(range(count), 2):
         ends[a][b], ends[b][a] = socket.socketpair()
@@ -47,7 +47,7 @@ def connected(count: int, timeout_s: float = 60.0) -> Iterator[list[ShardGroup]]
 def sharded_logits(
     folder: Path, count: int, dtype: torch.dtype, prompt: list[int], chunk: int
 ) -> tuple[Tensor, list[int]]:
-    """Of all positions, and the KV bytes of each shard."""
+    """Returns the logits of all positions, and the KV bytes of each shard."""
 
     def run(group: ShardGroup) -> tuple[Tensor, int]:
         try:

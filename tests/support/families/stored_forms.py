@@ -35,7 +35,8 @@ def fp8(
     is_rounded: bool = False,
     has_input_scale: bool = False,
 ) -> Form:
-    """E4M3 with a scale for each "block", "row" or "matrix" (of "fused matrix" a [1, 1]).
+    """Returns E4M3 weights with a scale for each "block", "row" or "matrix" (for "fused matrix" a
+    scale of shape [1, 1]).
 
     `is_rounded`: the product, to the scale's dtype.
     """
@@ -66,7 +67,8 @@ def compressed_int(
     is_shuffled: bool = False,
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> Form:
-    """compressed-tensors with scales for rows, or for groups that may be shuffled."""
+    """Returns weights as compressed-tensors stores them, with scales for rows, or for groups that
+    may be shuffled."""
 
     def store(n: int, k: int) -> StoredMatrix:
         groups_K, num_groups = _groups(k, group_size, is_shuffled)
@@ -105,7 +107,8 @@ def gptq(
     has_zero_bias: bool = False,
     scale_dtype: torch.dtype = torch.float16,
 ) -> Form:
-    """`zero_shift`: what the file takes off each zero. Some tools store biases that are all 0."""
+    """Returns GPTQ weights. `zero_shift` is subtracted from each stored zero. Some tools store
+    biases that are all 0."""
 
     def store(n: int, k: int) -> StoredMatrix:
         groups_K, num_groups = _groups(k, group_size, is_shuffled)
@@ -141,7 +144,7 @@ def awq(group_size: int, scale_dtype: torch.dtype = torch.float16) -> Form:
 
 
 def mxfp4(k: int, n: int) -> StoredMatrix:
-    """Blocks of 32 inputs; the weight of fused experts is [K, N]."""
+    """Returns blocks of 32 inputs; the weight of fused experts is [K, N]."""
     codes_NK = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     exponents_NG = torch.randint(121, 125, (n, k // 32), dtype=torch.uint8)
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -157,7 +160,7 @@ def _scales(shape: tuple[int, ...], mean: float) -> Tensor:
 
 
 def _groups(num_inputs: int, group_size: int, is_shuffled: bool) -> tuple[Tensor, int]:
-    """The group of each input, and how many there are."""
+    """Returns the group of each input, and the number of groups."""
     size = num_inputs if group_size == -1 else group_size
     groups_K = torch.arange(num_inputs) // size
     num_groups = int(groups_K[-1]) + 1

@@ -37,7 +37,7 @@ from routing_predictor.traces.recording import RecordingStats
 
 
 def metrics_text(stats: EngineStats, metrics: ServerMetrics | None = None, **parts: Any) -> str:
-    """The text of /metrics of a server with these parts (see `ScrapeSources`)."""
+    """Returns the text of /metrics of a server with these parts (see `ScrapeSources`)."""
     engine: Any = SimpleNamespace(stats=lambda: stats)
     metrics = metrics or ServerMetrics("m")
     sources = ScrapeSources(
@@ -49,7 +49,8 @@ def metrics_text(stats: EngineStats, metrics: ServerMetrics | None = None, **par
 
 
 def full_stats() -> EngineStats:
-    """Statistics of an engine with ranks, an expert memory and a batch policy with a predictor."""
+    """Returns statistics of an engine with ranks, an expert memory and a batch policy with a
+    predictor."""
     pools: tuple[Pool, ...] = ("attention", "expert")
     return EngineStats(
         num_steps=1,
@@ -132,7 +133,7 @@ def full_metrics() -> str:
 
 
 def _planned_start() -> Startup:
-    """The start of one process, with every phase begun."""
+    """Returns the start of one process, with every phase begun."""
     startup = Startup()
     process = ProcessMemory(name="server", device="cpu", weights=2, kv_bytes=1, buffers=1)
     startup.plan = MemoryPlan(processes=(process,), rooms=())
@@ -142,7 +143,7 @@ def _planned_start() -> Startup:
 
 
 def _counted_load() -> ExpertLoad:
-    """One layer of four experts, and a step of one token that chose two."""
+    """Returns the load of one layer of four experts, and a step of one token that chose two."""
     load, sequences = ExpertLoad((0,), 4, 2), {7: cast(Sequence, None)}
     load.wants(0, sequences)
     record = RouteRecord(

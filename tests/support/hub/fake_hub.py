@@ -73,7 +73,7 @@ class FakeHub:
         return waiting.popleft() if waiting else Fault()
 
     def asked(self, ending: str) -> list[str]:
-        """The ranges of the requests whose path ends so."""
+        """Returns the ranges of the requests whose path ends with this text."""
         return [wanted for path, wanted in self.requests if path.endswith(ending)]
 
 
@@ -98,7 +98,8 @@ def fake_hub() -> Iterator[FakeHub]:
 
 
 def etag_of(data: bytes) -> str:
-    """As a hub names content: SHA-256 of large files, git's SHA-1 of others."""
+    """Returns the name that a hub gives to content: the SHA-256 of large files, git's SHA-1 of
+    others."""
     if len(data) >= _LARGE:
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -22,12 +22,13 @@ QUIET_NAN = 0x7FC0
 
 
 def up(bits: Bits) -> Values:
-    """The values of bf16 bits."""
+    """Returns the values of bf16 bits."""
     return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
 
 
 def down(values: NDArray[Any]) -> Bits:
-    """The bf16 bits nearest to the values, ties to even, as torch and the hardware round."""
+    """Returns the bf16 bits nearest to the values, ties to even, as torch and the hardware
+    round."""
     values = np.asarray(values, dtype=np.float32)
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
@@ -86,7 +87,7 @@ def _unary_op(self: Any, arg: Any, op: Any) -> Any:
 
 
 def _ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
-    """Clamping needs values; a choice between bits (np.where) is right as it is."""
+    """Clamps by value. A choice between bits (np.where) is correct as it is."""
     if op is np.where or not _is_bf16(other):
         return _original(self, "ternary_op")(lhs, rhs, other, op)
     return _lowered(op(_lifted(lhs), _lifted(rhs), _lifted(other)))
@@ -99,7 +100,7 @@ def _create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def _create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-    """Products of bf16 are exact in fp32, where the hardware adds them too."""
+    """Multiplies bf16 exactly in fp32 and adds in fp32, as the hardware does."""
     if not (_is_bf16(a) and _is_bf16(b)):
         return _original(self, "create_dot")(a, b, d, *precision)
     product = np.matmul(up(a.data), up(b.data))

@@ -24,7 +24,7 @@ ROUTINGS = ("any", "one", "few", "elsewhere")
 
 
 def ids_of(num_rows: int, top_k: int, num_experts: int, routing: str) -> Tensor:
-    """[T, K] int64, ascending in a row.
+    """Returns [T, K] int64, ascending in each row.
 
     "one": all rows to the last experts; "few": most experts empty; "elsewhere": some choices are
     of experts that are not here.

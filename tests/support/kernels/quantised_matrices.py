@@ -66,7 +66,7 @@ class Kind:
         )
 
     def matrix(self, num_rows: int, num_columns: int, seed: int = 0) -> QuantisedMatrix:
-        """Weights of about 1 / sqrt(K)."""
+        """Returns weights of about 1 / sqrt(K)."""
         generator = torch.Generator().manual_seed(seed)
         num_bytes = -(-num_columns // self.table.num_values)
         shape = (num_rows, num_bytes)
@@ -97,7 +97,7 @@ class Kind:
     def _scales(
         self, num_rows: int, num_groups: int, num_columns: int, generator: torch.Generator
     ) -> Tensor:
-        """[N, G], or [1, G] where all rows share one."""
+        """Returns [N, G], or [1, G] if all rows share one."""
         num_blocks = -(-num_rows // self.block_rows) if self.block_rows else 1
         if self.table is E2M1:
             shape = (num_blocks, num_groups)
@@ -111,7 +111,7 @@ class Kind:
 
 
 def rounded_once(matrix: QuantisedMatrix, dtype: torch.dtype) -> QuantisedMatrix:
-    """Whose product is rounded to `dtype` and no other."""
+    """Returns a matrix whose product is rounded once, to `dtype`."""
     return replace(matrix, product_dtype=dtype)
 
 

@@ -12,7 +12,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def pack_columns(values_RC: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
-    """[R, C] numbers below 2^bits -> [R, ceil(C * bits / 32)] int32, the first column lowest.
+    """Packs [R, C] numbers below 2^bits -> [R, ceil(C * bits / 32)] int32, the first column lowest.
 
     `order`: place i of a word holds its column order[i] instead.
     """
@@ -27,15 +27,15 @@ def pack_columns(values_RC: Tensor, bits: int, order: tuple[int, ...] = ()) -> T
 
 
 def pack_rows(values_RC: Tensor, bits: int) -> Tensor:
-    """GPTQ's weights: [R, C] -> [R * bits / 32, C], the first row lowest."""
+    """Packs GPTQ's weights: [R, C] -> [R * bits / 32, C], the first row lowest."""
     return pack_columns(values_RC.T, bits).T.contiguous()
 
 
 def pack_awq(values_RC: Tensor) -> Tensor:
-    """[R, C] -> [R, C / 8]: place i holds the column (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
+    """Packs [R, C] -> [R, C / 8]: place i holds the column (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
     return pack_columns(values_RC, 4, AWQ_ORDER)
 
 
 def pack_offset(values_RC: Tensor, bits: int) -> Tensor:
-    """compressed-tensors: signed values, offset to 0 and up."""
+    """Packs as compressed-tensors does: signed values with an offset, so that the smallest is 0."""
     return pack_columns(values_RC.long() + 2 ** (bits - 1), bits)

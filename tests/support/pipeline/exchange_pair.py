@@ -82,7 +82,7 @@ def expected(layer: int, rows: Routed) -> Tensor:
 
 
 def whole_step(ranks: Pair, number: int, rows: list[int]) -> None:
-    """All layers and micro-batches, each compared with what one process computes."""
+    """Runs all layers and micro-batches, and compares each with the result of one process."""
     transport = ranks.transport
 
     def act() -> None:

@@ -50,7 +50,7 @@ class GlooGroup:
 
 
 def put_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank says that it has a GPU of its own, and NCCL is gloo."""
+    """Makes every rank report a GPU of its own, and uses gloo in place of NCCL."""
     numbers = count()
     monkeypatch.setattr(data_group, "gpu_of", lambda device: f"GPU-{next(numbers)}")
     monkeypatch.setattr(data_group, "NcclGroups", partial(NcclGroups, make_group=GlooGroup))

@@ -13,7 +13,8 @@ Row = tuple[Stage, int, int, int, int]
 
 
 def records(*rows: Row) -> Records:
-    """Each row: stage, step, micro-batch, start, end; one layer, 10 rows a micro-batch."""
+    """Makes records from rows of stage, step, micro-batch, start and end; one layer, 10 rows per
+    micro-batch."""
     full = [
         (start, end, step, 10, 0, int(stage), micro_batch)
         for stage, step, micro_batch, start, end in rows

@@ -27,7 +27,7 @@ def synthetic_costs(
     transfer: float = 1.0,
     num_dense: int = 0,
 ) -> StageCosts:
-    """A small model on a CPU, each part times a factor."""
+    """Returns the costs of a small model on a CPU, each part times a factor."""
     cost = AttentionCost(
         alpha_s=5e-5 * attention, row_s=4e-6 * attention, kv_token_s=2e-9 * attention, pair_s=0.0
     )
@@ -54,7 +54,7 @@ def synthetic_costs(
 def simulated_timing(
     costs: StageCosts, loads: Sequence[BatchLoad], num_parts: int, ranks: Ranks
 ) -> StepTiming:
-    """A step of `costs` in the discrete simulation."""
+    """Returns the timing of a step of `costs` in the discrete simulation."""
     parts = list(zip(*(load.split(num_parts) for load in loads), strict=True))
     layers = costs.layer_times(parts, ranks)
     attention_s = sum(t.num_layers * sum(t.attention_s) for t in layers)

@@ -20,7 +20,8 @@ Ints = NDArray[np.int64]
 
 @st.composite
 def tiny_problems(draw: st.DrawFn, *, most_experts: int = 4) -> PlacementProblem:
-    """One layer, at most three devices, any kind of load, speeds, slots, nodes and groups."""
+    """Draws problems of one layer and at most three devices, with any kind of load, speeds, slots,
+    nodes and groups."""
     num_experts = draw(st.integers(2, most_experts))
     num_devices = draw(st.integers(1, 3))
     slots = [draw(st.integers(1, min(3, num_experts))) for _ in range(num_devices)]
@@ -54,7 +55,7 @@ def tiny_problems(draw: st.DrawFn, *, most_experts: int = 4) -> PlacementProblem
 
 
 def every_plan(problem: PlacementProblem) -> Iterator[Ints]:
-    """[1, E, D] of all plans that keep slots and hold every expert."""
+    """Returns [1, E, D] of all plans that fit the slots and hold every expert."""
     num_experts = problem.loads.num_experts
     choices = []
     for device in problem.devices.devices:
@@ -69,7 +70,7 @@ def every_plan(problem: PlacementProblem) -> Iterator[Ints]:
 
 
 def faults(problem: PlacementProblem, placement: Placement) -> list[str]:
-    """What a plan does not keep, by counting from scratch."""
+    """Returns the rules that a plan breaks, by counting from scratch."""
     found, layers = [], problem.loads.layers
     placement.check_fits(layers, problem.loads.num_experts, len(problem.devices))
     copies_LED = copies_of(placement, layers)

@@ -18,7 +18,7 @@ def make_trace(
     recording: str = "",
     is_full: bool = True,
 ) -> RoutingTrace:
-    """Requests of `num_tokens` tokens each, half of them prompt."""
+    """Makes requests of `num_tokens` tokens each, of which half are the prompt."""
     rng = np.random.default_rng(seed)
     count = num_requests * num_tokens
     ids = rng.permuted(np.tile(np.arange(num_experts), (count, len(layers), 1)), axis=2)
@@ -41,7 +41,7 @@ def make_trace(
 
 
 def same(one: RoutingTrace, other: RoutingTrace) -> bool:
-    """Equal in every field, arrays bit for bit."""
+    """Returns True if both are equal in every field, arrays bit for bit."""
     for name in RoutingTrace.__slots__:
         mine, theirs = getattr(one, name), getattr(other, name)
         if isinstance(mine, np.ndarray):

@@ -46,7 +46,8 @@ def whole_body(route: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(response: httpx.Response, *statuses: int) -> dict[str, Any]:
-    """The envelope of an answer that is an error of these statuses, and tells nothing of us."""
+    """Returns the envelope of an answer that is an error with one of these statuses, after checking
+    that it reveals no internals."""
     assert response.status_code in statuses, f"{response.status_code}: {response.text[:300]}"
     body = response.json()
     error: dict[str, Any] = body["error"]
@@ -95,13 +96,15 @@ class RealServer:
         return self.client.post(route, content=content, headers=headers)
 
     def text_of(self, **fields: Any) -> str:
-        """The whole answer of a text completion as JSON, without what differs each time."""
+        """Returns the whole answer of a text completion as JSON, without the parts that differ each
+        time."""
         response = self.post(TEXT, **fields)
         assert response.status_code == 200, response.text
         return json.dumps(response.json()["choices"], sort_keys=True)
 
     def check_unharmed(self) -> None:
-        """Alive, idle, every page free, and the same answer as ever to the same question."""
+        """Checks that the server is alive and idle, has every page free, and gives the same answer
+        to the same question."""
         deadline = time.monotonic() + _IDLE_LIMIT_S
         while True:
             stats = self.engine.stats()

@@ -25,7 +25,7 @@ next(itertools.islice(_ports, _start, _start), None)
 
 
 def port_of_ones_own() -> int:
-    """Free now, and another one at each call."""
+    """Returns a port that is free now; each call returns another one."""
     for port in _ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -39,7 +39,8 @@ SERVE = (sys.executable, "-m", "moe_serve", "serve")
 
 
 def server_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process of this checkout; of the server's variables only `settings`."""
+    """Returns the environment of a process of this checkout; of the server's variables it has only
+    `settings`."""
     environment = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
     return environment | dict(settings or {})
@@ -49,7 +50,7 @@ def server_environment(settings: Mapping[str, str] | None = None) -> dict[str, s
 def serving(
     *arguments: str, settings: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A server that is not waited for; it is killed at the end."""
+    """Yields a server without waiting until it is ready; the server is killed at the end."""
     with subprocess.Popen(
         [*SERVE, *arguments],
         cwd=ROOT,
@@ -81,14 +82,14 @@ class ServerProcess:
         self.url = found[1]
 
     def metric(self, name: str) -> float:
-        """The value of one `moe_serve:` gauge or counter."""
+        """Returns the value of one `moe_serve:` gauge or counter."""
         text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=60).text
         found = re.search(rf"^moe_serve:{name}\{{.*\}} (\S+)$", text, re.M)
         assert found is not None, f"{name} is not in /metrics"
         return float(found[1])
 
     def wait_until_idle(self) -> None:
-        """All pages free, nothing running or waiting, within a minute or so."""
+        """Waits, for about a minute at most, until all pages are free and nothing runs or waits."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         for _ in range(600):
             values = [self.metric(name) for name in names]

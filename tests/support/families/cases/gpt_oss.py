@@ -28,7 +28,7 @@ COMMON: dict[str, Any] = TINY | {
 
 
 def _beyond_the_limit(name: str, tensor: Tensor) -> bool:
-    """Gate and up grow to where they are clamped."""
+    """Scales gate and up so that some values are clamped."""
     if not name.endswith("gate_up_proj"):
         return False
     tensor.normal_(0, 1.5)
