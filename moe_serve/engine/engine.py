@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Call `add` and `abort` for requests, and `step` while `has_work`.
 
-    `begin_step` and `end_step` split a step, so that engines can step together. `begin_ahead` begins
-    the next one early if it is certain; a sequence that ends then is computed once more in vain.
+    `begin_step` and `end_step` split a step, so that engines can step together. `begin_ahead` may
+    begin the next one if it is certain; a sequence that ends then is computed once more in vain.
     """
 
     def __init__(
