@@ -20,7 +20,8 @@ from moe_serve.engine.request.stats import EngineCounts, EngineStats
 from moe_serve.errors import BenchError
 from moe_serve.simulate.cell import Cell
 from moe_serve.simulate.simulation import CellSettings, CostedModel, make_cells
-from moe_serve.simulate.world import Job, JobTimes, World
+from moe_serve.simulate.steps_ahead import Job, JobTimes
+from moe_serve.simulate.world import World
 
 NOT_MODELLED = (
     "a simulation: HTTP, the tokenizer, drafted tokens, lost ranks and slow moments of a machine "
@@ -49,7 +50,7 @@ def run_simulation(run: SimulatedRun) -> Report:
     times = world.run(jobs_of(slots, run.workload.seed), run.workload.concurrency)
     for cell in cells:
         cell.engine.check_integrity()
-    return _report(run, [record_of(each) for each in times], world.peak_in_flight, cells)
+    return _report(run, [record_of(each) for each in times], world, cells)
 
 
 def _check(slots: Sequence[Slot], longest: int) -> None:
@@ -109,10 +110,10 @@ def record_of(times: JobTimes) -> RequestRecord:
 
 
 def _report(
-    run: SimulatedRun, records: list[RequestRecord], peak: int, cells: Sequence[Cell]
+    run: SimulatedRun, records: list[RequestRecord], world: World, cells: Sequence[Cell]
 ) -> Report:
     records.sort(key=lambda record: record.index)
-    summary = summarize(records, slo=run.slo, peak_in_flight=peak)
+    summary = summarize(records, slo=run.slo, peak_in_flight=world.peak_in_flight)
     samples, layout = Samples.of(records), run.settings.layout
     return Report(
         url=f"simulation of {layout.num_devices} x {run.model.device_name}, {layout.name}",
@@ -130,17 +131,19 @@ def _report(
             "itl": quantiles_ms(samples.itl_G),
             "e2e": quantiles_ms(samples.e2e_R),
         },
-        server=_server([cell.engine.stats() for cell in cells]),
+        server=_server([cell.engine.stats() for cell in cells], world.num_repeated),
         notes=[NOT_MODELLED],
         records=tuple(records),
     )
 
 
-def _server(cells: Sequence[EngineStats]) -> ServerSide:
-    """Return the figures of all cells. Cells step apart from each other, so their steps add up."""
+def _server(cells: Sequence[EngineStats], num_repeated: int) -> ServerSide:
+    """Return the figures of all cells. Cells step apart from each other, so their steps add up, and
+    those that were run together with another."""
     counts = sum((cell.counts for cell in cells), EngineCounts())
     num_tokens = counts.num_prompt_tokens + counts.num_generated_tokens
     num_steps, queried = sum(cell.num_steps for cell in cells), counts.num_queried_tokens
+    num_steps += num_repeated
     by_micro_batches = Counter[int]()
     for cell in cells:
         for step in () if cell.pools is None else cell.pools.steps:

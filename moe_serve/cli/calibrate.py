@@ -126,6 +126,12 @@ def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
             e = layer.experts
             text = f"{us(e.alpha_s)} + {us(e.choice_s)}/choice + {us(e.expert_s)}/active expert"
             found.append(("T_e experts", text))
+    if (w := costs.whole) is not None:
+        text = (
+            f"{us(w.alpha_s)} + {us(w.row_s)}/row + {us(w.kv_token_s)}/key read + "
+            f"{us(w.pair_s)}/pair + {us(w.expert_s)}/active expert + {us(w.sequence_s)}/sequence"
+        )
+        found.append(("whole steps", text))
     for name, line, unit in (
         *_link_lines("", costs.link),
         *_link_lines(", gloo", calibration.network),

@@ -79,6 +79,12 @@ class SimulatedCluster:
         "that a batch activates. Default: equally popular experts.",
         rich_help_panel=CLUSTER,
     )
+    scatter: bool = option(
+        True,
+        help="Let the times of steps vary as those of the calibration did, in layouts of one "
+        "device per cell.",
+        rich_help_panel=CLUSTER,
+    )
     memory_bytes: str | None = option(
         None,
         metavar="BYTES",
@@ -235,6 +241,7 @@ def _settings(
         num_pages=engine.num_pages,
         has_prefix_cache=engine.prefix_cache,
         micro_batches=engine.micro_batches,
+        has_scatter=options.cluster.scatter,
     )
 
 

@@ -57,8 +57,13 @@ from moe_serve.planning.measure import (
     time_experts,
 )
 from moe_serve.planning.measured_model import LayerKind, MeasuredModel, load_measured_model
-from moe_serve.planning.natural_steps import DecodeSample, decode_steps, natural_rows
+from moe_serve.planning.natural_steps import (
+    DecodeSample,
+    decode_steps,
+    natural_rows,
+)
 from moe_serve.planning.plan_memory import weight_bytes
+from moe_serve.planning.whole_steps import fit_whole_steps, whole_steps
 
 Progress = Callable[[str, float], None]  # (name of the measurement, share done)
 
@@ -66,6 +71,7 @@ _BATCHES = (1, 4, 16, 64)  # sequences in a whole step
 _NATURAL_SEQUENCES, _NATURAL_STEPS = 64, 8
 _ATTENTION_BUDGET_S, _EXPERTS_BUDGET_S = 40.0, 20.0
 _LEAST_CASES = 8
+_MIXED_S, _QUICK_MIXED_S = 1.5, 0.4  # for each number of requests in progress
 _NO_LINE = Line(0.0, 0.0)
 
 
@@ -113,6 +119,11 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
         sampling=_NO_LINE,
     )
     costs = _measure_fixed(model, layer_costs, request.is_quick, fits)
+    progress("whole steps", 0.95)
+    samples = whole_steps(model, _QUICK_MIXED_S if request.is_quick else _MIXED_S)
+    whole, found = fit_whole_steps(experts, samples)
+    fits.append(_report("whole steps", found))
+    costs = replace(costs, whole=whole)
     progress("done", 1.0)
     return Calibration(
         schema=SCHEMA,

@@ -117,6 +117,9 @@ def _check(calibration: Calibration, path: Path) -> None:
         a, e = layer.attention, layer.experts
         seconds += [a.alpha_s, a.row_s, a.kv_token_s, a.pair_s, a.spill_s]
         seconds += [] if e is None else [e.alpha_s, e.choice_s, e.expert_s]
+    if (whole := costs.whole) is not None:
+        seconds += [whole.alpha_s, whole.row_s, whole.kv_token_s, whole.pair_s]
+        seconds += [whole.expert_s, whole.sequence_s, *whole.scatter]
     experts = costs.experts
     is_sound = (
         min(seconds) >= 0

@@ -100,18 +100,26 @@ def _joined(rows: list[RoutedRows]) -> RoutedRows:
 
 def _engine(model: MeasuredModel, num_sequences: int, transport: LocalTransport) -> Engine:
     pipeline = Pipeline(model.attention, transport, model.cache, model.device)
-    eos_token_ids = frozenset(model.spec.eos_token_ids)
+    executor = LocalExecutor(pipeline, Sampler(frozenset(model.spec.eos_token_ids)))
+    config = SchedulerConfig(
+        max_num_seqs=num_sequences,
+        max_batched_tokens=max(1, num_sequences * _PROMPT_TOKENS),
+        max_queued_requests=num_sequences,
+    )
+    return measured_engine(executor, model, config)
+
+
+def measured_engine(
+    executor: LocalExecutor, model: MeasuredModel, scheduler: SchedulerConfig
+) -> Engine:
+    """Build an engine over a measured model, without shared prefixes."""
     return Engine(
-        LocalExecutor(pipeline, Sampler(eos_token_ids)),
-        scheduler=SchedulerConfig(
-            max_num_seqs=num_sequences,
-            max_batched_tokens=max(1, num_sequences * _PROMPT_TOKENS),
-            max_queued_requests=num_sequences,
-        ),
+        executor,
+        scheduler=scheduler,
         num_pages=model.cache.num_pages,
         page_size=model.cache.page_size,
         micro_batches=1,
         max_model_len=model.max_context,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=frozenset(model.spec.eos_token_ids),
         has_prefix_cache=False,
     )

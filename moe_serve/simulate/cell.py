@@ -28,7 +28,8 @@ SIMULATED_POLICIES = {"fifo": FIFO, "balanced": BALANCED}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """The settings of every simulated engine. `micro_batches` None: chosen in each step from the
-    costs, as a server with a calibration does; `num_pages`: of one attention rank."""
+    costs, as a server with a calibration does; `num_pages`: of one attention rank; `scatter`: see
+    `InstantExecutor`."""
 
     scheduler: SchedulerConfig
     num_pages: int
@@ -36,6 +37,7 @@ class EngineLimits:
     max_model_len: int
     has_prefix_cache: bool = True
     micro_batches: int | None = None
+    scatter: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.scheduler.batch_policy not in SIMULATED_POLICIES:
@@ -53,10 +55,13 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One engine and its clock. Engines of different cells step independently."""
+    """One engine and its clock. Engines of different cells step independently. `executor`: that of
+    an engine of one device, whose decode steps can be run several at once."""
 
     engine: DrivenEngine
     clock: VirtualClock
+    page_size: int
+    executor: InstantExecutor | None = None
 
 
 def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: EngineLimits) -> Cell:
@@ -67,8 +72,9 @@ def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: EngineLimi
     """
     clock = VirtualClock()
     if not layout.is_split and layout.num_attention == 1:
-        executor = InstantExecutor(clock, costs)
-        return Cell(_engine(executor, itertools.count(), limits, clock), clock)
+        executor = InstantExecutor(clock, costs, limits.scatter)
+        engine = _engine(executor, itertools.count(), limits, clock)
+        return Cell(engine, clock, limits.page_size, executor)
 
     def make_engine(executor: RemoteExecutor, ids: Iterator[int]) -> Engine:
         return _engine(executor, ids, limits, clock)
@@ -77,8 +83,8 @@ def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: EngineLimi
     if not layout.is_split:
         ranks = replace(ranks, num_experts=1)  # one report on the experts of all devices
     coordinator = InstantCoordinator(clock, costs, ranks, watch)
-    engine = ClusterEngine(coordinator, make_engine, watch, lambda: None, is_ahead=True)
-    return Cell(engine, clock)
+    cluster = ClusterEngine(coordinator, make_engine, watch, lambda: None, is_ahead=True)
+    return Cell(cluster, clock, limits.page_size)
 
 
 def _watch(costs: StepCosts, ranks: Ranks, limits: EngineLimits) -> PoolWatch:

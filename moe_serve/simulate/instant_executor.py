@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
@@ -13,10 +16,37 @@ from moe_serve.simulate.virtual_clock import VirtualClock, answers
 
 class InstantExecutor:
     """Implements StepExecutor for a device that has the whole model. A step moves the clock on by
-    what `costs` predict for it."""
+    what `costs` predict for it, times a ratio drawn from `scatter` (evenly spaced quantiles; empty:
+    1). The same ratios are drawn each time."""
 
-    def __init__(self, clock: VirtualClock, costs: StepCosts) -> None:
-        self._clock, self._costs = clock, costs
+    def __init__(self, clock: VirtualClock, costs: StepCosts, scatter: Items[float] = ()) -> None:
+        self._clock, self._costs, self._scatter = clock, costs, scatter
+        self._random = random.Random(0)
+        self._ahead: deque[float] = deque()  # ratios of steps that were foreseen
+        self._ends: Items[float] = ()  # of the steps that the next call is to run at once
+
+    def ends_of(self, num_tokens: int, num_sequences: int, num_steps: int) -> list[float]:
+        """Foresee when the next steps end, if each gives one token to the same sequences, whose
+        contexts have `num_tokens` in the first of them."""
+        while len(self._ahead) < num_steps:
+            self._ahead.append(self._drawn())
+        at_s, ends = self._clock.now, []
+        for step in range(num_steps):
+            num_kv = num_tokens + step * num_sequences
+            load = BatchLoad(
+                num_rows=num_sequences,
+                num_sequences=num_sequences,
+                num_kv_tokens=num_kv,
+                num_pairs=num_kv,
+                num_largest=1,
+            )
+            at_s += self._costs.colocated_time(load) * self._ahead[step]
+            ends.append(at_s)
+        return ends
+
+    def repeat(self, ends: Items[float]) -> None:
+        """Let the next call of `run` run as many steps at once, which end at these times."""
+        self._ends = ends
 
     @property
     def expert_memory(self) -> None:
@@ -24,9 +54,26 @@ class InstantExecutor:
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
         """See `StepExecutor.run`."""
-        seconds = self._costs.colocated_time(BatchLoad.of(plan.slices))
-        self._clock.advance_to(self._clock.now + seconds)
-        return StepOutcome(sampled=answers((s.sequence_id, s.num_logits) for s in plan.slices))
+        ends, self._ends = self._ends, ()
+        if ends:
+            assert all(len(s.token_ids) == 1 for s in plan.slices), "only decode steps are repeated"
+            self._clock.advance_to(ends[-1])
+            for _ in ends:
+                self._ahead.popleft()
+        else:
+            ratio = self._ahead.popleft() if self._ahead else self._drawn()
+            seconds = self._costs.colocated_time(BatchLoad.of(plan.slices)) * ratio
+            self._clock.advance_to(self._clock.now + seconds)
+        pairs = ((s.sequence_id, s.num_logits) for s in plan.slices)
+        return StepOutcome(sampled=answers(pairs, max(1, len(ends))))
+
+    def _drawn(self) -> float:
+        if not self._scatter:
+            return 1.0
+        place = self._random.random() * (len(self._scatter) - 1)
+        low = int(place)
+        a, b = self._scatter[low], self._scatter[min(low + 1, len(self._scatter) - 1)]
+        return a + (place - low) * (b - a)
 
     def forget(self, sequence_ids: list[int]) -> None:
         """Does nothing, as no state is kept between steps."""

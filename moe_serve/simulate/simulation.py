@@ -35,17 +35,20 @@ class CellSettings:
     num_pages: int | None = None
     has_prefix_cache: bool = True
     micro_batches: int | None = None
+    has_scatter: bool = False  # step times vary as the calibration's did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostedModel:
-    """A model with the costs of its steps in one cell of a layout."""
+    """A model with the costs of its steps in one cell of a layout. `scatter`: quantiles of measured
+    over predicted times; empty: not known."""
 
     size: ModelSize
     costs: StepCosts
     ranks: Ranks
     device_name: str
     device_bytes: int | None  # None: not known
+    scatter: tuple[float, ...] = ()
 
 
 def on_device(
@@ -105,6 +108,7 @@ def calibrated(calibration: Calibration, layout: Layout) -> CostedModel:
         ranks=_ranks(layout),
         device_name=machine.device,
         device_bytes=None,
+        scatter=() if calibration.costs.whole is None else calibration.costs.whole.scatter,
     )
 
 
@@ -131,6 +135,7 @@ def limits_of(model: CostedModel, settings: CellSettings) -> EngineLimits:
         max_model_len=longest,
         has_prefix_cache=settings.has_prefix_cache,
         micro_batches=settings.micro_batches,
+        scatter=model.scatter if settings.has_scatter else (),
     )
 
 

@@ -24,10 +24,13 @@ class VirtualClock:
         self.now = max(self.now, seconds)
 
 
-def answers(slices: Iterable[tuple[int, int]]) -> dict[int, tuple[Sampled, ...]]:
-    """Return one token for each (sequence id, number of logits) that wants logits.
+def answers(
+    slices: Iterable[tuple[int, int]], num_tokens: int = 1
+) -> dict[int, tuple[Sampled, ...]]:
+    """Return `num_tokens` tokens for each (sequence id, number of logits) that wants logits.
 
     Every token is the same, as greedy answers to equal prompts are. The length of an answer comes
     from the workload.
     """
-    return {sequence_id: _RUN for sequence_id, num_logits in slices if num_logits}
+    run = _RUN * num_tokens
+    return {sequence_id: run for sequence_id, num_logits in slices if num_logits}

@@ -3,6 +3,9 @@
 The loop decides nothing that a server decides. It gives a request to an engine when it arrives,
 asks an idle engine for its next step, and notes when tokens come out. Cells share nothing: a
 balancer chooses the cell of a request.
+
+Decode steps that differ in nothing but their contexts are run several at once (`StepsAhead`), with
+the same schedules and times as one by one.
 """
 
 from __future__ import annotations
@@ -11,62 +14,37 @@ import contextlib
 import gc
 import heapq
 import itertools
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
-from moe_serve.engine.request.request import GenerationRequest, TokenDelta
+from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.simulate.balancer import Balancer, FewestRequests
 from moe_serve.simulate.cell import Cell
+from moe_serve.simulate.steps_ahead import Job, JobTimes, StepsAhead, StepsDone, num_alike
 
 _ARRIVAL, _END, _START = 0, 1, 2  # the order of events at one moment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A request of a workload. Its prompt is made when it arrives, as many would not fit memory."""
-
-    index: int
-    at_s: float  # unused in a closed loop
-    num_output: int
-    make_prompt: Callable[[], Sequence[int]]
-
-
-def _no_times() -> array[float]:
-    return array("d")
-
-
-@dataclass(slots=True, kw_only=True)
-class JobTimes:
-    """The times of a job, in simulated seconds since the run began."""
-
-    index: int
-    cell: int
-    due_s: float
-    num_prompt: int
-    num_output: int  # asked for
-    num_cached: int = 0
-    token_times: array[float] = field(default_factory=_no_times)  # one for each token
-    error: str | None = None
-
-    @property
-    def end_s(self) -> float:
-        return self.token_times[-1] if self.token_times else self.due_s
 
 
 class World:
     """The cells, and the requests that they serve."""
 
-    def __init__(self, cells: Sequence[Cell], balancer: Balancer | None = None) -> None:
-        """`balancer` None: requests go to the cell with the fewest in progress."""
+    def __init__(
+        self, cells: Sequence[Cell], balancer: Balancer | None = None, *, jumps: bool = True
+    ) -> None:
+        """`balancer` None: requests go to the cell with the fewest in progress. `jumps`: run equal
+        steps at once."""
         self.peak_in_flight = 0
-        self._cells, self._balancer = cells, balancer or FewestRequests()
+        self.num_repeated = 0  # steps that were run together with the one before
+        self._cells, self._balancer, self._jumps = cells, balancer or FewestRequests(), jumps
         self._events: list[tuple[float, int, int, int, object]] = []
         self._order = itertools.count()
         self._num_in_cell = [0] * len(cells)
         self._is_busy = [False] * len(cells)
-        self._running: dict[str, JobTimes] = {}
+        self._running: list[dict[str, JobTimes]] = [{} for _ in cells]
+        self._is_steady = [False] * len(cells)  # the last step gave a token to all requests
+        self._ahead: list[StepsAhead | None] = [None] * len(cells)
+        self._num_running = 0
         self._done: list[JobTimes] = []
         self._jobs: Iterator[Job] = iter(())
         self._is_closed = False
@@ -83,18 +61,21 @@ class World:
 
     def _handle_events(self) -> None:
         while self._events:
-            at_s, kind, _, cell, what = heapq.heappop(self._events)
+            at_s, kind, cell, _, what = heapq.heappop(self._events)
             if kind == _ARRIVAL:
                 assert isinstance(what, Job), "an arrival has a job"
                 self._arrive(at_s, what)
-            elif kind == _END:
-                assert isinstance(what, list), "the end of a step has its deltas"
-                self._end(at_s, cell, what)
-            else:
+            elif kind == _START:
                 self._start(at_s, cell)
+            elif isinstance(what, StepsAhead):
+                if what is self._ahead[cell]:  # else a request came in between
+                    self._end(cell, self._run_ahead(cell, what, len(what.ends)))
+            else:
+                assert isinstance(what, StepsDone), "an end has steps"
+                self._end(cell, what)
 
     def _push(self, at_s: float, kind: int, cell: int, what: object = None) -> None:
-        heapq.heappush(self._events, (at_s, kind, next(self._order), cell, what))
+        heapq.heappush(self._events, (at_s, kind, cell, next(self._order), what))
 
     def _send_next(self, now_s: float) -> None:
         job = next(self._jobs, None)
@@ -104,6 +85,7 @@ class World:
     def _arrive(self, at_s: float, job: Job) -> None:
         prompt = tuple(job.make_prompt())
         index = self._balancer.cell_of(len(prompt), self._num_in_cell)
+        self._cut_ahead(at_s, index)
         request_id = str(job.index)
         request = GenerationRequest(
             request_id=request_id,
@@ -115,14 +97,16 @@ class World:
         )
         self._cells[index].engine.add(request)
         self._num_in_cell[index] += 1
-        self._running[request_id] = JobTimes(
+        self._is_steady[index] = False
+        self._running[index][request_id] = JobTimes(
             index=job.index,
             cell=index,
             due_s=at_s,
             num_prompt=len(prompt),
             num_output=job.num_output,
         )
-        self.peak_in_flight = max(self.peak_in_flight, len(self._running))
+        self._num_running += 1
+        self.peak_in_flight = max(self.peak_in_flight, self._num_running)
         if not self._is_busy[index]:
             self._is_busy[index] = True
             self._push(at_s, _START, index)
@@ -133,21 +117,61 @@ class World:
         """Run a cell's next step. Its tokens are known now, and come out when it ends."""
         cell = self._cells[index]
         cell.clock.advance_to(at_s)
+        ahead = self._foreseen(index, cell)
+        if ahead is not None:
+            self._ahead[index] = ahead
+            self._push(ahead.ends[-1], _END, index, ahead)
+            return
         deltas = cell.engine.step()
         is_going_on = deltas or cell.clock.now > at_s or cell.engine.num_running
         assert is_going_on, f"cell {index} has {cell.engine.num_waiting} requests that never start"
-        self._push(cell.clock.now, _END, index, deltas)
+        self._push(cell.clock.now, _END, index, StepsDone((cell.clock.now,), deltas))
 
-    def _end(self, at_s: float, index: int, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
-            times = self._running[delta.request_id]
-            times.token_times.extend((at_s,) * len(delta.token_ids))
+    def _foreseen(self, index: int, cell: Cell) -> StepsAhead | None:
+        """Return the next steps of a cell, if they are alike as long as no request comes."""
+        is_possible = self._jumps and self._is_steady[index] and cell.executor is not None
+        if not is_possible or cell.engine.num_waiting:
+            return None
+        running = self._running[index].values()
+        num_steps = num_alike(running, cell.page_size)
+        if num_steps < 2 or cell.executor is None:
+            return None
+        num_tokens = sum([job.num_prompt + len(job.token_times) for job in running])
+        ends = cell.executor.ends_of(num_tokens, len(running), num_steps)
+        return StepsAhead(begins=(cell.clock.now, *ends[:-1]), ends=tuple(ends))
+
+    def _cut_ahead(self, at_s: float, index: int) -> None:
+        """Run what a cell had begun when a request comes: only steps that began before it."""
+        ahead = self._ahead[index]
+        if ahead is None:
+            return
+        num_begun = max(1, bisect_left(ahead.begins, at_s))
+        done = self._run_ahead(index, ahead, num_begun)
+        self._push(done.ends[-1], _END, index, done)
+
+    def _run_ahead(self, index: int, ahead: StepsAhead, num_steps: int) -> StepsDone:
+        """Run the first steps of those foreseen."""
+        cell, self._ahead[index] = self._cells[index], None
+        assert cell.executor is not None, "only steps of one device are run at once"
+        ends = ahead.ends[:num_steps]
+        cell.executor.repeat(ends)
+        self.num_repeated += num_steps - 1
+        return StepsDone(ends, cell.engine.step())
+
+    def _end(self, index: int, done: StepsDone) -> None:
+        """Note the tokens of steps, the last of which ends now."""
+        at_s, running = done.ends[-1], self._running[index]
+        self._is_steady[index] = len(done.deltas) == len(running)
+        for delta in done.deltas:
+            times = running[delta.request_id]
+            times.token_times.extend(done.ends[: len(delta.token_ids)])
             times.num_cached = delta.num_cached_tokens
             if delta.finish_reason is not None:
                 times.error = delta.error
-                del self._running[delta.request_id]
+                del running[delta.request_id]
                 self._done.append(times)
                 self._num_in_cell[index] -= 1
+                self._num_running -= 1
                 if self._is_closed:
                     self._send_next(at_s)
         self._is_busy[index] = self._cells[index].engine.has_work

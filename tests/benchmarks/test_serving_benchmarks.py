@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serving import prefix_replay, published_rows, tracing
+from serving import prefix_replay, tracing
 from serving.prefix_replay import (
     TracedRequest,
     ideal_hit_rate,
@@ -80,10 +80,3 @@ def test_every_way_has_a_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert all(each["tokens_per_s"] > 0 for each in report["figures"].values())
     assert report["figures"]["all requests"]["own_share"] > 0, "nothing was recorded"
     assert "1 rounds of 2 requests" in capsys.readouterr().out
-
-
-def test_published_rows_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert published_rows.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(published_rows.ROWS) + 2
-    assert lines[-1].startswith("median error ")

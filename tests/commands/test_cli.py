@@ -191,6 +191,7 @@ def test_the_flags_are_frozen() -> None:
         "--scale-output",
         "--scale-prompt",
         "--scale-time",
+        "--scatter",
         "--seed",
         "--slo",
         "--tensor-shards",

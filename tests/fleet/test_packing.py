@@ -90,12 +90,13 @@ def test_layouts_use_at_most_the_devices() -> None:
 
 
 def kinds_of(offers: tuple[Offer, ...], wanted: Demand) -> list[CellKind]:
-    """Return one cell of one device for each offer."""
-    kinds = [k for offer in offers for k in cells_of(offer, wanted)]
+    """Return the best cell of one device for each offer."""
     return [
-        max(own, key=lambda k: k.capacity)
+        replace(
+            max(cells_of(replace(offer, num_devices=1), wanted), key=lambda k: k.capacity),
+            offer=offer,
+        )
         for offer in offers
-        if (own := [k for k in kinds if k.offer is offer and k.num_devices == 1])
     ]
 
 
@@ -123,11 +124,12 @@ def test_equal_cells_are_as_few_as_the_load_allows() -> None:
 
 def test_packing_takes_the_cheaper_type_and_then_the_other() -> None:
     """H20 at a tenth of the price are cheaper per request, but there are only two of them."""
-    wanted = demand(400.0)
     offers = read_fleet("h100:64@2.50,h20:2@0.25", SHAPE, None)
+    little, wanted = demand(30.0), demand(400.0)
+    few = pack(kinds_of(offers, little), little)
+    assert few is not None and few.name == "2 x replica on h20"
     fleet = pack(kinds_of(offers, wanted), wanted)
     assert fleet is not None and fleet.is_mixed
-    assert {group.kind.offer.name: group.num_cells for group in fleet.groups}["h20"] == 2
     for k in range(len(wanted.buckets)):
         assert sum(group.shares[k] for group in fleet.groups) == pytest.approx(1.0)
     dear = read_fleet("h100:64@2.50,h20:2@25", SHAPE, None)

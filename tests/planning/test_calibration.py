@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from moe_serve.cli.calibrate import us
 from moe_serve.cli.main import main
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
-from moe_serve.pipeline.costs.cost_model import AttentionCost
+from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts, WholeStep
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.planning.calibration import fit_attention
 from moe_serve.planning.calibration_file import read_calibration, write_calibration
@@ -28,6 +29,7 @@ from moe_serve.planning.measure import (
 from moe_serve.planning.measured_model import load_measured_model
 from moe_serve.planning.natural_steps import natural_rows
 from moe_serve.planning.plan_memory import weight_bytes
+from moe_serve.planning.whole_steps import StepSample, fit_whole_steps
 from tests.support.cluster.calibrations import cpu_calibration
 
 
@@ -63,6 +65,7 @@ def test_calibrate_then_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "T_e experts",
         "exchange, attention rank",
         "sampling",
+        "whole steps",
     }
 
     plan = ("plan", "--calibration", str(path), "--devices", "3", "--batch", "16")
@@ -145,6 +148,30 @@ def test_the_knee_is_found() -> None:
     cost, found = fit_attention([AttentionSample(load, true.seconds(load)) for load in loads])
     assert cost.spill_tokens == 8192 and found.max_error < 1e-6, (cost, found)
     assert cost.spill_s == pytest.approx(3e-8, rel=1e-3)
+
+
+def test_whole_steps_are_fitted_and_their_scatter_kept() -> None:
+    """Steps that follow the law take its coefficients; a tenth that is slow is left out."""
+    true = WholeStep(
+        alpha_s=1e-3, row_s=1e-4, kv_token_s=5e-7, pair_s=1e-7, expert_s=2e-5, sequence_s=2e-4
+    )
+    experts = Experts(num_experts=32, top_k=4, num_effective=28.0)
+    loads = [BatchLoad.decode(n, c) for n in (1, 2, 4, 8, 16, 32, 64) for c in (32, 128, 512)]
+    loads += [BatchLoad.of_parts([0], [n]) for n in (8, 32, 128, 512, 1024)]
+    loads += [BatchLoad.of_parts([0] + [300] * 7, [n] + [1] * 7) for n in (8, 64, 256, 900)]
+    samples = [
+        StepSample(x, true.seconds(x, experts.num_activated(x.num_rows)) * (5 if i == 7 else 1))
+        for i, x in enumerate(loads)
+    ]
+    found, fitted = fit_whole_steps(experts, samples)
+    assert fitted.max_error < 1e-6 and found.scatter == pytest.approx((1.0,) * 33, abs=1e-6)
+    for load in loads:
+        activated = experts.num_activated(load.num_rows)
+        assert found.seconds(load, activated) == pytest.approx(true.seconds(load, activated))
+    costs = replace(cpu_calibration().costs, whole=found)
+    assert costs.colocated_time(loads[0]) == pytest.approx(
+        true.seconds(loads[0], costs.experts.num_activated(1))
+    )
 
 
 def test_a_router_with_favourites_has_fewer_effective_experts() -> None:

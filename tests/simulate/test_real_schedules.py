@@ -30,8 +30,9 @@ from moe_serve.simulate.cell import Cell, EngineLimits, make_cell
 from moe_serve.simulate.instant_executor import InstantExecutor
 from moe_serve.simulate.instant_ranks import InstantCoordinator
 from moe_serve.simulate.layout import Layout
+from moe_serve.simulate.steps_ahead import Job
 from moe_serve.simulate.virtual_clock import VirtualClock
-from moe_serve.simulate.world import Job, World
+from moe_serve.simulate.world import World
 from tests.support.cluster.calibrations import cpu_calibration
 from tests.support.cluster.fake_coordinator import FakeCoordinator, fake_cluster
 from tests.support.engine.fake_runner import FakeRunner
@@ -44,6 +45,7 @@ LIMITS = EngineLimits(
     max_model_len=160,
     micro_batches=2,
 )
+RANKS = Ranks(num_attention=1, num_experts=1)
 Step = list[tuple[int, int, int, int, tuple[int, ...]]]
 
 
@@ -82,7 +84,7 @@ def simulated_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Step], int]:
     monkeypatch.setattr(InstantExecutor, "run", recorded)
     layout, ranks = Layout.parse("colocated", 1), Ranks(num_attention=1, num_experts=1)
     cell = make_cell(layout, COSTS, ranks, LIMITS)
-    World([cell]).run(iter(jobs()))
+    World([cell], jumps=False).run(iter(jobs()))
     cell.engine.check_integrity()
     return [shown(plan) for plan in plans], cell.engine.stats().counts.num_preemptions
 
@@ -155,6 +157,17 @@ def test_steps_of_ranks_are_those_of_a_real_cluster_engine(monkeypatch: pytest.M
             engine.step()
     assert len(sent[FakeCoordinator]) > 20
     assert sent[InstantCoordinator] == sent[FakeCoordinator]
+
+
+def test_scatter_stretches_steps_and_is_the_same_each_time() -> None:
+    ends = []
+    for scatter in ((), (2.0, 2.0), (1.0, 3.0), (1.0, 3.0)):
+        limits = replace(LIMITS, scatter=scatter)
+        cell = make_cell(Layout.parse("colocated", 1), COSTS, RANKS, limits)
+        World([cell]).run(iter(jobs()), 3)
+        ends.append(cell.clock.now)
+    assert ends[1] == pytest.approx(2 * ends[0]) and ends[2] == ends[3]
+    assert ends[0] < ends[2] < 3 * ends[0]
 
 
 def names_of(*kinds: type) -> set[str]:

@@ -120,11 +120,40 @@ class LinkCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WholeStep:
+    """A step of one process that has all experts, as measured on a mix of prompts and answers. Its
+    stages take less time than measured one by one, as all layers are one call there.
+
+    The terms are those of `AttentionCost` and `ExpertCost` for all layers together; `sequence_s`:
+    head, sampling and scheduling of a sequence. `scatter`: evenly spaced quantiles of measured over
+    predicted times.
+    """
+
+    alpha_s: float
+    row_s: float
+    kv_token_s: float
+    pair_s: float
+    expert_s: float
+    sequence_s: float
+    scatter: tuple[float, ...] = ()
+
+    def seconds(self, load: BatchLoad, num_activated: float) -> float:
+        return (
+            self.alpha_s
+            + self.row_s * load.num_rows
+            + self.kv_token_s * load.num_kv_tokens
+            + self.pair_s * load.num_pairs
+            + self.expert_s * num_activated
+            + self.sequence_s * load.num_sequences
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
     """All constants of one model on one machine, as a calibration found them. Implements StepCosts.
 
     `fixed`: scheduling, head and greedy sampling of a step, by rows; `sampling`: the extra time of
-    drawing by temperature.
+    drawing by temperature. `whole`: None in calibrations of earlier versions.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -134,6 +163,7 @@ class StageCosts:
     link: LinkCosts
     fixed: Line
     sampling: Line
+    whole: WholeStep | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -179,6 +209,8 @@ class StageCosts:
 
     def colocated_time(self, load: BatchLoad) -> float:
         """See `StepCosts.colocated_time`."""
+        if self.whole is not None:
+            return self.whole.seconds(load, self.experts.num_activated(load.num_rows))
         total = sum(
             layer.num_layers
             * (

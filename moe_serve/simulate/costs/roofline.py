@@ -24,12 +24,23 @@ _EXPERT_OPS = 4  # grouping, two grouped products, sum
 
 
 class RooflineCosts:
-    """Implements StepCosts for one cell of a layout on one kind of device."""
+    """Implements StepCosts for one cell of a layout on one kind of device.
+
+    `forwards`: a row goes to every node once, over the network, and from there to the node's
+    devices, as DeepEP sends it. Without, a row goes to every device by itself, as in moe-serve.
+    """
 
     def __init__(
-        self, model: ModelShape, device: Device, layout: Layout, routing: RoutingLaw
+        self,
+        model: ModelShape,
+        device: Device,
+        layout: Layout,
+        routing: RoutingLaw,
+        *,
+        forwards: bool = False,
     ) -> None:
         self._model, self._device, self._layout = model, device, layout
+        self._forwards = forwards and layout.num_cell_devices > device.node_devices
         self._routing, self._imbalance = routing, routing.imbalance(layout.num_holders)
         own, peak = device.efficiency, device.flops_per_s(model.is_fp8)
         self._gemm = peak * own.gemm
@@ -148,8 +159,21 @@ class RooflineCosts:
         entering = total * sent * self._imbalance
         if not layout.is_split:
             entering *= (holders - 1) / holders
-        num_bytes = max(leaving, entering) * model.width * value_bytes
-        return self._latency_s + num_bytes / self._link
+        row_bytes = model.width * value_bytes
+        if self._forwards:
+            return self._forwarded_seconds(most / layout.num_shards, leaving, entering, row_bytes)
+        return self._latency_s + max(leaving, entering) * row_bytes / self._link
+
+    def _forwarded_seconds(
+        self, num_rows: float, leaving: float, entering: float, row_bytes: float
+    ) -> float:
+        """Predict messages that cross the network once for each node, and then a node's links. Both
+        are busy at the same time."""
+        num_nodes = -(-self._layout.num_cell_devices // self._device.node_devices)
+        copies = (num_nodes - 1) * (1 - (1 - 1 / num_nodes) ** self._model.top_k)
+        inside = self._device.link_bytes_per_s(True)
+        network_s = num_rows * copies * row_bytes / self._link
+        return 2 * self._latency_s + max(network_s, max(leaving, entering) * row_bytes / inside)
 
     def _reduce_seconds(self, num_rows: int) -> float:
         """Predict the sums of a layer over the shards of a rank, as rings: two if the experts are

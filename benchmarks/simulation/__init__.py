@@ -1,0 +1,1 @@
+"""Compares the simulator with runs of this machine and with published figures."""

@@ -1,0 +1,232 @@
+"""Compares runs of the real engine on this machine with simulations of the same runs.
+
+    python benchmarks/run.py own_runs
+    python benchmarks/run.py own_runs --cpu-time --seconds 1     # rough, on a busy machine
+
+The runs go through one engine in this process, so HTTP is not in them. Whole steps are calibrated
+before, between and after the runs. A run is simulated with the calibrations before and after it,
+and does not count if these differ by more than 5%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moe_serve.bench.figures.request_record import RequestRecord
+from moe_serve.bench.figures.summary import Spread, Summary, summarize
+from moe_serve.bench.simulated_run import jobs_of, record_of
+from moe_serve.bench.workload.prompt_maker import Slot
+from moe_serve.bench.workload.workload import GammaArrivals, Lengths, Workload
+from moe_serve.clock import Clock
+from moe_serve.config.sections import SchedulerConfig
+from moe_serve.pipeline.costs.cost_model import StageCosts
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks
+from moe_serve.planning.calibration import CalibrationRequest, calibrate
+from moe_serve.planning.measured_model import MeasuredModel, load_measured_model
+from moe_serve.planning.whole_steps import StepSample, fit_whole_steps, whole_steps
+from moe_serve.simulate.cell import EngineLimits, make_cell
+from moe_serve.simulate.layout import Layout
+from moe_serve.simulate.world import World
+from simulation.real_run import run_for_real
+
+LENGTHS = {"short": ((16, 64), (16, 48)), "long": ((128, 512), (32, 96))}
+LIMITS = {"64/1024": (64, 1024), "16/256": (16, 256)}  # requests / tokens of a step
+CLOSED, OPEN = (1, 4, 16, 32), (0.5, 0.8)  # requests at once; shares of the capacity
+_DRIFT, _EVERY = 0.05, 6  # runs between calibrations
+_FULL = 32  # requests at once at which the capacity is simulated
+_TYPICAL = (BatchLoad.decode(1, 200), BatchLoad.decode(16, 200), BatchLoad.of_parts([0], [400]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run. Exactly one of `concurrency` and `share` (of the capacity) is given."""
+
+    lengths: str
+    limits: str
+    concurrency: int | None = None
+    share: float | None = None
+
+    @property
+    def name(self) -> str:
+        load = f"closed {self.concurrency}" if self.share is None else f"open {self.share:g}"
+        return f"{self.lengths:6}{self.limits:9}{load}"
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        most, rows = LIMITS[self.limits]
+        return SchedulerConfig(max_num_seqs=most, max_batched_tokens=rows)
+
+    def slots(self, num: int, rate: float | None = None) -> list[Slot]:
+        (low, high), (short, long) = LENGTHS[self.lengths]
+        workload = Workload(
+            seed=len(self.name),
+            concurrency=self.concurrency if rate is None else None,
+            arrivals=None if rate is None else GammaArrivals(rate=rate),
+            prompt_tokens=Lengths(low=low, high=high),
+            output_tokens=Lengths(low=short, high=long),
+            num_requests=num,
+        )
+        return list(workload.slots())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The figures of a run and of its simulation; `drift`: of the calibrations around it."""
+
+    case: Case
+    real: Summary
+    simulated: Summary
+    drift: float
+
+    def errors(self) -> dict[str, float]:
+        real, simulated = figures(self.real), figures(self.simulated)
+        return {name: simulated[name] / real[name] - 1 for name in real}
+
+    def late_steps(self, percentile: str) -> float:
+        """Return the difference of a TTFT in steps, that is, in median TPOTs."""
+        a, b, step = self.real.ttft_ms, self.simulated.ttft_ms, self.real.tpot_ms
+        assert a is not None and b is not None and step is not None, "all runs have tokens"
+        return abs(float(getattr(a, percentile) - getattr(b, percentile))) / step.p50
+
+
+def figures(summary: Summary) -> dict[str, float]:
+    def of(spread: Spread | None, name: str) -> float:
+        assert spread is not None, "all runs have tokens"
+        return float(getattr(spread, name))
+
+    return {
+        "tokens/s": summary.output_tok_s,
+        "TPOT P50": of(summary.tpot_ms, "p50"),
+        "TPOT P99": of(summary.tpot_ms, "p99"),
+        "E2E P50": of(summary.e2e_ms, "p50"),
+        "TTFT P50": of(summary.ttft_ms, "p50"),
+        "TTFT P99": of(summary.ttft_ms, "p99"),
+    }
+
+
+def cases() -> Iterator[Case]:
+    for lengths in LENGTHS:
+        for limits in LIMITS:
+            for concurrency in CLOSED:
+                yield Case(lengths=lengths, limits=limits, concurrency=concurrency)
+            for share in OPEN:
+                yield Case(lengths=lengths, limits=limits, share=share)
+
+
+class Bench:
+    """The model, and the costs as last calibrated."""
+
+    def __init__(self, model: MeasuredModel, costs: StageCosts, clock: Clock) -> None:
+        self._model, self._costs, self._clock = model, costs, clock
+
+    def calibrate(self, budget_s: float) -> list[StepSample]:
+        return whole_steps(self._model, budget_s, self._clock)
+
+    def costs(self, samples: Sequence[StepSample]) -> StageCosts:
+        whole, _ = fit_whole_steps(self._costs.experts, samples)
+        return replace(self._costs, whole=whole)
+
+    def real(self, case: Case, slots: Sequence[Slot]) -> list[RequestRecord]:
+        return run_for_real(self._model, slots, case.concurrency, case.scheduler, self._clock)
+
+    def simulated(
+        self, case: Case, slots: Sequence[Slot], costs: StageCosts, concurrency: int | None
+    ) -> Summary:
+        assert costs.whole is not None, "these costs were calibrated"
+        limits = EngineLimits(
+            scheduler=case.scheduler,
+            num_pages=self._model.cache.num_pages,
+            page_size=self._model.cache.page_size,
+            max_model_len=self._model.max_context,
+            has_prefix_cache=False,
+            scatter=costs.whole.scatter,
+        )
+        cell = make_cell(
+            Layout.parse("colocated", 1), costs, Ranks(num_attention=1, num_experts=1), limits
+        )
+        times = World([cell]).run(jobs_of(slots, 0), concurrency)
+        return summarize(sorted(map(record_of, times), key=lambda record: record.index))
+
+    def sized(self, case: Case, costs: StageCosts, seconds: float) -> list[Slot]:
+        """Return as many requests as take about `seconds`."""
+        full = replace(case, concurrency=case.concurrency or _FULL, share=None)
+        rate = self.simulated(full, full.slots(100), costs, full.concurrency).requests_per_s
+        if case.share is None:
+            return case.slots(max(8, 2 * (case.concurrency or 1), round(rate * seconds)))
+        return case.slots(max(20, round(case.share * rate * seconds)), case.share * rate)
+
+
+def drift_between(a: StageCosts, b: StageCosts) -> float:
+    ratios = [b.colocated_time(load) / a.colocated_time(load) for load in _TYPICAL]
+    return max(abs(ratio - 1) for ratio in ratios)
+
+
+def compare_all(bench: Bench, wanted: Sequence[Case], seconds: float) -> list[Compared]:
+    """Run a few cases between two calibrations, and simulate them with both together."""
+    found: list[Compared] = []
+    before = bench.calibrate(seconds / 4)
+    for first in range(0, len(wanted), _EVERY):
+        costs = bench.costs(before)
+        part = [
+            (case, bench.sized(case, costs, seconds)) for case in wanted[first : first + _EVERY]
+        ]
+        real = [summarize(bench.real(case, slots)) for case, slots in part]
+        after = bench.calibrate(seconds / 4)
+        both, drift = bench.costs([*before, *after]), drift_between(costs, bench.costs(after))
+        for (case, slots), summary in zip(part, real, strict=True):
+            simulated = bench.simulated(case, slots, both, case.concurrency)
+            found.append(Compared(case=case, real=summary, simulated=simulated, drift=drift))
+            show(found[-1])
+        before = after
+    return found
+
+
+def show(each: Compared) -> None:
+    cells = [
+        f"{value:9.1f}{each.errors()[name]:>+6.0%}" for name, value in figures(each.real).items()
+    ]
+    drift = f"  drift {each.drift:.0%}" if each.drift > _DRIFT else ""
+    print(f"{each.case.name:26}{''.join(cells)}{drift}", flush=True)
+
+
+def conclude(found: Sequence[Compared]) -> None:
+    steady = [each for each in found if each.drift <= _DRIFT]
+    for what, runs in (("all runs", found), ("steady runs", steady)):
+        print(f"{what}: {len(runs)}")
+        for name in figures(found[0].real) if runs else ():
+            errors = [abs(each.errors()[name]) for each in runs]
+            print(f"  {name:10} median {statistics.median(errors):6.1%}  worst {max(errors):6.1%}")
+        for percentile in ("p50", "p99"):
+            missed = [
+                each
+                for each in runs
+                if abs(each.errors()[f"TTFT {percentile.upper()}"]) > 0.15
+                and each.late_steps(percentile) > 2
+            ]
+            print(f"  TTFT {percentile.upper()} off by more than 15% and 2 steps: {len(missed)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=Path("moe_serve/demo_model"))
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each run")
+    parser.add_argument("--most", type=int, help="run only so many cases")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count CPU time, for busy machines: rough"
+    )
+    arguments = parser.parse_args()
+    request = CalibrationRequest(folder=arguments.model, device="cpu", num_threads=1, is_quick=True)
+    model = load_measured_model(arguments.model, "cpu", 1)
+    costs = calibrate(request, lambda what, share: None).costs
+    clock = time.thread_time if arguments.cpu_time else time.perf_counter
+    names = "".join(f"{name:>15}" for name in ("tokens/s", "TPOT P50", "TPOT P99", "E2E P50",
+                                               "TTFT P50", "TTFT P99"))  # fmt: skip
+    print(f"{'run (measured, error)':26}{names}")
+    conclude(compare_all(Bench(model, costs, clock), list(cases())[: arguments.most],
+                         arguments.seconds))  # fmt: skip
+    return 0

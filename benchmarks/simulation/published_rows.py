@@ -1,0 +1,208 @@
+"""Compares the roofline of the simulator with published throughputs and latencies.
+
+    python benchmarks/run.py published_rows             # with the shares in configs/devices
+    python benchmarks/run.py published_rows --fit       # fit six shares, leaving out each device
+
+A row is one steady step, not a run: `decode` is a step of `rows` sequences on each device, in
+tokens per second of a node of 8 devices; `prefill` is a step that reads whole prompts; `tpot` is
+the time of a step in milliseconds. In steps that read prompts, a token goes once to each node and
+on from there; in decode it goes to every device by itself. So do the engines of these rows, with
+DeepEP's normal and low-latency modes.
+
+`--fit` fits the six shares to the rows of all types of devices but one, predicts the rows of that
+one, and does so for each type. The last fit, to all rows, is what the files in configs/devices
+have. The bound is the prediction with all shares at 1 and without launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from scipy.optimize import minimize
+
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, step_time
+from moe_serve.simulate.catalogue import find_device, find_model
+from moe_serve.simulate.costs.device import Device, Efficiency, read_device
+from moe_serve.simulate.costs.model_shape import ModelShape, read_model_shape
+from moe_serve.simulate.costs.roofline import RooflineCosts
+from moe_serve.simulate.costs.routing_law import EvenRouting
+from moe_serve.simulate.layout import Layout
+
+NODE = 8  # devices
+BOUND = Efficiency(gemm=1.0, attention=1.0, memory=1.0, link=1.0, launch_us=0.0, host_ms=0.0)
+_SHARES = ("gemm", "attention", "memory", "link")
+_TIMES = ("launch_us", "host_ms")
+_PULL = 0.02  # of the starting values, so that shares no row depends on stay where they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRow:
+    """One published figure. `rows`: sequences of a device that decode, or prompt tokens of a device
+    in a prefill step; `context`: tokens of a sequence in the middle of its answer, or of a prompt.
+    """
+
+    source: str
+    model: str
+    device: str
+    devices: int
+    shards: int
+    kind: Literal["decode", "prefill", "tpot"]
+    rows: int
+    context: int
+    published: float
+    micro_batches: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.source}, {self.devices} x {self.device}"
+
+
+def _row(source: str, model: str, device: str, devices: int, shards: int,
+         kind: Literal["decode", "prefill", "tpot"], rows: int, context: int, published: float,
+         micro_batches: int = 1) -> PublishedRow:  # fmt: skip
+    return PublishedRow(
+        source=source, model=model, device=device, devices=devices, shards=shards, kind=kind,
+        rows=rows, context=context, published=published, micro_batches=micro_batches,
+    )  # fmt: skip
+
+
+V3, M2, QWEN, K2 = "deepseek-v3", "minimax-m2", "qwen3-235b", "kimi-k2"
+ROWS = (
+    _row("DeepSeek, prefill EP32 4K", V3, "h800", 32, 1, "prefill", 16384, 4096, 62713, 2),
+    _row("DeepSeek, decode EP128 4K", V3, "h800", 128, 1, "decode", 128, 4096, 18598, 2),
+    _row("LMSYS, prefill EP32 1K", V3, "h100", 32, 1, "prefill", 16384, 1024, 57674, 2),
+    _row("LMSYS, prefill EP32 2K", V3, "h100", 32, 1, "prefill", 16384, 2048, 54543, 2),
+    _row("LMSYS, prefill EP32 4K", V3, "h100", 32, 1, "prefill", 16384, 4096, 50302, 2),
+    _row("LMSYS, decode EP72 2K", V3, "h100", 72, 1, "decode", 256, 2050, 22282, 2),
+    _row("LMSYS, K2 prefill EP32 2K", K2, "h200", 32, 1, "prefill", 16384, 2000, 56000, 2),
+    _row("LMSYS, K2 decode EP96 2K", K2, "h200", 96, 1, "decode", 480, 2050, 24000, 2),
+    _row("LMSYS, prefill 4 ranks 2K", V3, "gb200", 4, 1, "prefill", 16384, 2048, 8 * 18471, 1),
+    _row("LMSYS, decode 48 ranks 2K", V3, "gb200", 48, 1, "decode", 1408, 2050, 8 * 9087, 1),
+    _row("R1, TRT-LLM TP8, 1K/1K, 16", V3, "h200", 8, 8, "tpot", 16, 1536, 20.4),
+    _row("R1, SGLang TP8, 1K/1K, 16", V3, "h200", 8, 8, "tpot", 16, 1536, 16.6),
+    _row("R1, TRT-LLM EP8, 1K/8K, 16", V3, "h200", 8, 8, "tpot", 16, 5120, 11.4),
+    _row("R1, SGLang TP8, 1K/1K, 16", V3, "b200", 8, 8, "tpot", 16, 1536, 11.7),
+    _row("R1, TRT-LLM TP8, 8K/1K, 32", V3, "b200", 8, 8, "tpot", 32, 8704, 15.9),
+    _row("Qwen3, TRT-LLM TP4, 1K/128, 32", QWEN, "h100", 4, 4, "tpot", 32, 1088, 31.2),
+    _row("Qwen3, vLLM TP2, 1K/100, 16", QWEN, "h200", 2, 2, "tpot", 16, 1050, 52.2),
+    _row("M2.5, vLLM TP4, 1K/1K, 16", M2, "h100", 4, 4, "tpot", 16, 1536, 15.5),
+    _row("M2.5, vLLM TP8, 1K/1K, 32", M2, "h200", 8, 8, "tpot", 32, 1536, 13.7),
+)
+
+
+@lru_cache
+def shape_of(model: str) -> ModelShape:
+    return read_model_shape(find_model(model), "fp8")
+
+
+@lru_cache
+def device_of(name: str) -> Device:
+    return read_device(find_device(name))
+
+
+def predicted(row: PublishedRow, efficiency: Efficiency | None = None) -> float:
+    """Return the figure of a row in its unit, from the step that it describes."""
+    layout = Layout.parse("colocated", row.devices, row.shards)
+    model, device = shape_of(row.model), device_of(row.device)
+    if efficiency is not None:
+        device = replace(device, efficiency=efficiency)
+    routing = EvenRouting(model.num_experts, model.top_k)
+    costs = RooflineCosts(model, device, layout, routing, forwards=row.kind == "prefill")
+    ranks = Ranks(num_attention=layout.num_attention, num_experts=layout.num_holders)
+    if row.kind == "prefill":
+        prompts = row.rows // row.context
+        load = BatchLoad.of_parts([0] * prompts, [row.context] * prompts)
+    else:
+        load = BatchLoad.decode(row.rows, row.context)
+    seconds = step_time(costs, [load] * layout.num_attention, row.micro_batches, ranks)
+    return 1e3 * seconds if row.kind == "tpot" else NODE * load.num_rows / seconds
+
+
+def fit_shares(rows: Sequence[PublishedRow]) -> Efficiency:
+    """Fit the six shares: the smallest sum of |log error|, from the defaults."""
+    start = np.array([*(_logit(getattr(Efficiency(), name)) for name in _SHARES),
+                      *(math.log(getattr(Efficiency(), name)) for name in _TIMES)])  # fmt: skip
+
+    def loss(x: np.ndarray) -> float:
+        errors = [abs(math.log(predicted(row, _efficiency(x)) / row.published)) for row in rows]
+        return sum(errors) + _PULL * float(np.square(x - start).sum())
+
+    found = minimize(loss, start, method="Nelder-Mead",
+                     options={"maxfev": 900, "xatol": 1e-3, "fatol": 1e-4})  # fmt: skip
+    return _efficiency(found.x)
+
+
+def _efficiency(x: np.ndarray) -> Efficiency:
+    shares = {name: 1 / (1 + math.exp(-v)) for name, v in zip(_SHARES, x[:4], strict=True)}
+    times = {name: math.exp(v) for name, v in zip(_TIMES, x[4:], strict=True)}
+    return Efficiency(**shares, **times)
+
+
+def _logit(share: float) -> float:
+    return math.log(share / (1 - share))
+
+
+def held_out() -> dict[PublishedRow, float]:
+    """Predict the rows of each type of device with shares fitted to the other types."""
+    found: dict[PublishedRow, float] = {}
+    for device in dict.fromkeys(row.device for row in ROWS):
+        shares = fit_shares([row for row in ROWS if row.device != device])
+        print(f"without {device}: {_shown(shares)}", flush=True)
+        found |= {row: predicted(row, shares) for row in ROWS if row.device == device}
+    return found
+
+
+def _shown(shares: Efficiency) -> str:
+    return ", ".join(f"{name} {getattr(shares, name):.2f}" for name in (*_SHARES, *_TIMES))
+
+
+def _table(values: dict[PublishedRow, float]) -> list[float]:
+    print(f"{'row':44}{'kind':>8}{'published':>11}{'predicted':>11}{'error':>7}{'bound':>11}")
+    errors = []
+    for row, value in values.items():
+        errors.append(abs(value / row.published - 1))
+        print(
+            f"{row.name:44}{row.kind:>8}{row.published:>11.1f}{value:>11.1f}"
+            f"{value / row.published - 1:>+7.0%}{predicted(row, BOUND):>11.1f}"
+        )
+    print(f"median error {statistics.median(errors):.0%}, largest {max(errors):.0%}")
+    return errors
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", action="store_true", help="fit, leaving out each type of device")
+    if parser.parse_args().fit:
+        _table(held_out())
+        print(f"all rows: {_shown(fit_shares(ROWS))}")
+    else:
+        _table({row: predicted(row) for row in ROWS})
+        show_day()
+    return 0
+
+
+DAY_IN, DAY_OUT, DAY_CACHED, DAY_NODES = 608e9, 168e9, 0.563, 226.75
+DAY_IN_RATE, DAY_OUT_RATE = 73_700.0, 14_800.0  # tokens/s of a node in the mean of the day
+
+
+def show_day() -> None:
+    """Print the nodes that DeepSeek's published day needs, by its own rates and by these costs.
+
+    The published rates are means of a day, the predicted ones those of full steps, so the second
+    number is what a service without idle hours would need.
+    """
+    nodes = DAY_IN / 86400 / DAY_IN_RATE + DAY_OUT / 86400 / DAY_OUT_RATE
+    prefill, decode = predicted(ROWS[0]), predicted(ROWS[1])
+    full = DAY_IN * (1 - DAY_CACHED) / 86400 / prefill + DAY_OUT / 86400 / decode
+    print(
+        f"DeepSeek's day: {DAY_NODES} nodes published; {nodes:.1f} by its rates "
+        f"({nodes / DAY_NODES - 1:+.1%}); {full:.1f} if nodes always ran full steps as predicted "
+        f"({full / DAY_NODES:.0%} of the published)"
+    )

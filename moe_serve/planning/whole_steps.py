@@ -1,0 +1,133 @@
+"""Measures whole steps of an engine that reads prompts and writes answers, and fits their time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moe_serve.clock import Clock
+from moe_serve.config.sections import SchedulerConfig
+from moe_serve.engine.execute.step_executor import LocalExecutor
+from moe_serve.engine.execute.step_outcome import StepOutcome
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.sampling.sampler import Sampler
+from moe_serve.model.step_plan import StepPlan
+from moe_serve.pipeline.costs.cost_model import Experts, WholeStep
+from moe_serve.pipeline.costs.step_costs import BatchLoad
+from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.stacked_layers import StackedLayers
+from moe_serve.pipeline.transport import LocalTransport
+from moe_serve.planning.measure import Fit, fit
+from moe_serve.planning.measured_model import MeasuredModel
+from moe_serve.planning.natural_steps import measured_engine
+
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # requests in progress
+_PROMPTS, _ANSWERS = (8, 1024), (4, 64)  # tokens, from and to
+_MOST_ROWS = 1024  # of a step, as in the server's defaults
+_SCATTER_STEPS = 33
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """A step of prompts and answers."""
+
+    load: BatchLoad
+    seconds: float
+
+
+class _NotingExecutor(LocalExecutor):
+    """Notes the load of the last step."""
+
+    load = BatchLoad.decode(0, 0)
+
+    def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
+        self.load = BatchLoad.of(plan.slices)
+        return super().run(plan, sequences)
+
+
+def one_call_pipeline(model: MeasuredModel) -> Pipeline:
+    """Build the pipeline that a server of one process has."""
+    pipeline = Pipeline(model.attention, LocalTransport(model.experts), model.cache, model.device)
+    pipeline.stacked = StackedLayers.of(model.attention, model.experts, model.cache)
+    return pipeline
+
+
+def whole_steps(
+    model: MeasuredModel, budget_s: float, clock: Clock = time.perf_counter
+) -> list[StepSample]:
+    """Serve requests of random lengths in closed loops of several sizes, about `budget_s` seconds
+    each -> all steps but the first of each loop."""
+    samples: list[StepSample] = []
+    generator = torch.Generator().manual_seed(7)
+    sampler = Sampler(frozenset(model.spec.eos_token_ids))
+    for most in _BATCHES:
+        executor = _NotingExecutor(one_call_pipeline(model), sampler)
+        config = SchedulerConfig(max_num_seqs=most, max_batched_tokens=_MOST_ROWS)
+        engine, found = measured_engine(executor, model, config), list[StepSample]()
+        number, until = 0, clock() + budget_s
+        while clock() < until or len(found) < 3:
+            while engine.num_running + engine.num_waiting < most:
+                engine.add(_request(number, generator, model))
+                number += 1
+            start = clock()
+            engine.step()
+            found.append(StepSample(executor.load, clock() - start))
+        samples += found[1:]
+    return samples
+
+
+def _request(index: int, generator: torch.Generator, model: MeasuredModel) -> GenerationRequest:
+    """Return a request whose prompt has a length that is even on a logarithmic scale."""
+    low, high = _PROMPTS[0], min(_PROMPTS[1], model.max_context // 2)
+    share = float(torch.rand(1, generator=generator))
+    count = round(low * (high / low) ** share)
+    prompt = torch.randint(model.spec.vocab_size, (count,), generator=generator).tolist()
+    num_output = int(torch.randint(_ANSWERS[0], _ANSWERS[1] + 1, (1,), generator=generator))
+    params = SamplingParams(max_tokens=num_output, temperature=1.0, seed=index, ignore_eos=True)
+    return GenerationRequest(
+        request_id=str(index), prompt_token_ids=tuple(int(t) for t in prompt), params=params
+    )
+
+
+def fit_whole_steps(experts: Experts, samples: Items[StepSample]) -> tuple[WholeStep, Fit]:
+    """Fit the steps. The slowest tenth beside a first fit is left out, as other programs slowed it,
+    and the scatter has the quantiles of the others."""
+    columns = np.array([_terms(experts, sample.load) for sample in samples], dtype=np.float64)
+    seconds = np.array([sample.seconds for sample in samples])
+    first = np.array(fit(columns, seconds).errors)  # predicted / measured - 1
+    usual = first >= np.quantile(first, 0.1)
+    found = fit(columns[usual], seconds[usual])
+    # Relative errors are smallest if times are a little too short; the sum of all must be right.
+    factor = float(seconds[usual].sum() / (columns[usual] @ found.coefficients).sum())
+    coefficients = [factor * each for each in found.coefficients]
+    alpha_s, row_s, kv_token_s, pair_s, expert_s, sequence_s = coefficients
+    ratios = 1 / (factor * (1 + np.array(found.errors)))
+    scatter = np.quantile(ratios, np.linspace(0, 1, _SCATTER_STEPS)).tolist()
+    whole = WholeStep(
+        alpha_s=alpha_s,
+        row_s=row_s,
+        kv_token_s=kv_token_s,
+        pair_s=pair_s,
+        expert_s=expert_s,
+        sequence_s=sequence_s,
+        scatter=tuple(scatter),
+    )
+    return whole, found
+
+
+def _terms(experts: Experts, load: BatchLoad) -> tuple[float, ...]:
+    return (
+        1.0,
+        load.num_rows,
+        load.num_kv_tokens,
+        load.num_pairs,
+        experts.num_activated(load.num_rows),
+        load.num_sequences,
+    )

@@ -1,0 +1,49 @@
+"""The benchmarks of the simulator: published figures, and runs of the demonstration model."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_serve.simulate.costs.device import Efficiency
+from simulation import own_runs, published_rows
+
+
+def test_published_rows_are_compared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["published_rows"])
+    assert published_rows.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(published_rows.ROWS) + 3
+    assert lines[-2].startswith("median error ")
+    assert "226.9 by its rates (+0.1%)" in lines[-1]
+
+
+def test_no_prediction_is_better_than_the_bound() -> None:
+    for row in published_rows.ROWS:
+        bound, value = (
+            published_rows.predicted(row, shares) for shares in (published_rows.BOUND, None)
+        )
+        is_worse = value > bound if row.kind == "tpot" else value < bound
+        is_possible = row.published > bound if row.kind == "tpot" else row.published < bound
+        assert is_worse and is_possible, row.name
+
+
+def test_shares_are_fitted_to_their_rows() -> None:
+    """Two rows and six shares: both can be met."""
+    rows = [row for row in published_rows.ROWS if row.device == "b200"]
+    fitted = published_rows.fit_shares(rows)
+    for row in rows:
+        before = abs(published_rows.predicted(row, Efficiency()) / row.published - 1)
+        after = abs(published_rows.predicted(row, fitted) / row.published - 1)
+        assert after < max(before, 0.1)
+
+
+def test_own_runs_are_simulated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["own_runs", "--cpu-time", "--seconds", "0.05", "--most", "2"])
+    assert own_runs.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("short 64/1024  closed 1 ")
+    assert "all runs: 2" in lines
