@@ -124,15 +124,32 @@ class PrefixCache:
         assert count <= self.num_available, (
             f"{count} pages requested, {self.num_available} available"
         )
-        for _ in range(count - self._pool.num_free):
+        self._evict(count - self._pool.num_free)
+        pages = self._pool.allocate(count)
+        self.sampled.handed_out(pages)
+        return pages
+
+    def _evict(self, count: int) -> None:
+        for _ in range(count):
             page, _ = self._idle.popitem(last=False)
             self.tree.remove(page)
             self._pool.release([page])
             self.sampled.evicted(page)
             self.num_evicted += 1
-        pages = self._pool.allocate(count)
-        self.sampled.handed_out(pages)
-        return pages
+
+    def withdraw(self, pages: Sequence[int]) -> bool:
+        """Take a run from the root out of the tree, so that only its owner has it. Idle pages are
+        evicted first. False: others use a page of it, or pages behind it, and it stays."""
+        self._evict(len(self._idle))
+        for place, page in enumerate(pages):
+            num_children = int(place + 1 < len(pages))  # the next page of the run
+            is_own = self._pool.num_references(page) == 2  # the owner's and the tree's
+            if not is_own or self.tree.num_children(page) != num_children:
+                return False
+        for page in reversed(pages):
+            self.tree.remove(page)
+        self._pool.release(pages)
+        return True
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Return the cached pages of the longest known run of `keys`."""

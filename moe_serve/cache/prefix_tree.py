@@ -72,6 +72,9 @@ class PrefixTree:
         self._earlier[page], self._later[page], self._later[latest] = latest, _NO_PAGE, page
         self._chain[place] = page
 
+    def num_children(self, page: int) -> int:
+        return self._num_children[page]
+
     def remove(self, page: int) -> None:
         """Remove a leaf."""
         assert not self.has_children(page), f"page {page} has {self._num_children[page]} children"

@@ -102,6 +102,7 @@ def build_engine(
         routes=routes,
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
         make_tier=tier_maker(config, model, part.cache, report),
+        window=None if part.mtp else spec.window,  # its own layers may have none
     )
     layout = EngineFacts.of(
         model,
@@ -117,8 +118,7 @@ def build_engine(
         layout,
         spec,
         routes,
-        # on a GPU this would time kernel launches only
-        last_step=watch.last_step if loader.device.type == "cpu" else None,
+        last_step=watch.last_step if loader.device.type == "cpu" else None,  # else: launches
         grammars=grammars,
         activity=LocalActivity(executor, log),
     )

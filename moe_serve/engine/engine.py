@@ -43,9 +43,8 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Call `add` and `abort` for requests, and `step` while `has_work`.
 
-    `begin_step` and `end_step` split a step around its computation, so that engines can step
-    together. While a step runs, `begin_ahead` may begin the next one if it is certain. A sequence
-    that ends in between keeps its pages and is computed once more in vain.
+    `begin_step` and `end_step` split a step, so that engines can step together. `begin_ahead` may
+    begin the next one if it is certain; a sequence that ends then is computed once more in vain.
     """
 
     def __init__(
@@ -66,12 +65,13 @@ class Engine:
         routes: RouteListeners | None = None,
         drafting: Drafting | None = None,
         make_tier: MakeTier | None = None,
+        window: int | None = None,
         clock: Clock = REAL_CLOCK,
     ) -> None:
         assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
         cache = PrefixCache(num_pages, page_size, sampled_pages)
         identity = model_identity if has_prefix_cache else None
-        sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier)
+        sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier, window)
         self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy, clock)
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
         self._executor, self._routes = executor, RouteListeners() if routes is None else routes

@@ -126,6 +126,12 @@ class ModelSpec:
         """The first layer's attention: heads and widths are the same in all layers."""
         return self.layers[0].attention
 
+    @property
+    def window(self) -> int | None:
+        """Number of last tokens that any layer looks at; None: some layer looks at all."""
+        windows = [layer.attention.sliding_window for layer in self.layers]
+        return max((w for w in windows if w), default=None) if all(windows) else None
+
     def rope_of(self, layer: int) -> RopeSpec:
         return self.layers[layer].rope or self.rope
 

@@ -119,6 +119,11 @@ class Sequence:
         return -(-num_tokens // self.page_size) - len(self.page_table)
 
     @property
+    def held_pages(self) -> list[int]:
+        """Its pages, without those behind the model's window that it gave back."""
+        return [page for page in self.page_table if page]
+
+    @property
     def num_full_pages(self) -> int:
         """Number of completely computed pages, which are no longer written to."""
         return self.num_computed_tokens // self.page_size

@@ -34,8 +34,11 @@ class PrefixSharing:
         model_identity: bytes | None,
         finite_pages: Callable[[list[int]], list[bool]],
         make_tier: MakeTier | None = None,
+        window: int | None = None,
     ) -> None:
-        """`make_tier` makes the tier that receives the pages that sequences give."""
+        """`make_tier` makes the tier that receives the pages that sequences give. `window`: see
+        `free_behind_window`; None: the model looks at all tokens."""
+        self._window = window
         self._cache, self._identity, self._finite_pages = cache, model_identity, finite_pages
         self._page_size = cache.page_size
         self.tier = KVTier() if make_tier is None else make_tier(cache)
@@ -178,7 +181,7 @@ class PrefixSharing:
                 self.stop_computing(sequence)
 
     def _enter(self, sequence: Sequence, span: range) -> None:
-        if self._identity is None:
+        if self._identity is None or not sequence.page_keys:
             return
         sequence.extend_keys(min(span.stop, sequence.num_full_pages))
         size = self._page_size
@@ -214,8 +217,31 @@ class PrefixSharing:
             sequence.num_shared_pages = min(sequence.num_shared_pages, num_kept)
             sequence.num_found_pages = min(sequence.num_found_pages, num_kept)
             del sequence.prompt_logprobs[num_computed:]
-        freed = self._cache.release(sequence.page_table[num_kept:])
+        freed = self._cache.release([page for page in sequence.page_table[num_kept:] if page])
         del sequence.page_table[num_kept:]
+        return freed
+
+    def free_behind_window(self, running: Items[Sequence]) -> list[int]:
+        """Take back the pages that lie behind the window of a running sequence's next token, when
+        pages run out. Returns those that are now free.
+
+        The tree cannot lack a page before one that it has. So all pages of the sequence leave it,
+        if no other one uses them, and what the sequence computes later is not shared.
+        """
+        freed: list[int] = []
+        for sequence in running if self._window is not None else ():
+            num_hidden = sequence.num_computed_tokens + 1 - (self._window or 0)
+            behind = [p for p in sequence.page_table[: max(0, num_hidden) // self._page_size] if p]
+            if not behind or not self._cache.withdraw(
+                sequence.page_table[: sequence.num_shared_pages]
+            ):
+                continue
+            self.stop_computing(sequence)
+            sequence.page_keys, sequence.awaited_key = [], None
+            sequence.num_shared_pages = sequence.num_found_pages = 0
+            freed += self._cache.release(behind)
+            hidden = set(behind)
+            sequence.page_table = [0 if p in hidden else p for p in sequence.page_table]
         return freed
 
     def stop_computing(self, sequence: Sequence) -> None:

@@ -292,6 +292,8 @@ class Scheduler:
         if not sequence.is_running:
             return False  # preempted a moment ago
         needed = sequence.num_missing_pages(sequence.num_computed_tokens + count)
+        if needed > self.cache.num_available:
+            self._unproven_pages += self.sharing.free_behind_window(self.running)
         while needed > self.cache.num_available:
             victim = self._urgency.victim(self.running)
             self._preempt(victim, chosen)
@@ -302,8 +304,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, count: int) -> None:
         missing = sequence.num_missing_pages(sequence.num_computed_tokens + count)
-        if missing > 0:
-            sequence.page_table += self.cache.allocate(missing)
+        sequence.page_table += self.cache.allocate(max(0, missing))
 
     def _preempt(self, victim: Sequence, chosen: Schedule) -> None:
         # Pages that stay cached need not be computed again; the last page is checked too.
@@ -317,8 +318,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take back a running sequence's pages behind its first `num_tokens` tokens. See
-        `PrefixSharing.truncate`. To be called between steps."""
+        """See `PrefixSharing.truncate`. To be called between steps, for a running sequence."""
         self._unproven_pages += self.sharing.truncate(sequence, num_tokens)
 
     def _stop(self, sequence: Sequence) -> None:
@@ -332,14 +332,14 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.sharing.stop_computing(sequence)
-        freed = self.cache.release(sequence.page_table)
+        freed = self.cache.release(sequence.held_pages)
         sequence.page_table = []
         if not (sequence.is_proven and sequence.is_sound):
             self._unproven_pages += freed
 
     def check_integrity(self) -> None:
         """Assert that pool, tree and tables agree, and that only running sequences hold pages."""
-        self.cache.check_integrity(s.page_table for s in self.running)
+        self.cache.check_integrity(s.held_pages for s in self.running)
         self.sharing.check_integrity(self.running)
         self.waiting.check_integrity()
         self.skipped.check_integrity(self.waiting)
