@@ -20,6 +20,8 @@ FOLDER = Path(__file__).resolve().parent
 BENCHMARKS = {
     "engine": "offline.engine",
     "low_bits": "offline.low_bits",
+    "packed_model": "offline.packed_model",
+    "step_parts": "offline.step_parts",
     "serving": "serving.serving",
     "http_overhead": "serving.http_overhead",
     "streams": "serving.streams",

@@ -65,7 +65,7 @@ def receive_frame(
         return None
     size = int.from_bytes(head, "big")
     if size > max_bytes:
-        raise FrameTooLargeError(f"a frame of {size} bytes, at most {max_bytes} are allowed")
+        raise FrameTooLargeError(f"a frame has {size} bytes; at most {max_bytes} are allowed")
     return _read(descriptor, size, deadline)
 
 

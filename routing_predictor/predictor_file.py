@@ -54,7 +54,7 @@ def read_predictor_card(folder: Path, kind: PredictorKind) -> PredictorCard:
     """Read the card of a predictor. Raises PredictorError."""
     card = read_card(folder / f"{kind.value}.json")
     if card.kind != kind.value:
-        raise PredictorError(f"{folder / kind.value}.json is the card of a {card.kind} predictor")
+        raise PredictorError(f"{folder / kind.value}.json belongs to a {card.kind} predictor")
     return card
 
 
@@ -74,12 +74,14 @@ def load_request_predictor(
     card.check_fits(model_identity, placement_version, model)
     if embedding_VD.shape[-1] != card.width:
         raise PredictorError(
-            f"{folder}: the predictor reads embeddings of width {card.width}, "
-            f"the model's have {embedding_VD.shape[-1]}"
+            f"{folder}: the predictor reads embeddings of width {card.width}, but the "
+            f"model's have {embedding_VD.shape[-1]}"
         )
     windows = card.sizes.get("windows")
     if not isinstance(windows, list) or not all(isinstance(w, int) and w > 0 for w in windows):
-        raise PredictorError(f"{folder}: the card's windows are {windows!r}, not counts of tokens")
+        raise PredictorError(
+            f"{folder}: the card's windows must be numbers of tokens, got {windows!r}"
+        )
     hidden, num_outputs = card.size("hidden"), len(card.layers) * card.num_experts
     num_features = len(windows) * card.width
     file = folder / f"{card.kind}.safetensors"
@@ -108,7 +110,7 @@ def load_layer_predictors(
     card = read_predictor_card(folder, kind)
     card.check_fits(model_identity, placement_version, model)
     if card.layers != tuple(router.layer for router in routers):
-        raise PredictorError(f"{folder}: the card names the layers {list(card.layers)}")
+        raise PredictorError(f"{folder}: the card names invalid layers, {list(card.layers)}")
     is_early = kind is PredictorKind.PRE_ATTENTION
     context_width = card.size("context") * card.width if is_early else 0
     hidden, file = card.size("hidden"), folder / f"{card.kind}.safetensors"
@@ -130,7 +132,9 @@ def load_weights(module: nn.Module, path: Path) -> None:
     _check_shapes(path, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
     with _opened(path) as file:
         if unknown := sorted(set(file.keys()) - wanted.keys()):
-            raise PredictorError(f"{path} holds {unknown[0]}, which no such predictor has")
+            raise PredictorError(
+                f"{path} contains {unknown[0]}, which is not a tensor of such a predictor"
+            )
         stored = {name: file.get_tensor(name) for name in wanted}
     for name, array in stored.items():
         if not np.isfinite(array).all():
@@ -148,7 +152,9 @@ def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
             found = tuple(file.get_slice(name).get_shape()) if name in names else None
             if found != shape:
                 what = "no tensor" if found is None else f"a tensor {list(found)}"
-                raise PredictorError(f"{path} holds {what} {name}, the card implies {list(shape)}")
+                raise PredictorError(
+                    f"{path} has {what} {name}, but the card implies {list(shape)}"
+                )
 
 
 @contextlib.contextmanager

@@ -100,6 +100,50 @@ def read_model_size(folder: Path, dtype: str) -> ModelSize:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBytes:
+    """Bytes of a checkpoint as it is stored, in few bits or not, grouped as in `ModelSize`."""
+
+    num_experts: int
+    top_k: int
+    experts: int
+    dense: int
+    head: int
+    embedding: int  # 0 if tied
+
+    @property
+    def total(self) -> int:
+        return self.experts + self.dense + self.head + self.embedding
+
+    def of_step(self, num_rows: int) -> float:
+        """Returns the bytes of weights that a step reads, if all experts are equally likely."""
+        share = 1 - (1 - self.top_k / self.num_experts) ** num_rows
+        return self.experts * share + self.dense + self.head
+
+
+def read_stored_bytes(folder: Path) -> StoredBytes:
+    """Reads the headers of a checkpoint's files."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    counts = {"expert": 0, "dense": 0, "head": 0, "embedding": 0}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                counts[_kind(name)] += end - begin
+    if counts["head"] == 0:
+        counts["head"], counts["embedding"] = counts["embedding"], 0
+    return StoredBytes(
+        num_experts=int(config.get("num_experts") or config["num_local_experts"]),
+        top_k=int(config["num_experts_per_tok"]),
+        experts=counts["expert"],
+        dense=counts["dense"],
+        head=counts["head"],
+        embedding=counts["embedding"],
+    )
+
+
 def _tensor_sizes(folder: Path) -> dict[str, int]:
     sizes = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""Measures the disk tier: time to the first token, overhead, slow disks, restarts and kills.
+"""Measures the disk tier: first token, overhead, steps, slow disks, restarts and kills.
 
     python benchmarks/run.py kv_tiers --parts first_token overhead slow_disk restart kills
     python benchmarks/run.py kv_tiers --model build/random-1b --threads 2 --prompt 1024
@@ -30,6 +30,7 @@ from harness.environment import child_environment, write_report
 from moe_serve import LLM, SamplingParams
 from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.store import TierStats
+from moe_serve.engine.request.request import TokenDelta
 
 _FIRST = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _ANSWER = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -137,6 +138,45 @@ def overhead(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     return {"rates": rates, "ratio": statistics.median(ratios), "saves": tier.saves}
 
 
+def step_times(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Times the steps of 16 streams whose prompts are never found, with and without the tier."""
+    steps: dict[str, list[float]] = {"off": [], "on": []}
+    params = SamplingParams(max_tokens=256, temperature=0.0, ignore_eos=True)
+    with opened(arguments, None) as off, opened(arguments, folder) as on:
+        for turn in range(-1, arguments.repeat):
+            for name, llm in (("off", off), ("on", on))[:: 1 if turn % 2 else -1]:
+                prompts = [prompt_of(llm, 128, 7000 + turn * 16 + i) for i in range(16)]
+                times = timed_steps(llm, prompts, params)
+                steps[name] += times if turn >= 0 else []
+    result = dict[str, object]()
+    for title, at in (("median", 0.5), ("p99", 0.99)):
+        off_s, on_s = (float(np.quantile(steps[name], at)) for name in ("off", "on"))
+        print(f"step, {title}: {on_s / off_s:.3f} ({on_s * 1e3:.2f} over {off_s * 1e3:.2f} ms)")
+        result[title] = {"off_s": off_s, "on_s": on_s}
+    means = [statistics.mean(steps[name]) for name in ("on", "off")]
+    print(f"step, mean: {means[0] / means[1]:.3f}; {len(steps['on'])} steps each")
+    return result | {"mean": means}
+
+
+def timed_steps(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[float]:
+    """Returns the seconds of each of the engine's steps."""
+    engine, times = llm._engine, list[float]()
+    real = engine.step
+
+    def step() -> list[TokenDelta]:
+        begin = time.perf_counter()
+        deltas = real()
+        times.append(time.perf_counter() - begin)
+        return deltas
+
+    engine.step = step  # type: ignore[method-assign]
+    try:
+        llm.generate(prompts, params, use_progress_bar=False)
+    finally:
+        del engine.step
+    return times
+
+
 def slow_disk(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Times the first token with reads throttled to some rates, beside loading and computing."""
     length, real, result = arguments.prompt, Segment.read, dict[str, object]()
@@ -224,7 +264,9 @@ def med(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f} ms"
 
 
-PARTS = {each.__name__: each for each in (first_token, overhead, slow_disk, restart, kills)}
+PARTS = {
+    each.__name__: each for each in (first_token, overhead, step_times, slow_disk, restart, kills)
+}
 
 
 def main() -> int:

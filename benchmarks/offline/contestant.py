@@ -121,9 +121,13 @@ class Contestant:
         return line
 
     def _last_words(self) -> str:
+        """Return the signal that ended the process, or the last error that it printed."""
         code = self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
+        if code < 0:
+            last = f" after {lines[-1].strip()!r}" if lines else ""
+            return f"ended by {signal.Signals(-code).name}{last}"
         errors = [line for line in lines if "Error" in line]
         return (errors or lines or [f"exit code {code}"])[-1].strip()
 

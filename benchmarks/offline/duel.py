@@ -84,6 +84,7 @@ class Setup:
     num_threads: int
     vocab_size: int
     work: Work
+    is_read_first: bool = True  # so that loading finds the files in the page cache
 
 
 @dataclass(slots=True)
@@ -138,7 +139,8 @@ def run_duel(entrants: Sequence[Entrant], setup: Setup) -> list[Result]:
     corners: list[_Corner] = []
     try:
         for entrant in entrants:
-            _read_once(_files(entrant, setup))
+            if setup.is_read_first:
+                _read_once(_files(entrant, setup))
             command = [entrant.python, "-c", _START]
             environment = worker_environment(setup.num_threads, is_own=entrant.engine == OWN)
             corner = _Corner(entrant, Contestant(command, environment, _ELSEWHERE))

@@ -14,10 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from dataclasses import asdict, fields
+from itertools import zip_longest
 from pathlib import Path
 
+from harness.environment import child_environment
 from harness.machine import MachineLimits, measure_limits
 from harness.model_size import read_model_size
 from harness.work import Work
@@ -45,7 +48,8 @@ def main() -> int:
     machine = measure_limits(setup.num_threads)
     results = run_duel(entrants, setup)
     figures = [figures_of([result], setup.work) for result in results]
-    print_table(machine, results, figures)
+    own = [_checkpoint_bytes(e.weights or setup.model) for e in entrants if e.engine == OWN]
+    print_table(machine, results, figures, own)
     if arguments.json:
         rows = [
             {
@@ -63,15 +67,23 @@ def main() -> int:
 
 
 def print_table(
-    machine: MachineLimits, results: list[Result], figures: list[Figures | None]
+    machine: MachineLimits,
+    results: list[Result],
+    figures: list[Figures | None],
+    checkpoint_bytes: list[int],
 ) -> None:
-    """Prints a row for each entrant, with its ratios over the first one."""
+    """Prints a row for each entrant, with its ratios over the first one; our own come first, and
+    have a checkpoint each.
+    """
+    interpreter = _interpreter_bytes()
     sys.stdout.write(
-        f"reads {machine.read_gb_s:.1f} GB/s, others use {machine.busy_cores:.1f} cores\n"
-        f"{'':34}{'one stream':>18}{'many, decode':>20}{'prefill':>20}{'peak':>10}{'load':>8}\n"
+        f"reads {machine.read_gb_s:.1f} GB/s, others use {machine.busy_cores:.1f} cores, "
+        f"an interpreter takes {interpreter / 2**30:.2f} GiB\n"
+        f"{'':34}{'one stream':>18}{'many, decode':>20}{'prefill':>20}{'peak':>10}{'load':>9}"
+        f"{'weights':>9}\n"
     )
     first = figures[0]
-    for result, own in zip(results, figures, strict=True):
+    for result, own, stored in zip_longest(results, figures, checkpoint_bytes):
         if own is None or first is None:
             sys.stdout.write(f"{result.engine:34}{result.error}\n")
             continue
@@ -79,7 +91,28 @@ def print_table(
             f"{getattr(own, key):12.1f}{getattr(own, key) / (getattr(first, key) or 1.0):6.2f}x "
             for key in ("single_decode_tok_s", "batch_decode_tok_s", "prefill_tok_s")
         )
-        sys.stdout.write(f"{result.engine:34}{speeds}{own.peak_gib:6.2f} GiB{own.load_s:6.1f} s\n")
+        weights = own.peak_gib * 2**30 - interpreter - (result.cache_bytes or 0)
+        share = f"{weights / stored:8.2f}x" if stored else ""
+        sys.stdout.write(
+            f"{result.engine:34}{speeds}{own.peak_gib:6.2f} GiB{own.load_s:7.1f} s{share}\n"
+        )
+
+
+def _checkpoint_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _interpreter_bytes() -> int:
+    """Returns the largest size of a process that imports moe-serve and loads nothing."""
+    program = "import resource, moe_serve.offline.llm as _; usage = resource.getrusage(0)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; print(usage.ru_maxrss)"],
+        env=child_environment(),
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    return int(done.stdout) * 1024
 
 
 def _named(text: str) -> tuple[str, Path]:

@@ -13,10 +13,12 @@ client sends the answer with some tokens edited), `schema` (JSON with long keys)
 without loops), `wrong` (drafts that are never right), `auto` (the controller beside fixed lengths),
 `head` (a trained head), `self` (the model itself with fewer experts). `auto` compares on repeated
 requests and on natural text, and prints below the table which share of the best length it reaches.
-`ranks` runs repeated requests on 1A1E and in one process.
+`ranks` runs repeated requests on 1A1E and in one process, and `time` measures what looking for
+drafts costs.
 
 A model with random weights can run `oracle` and `random-prediction` only, as its answers mean
-nothing. With `oracle`, U(n) tells how many experts of a layer n consecutive tokens chose.
+nothing. `oracle` also prints which share of (K + 1) / v(K + 1) the engine reaches, with v of the
+model alone, and U(n), how many experts of a layer n consecutive tokens chose.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
+from .drafting_time import drafting_times
 from .ranks import gains_by_layout
 from .turns import Bench, Comparison, line
 from .workloads import loops, natural, random_prompts, structured, with_predictions
@@ -201,7 +204,7 @@ class _Parts:
         raise RuntimeError("every answer loops")
 
 
-AUTO, RANKS = "auto", "ranks"
+AUTO, RANKS, TIME = "auto", "ranks", "time"
 PARTS = {
     "oracle": _Parts.oracle,
     "repeated": _Parts.repeated,
@@ -220,7 +223,7 @@ _USUAL = ("oracle", "repeated", "prediction", "schema", "natural", "wrong", "aut
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="checkpoint with random weights (default: demonstration)")
-    parts_help = f"some of {','.join(PARTS)}; or {RANKS} alone"
+    parts_help = f"some of {','.join(PARTS)}; or {RANKS} or {TIME} alone"
     parser.add_argument("--parts", default=None, help=parts_help)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="kernel threads (default 1)")
@@ -231,8 +234,10 @@ def main() -> int:
     parser.add_argument("--gigabytes-per-s", type=float, default=float("inf"), help="of reads")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    if options.parts == RANKS:
-        for text in gains_by_layout(options.rounds, options.threads):
+    if options.parts in (RANKS, TIME):
+        of_ranks = options.parts == RANKS
+        rounds, threads = options.rounds, options.threads
+        for text in gains_by_layout(rounds, threads) if of_ranks else drafting_times(rounds):
             print(text, flush=True)
         return 0
     wanted = (options.parts or ("oracle" if options.model else ",".join(_USUAL))).split(",")
@@ -253,6 +258,12 @@ def main() -> int:
     for text in shares_of_best(found):
         print(text)
     if "oracle" in wanted:
+        for each in found:
+            if each.name.startswith("oracle"):
+                print(
+                    f"{each.name}: {each.efficiency:.2f} of (K + 1) / v(K + 1), where v is that of "
+                    f"the model alone, {each.forward_ratio:.2f}"
+                )
         print(_experts_line(bench, parts))
     write_report(options.json, {**environment, "figures": [asdict(each) for each in found]})
     return 0

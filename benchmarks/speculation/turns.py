@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from moe_serve.config.sections import (
     CacheConfig,
     EngineConfig,
@@ -23,6 +25,7 @@ from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.draft_counts import SourceCounts
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.model.load.weight_reader import OpenWeights, open_checkpoint
+from moe_serve.model.step_plan import StepPlan
 
 MakeRequests = Callable[[int], list[GenerationRequest]]  # of a round
 MakeDrafting = Callable[[], Drafting | None]
@@ -39,6 +42,7 @@ class Turn:
     rows: int
     drafts: SourceCounts
     drafter_s: float
+    forward_s: float  # of the model alone: without scheduling, sampling and drafting
     answers: dict[str, list[int]]
 
     @property
@@ -60,6 +64,12 @@ class Comparison:
     rows_per_step: float
     step_ratio: float  # time of a step with drafts / without: v(n)
     drafter_us: float  # per sequence and step
+    forward_ratio: float  # v(n) of the model alone
+
+    @property
+    def efficiency(self) -> float:
+        """The gain over what it would be if a step were the model alone."""
+        return self.speedup * self.forward_ratio / self.tokens_per_step
 
 
 class Bench:
@@ -97,6 +107,15 @@ class Bench:
         executor = self.engine._executor
         assert isinstance(executor, LocalExecutor), "steps run in this process"
         self._executor, self._step_drafter = executor, executor.drafter
+        self._forward_s, run = 0.0, executor.runner.run
+
+        def timed(plan: StepPlan) -> Tensor:
+            clock = time.perf_counter()
+            logits = run(plan)
+            self._forward_s += time.perf_counter() - clock
+            return logits
+
+        executor.runner.run = timed  # type: ignore[method-assign]
 
     def drafting(self, **changes: object) -> Drafting | None:
         """Return a fresh drafting with changed settings."""
@@ -115,6 +134,7 @@ class Bench:
         while any(not answer for answer in answers.values()):
             _note(answers, engine.step())
         num_tokens, num_steps = sum(map(len, answers.values())), engine.stats().num_steps
+        self._forward_s = 0.0
         sequence_steps, cpu, clock = 0, time.process_time(), time.perf_counter()
         while engine.has_work:
             deltas = engine.step()
@@ -135,6 +155,7 @@ class Bench:
             rows=sequence_steps + drafts.num_drafted,
             drafts=drafts,
             drafter_s=counts.drafter_s - before.drafter_s,
+            forward_s=self._forward_s,
             answers=answers,
         )
 
@@ -185,6 +206,7 @@ def comparison(name: str, off: Sequence[Turn], on: Sequence[Turn]) -> Comparison
     drafted = sum(turn.drafts.num_drafted for turn in on)
     rows = sum(turn.rows - turn.drafts.num_drafted for turn in on)
     step_s = [sum(t.cpu_s for t in turns) / sum(t.steps for t in turns) for turns in (off, on)]
+    forward_s = [statistics.median(t.forward_s / max(1, t.steps) for t in ts) for ts in (off, on)]
     return Comparison(
         name=name,
         speedup=statistics.median(ratios),
@@ -196,6 +218,7 @@ def comparison(name: str, off: Sequence[Turn], on: Sequence[Turn]) -> Comparison
         rows_per_step=sum(turn.rows for turn in on) / max(1, sum(turn.steps for turn in on)),
         step_ratio=step_s[1] / step_s[0],
         drafter_us=1e6 * sum(turn.drafter_s for turn in on) / max(1, rows),
+        forward_ratio=forward_s[1] / forward_s[0],
     )
 
 

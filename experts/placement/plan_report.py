@@ -43,7 +43,7 @@ class Moves:
             "of them between nodes"
         )
         if self.num_bytes is None or self.seconds is None:
-            return f"{words}; say what an expert weighs for bytes and seconds"
+            return f"{words}; give --model or --bytes-per-expert to see bytes and seconds"
         return f"{words}: {self.num_bytes / 1e9:.3f} GB in {self.seconds:.2f} s"
 
 

@@ -102,9 +102,9 @@ class ProblemRequest:
         )
         if self.num_experts not in (None, read.loads.num_experts):
             raise PlacementInputError(
-                f"--num-experts is {self.num_experts}, and {self.files[0]} has "
-                f"{read.loads.num_experts} experts: leave the flag out; it is for files that do "
-                "not say how many there are."
+                f"--num-experts is {self.num_experts}, but {self.files[0]} states "
+                f"{read.loads.num_experts} experts: leave the flag out, which is for files "
+                "that do not state the number."
             )
         workloads, model = self.model.with_loads(read)
         loads = workloads.loads

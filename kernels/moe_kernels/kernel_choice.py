@@ -48,7 +48,10 @@ def choose_kernels(
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         refusal = triton_refusal(device, dtype)
         if refusal is None and low_bit_products != "exact":
-            raise RuntimeError(f"{low_bit_products} products are for CPUs, not for triton kernels")
+            raise RuntimeError(
+                f"low_bit_products {low_bit_products} works on CPUs only, not with the triton "
+                "kernels"
+            )
         if refusal is None:
             from moe_kernels.gpu.gpu_kernels import make_triton_kernels  # imports triton
 
@@ -114,7 +117,10 @@ def triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
         return "they are for NVIDIA GPUs, and this torch is built for AMD's"
     major, minor = torch.cuda.get_device_capability(device)
     if major < _FIRST_CAPABILITY:
-        return f"they want sm_{_FIRST_CAPABILITY}0 or newer, and this GPU is sm_{major}{minor}"
+        return f"they need sm_{_FIRST_CAPABILITY}0 or newer, and this GPU is sm_{major}{minor}"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "triton starts kernels through a C compiler's output, and there is no gcc or clang"
+        return (
+            "triton compiles the launchers of its kernels with a C compiler, and there is no "
+            "gcc or clang"
+        )
     return None

@@ -159,7 +159,10 @@ def _allowed_in_flight(plan: RunPlan) -> tuple[int, list[str]]:
         return wanted, []
     text = f"the system allows {allowed + _SPARE_FILES} open files (`ulimit -Hn`)"
     if closed is not None or plan.max_in_flight is not None or allowed < 1:
-        raise BenchError(f"{wanted} requests at once need {wanted + _SPARE_FILES}, but {text}.")
+        raise BenchError(
+            f"{wanted} requests in progress need {wanted + _SPARE_FILES} open files, but "
+            f"{text}: raise the limit, or lower --concurrency or --max-in-flight."
+        )
     return allowed, [f"{text}: more than {allowed} requests at once wait in the client."]
 
 

@@ -267,6 +267,6 @@ async def warm_up(
     failed = [record for record in collected.records if not record.is_ok]
     if failed and len(failed) == len(requests):
         detail = f"{failed[0].error}: {failed[0].detail}"
-        hint = " (servers that do not know ignore_eos take --no-ignore-eos)"
+        hint = " (for a server that does not know ignore_eos, give --no-ignore-eos)"
         is_refused = "ignore_eos" in detail or "nrecognized" in detail
         raise BenchServerError(f"the warm-up failed: {detail}{hint if is_refused else ''}")

@@ -54,7 +54,7 @@ def stat(options: ReportOptions) -> None:
 def verify(options: ReportOptions) -> None:
     """Read every page and check that its bytes are those that were written.
 
-    The exit code is 1 if some are not. A server never uses such a page.
+    The exit code is 1 if a page is damaged. A server never uses a damaged page.
     """
     if num_wrong := _show(options, verifies=True):
         typer.echo(f"{num_wrong} pages are damaged; a server computes these again.", err=True)

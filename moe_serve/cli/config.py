@@ -37,7 +37,7 @@ def show(
 ) -> None:
     """Print every configuration key with its value and its source.
 
-    API keys are never printed; the output has their number instead.
+    API keys are never printed; the output shows how many there are.
     """
     loaded = load_config(flags={}, environ=os.environ, file=config_file)
     entries = tuple(

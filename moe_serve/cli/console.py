@@ -127,8 +127,8 @@ def refuse_a_file(folder: Path) -> None:
     """Raises ConfigError if --out must be a folder but is a file."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
-            f"--out {folder} is a file, and files are to be written into a folder: name another, "
-            "or remove it."
+            f"--out {folder} is a file, but it must be a folder into which the files are "
+            "written: name another, or remove the file."
         )
 
 

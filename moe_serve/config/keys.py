@@ -181,8 +181,8 @@ class ConfigKey:
         except ValueError as error:
             shown = "this value (not shown)" if self.is_secret else repr(text)
             raise ConfigError(
-                f"{self.path} cannot be {shown} ({source}): it begins with [ but is no JSON list; "
-                'write one,two or ["one", "two"].'
+                f"{self.path} cannot be {shown} ({source}): it begins with [ but is not a "
+                'JSON list; write one,two or ["one", "two"].'
             ) from error
 
     def error(self, value: object, source: str, shown: str = "") -> ConfigError:

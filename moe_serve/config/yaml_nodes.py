@@ -161,7 +161,7 @@ def _refuse_doubled_keys(node: yaml.Node, source: str) -> None:
     for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
         place = f"{source}:{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"a key is a list or a mapping ({place}): a key is one word.")
+            raise ConfigError(f"a key must be one word, not a list or a mapping ({place}).")
         if key.value in seen:
             raise ConfigError(f"{key.value} is set twice ({place}).")
         seen.add(key.value)
@@ -177,8 +177,8 @@ def distinct_nodes(root: yaml.Node | None, source: str) -> list[yaml.Node]:
     num_copies = num_nodes - len(walk.nodes)
     if num_copies > MOST_COPIES:
         raise ConfigError(
-            f"the aliases of {source} repeat {num_copies:,} values, at most {MOST_COPIES:,} are "
-            "allowed: use fewer aliases."
+            f"the aliases of {source} repeat {num_copies:,} values; at most "
+            f"{MOST_COPIES:,} are allowed: use fewer aliases."
         )
     return walk.nodes
 

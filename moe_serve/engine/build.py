@@ -160,8 +160,9 @@ def _self_drafter(
         )
     if config.cluster.wire_dtype != "auto":
         raise ConfigError(
-            f"speculation.method 'self' drafts without rounding rows to cluster.wire_dtype "
-            f"{config.cluster.wire_dtype!r}: leave that out, or set speculation.method to 'auto'."
+            "speculation.method 'self' does not round the rows of its drafts to "
+            f"cluster.wire_dtype {config.cluster.wire_dtype!r}, so the two cannot be "
+            "combined: leave out cluster.wire_dtype, or set speculation.method to 'auto'."
         )
     pipeline = Pipeline(part.stage, FewerExperts(experts, wanted), part.cache, device)
     return SelfDrafter(pipeline, config.cache.page_size, config.speculation.num_self_tokens)

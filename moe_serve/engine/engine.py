@@ -207,9 +207,9 @@ class Engine:
                 self._finish(left, outcome)
             self._num_steps += 1
             self._scheduler.step_ended(self._num_prompt_tokens + self._num_generated_tokens)
-            ended = [s for key, (s, _) in schedule.items() if key not in left]
-            self.drafts.give_back(ended, [s.id for s in ended])
-            self._release_finished(ended, outcome)
+            ended = {key: item for key, item in schedule.items() if key not in left}
+            self.drafts.give_back(ended, ended.keys())
+            self._release_finished([s for s, _ in ended.values()], outcome)
             self.drafts.end(schedule, getattr(outcome, "proposals", None))
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
         return self.take_pending()
@@ -281,7 +281,7 @@ class Engine:
             sequence.is_proven = False
             if sequence.num_pending_tokens == 0 and self._advance(sequence, outcome, made):
                 ended.append(sequence)
-        self.drafts.give_back((s for s, _ in schedule.values()), outcome.spoiled)
+        self.drafts.give_back(schedule, outcome.spoiled)
         self._end(ended)
 
     def _advance(self, sequence: Sequence, outcome: StepOutcome, made: Made) -> bool:

@@ -78,13 +78,15 @@ class Tracing:
         has_weights = config.weights if has_weights is None else has_weights
         if not MIN_RATE <= rate <= 1.0:
             raise InvalidRequestError(
-                f"sample_rate {rate:g} is not in [{MIN_RATE:g}, 1].", param="sample_rate"
+                f"sample_rate must be in [{MIN_RATE:g}, 1], got {rate:g}.", param="sample_rate"
             )
         with self._lock:
             if config.directory is None:
                 raise TracingError("Nothing can be recorded: trace.directory is not configured.")
             if self._running is not None:
-                raise TracingError(f"A recording is running already, in {self._folder}.")
+                raise TracingError(
+                    f"A recording is already running, in {self._folder}: stop it first."
+                )
             writer = self._open(Path(config.directory).expanduser(), self._header(has_weights))
             recorder = RouteRecorder(writer, rate, has_weights=has_weights)
             self._rate, self._has_weights = rate, has_weights

@@ -77,7 +77,7 @@ def cut_into_pieces(
         shuffled = [group[index] for index in rng.permutation(len(group))]
         pieces += _pieces_of(shuffled, tokenizer, max_tokens // len(by_label), size)
     if not pieces:
-        raise ConfigError(f"no document has {_MIN_TOKENS} tokens.")
+        raise ConfigError(f"no document has {_MIN_TOKENS} tokens or more: give longer texts.")
     return [pieces[index] for index in rng.permutation(len(pieces))]
 
 

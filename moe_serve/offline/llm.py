@@ -215,7 +215,9 @@ class LLM:
             each = list(params)
         if len(each) != len(listed):
             raise InvalidRequestError(
-                f"{len(listed)} prompts came with {len(each)} SamplingParams.", param="params"
+                f"{len(listed)} prompts came with {len(each)} SamplingParams: give one for "
+                "all prompts, or one for each.",
+                param="params",
             )
         if not isinstance(cache_salt, str):
             raise InvalidRequestError(

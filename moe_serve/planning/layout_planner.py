@@ -170,8 +170,8 @@ def check_request(calibration: Calibration, request: PlanRequest) -> None:
             raise ConfigError(f"{name} must be greater than 0 and finite, got {value:g}.")
     if (r.batch, r.rate, r.max_tpot_s, r.memory_bytes) == (None, None, None, None):
         raise ConfigError(
-            "give what the layout is for: a batch, a rate in tokens per second, a longest TPOT, or "
-            "the memory of a device, which bounds the batch."
+            "give at least one of: a batch, a rate in tokens per second, a longest TPOT, "
+            "or the memory of a device, which limits the batch."
         )
 
 

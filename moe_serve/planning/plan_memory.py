@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,18 +13,21 @@ import torch
 from experts.placement.problem.placement import Placement
 from moe_serve.cache.kv_cache import checked_kv_form, num_pages
 from moe_serve.cluster.members.cluster_model import num_slots, placement_of
-from moe_serve.config.sections import EngineConfig
+from moe_serve.config.sections import EngineConfig, ModelConfig
 from moe_serve.engine.execute.next_layer_prediction import num_foreseen
 from moe_serve.engine.memory.free_memory import free_bytes
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room
 from moe_serve.engine.opened_model import ServedCheckpoint, device_of, kv_bytes_per_token
+from moe_serve.model.checkpoint.checkpoint import Checkpoint
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.manifest import (
+    Stored,
     Table,
     attention_table,
     feed_forward_table,
     model_table,
 )
+from moe_serve.model.checkpoint.tensor_names import TensorNames
 from moe_serve.model.families import family_of
 from moe_serve.model.families.mtp import MTPLayer
 from moe_serve.model.spec import ModelSpec
@@ -41,16 +45,50 @@ class WeightBytes:
 def weight_bytes(folder: Path, spec: ModelSpec, itemsize: int) -> WeightBytes:
     """Returns shapes times `itemsize`; raises CheckpointError as reading the config does."""
     names = family_of(HFConfig.read(folder)).names_in(lambda _: True)
-    attention = _numel([model_table(names, spec)])
-    for layer in range(spec.num_layers):
-        tables = (attention_table(names, spec, layer), feed_forward_table(names, spec, layer))
-        attention += _numel(tables)
+    attention = sum(math.prod(item.shape) for item in _attention_weights(names, spec))
     num_sparse = sum(layer.is_sparse for layer in spec.layers)
     expert = 3 * spec.width * spec.expert_width
     return WeightBytes(
         attention=attention * itemsize,
         experts=num_sparse * spec.router.num_experts * expert * itemsize,
     )
+
+
+def stored_bytes(
+    folder: Path, spec: ModelSpec, floats: WeightBytes, config: ModelConfig
+) -> WeightBytes:
+    """Returns the bytes of a quantised checkpoint's weights as its files have them, where they stay
+    packed; those of `floats` for the others, and for a folder that has no files yet.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return floats
+    checkpoint, of_module, total = Checkpoint(folder), Counter[str](), 0
+    for name in checkpoint:
+        header = checkpoint.header(name)
+        of_module[_module(name)] += header.end - header.begin
+        total += header.end - header.begin
+    names = family_of(HFConfig.read(folder)).names_in(checkpoint.__contains__)
+    modules = {_module(item.name) for item in _attention_weights(names, spec)}
+    attention = sum(of_module[module] for module in modules)
+    experts = min(floats.experts, total - attention)
+    return WeightBytes(
+        min(floats.attention, attention)
+        if config.linear_weights != "dequantised"
+        else floats.attention,
+        experts if config.expert_weights != "dequantised" else floats.experts,
+    )
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _attention_weights(names: TensorNames, spec: ModelSpec) -> Iterator[Stored]:
+    """Yields all weights but those of routed experts."""
+    yield from model_table(names, spec).values()
+    for layer in range(spec.num_layers):
+        yield from attention_table(names, spec, layer).values()
+        yield from feed_forward_table(names, spec, layer).values()
 
 
 def mtp_bytes(layer: MTPLayer, itemsize: int) -> int:
@@ -91,12 +129,11 @@ class _Planner:
     def read(cls, config: EngineConfig) -> _Planner:
         checkpoint = ServedCheckpoint.read(config.model)
         folder, spec = checkpoint.folder, checkpoint.spec
-        name = config.model.dtype if config.model.dtype != "auto" else spec.dtype or "float32"
-        dtype: torch.dtype = getattr(torch, name)
+        name = config.model.dtype if config.model.dtype != "auto" else spec.dtype
+        dtype = _embedding_dtype(folder) if name is None else getattr(torch, name)
         weights = weight_bytes(folder, spec, dtype.itemsize)
-        is_quantised = HFConfig.read(folder).quantization() is not None
-        if is_quantised and config.model.expert_weights != "dequantised":
-            weights = WeightBytes(weights.attention, min(weights.experts, _stored_bytes(folder)))
+        if HFConfig.read(folder).quantization() is not None:
+            weights = stored_bytes(folder, spec, weights, config.model)
         mtp = checkpoint.mtp_layer(config)
         if mtp is not None:
             attention = weights.attention + mtp_bytes(mtp, dtype.itemsize)
@@ -208,5 +245,10 @@ class _Planner:
         return (Room(name=name, free=free, users=tuple(p.name for p in processes)),)
 
 
-def _stored_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+def _embedding_dtype(folder: Path) -> torch.dtype:
+    """Returns the dtype that a model without one in its config is served in."""
+    if not any(folder.glob("*.safetensors")):
+        return torch.float32
+    checkpoint = Checkpoint(folder)
+    names = family_of(HFConfig.read(folder)).names_in(checkpoint.__contains__)
+    return checkpoint.view(names.embedding).dtype

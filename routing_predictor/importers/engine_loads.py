@@ -40,14 +40,19 @@ STATS, VERSION = "eplb_load_stats", 1
 def import_vllm(paths: Sequence[Path], options: ImportOptions) -> RecordedLoad:
     """Read the loads. Raises TraceError."""
     if len(paths) != 1:
-        raise TraceError(f"{len(paths)} files; vLLM writes one for all ranks")
+        raise TraceError(
+            f"got {len(paths)} files, but vLLM writes one file for all ranks: give that one"
+        )
     (path,) = paths
     model, entries = options.model, list[Any]()
     if path.suffix == ".jsonl":
         entries = [e for e in read_json_lines(path) if e.get("record_type") == STATS]
         for version in (entry.get("version") for entry in entries):
             if version != VERSION:
-                raise TraceError(f"{path}: version {version!r} of {STATS}; {VERSION} is read")
+                raise TraceError(
+                    f"{path} has version {version!r} of {STATS}, but only version {VERSION} "
+                    "can be read"
+                )
         names = ("expert_load", "p2l_map")
     else:
         content = read_json(path)
@@ -78,12 +83,14 @@ META = "meta_info.json"
 def import_trtllm(paths: Sequence[Path], options: ImportOptions) -> RecordedLoad:
     """Read the loads of all ranks. Raises TraceError."""
     if len(paths) != 1 or not paths[0].is_dir():
-        raise TraceError(f"{paths[0]} is not one folder with {META} and rank*.safetensors")
+        raise TraceError(f"give one folder with {META} and rank*.safetensors, got {paths[0]}")
     (folder,) = paths
     meta = read_json(folder / META)
     num_experts = meta.get("num_experts") if isinstance(meta, dict) else None
     if type(num_experts) is not int or num_experts < 1:
-        raise TraceError(f"{folder / META}: num_experts is {num_experts!r}, not a number")
+        raise TraceError(
+            f"{folder / META}: num_experts must be an integer of 1 or more, got {num_experts!r}"
+        )
     files = sorted(p for p in folder.glob("rank*.safetensors") if not p.stem.endswith("_raw"))
     if not files:
         raise TraceError(f"{folder} has no rank*.safetensors")
@@ -92,10 +99,15 @@ def import_trtllm(paths: Sequence[Path], options: ImportOptions) -> RecordedLoad
         for key, array in _read(file).items():
             iteration, _, layer = key.partition("_")
             if not (iteration.isdecimal() and layer.isdecimal()):
-                raise TraceError(f"{file}: {key!r} is not iteration_layer")
+                raise TraceError(
+                    f"{file}: a key must be the numbers of an iteration and a layer, such as "
+                    f"0_3; got {key!r}"
+                )
             found = as_array(array, 1, f"{file}: {key}")
             if len(found) != num_experts:
-                raise TraceError(f"{file}: {key} has {len(found)} counts, of {num_experts} experts")
+                raise TraceError(
+                    f"{file}: {key} has {len(found)} counts, but there are {num_experts} experts"
+                )
             place = int(iteration), int(layer)
             with np.errstate(over="ignore"):  # RecordedLoad refuses infinite counts
                 counts[place] = counts[place] + found if place in counts else found

@@ -57,6 +57,6 @@ def detect(path: Path) -> str:
         content = read_json(path)
         return "vllm" if isinstance(content, dict) and "snapshots" in content else "sglang"
     raise TraceError(
-        f"{path}: its name does not say what it is, as {', '.join(_BY_SUFFIX)}, .json or .jsonl "
-        "do; `moe-serve trace import` takes any name, with --from"
+        f"{path}: its format is not known from its name, as with {', '.join(_BY_SUFFIX)}, "
+        ".json or .jsonl; `moe-serve trace import` takes any name, with --from"
     )

@@ -109,7 +109,9 @@ class _Machine:
 
     def result(self) -> Any:
         if len(self._stack) != 1:
-            raise TraceError(f"its pickle ends with {len(self._stack)} values, not one")
+            raise TraceError(
+                f"its pickle must end with one value, but ends with {len(self._stack)}"
+            )
         return self._stack[0]
 
     def step(self, name: str, argument: Any) -> None:
@@ -169,7 +171,7 @@ class _Machine:
             arguments, what = stack.pop(), stack.pop()
             stack.append(_made(what, arguments))
         else:
-            raise TraceError(f"its pickle wants {name}, which plain data does not need: refused")
+            raise TraceError(f"its pickle uses {name}, which plain data does not need: refused")
 
     def _marked(self) -> list[Any]:
         """Pop and return the values pushed since the last mark."""
@@ -192,7 +194,7 @@ def _known(name: Name) -> Name:
     is_storage = name.module in ("torch", "torch.storage") and name.name.endswith("Storage")
     if name in (_REBUILD, _ORDERED, _SIZE) or is_storage:
         return name
-    raise TraceError(f"it names {name}, which is not plain data: refused, nothing of it was run")
+    raise TraceError(f"it names {name}, which is not plain data: refused, nothing was run")
 
 
 def _storage(reference: Any) -> _Storage:

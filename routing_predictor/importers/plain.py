@@ -46,14 +46,18 @@ def import_npz(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
     arrays = _numpy_arrays(path)
     tables = [n for n, a in arrays.items() if a.ndim == 3 and a.dtype.kind in "iu"]
     if len(tables) != 1:
-        raise TraceError(f"{path} has {len(tables)} arrays [tokens, layers, k] of ids, not one")
+        raise TraceError(
+            f"{path} must have one array of expert ids [tokens, layers, k], but has {len(tables)}"
+        )
     ids_NLK = arrays[tables[0]]
     _check_ids(ids_NLK, path)
     columns = [arrays.get(name) for name in ("pos", "sample")]
     for name, column in zip(("pos", "sample"), columns, strict=True):
         is_wrong = column is not None and (column.ndim != 1 or column.dtype.kind not in "iu")
         if column is not None and (is_wrong or len(column) != len(ids_NLK) or column.min() < 0):
-            raise TraceError(f"{path}: {name} must be a column of {len(ids_NLK)} numbers")
+            raise TraceError(
+                f"{path}: {name} must be a column of {len(ids_NLK)} integers of 0 or more"
+            )
     position_N, sample_N = columns
     if sample_N is None:
         return make_trace(ids_NLK, options, position_N=position_N)
@@ -75,7 +79,8 @@ def import_npy(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
     ids = _numpy_arrays(path)[""]
     if ids.ndim not in (2, 3) or ids.dtype.kind not in "iu":
         raise TraceError(
-            f"{path} is {ids.dtype} {ids.shape}, not ids [tokens, layers] or [tokens, layers, k]"
+            f"{path} must be integers [tokens, layers] or [tokens, layers, k], but is "
+            f"{ids.dtype} {ids.shape}"
         )
     ids_NLK = ids if ids.ndim == 3 else ids[:, :, None]
     _check_ids(ids_NLK, path)
@@ -93,12 +98,17 @@ def import_csv(paths: Sequence[Path], options: ImportOptions) -> RecordedLoad:
     width = len(rows[0].cells)
     for number, row in enumerate(rows, 1):
         if row.is_quoted:
-            raise TraceError(f"{path}: row {number} has a text in quotes; write counts without")
+            raise TraceError(
+                f"{path}: row {number} has a value in quotes: write counts without quotes"
+            )
         wrong = [cell for cell in row.cells if not _is_number(cell)]
         if wrong:
             raise TraceError(f"{path}: row {number} has {wrong[0][:40]!r}, which is not a count")
         if len(row.cells) != width:
-            raise TraceError(f"{path}: row {number} is not {width} counts, but {len(row.cells)}")
+            raise TraceError(
+                f"{path}: row {number} must have {width} counts like the first row, but has "
+                f"{len(row.cells)}"
+            )
     counts_LE = as_array([[float(cell) for cell in row.cells] for row in rows], 2, str(path))
     return make_load([counts_LE], "csv", options.model)
 
@@ -130,7 +140,10 @@ def import_token_lines(paths: Sequence[Path], options: ImportOptions) -> Routing
     for number, entry in enumerate(read_json_lines(path), 1):
         layer, token = entry.get("layer"), entry.get("token_idx")
         if not (_is_index(layer) and _is_index(token)):
-            raise TraceError(f"{path}:{number}: layer and token_idx are {layer!r} and {token!r}")
+            raise TraceError(
+                f"{path}:{number}: layer and token_idx must be integers of 0 or more, got "
+                f"{layer!r} and {token!r}"
+            )
         if (token, layer) in found:
             raise TraceError(f"{path}:{number}: token {token} has layer {layer} twice")
         found[token, layer] = entry.get("topk_ids")
@@ -138,7 +151,8 @@ def import_token_lines(paths: Sequence[Path], options: ImportOptions) -> Routing
     layers = sorted({layer for _, layer in found})
     if len(found) != len(tokens) * len(layers):
         raise TraceError(
-            f"{path}: {len(found)} lines, but {len(tokens)} tokens x {len(layers)} layers"
+            f"{path} has {len(found)} lines, but {len(tokens)} tokens in {len(layers)} "
+            "layers need one line each"
         )
     rows = [[found[token, layer] for layer in layers] for token in tokens]
     ids_NLK = as_ids(rows, 3, f"{path}: topk_ids")
@@ -148,7 +162,7 @@ def import_token_lines(paths: Sequence[Path], options: ImportOptions) -> Routing
 
 def _one(paths: Sequence[Path]) -> Path:
     if len(paths) != 1:
-        raise TraceError(f"{len(paths)} files; this format is one")
+        raise TraceError(f"got {len(paths)} files, but a recording in this format is one file")
     return paths[0]
 
 
@@ -170,7 +184,7 @@ def _numpy_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
 
 def _check_ids(ids: NDArray[Any], path: Path, layers: Sequence[int] = ()) -> None:
     if not ids.size or int(ids.min()) < 0:
-        raise TraceError(f"{path} has no ids, or one below 0")
+        raise TraceError(f"{path} has no expert ids, or a negative one")
     try:
         check_distinct(ids, layers)
     except TraceError as error:

@@ -47,10 +47,10 @@ def import_sglang(paths: Sequence[Path], options: ImportOptions) -> Imported:
     if isinstance(contents[0], list):
         return _answers([entry for content in contents for entry in content], options)
     if not all(isinstance(content, dict) for content in contents):
-        raise TraceError(f"{first} is nothing that SGLang's recorder writes")
+        raise TraceError(f"{first} is not a file of SGLang's recorder")
     if "logical_count" in contents[0]:
         if len(contents) > 1:
-            raise TraceError("logical_count is of all ranks already: give one file")
+            raise TraceError("logical_count already covers all ranks: give only one file")
         return _stat(contents[0]["logical_count"], options, str(first))
     if "records" not in contents[0]:
         return _answers(contents, options)
@@ -101,7 +101,7 @@ def _per_pass(
             logical_LE = logical_counts(counts_LP, map_LP, num_experts, what)
             key = record.get("forward_pass_id")
             if not isinstance(key, int):
-                raise TraceError(f"{path}: forward_pass_id is {key!r}, not a number")
+                raise TraceError(f"{path}: forward_pass_id must be an integer, got {key!r}")
             with np.errstate(over="ignore"):  # RecordedLoad refuses infinite counts
                 steps[key] = steps[key] + logical_LE if key in steps else logical_LE
     return make_load([steps[key] for key in sorted(steps)], "sglang", options.model)
@@ -133,7 +133,10 @@ def _per_token(
             names += [f"{stem}-{index}" for index in range(len(lengths))]
     widths = {part.shape[2] for part in columns[0]}
     if len(widths) != 1 or is_sparse_L is None or not is_sparse_L.any():
-        raise TraceError(f"{paths[0]}: its passes have no choices, or different numbers of them")
+        raise TraceError(
+            f"{paths[0]}: its passes have no choices of experts, or different numbers of "
+            "choices per token"
+        )
     ids_NLK, token_N, position_N, request_N, phase_N = (np.concatenate(part) for part in columns)
     ids_NLK = ids_NLK[:, is_sparse_L]
     ids_NLK = ids_NLK[:, :, (ids_NLK >= 0).any(axis=(0, 1))]  # K is padded with -1
@@ -168,7 +171,9 @@ def _pass(
         )
     ids_LTK = ids_LTK[:, :count]
     if ids_LTK.max() >= map_LP.shape[1]:
-        raise TraceError(f"{path}: slot {ids_LTK.max()} is chosen, of {map_LP.shape[1]}")
+        raise TraceError(
+            f"{path}: a token chose slot {ids_LTK.max()}, but there are {map_LP.shape[1]} slots"
+        )
     layers = np.arange(len(map_LP))[:, None, None]
     logical_LTK = np.where(ids_LTK < 0, -1, map_LP[layers, np.maximum(ids_LTK, 0)])
     return logical_LTK.transpose(1, 0, 2), token_T, position_T
@@ -180,7 +185,10 @@ def _lengths(record: dict[str, Any], count: int, is_prompt: bool, path: Path) ->
         return [count] if is_prompt else [1] * count
     lengths = as_ids(record["extend_seq_lens"], 1, f"{path}: extend_seq_lens")
     if lengths.min() < 0 or lengths.sum() != count:
-        raise TraceError(f"{path}: extend_seq_lens add up to {lengths.sum()}, of {count} tokens")
+        raise TraceError(
+            f"{path}: extend_seq_lens must add up to the {count} tokens of the pass, but give "
+            f"{lengths.sum()}"
+        )
     return [int(length) for length in lengths]
 
 
@@ -189,10 +197,10 @@ def _answers(entries: Sequence[Any], options: ImportOptions) -> RoutingTrace:
     layers, k]."""
     if options.num_layers is None or options.top_k is None:
         raise TraceError(
-            "answers with routed experts do not say their shape: give --num-layers and --top-k"
+            "answers with routed experts do not state their shape: give --num-layers and --top-k"
         )
     if not entries:
-        raise TraceError("it holds no answers")
+        raise TraceError("the file contains no answers")
     width, parts, prompts = options.num_layers * options.top_k, [], []
     for number, entry in enumerate(entries):
         meta = entry.get("meta_info", entry) if isinstance(entry, dict) else None
@@ -204,8 +212,9 @@ def _answers(entries: Sequence[Any], options: ImportOptions) -> RoutingTrace:
             raise TraceError(f"answer {number + 1}: routed_experts is not base64") from None
         if not content or len(content) % (4 * width):
             raise TraceError(
-                f"answer {number + 1}: {len(content)} bytes are not int32 of {options.num_layers} "
-                f"layers x {options.top_k} choices"
+                f"answer {number + 1}: routed_experts has {len(content)} bytes, which is "
+                f"not a multiple of int32 for {options.num_layers} layers x "
+                f"{options.top_k} choices"
             )
         flat = np.frombuffer(content, "<i4").reshape(-1, options.num_layers, options.top_k)
         parts.append(flat)

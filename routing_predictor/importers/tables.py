@@ -81,7 +81,10 @@ def as_array(value: Any, num_dimensions: int, what: str) -> NDArray[np.float64]:
     except (TypeError, ValueError, OverflowError):
         raise TraceError(f"{what} is not a table of numbers") from None
     if array.ndim != num_dimensions or not array.size:
-        raise TraceError(f"{what} has the shape {array.shape}; {num_dimensions} dimensions wanted")
+        raise TraceError(
+            f"{what} must have {num_dimensions} dimensions and not be empty, but has the shape "
+            f"{array.shape}"
+        )
     wrong = ~np.isfinite(array)
     if wrong.any():
         first = tuple(int(index) for index in np.argwhere(wrong)[0])
@@ -96,7 +99,7 @@ def _check_types(value: Any, what: str, place: tuple[int, ...]) -> None:
     """Raise TraceError with the first entry that is not a number."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "iuf":
-            raise TraceError(f"{what} is an array of {value.dtype}, not of numbers")
+            raise TraceError(f"{what} must be an array of numbers, but has the dtype {value.dtype}")
         return
     if isinstance(value, list):
         if not set(map(type, value)) <= {int, float}:  # fast path for a row of numbers
@@ -115,7 +118,7 @@ def as_ids(value: Any, num_dimensions: int, what: str) -> NDArray[np.int64]:
     """Return whole numbers, -1 or more."""
     array = as_array(value, num_dimensions, what)
     if (array != np.floor(array)).any() or array.min() < -1 or array.max() >= 2**31:
-        raise TraceError(f"{what} holds a value that is not an id")
+        raise TraceError(f"{what} contains a value that is not an expert id")
     return array.astype(np.int64)
 
 
@@ -125,11 +128,14 @@ def logical_counts(
     """[L, E]: the counts of slots, added up for the experts in them."""
     if counts_LP.shape != map_LP.shape:
         raise TraceError(
-            f"{what}: counts have the shape {counts_LP.shape}, their map {map_LP.shape}"
+            f"{what}: counts have the shape {counts_LP.shape}, but the map of slots has "
+            f"{map_LP.shape}"
         )
     id_dtype(num_experts)  # raises if there are too many experts
     if map_LP.max() >= num_experts:
-        raise TraceError(f"{what}: slots hold expert {map_LP.max()}, of {num_experts}")
+        raise TraceError(
+            f"{what}: a slot holds expert {map_LP.max()}, but there are {num_experts} experts"
+        )
     logical_LE = np.zeros((len(counts_LP), num_experts))
     for layer, (counts_P, map_P) in enumerate(zip(counts_LP, map_LP, strict=True)):
         used = map_P >= 0
@@ -144,7 +150,7 @@ def make_load(
     """Make a load from [L, E] tables; layers without any count (dense ones) are left out."""
     shapes = {step.shape for step in steps}
     if len(shapes) != 1:
-        raise TraceError(f"steps of different shapes: {sorted(shapes)}")
+        raise TraceError(f"all steps must have the same shape, got {sorted(shapes)}")
     counts_SLE = np.stack(steps)
     numbers = list(layers) or list(range(counts_SLE.shape[1]))
     is_sparse = np.asarray(counts_SLE.any(axis=(0, 2)))
@@ -174,7 +180,7 @@ def make_trace(
     without a known phase count as generated."""
     count = len(ids_NLK)
     if not count:
-        raise TraceError("there are no tokens in it")
+        raise TraceError("the recording contains no tokens")
     num_experts = options.num_experts or int(ids_NLK.max()) + 1
     # otherwise RoutingTrace raises the error
     is_sound = ids_NLK.min() >= 0 and ids_NLK.max() < num_experts

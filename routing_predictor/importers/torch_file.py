@@ -35,7 +35,7 @@ def read_torch_file(path: Path) -> Any:
         raise TraceError(f"{path} does not exist") from None
     except zipfile.BadZipFile:
         raise TraceError(
-            f"{path} is not a zip file, which torch.save has written since version 1.6"
+            f"{path} is not a zip file; torch.save writes zip files since version 1.6"
         ) from None
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
@@ -56,19 +56,19 @@ class _TorchZip:
         entries = {entry.filename: entry for entry in archive.infolist()}
         described = [name for name in entries if name.endswith("/data.pkl")]
         if len(described) != 1:
-            raise TraceError(f"it has {len(described)} descriptions (data.pkl), not one")
+            raise TraceError(f"it must have one description (data.pkl), but has {len(described)}")
         self._entries, self._root = entries, described[0].removesuffix("data.pkl")
 
     def read(self) -> Any:
         order = self._root + "byteorder"
         if order in self._entries and self._bytes(order) != b"little":
-            raise TraceError("its bytes are not in little-endian order")
+            raise TraceError("it is not stored in little-endian byte order")
         return self._filled(read_plain_data(self._bytes(self._root + "data.pkl")), 0)
 
     def _bytes(self, name: str) -> bytes:
         entry = self._entries.get(name)
         if entry is None:
-            raise TraceError(f"{name} is missing in it")
+            raise TraceError(f"it does not contain {name}")
         if entry.compress_type != zipfile.ZIP_STORED:
             raise TraceError(f"{name} is compressed, as torch.save never does: refused")
         return self._archive.read(entry)
@@ -79,7 +79,7 @@ class _TorchZip:
             raise TraceError("its lists are nested more than 32 deep: refused")
         self._values_left -= 1
         if self._values_left < 0:
-            raise TraceError("its lists hold each other too often: refused")
+            raise TraceError("its lists refer to each other too often: refused")
         if isinstance(value, StoredTensor):
             if value not in self._arrays:
                 self._arrays[value] = self._array(value)
@@ -90,18 +90,23 @@ class _TorchZip:
             return type(value)([self._filled(item, depth + 1) for item in value])
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        raise TraceError(f"it holds a bare {type(value).__name__}: refused")
+        raise TraceError(
+            f"it contains only a {type(value).__name__}, not a dict or a list: refused"
+        )
 
     def _array(self, tensor: StoredTensor) -> NDArray[Any]:
         if tensor.storage not in _DTYPES:
-            raise TraceError(f"it holds a tensor of {tensor.storage}, which no table of counts is")
+            raise TraceError(
+                f"it contains a tensor of {tensor.storage}, which is not a type for counts"
+            )
         dtype = np.dtype("<" + _DTYPES[tensor.storage])
         if tensor.key not in self._storages:
             self._storages[tensor.key] = self._bytes(f"{self._root}data/{tensor.key}")
         content = self._storages[tensor.key]
         if len(content) != tensor.num_stored * dtype.itemsize:
             raise TraceError(
-                f"storage {tensor.key} has {len(content)} bytes, not {tensor.num_stored} values"
+                f"storage {tensor.key} has {len(content)} bytes, which do not fit "
+                f"{tensor.num_stored} values"
             )
         size = math.prod(tensor.shape)
         steps = zip(tensor.shape, tensor.strides, strict=True)
@@ -110,7 +115,7 @@ class _TorchZip:
             raise TraceError(f"a tensor of {tensor.shape} reaches beyond its storage")
         self._bytes_left -= size * dtype.itemsize
         if self._bytes_left < 0:
-            raise TraceError("its tensors share their numbers too often: refused")
+            raise TraceError("its tensors share storage too often: refused")
         if not size:
             return np.zeros(tensor.shape, dtype)
         flat = np.frombuffer(content, dtype)[tensor.offset :]

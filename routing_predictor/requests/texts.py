@@ -72,8 +72,8 @@ def check_two_documents(num_documents: int) -> None:
     """Raise TraceError if there are fewer than two documents."""
     if num_documents < 2:
         raise TraceError(
-            f"{num_documents} document cannot be split: training needs some to learn from and "
-            "others to decide when to stop; give two at least"
+            f"{num_documents} document is too few: training needs at least two, some to "
+            "learn from and others to decide when to stop"
         )
 
 

@@ -51,7 +51,8 @@ class PrefixCuts:
         tokens = self.texts.token_T
         if tokens is None:
             raise TraceError(
-                "the trace holds no token ids: record it with them, or predict from history"
+                "the trace has no token ids: record it with them, or use the predictions "
+                "from history, which need no training"
             )
         return [
             tokens[max(start, end - MAX_PREFIX) : end]
@@ -103,8 +104,8 @@ def _places(texts: RoutedTexts, horizon: int) -> NDArray[np.int64]:
     places: NDArray[np.int64] = np.maximum(0, texts.lengths - horizon - MIN_PREFIX + 1)
     if not places.sum():
         raise TraceError(
-            f"no text has {MIN_PREFIX + horizon} tokens: the longest of {texts.num_requests} has "
-            f"{int(texts.lengths.max(initial=0))}"
+            f"no text has {MIN_PREFIX + horizon} tokens; the longest of "
+            f"{texts.num_requests} has {int(texts.lengths.max(initial=0))}"
         )
     return places
 

@@ -48,7 +48,9 @@ class PredictorCard:
         """Return a count among `sizes`. Raises PredictorError."""
         value = self.sizes.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise PredictorError(f"the {self.kind} predictor's card has {name} {value!r}")
+            raise PredictorError(
+                f"the {self.kind} predictor's card has an invalid {name}: {value!r}"
+            )
         return value
 
     def check_fits(self, model_identity: str, placement_version: str, model: str = "") -> None:
@@ -85,15 +87,16 @@ def read_card(path: Path) -> PredictorCard:
     if not isinstance(entries, dict) or entries.get("version") != VERSION:
         found = entries.get("version") if isinstance(entries, dict) else None
         raise PredictorError(
-            f"{path} has the version {repr(found)[:20]} of a card; {VERSION} is read"
+            f"{path} has version {repr(found)[:20]} of a card, but only version {VERSION} "
+            "can be read"
         )
     names = {each.name for each in fields(PredictorCard)}
     if unknown := sorted(entries.keys() - names):
-        raise PredictorError(f"{path} has keys that no card has: {', '.join(unknown)}")
+        raise PredictorError(f"{path} has unknown keys: {', '.join(unknown)}")
     try:
         card = PredictorCard(**entries | {"layers": tuple(entries["layers"])})
     except (KeyError, TypeError) as error:
-        raise PredictorError(f"{path} is not a whole card: {error}") from None
+        raise PredictorError(f"{path} is not a complete card: {error}") from None
     _check(card, path)
     return card
 
@@ -101,9 +104,11 @@ def read_card(path: Path) -> PredictorCard:
 def _check(card: PredictorCard, path: Path) -> None:
     counts = (card.num_experts, card.top_k, card.width, *card.layers)
     if not all(isinstance(count, int) and count >= 0 for count in counts):
-        raise PredictorError(f"{path}: layers, num_experts, top_k and width are counts")
+        raise PredictorError(f"{path}: layers, num_experts, top_k and width must be integers")
     texts = (card.kind, card.model, card.model_identity, card.placement_version)
     if not all(isinstance(text, str) for text in texts):
-        raise PredictorError(f"{path}: kind, model, model_identity and placement_version are text")
+        raise PredictorError(
+            f"{path}: kind, model, model_identity and placement_version must be text"
+        )
     if not all(isinstance(part, dict) for part in (card.sizes, card.data, card.metrics)):
-        raise PredictorError(f"{path}: sizes, data and metrics are objects")
+        raise PredictorError(f"{path}: sizes, data and metrics must be objects")

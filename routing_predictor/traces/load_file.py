@@ -33,16 +33,18 @@ class RecordedLoad:
     def __post_init__(self) -> None:
         shape = self.counts_SLE.shape
         if len(shape) != 3 or not all(shape):
-            raise TraceError(f"counts have the shape {shape}; steps x layers x experts wanted")
+            raise TraceError(f"counts must have the shape steps x layers x experts, got {shape}")
         if shape[1] != len(self.layers):
-            raise TraceError(f"counts of {shape[1]} layers, but {len(self.layers)} are named")
+            raise TraceError(
+                f"there are counts of {shape[1]} layers, but {len(self.layers)} layer numbers"
+            )
         wrong_SLE = ~((self.counts_SLE >= 0) & (self.counts_SLE <= _MOST))
         if wrong_SLE.any():
             step, row, expert = np.argwhere(wrong_SLE)[0]
             raise TraceError(
-                f"{int(wrong_SLE.sum())} counts are negative, not finite or above 2^53; the first "
-                f"is {self.counts_SLE[step, row, expert]} of expert {expert} in layer "
-                f"{self.layers[row]}"
+                f"{int(wrong_SLE.sum())} counts are negative, not finite or above 2^53; "
+                f"the first is {self.counts_SLE[step, row, expert]}, of expert {expert} in "
+                f"layer {self.layers[row]}"
             )
 
     @property

@@ -39,7 +39,7 @@ class TensorFile:
         value = self.facts.get(name)
         is_wrong = not isinstance(value, kind) or isinstance(value, bool)
         if is_wrong or (isinstance(value, int) and value < 0):
-            raise TraceError(f"{self.path}: {name} is {value!r}, not {_WORDS[kind]}")
+            raise TraceError(f"{self.path}: {name} must be {_WORDS[kind]}, got {value!r}")
         return value
 
     def strings(self, name: str) -> tuple[str, ...]:
@@ -55,7 +55,8 @@ class TensorFile:
             raise TraceError(f"{self.path}: the tensor {name} is missing")
         if array.dtype.kind not in kinds or array.ndim != num_dimensions:
             raise TraceError(
-                f"{self.path}: the tensor {name} is {array.dtype} {array.shape}, which it cannot be"
+                f"{self.path}: the tensor {name} has an invalid dtype or shape, "
+                f"{array.dtype} {array.shape}"
             )
         return array
 
@@ -96,20 +97,22 @@ def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
     metadata = read_metadata(path)
     if metadata.get("format") != format_name:
         found = metadata.get("format", "a safetensors file without a format")
-        raise TraceError(f"{path} is not a {format_name} but {found}")
+        raise TraceError(f"{path} is not a {format_name}, but {found}")
     if metadata.get("version") != str(version):
         number = metadata.get("version")
-        raise TraceError(f"{path} has the version {number} of its format; {version} is read")
+        raise TraceError(
+            f"{path} has version {number} of its format, but only version {version} can be read"
+        )
     try:
         facts = json.loads(metadata.get("facts", ""), parse_int=whole_number)
         with safe_open(regular(path), framework="numpy") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (ValueError, RecursionError):
-        raise TraceError(f"{path}: its facts are not JSON") from None
+        raise TraceError(f"{path}: its metadata is not JSON") from None
     except (OSError, SafetensorError, TypeError) as error:
         raise unreadable(path, error) from None
     if not isinstance(facts, dict):
-        raise TraceError(f"{path}: its facts are not a JSON object")
+        raise TraceError(f"{path}: its metadata is not a JSON object")
     return TensorFile(path, tensors, facts)
 
 
@@ -117,7 +120,7 @@ def whole_number(text: str) -> int:
     """Parse a whole number of JSON; refuses thousands of digits, which cannot be multiplied and
     printed."""
     if len(text) > _MOST_DIGITS:
-        raise TraceError(f"has a number of {len(text)} digits: none here has over {_MOST_DIGITS}")
+        raise TraceError(f"has a number of {len(text)} digits; at most {_MOST_DIGITS} are allowed")
     return int(text)
 
 

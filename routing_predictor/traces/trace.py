@@ -41,26 +41,36 @@ class RoutingTrace:
     def __post_init__(self) -> None:
         shape = self.expert_ids_NLK.shape
         if len(shape) != 3:
-            raise TraceError(f"expert ids have {len(shape)} dimensions; tokens x layers x k wanted")
+            raise TraceError(
+                f"expert ids must have the shape tokens x layers x k, got {len(shape)} dimensions"
+            )
         if shape[1] != len(self.layers):
-            raise TraceError(f"expert ids of {shape[1]} layers, but {len(self.layers)} are named")
+            raise TraceError(
+                f"there are expert ids of {shape[1]} layers, but {len(self.layers)} layer numbers"
+            )
         for name in ("request_N", "position_N", "phase_N", "token_N"):
             column = getattr(self, name)
             if column is not None and column.shape != shape[:1]:
-                raise TraceError(f"{name} has the shape {column.shape}, of {shape[0]} tokens")
+                raise TraceError(
+                    f"{name} has the shape {column.shape}, but there are {shape[0]} tokens"
+                )
         if self.weights_NLK is not None and self.weights_NLK.shape != shape:
-            raise TraceError(f"weights have the shape {self.weights_NLK.shape}, ids have {shape}")
+            raise TraceError(
+                f"weights must have the shape {shape} of the ids, got {self.weights_NLK.shape}"
+            )
         if self.labels and len(self.labels) != len(self.request_ids):
-            raise TraceError(f"{len(self.labels)} labels for {len(self.request_ids)} requests")
+            raise TraceError(
+                f"there are {len(self.labels)} labels for {len(self.request_ids)} requests"
+            )
         if not shape[0]:
             return
         low, high = int(self.expert_ids_NLK.min()), int(self.expert_ids_NLK.max())
         if low < 0 or high >= self.num_experts:
-            raise TraceError(f"expert ids from {low} to {high}, of {self.num_experts} experts")
+            raise TraceError(f"expert ids must be 0 to {self.num_experts - 1}, got {low} to {high}")
         if int(self.request_N.max()) >= len(self.request_ids) or int(self.request_N.min()) < 0:
             raise TraceError(
-                f"tokens of {int(self.request_N.max()) + 1} requests, "
-                f"but {len(self.request_ids)} are named"
+                f"the tokens belong to {int(self.request_N.max()) + 1} requests, but "
+                f"{len(self.request_ids)} request ids are given"
             )
 
     @property
@@ -102,6 +112,7 @@ def check_distinct(ids_NLK: NDArray[np.integer], layers: Sequence[int] = ()) -> 
             token, place = (int(index) for index in np.argwhere(repeats_NK)[0])
             layer = layers[row] if layers else row
             raise TraceError(
-                f"token {token} has expert {sorted_NK[token, place]} twice in layer {layer}; the "
-                f"{ids_NLK.shape[2]} choices of a token are different experts"
+                f"token {token} has expert {sorted_NK[token, place]} twice in layer "
+                f"{layer}; the {ids_NLK.shape[2]} choices of a token must be different "
+                "experts"
             )

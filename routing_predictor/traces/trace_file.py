@@ -34,14 +34,14 @@ _SAME = ("num_experts", "layers", "top_k", "model", "model_identity", "placement
 def id_dtype(num_experts: int) -> type[np.uint8] | type[np.int16]:
     """Return the smallest type that holds all expert ids. Raises TraceError if none does."""
     if num_experts > MAX_EXPERTS:
-        raise TraceError(f"{num_experts} experts; a trace holds ids of at most {MAX_EXPERTS}")
+        raise TraceError(f"a trace can have at most {MAX_EXPERTS} experts, got {num_experts}")
     return np.uint8 if num_experts <= 256 else np.int16
 
 
 def as_int32(values_N: NDArray[np.integer], name: str) -> NDArray[np.int32]:
     """Convert a column of a trace without changing any number. Raises TraceError."""
     if len(values_N) and not -(2**31) <= int(values_N.min()) <= int(values_N.max()) < 2**31:
-        raise TraceError(f"{name} goes up to {values_N.max()}; a trace holds less than {2**31}")
+        raise TraceError(f"{name} must be below {2**31} in a trace, got {values_N.max()}")
     return values_N.astype(np.int32, copy=False)
 
 
@@ -49,8 +49,8 @@ def as_phase(values_N: NDArray[np.integer]) -> NDArray[np.uint8]:
     """Convert the phase column. Raises TraceError for an unknown phase."""
     if len(values_N) and not PREFILL <= int(values_N.min()) <= int(values_N.max()) <= DECODE:
         raise TraceError(
-            f"phase goes from {values_N.min()} to {values_N.max()}; {PREFILL} is the prompt's, "
-            f"{DECODE} generated"
+            f"phase must be {PREFILL} (a token of the prompt) or {DECODE} (a generated "
+            f"token), got {values_N.min()} to {values_N.max()}"
         )
     return values_N.astype(np.uint8, copy=False)
 
@@ -65,8 +65,9 @@ def check_columns(trace: RoutingTrace) -> None:
     if is_back_N.any():
         at = int(is_back_N.argmax())
         raise TraceError(
-            f"request {trace.request_ids[request_N[at]]!r} has position {position_N[at + 1]} after "
-            f"{position_N[at]}; positions of a request ascend"
+            f"request {trace.request_ids[request_N[at]]!r} has position "
+            f"{position_N[at + 1]} after {position_N[at]}; the positions of a request must "
+            "ascend"
         )
 
 
@@ -132,7 +133,7 @@ def part_files(folder: Path) -> list[Path]:
     """Return the parts of a recording in order. Raises TraceError if there is none."""
     parts = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
     if not parts:
-        raise TraceError(f"{folder} holds no recording: there is no file *{SUFFIX} in it")
+        raise TraceError(f"{folder} contains no recording: it has no file *{SUFFIX}")
     return parts
 
 

@@ -172,7 +172,10 @@ class TestFailures:
         monkeypatch.setattr(load_client.resource, "getrlimit", lambda _: (64, 100))
         monkeypatch.setattr(load_client.resource, "setrlimit", lambda *_: None)
         assert allow_open_files(1000) == 100
-        with pytest.raises(BenchError, match="200 requests at once need 264.*allows 100"):
+        with pytest.raises(
+            BenchError,
+            match="200 requests in progress need 264 open files.*allows 100.*lower --concurrency",
+        ):
             asyncio.run(run_bench(plan("http://127.0.0.1:1", concurrency=200)))
 
 
@@ -286,14 +289,20 @@ class TestCommand:
             (["--url", "http://h"], "choose how requests arrive"),
             (["--url", "http://h", "--rate", "1", "--concurrency", "1"], "cannot be combined"),
             (["--url", "http://h", "--concurrency", "1", "--burstiness", "2"], "--burstiness"),
-            (["--url", "http://h", "--rate", "1", "--max-prompt", "2"], "--max-prompt belongs to"),
-            (["--url", "http://h", "--rate", "inf"], "--rate takes a finite number, not inf"),
-            (["--url", "http://h", "--rate", "1", "--timeout", "inf"], "--timeout takes a finite"),
+            (
+                ["--url", "http://h", "--rate", "1", "--max-prompt", "2"],
+                "--max-prompt only applies to --trace",
+            ),
+            (["--url", "http://h", "--rate", "inf"], "--rate must be a finite number, got inf"),
+            (
+                ["--url", "http://h", "--rate", "1", "--timeout", "inf"],
+                "--timeout must be a finite",
+            ),
             (["--url", "http://h", "--rate", "1", "--body", '{"x": NaN}'], "--body is not JSON"),
             (["--url", "http://h", "--rate", "1", "--body", "[1]"], "takes a JSON object"),
             (["--url", "http://h", "--rate", "1", "--body", '{"n": 2}'], "may not set n"),
             (["--url", "http://h", "--rate", "1", "--api-key", "a\r\nb"], "API key"),
-            (["--url", "http://h", "--rate", "1", "--save-requests"], "takes --json"),
+            (["--url", "http://h", "--rate", "1", "--save-requests"], "needs --json"),
             (
                 ["--url", "http://h", "--rate", "1", "--no-stream", "--slo", "e2e=1s,ttft=1s"],
                 "--no-stream does not measure",

@@ -282,5 +282,5 @@ class TestWorkload:
 
     @pytest.mark.parametrize("text", ["", "0", "5:4", "a", "3:", "-1"])
     def test_wrong_lengths(self, text: str) -> None:
-        with pytest.raises(BenchError, match="--x cannot be"):
+        with pytest.raises(BenchError, match="--x must (be N or LOW:HIGH|have 1 <= LOW <= HIGH)"):
             Lengths.parse("--x", text)

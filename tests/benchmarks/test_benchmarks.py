@@ -233,6 +233,17 @@ class TestContestant:
             with pytest.raises(ContestantError, match="MemoryError: 12 GB more, please"):
                 contestant.generate(Turn(prompts=[[1]], num_output=1))
 
+    def test_a_signal_is_named(self, tmp_path: Path) -> None:
+        """What it printed last may have nothing to do with its end."""
+        program = DIES.replace(
+            'raise MemoryError("12 GB more, please")',
+            'os.write(2, b"reserved 27 MiB"); os.kill(os.getpid(), 4)',
+        ).replace("import ", "import os, ", 1)
+        with self.running(program, tmp_path) as contestant:
+            contestant.make(JOB)
+            with pytest.raises(ContestantError, match="ended by SIGILL after 'reserved 27 MiB'"):
+                contestant.generate(Turn(prompts=[[1]], num_output=1))
+
 
 def test_memory_of_this_process() -> None:
     memory = TreeMemory(os.getpid())

@@ -102,7 +102,10 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 def test_kernels_that_sum_by_shape_are_refused() -> None:
-    why = r"attention-0 cannot serve: cluster\.attention_tp is 2, but the kernels here are torch"
+    why = (
+        r"attention-0 cannot serve: cluster\.attention_tp is 2, which needs the native .*"
+        "kernels here are torch"
+    )
     with pytest.raises(ConfigError, match=why):
         build_cluster(config(1, 1, kernels="torch", attention_tp=2), make_starter=ThreadStarter)
 

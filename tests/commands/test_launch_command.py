@@ -115,7 +115,7 @@ def test_a_cluster_files_unknown_setting_is_refused(tmp_path: Path) -> None:
         (["--cluster", "none.yaml"], "cannot read the cluster file none.yaml"),
         (
             ["--cluster", str(TWO_NODES), "--node-rank", "0", "--expert-ranks", "3"],
-            "places 4 attention and 4 expert ranks, but 4 and 3 are requested",
+            "places 4 attention and 4 expert ranks, but the flags request 4 and 3",
         ),
         (["m", *RANKS, "--hostfile", "none"], "cannot read the hostfile none"),
         (["m", *RANKS, "--emit", "slurm"], "--num-nodes or --cluster"),
@@ -186,8 +186,8 @@ def test_a_file_is_no_folder_to_write_into(capsys: Capture, tmp_path: Path) -> N
     taken.write_text("mine")
     assert run(*asked, str(taken)) == 2
     assert capsys.readouterr().err == (
-        f"error: --out {taken} is a file, and files are to be written into a folder: name another, "
-        "or remove it.\n"
+        f"error: --out {taken} is a file, but it must be a folder into which the files are "
+        "written: name another, or remove the file.\n"
     )
     assert taken.read_text() == "mine"
 

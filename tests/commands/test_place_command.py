@@ -79,9 +79,9 @@ def test_files_that_contradict_themselves_or_the_flags(
     np.save(tmp_path / "twice.npy", twice)
     for arguments, message in (
         (("--trace", tmp_path / "twice.npy"), "token 1 has expert 3 twice in layer 0"),
-        (("--load", loads[0], "--num-experts", 8), "--num-experts is 8, and "),
-        (("--load", loads[0], "--num-experts", 20), "--num-experts is 20, and "),
-        (("--trace", TRACE, "--num-experts", 16), "has 32 experts"),
+        (("--load", loads[0], "--num-experts", 8), "--num-experts is 8, but "),
+        (("--load", loads[0], "--num-experts", 20), "--num-experts is 20, but "),
+        (("--trace", TRACE, "--num-experts", 16), "states 32 experts"),
     ):
         assert run(*arguments, "--devices", 2, "--quick") == 2
         assert message in " ".join(capsys.readouterr().err.split())
@@ -94,7 +94,7 @@ def test_the_quick_start(tmp_path: Path, capsys: Capture) -> None:
     model = ("--model", demo_model_folder())
     assert run(*asked, *model, "--windows", 2, "--out", out, "--json", figures) == 0
     printed = capsys.readouterr().out
-    assert "2 scenarios, 6 layers of 32 experts" in printed and "8 replicas a layer" in printed
+    assert "2 scenarios, 6 layers of 32 experts" in printed and "8 replicas per layer" in printed
     for words in ("bound", "linear", "eplb", "held out", "drift", "replicas", "steps of 64"):
         assert words in printed, words
     report = json.loads(figures.read_text())
@@ -168,7 +168,7 @@ def test_a_model_numbers_the_layers(tmp_path: Path, capsys: Capture) -> None:
     assert run(*told, "--devices", 2) == 0
     assert "2 layers of 4 experts with 0 replicas on 2 devices" in capsys.readouterr().out
     assert run("check", plan, "--num-layers", 5, "--dense-layers", "0,2", "--devices", 2) == 1
-    assert "4 rows and the model 5 layers" in capsys.readouterr().out
+    assert "4 rows, but the model has 5 layers" in capsys.readouterr().out
 
 
 def test_moves_from_the_plan_in_use(loads: list[Path], tmp_path: Path, capsys: Capture) -> None:
@@ -313,7 +313,7 @@ def test_check_names_what_does_not_fit(tmp_path: Path, capsys: Capture) -> None:
     assert "for 24 copies in 6 layers, and has 0.00 GiB" in capsys.readouterr().out
     cluster.write_text("nodes: [{devices: 4}]\n")
     assert run(*fits[:-1], cluster) == 1
-    assert "for 32 experts on 8 ranks, not for the model's 32 on 4" in capsys.readouterr().out
+    assert "for 32 experts on 8 ranks, but the model has 32 on 4" in capsys.readouterr().out
     plan.write_text('{"physical_to_logical_map": [[0]], "comment": "mine"}')
     assert run(*fits) == 1
     assert "unknown (['comment'])" in capsys.readouterr().out
@@ -329,7 +329,7 @@ def test_check_with_a_part_of_the_model(tmp_path: Path, capsys: Capture) -> None
     assert run(*layers, "0-1") == 1
     assert "not in the model are [1]" in capsys.readouterr().out
     assert run("check", plan, "--num-experts", 7) == 1
-    assert "for 4 experts on 2 ranks, not for the model's 7" in capsys.readouterr().out
+    assert "for 4 experts on 2 ranks, but the model has 7" in capsys.readouterr().out
     assert run(*layers, "0") == 0
     printed = capsys.readouterr().out
     assert "fits: " in printed and "the number of experts in a layer was not checked" in printed
@@ -358,10 +358,12 @@ def test_replicas_that_a_plan_needs_anyway(tmp_path: Path, capsys: Capture) -> N
     path.write_text("5,4,3,2,1\n")
     assert run("--load", path, "--devices", 2, "--replicas", 1, "--json", figures) == 0
     sentence = json.loads(figures.read_text())["replicas"]["sentence"]
-    assert sentence.startswith("1 replica: 3 a layer (40.0% more memory) would lower"), sentence
+    assert sentence.startswith("1 replica: 3 in each layer (40.0% more memory) would lower"), (
+        sentence
+    )
     assert run("--load", path, "--devices", 2, "--replicas", 3, "--json", figures) == 0
     sentence = json.loads(figures.read_text())["replicas"]["sentence"]
-    assert sentence.startswith("3 replicas a layer (40.0% more memory) lower"), sentence
+    assert sentence.startswith("3 replicas in each layer (40.0% more memory) lower"), sentence
     assert " with 1 to " in sentence
 
 
@@ -383,7 +385,7 @@ def test_replicas_are_copies_and_not_empty_slots(
     asked = ("--load", loads[0], "--devices", 4, "--replicas", 16, "--no-fill")
     assert run(*asked, "--json", figures) == 0
     sentence = json.loads(figures.read_text())["replicas"]["sentence"]
-    assert sentence.startswith("Up to 3 replicas a layer (10.4% more memory) lower"), sentence
+    assert sentence.startswith("Up to 3 replicas in each layer (10.4% more memory) lower"), sentence
 
 
 @pytest.mark.parametrize(
@@ -418,7 +420,7 @@ def test_check_of_what_is_no_plan(loads: list[Path], tmp_path: Path, capsys: Cap
         ),
         ("text.yaml", b"a: [", "is not a plan: it is not valid YAML (while"),
         ("list.json", b"[1]", "is not a plan: a plan must be a JSON or YAML object"),
-        ("none.json", b"{}", "is not a plan: it has the keys of no known plan (none)"),
+        ("none.json", b"{}", "is not a plan: its keys are not those of any known plan: none"),
         ("bytes.json", b"\xff\xfe\x00", "is not a plan: it is not UTF-8 text"),
         ("day.csv", loads[0].read_bytes(), "holds recorded loads and is not a plan"),
         ("day.json", b'{"logical_count": [[1, 2], [3, 4]]}', "holds recorded loads and is not"),
@@ -429,7 +431,10 @@ def test_check_of_what_is_no_plan(loads: list[Path], tmp_path: Path, capsys: Cap
         assert run("check", path, "--devices", 4) == 2, name
         printed, error = capsys.readouterr()
         assert error.startswith(f"error: {path} {what}") and error.count("\n") == 1, error
-        assert "give what `moe-serve place --out` or --export wrote" in error and not printed
+        assert (
+            "give a file that `moe-serve place` wrote (with --out or --export)" in error
+            and not printed
+        )
 
 
 def test_check_of_aliases_of_aliases(tmp_path: Path, capsys: Capture) -> None:
@@ -512,19 +517,19 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         (("--load", folder / "no.csv", *two), "no.csv does not exist"),
         (("--load", folder / "bytes.json", *two), "bytes.json is not UTF-8"),
         (("--load", folder / "nan.csv", *two), "1 numbers that are not finite; the first is nan"),
-        (("--load", folder / "negative.csv", *two), "the first is -3.0 of expert 2 in layer 1"),
-        (("--load", folder / "ragged.csv", *two), "row 2 is not 4 counts"),
+        (("--load", folder / "negative.csv", *two), "the first is -3.0, of expert 2 in layer 1"),
+        (("--load", folder / "ragged.csv", *two), "row 2 must have 4 counts"),
         (("--load", folder / "zero.csv", *two), "all counts are 0"),
-        (("--load", good, folder / "wide.csv", *two), "has 4 experts and"),
-        (("--load", good, folder / "long.csv", *two), "has 2 layers (0 to 1) and"),
-        ((*day, *two, "--windows", 2), "has 1 steps, too few for --windows 2"),
-        ((*day, "--devices", 3), "4 experts and 0 replicas are 4 slots, which do not divide"),
+        (("--load", good, folder / "wide.csv", *two), "has 4 experts, but"),
+        (("--load", good, folder / "long.csv", *two), "has 2 layers (0 to 1), but"),
+        ((*day, *two, "--windows", 2), "has only 1 steps, too few for --windows 2"),
+        ((*day, "--devices", 3), "4 experts and 0 replicas are 4 slots, which cannot be divided"),
         ((*day, "--devices", 3, "--replicas", 9999), "3 devices: take 8 replicas, or give each"),
         (("--load", folder / "huge.csv", *two), "1 counts are negative, not finite or above 2^53"),
         (("--load", folder / "no.name", *two), "takes any name, with --from"),
         ((*day, "--devices", 3, "--replicas", 1), "take 2 replicas, or give each device"),
-        ((*day, "--devices", 4, "--nodes", 3), "4 devices do not divide evenly over 3 nodes"),
-        ((*day, *two, "--replicas", 6), "has 5 slots for 4 experts"),
+        ((*day, "--devices", 4, "--nodes", 3), "4 devices cannot be spread evenly over 3 nodes"),
+        ((*day, *two, "--replicas", 6), "has 5 slots, but there are only 4 experts"),
         (cluster("few"), "2 slots on 2 devices cannot hold 4 experts: 2 more are needed"),
         (cluster("memory"), "which needs bytes_per_expert"),
         ((*cluster("memory"), "--bytes-per-expert", 10**6), "bytes for 2 slots in 2 layers"),
@@ -533,21 +538,21 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         (cluster("twice"), "nodes is set twice"),
         (cluster("none"), "at least one node"),
         (cluster("speed"), "speed must be above 0 and finite, got 0.0"),
-        (cluster("endless"), "memory_gib is inf; it is above 0 and finite"),
-        (cluster("nan"), "memory_gib is nan; it is above 0 and finite"),
+        (cluster("endless"), "memory_gib must be above 0 and finite, or left out; got inf"),
+        (cluster("nan"), "memory_gib must be above 0 and finite, or left out; got nan"),
         (cluster("broken"), "is not valid YAML"),
         (cluster("absent"), "cannot read the cluster file"),
-        ((*cluster("uneven"), "--replicas", 1), "are 5 slots of a layer, and the devices of"),
-        ((*cluster("uneven"), "--export", "vllm", folder / "x"), "plan with equal slots"),
+        ((*cluster("uneven"), "--replicas", 1), "need 5 slots in each layer, but the devices of"),
+        ((*cluster("uneven"), "--export", "vllm", folder / "x"), "plan again with equal slots"),
         ((*day, *two, "--export", "tensorrt", folder / "x"), "got 'tensorrt'"),
         ((*day, *two, "--export", "trtllm", folder / "x"), "uses the model's layer numbers"),
         ((*day, *two, "--out", folder / "no" / "x"), "is not a folder"),
         ((*day, *two, "--out", folder), "it is a folder"),
         (("--load", folder / "of4.json", *two), "is a plan, not loads"),
-        ((*day, *two, "--pin", "0"), "--pin cannot be '0': it must be [LAYER:]EXPERT@DEVICE"),
+        ((*day, *two, "--pin", "0"), "--pin must be [LAYER:]EXPERT@DEVICE, got '0'"),
         ((*day, *two, "--pin", "9@0"), "expert 9 on device 0 in every layer: experts are 0 to 3"),
         ((*day, *two, "--pin", "0@5"), "devices are 0 to 1"),
-        ((*day, *two, "--pin", "7:0@0"), "loads are for layers 0 to 1"),
+        ((*day, *two, "--pin", "7:0@0"), "must be one of the 2 layers of the loads, 0 to 1"),
         (
             (*day, *two, "--pin", "0@0", "--pin", "1@0", "--pin", "2@0"),
             "Layer 0 pins 3 experts to device 0, which has 2 slots",
@@ -557,8 +562,11 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
             "num_groups (--groups) must divide the 4 experts of a layer, got 3",
         ),
         ((*day, *two, "--max-nodes-per-group", 2), "give their number with --groups"),
-        ((*day, *two, "--max-moves", 2), "name it with --current"),
-        ((*day, *two, "--current", folder / "of4.json"), "for 4 experts on 4 ranks, not for"),
+        ((*day, *two, "--max-moves", 2), "limits changes to a plan in use: give it with --current"),
+        (
+            (*day, *two, "--current", folder / "of4.json"),
+            "for 4 experts on 4 ranks, but the model has",
+        ),
         ((*day, *two, "--current", good), "good.csv holds recorded loads and is not a plan"),
         ((*day, *two, "--solver", "linear", "--pin", "0@1"), "--solver linear ignores --pin:"),
         (
@@ -580,11 +588,17 @@ def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
         ((*day, *two, "--seconds", "inf"), "--seconds must be 0 or more and finite, got inf"),
         ((*day, *two, "--top-k", 5), "top_k must be 1 to 4, the number of experts, got 5"),
         ((*day, *two, "--objective", "fan-out"), "needs the choices of single tokens"),
-        ((*day, *two, "--num-layers", 1), "--num-layers 1 is less than the 2 of the loads"),
-        ((*day, *two, "--dense-layers", "a"), "--dense-layers cannot be 'a'"),
-        ((*day, *two, "--dense-layers", "7"), "layer 7 cannot be dense"),
+        (
+            (*day, *two, "--num-layers", 1),
+            "--num-layers must be at least 2, the number of layers of the loads; got 1",
+        ),
+        (
+            (*day, *two, "--dense-layers", "a"),
+            "--dense-layers must be numbers and ranges of layers, such as 0-2,5; got 'a'",
+        ),
+        ((*day, *two, "--dense-layers", "7"), "--dense-layers names layer 7, but"),
         ((*day, *two, "--model", folder / "no"), "neither the folder of a checkpoint"),
-        ((*day, *two, "--model", demo_model_folder()), "4 experts and the model has 32"),
+        ((*day, *two, "--model", demo_model_folder()), "4 experts, but the model has 32"),
         (cluster("sixties"), f"({folder}/sixties.yaml:2: '1:30')"),
         (cluster("octal"), f"({folder}/octal.yaml:1: '02')"),
         (("show", folder / "of4.json"), "give --trace or --load"),

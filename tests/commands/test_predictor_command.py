@@ -129,7 +129,7 @@ def test_what_cannot_be_learnt_from_is_told(tmp_path: Path, capsys: Capture) -> 
     arguments = ("--texts", str(tmp_path / "one.txt"), "--out", str(tmp_path / "out"))
     for kind in ("next-layer", "pre-attention", "request"):
         assert run("train", kind, *arguments, "--max-tokens", "100") == 2
-        assert "1 document cannot be split" in capsys.readouterr().err
+        assert "1 document is too few" in capsys.readouterr().err
     ids = np.tile(np.arange(4), (80, 6, 1)).astype(np.uint8)
     good = RoutingTrace(
         expert_ids_NLK=ids,
@@ -144,9 +144,9 @@ def test_what_cannot_be_learnt_from_is_told(tmp_path: Path, capsys: Capture) -> 
     path = tmp_path / "trace.safetensors"
     for trace, message in (
         (replace(good, token_N=np.full(80, 10**6, np.int32)), "token ids from 1000000 to 1000000"),
-        (replace(good, num_experts=64), "of 64 experts in 6 layers, top-4, and the model demo_m"),
-        (replace(good, layers=tuple(range(1, 7))), "or numbers its layers otherwise"),
-        (replace(good, expert_ids_NLK=ids[:, :, :2]), "of 32 experts in 6 layers, top-2, and"),
+        (replace(good, num_experts=64), "has 64 experts in 6 layers, top-4, but the model demo_m"),
+        (replace(good, layers=tuple(range(1, 7))), "or numbers its layers differently"),
+        (replace(good, expert_ids_NLK=ids[:, :, :2]), "has 32 experts in 6 layers, top-2, but"),
     ):
         write_trace(trace, path)
         assert run("train", "request", "--trace", str(path), "--out", str(tmp_path / "out")) == 2
@@ -158,12 +158,15 @@ def test_what_cannot_be_learnt_from_is_told(tmp_path: Path, capsys: Capture) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("train", "oracle", "--texts", "x", "--out", "o"), "kind cannot be 'oracle'"),
+        (("train", "oracle", "--texts", "x", "--out", "o"), "all; got 'oracle'"),
         (("train", "all", "--out", "o"), "give either --texts or --trace"),
-        (("train", "all", "--trace", "x", "--out", "o"), "a trace holds no hidden states"),
+        (("train", "all", "--trace", "x", "--out", "o"), "a trace has no hidden states"),
         (("train", "request", "--trace", "x", "--out", "o"), "x does not exist"),
         (("train", "request", "--texts", "x", "--out", "o"), "x does not exist"),
-        (("train", "all", "--texts", "x", "--loss", "mse", "--out", "o"), "loss cannot be 'mse'"),
+        (
+            ("train", "all", "--texts", "x", "--loss", "mse", "--out", "o"),
+            "one of router, ranked; got 'mse'",
+        ),
         (("train", "all", "--texts", "x", "--out", "no/such"), "no is not a folder"),
         (("train", "all", "--texts", "x", "--out", "taken"), "--out taken is a file"),
         (("evaluate", "--texts", "x"), "give a folder of predictors and --texts"),

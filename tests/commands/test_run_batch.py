@@ -106,7 +106,7 @@ def test_each_line_gets_a_row(tmp_path: Path) -> None:
         (line("a").replace(b"POST", b"GET"), "invalid_method", "method must be POST, got 'GET'"),
         (line("a").replace(b"/v1/comp", b"/admin/"), "invalid_url", "got '/admin/letions'"),
         (line("a").replace(b"{}", b"[]"), "invalid_body", "body must be a JSON object"),
-        (line("a", stream=True), "invalid_body", "a batch has no streams"),
+        (line("a", stream=True), "invalid_body", "stream must be false or left out"),
     ],
 )
 def test_a_bad_line_is_a_row(text: bytes, code: str, message: str, tmp_path: Path) -> None:
@@ -238,7 +238,9 @@ def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
 def test_a_full_disk_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"/dev/full does not take a row: No space left.*again\."):
+    with pytest.raises(
+        ConfigError, match=r"/dev/full: a row cannot be written: No space left.*again\."
+    ):
         answered([line("a")], Path("/dev/full"))
 
 
@@ -252,8 +254,8 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, code, message in (
         (["-i", str(tmp_path / "no"), "-o", out, "--url", "http://h"], 2, "cannot read the lines"),
         (["-i", str(source), "-o", str(source)], 2, "is both input and output"),
-        (["-i", str(source), "-o", str(foreign)], 2, "foreign:1 is not a row of a batch"),
-        (["-i", str(source), "-o", str(unended)], 2, "unended:1 is not a row of a batch"),
+        (["-i", str(source), "-o", str(foreign)], 2, "foreign:1 is not a row that run-batch wrote"),
+        (["-i", str(source), "-o", str(unended)], 2, "unended:1 is not a row that run-batch wrote"),
         (["-i", str(source), "-o", "/nonexistent/out"], 2, "cannot write the rows"),
         (["-i", str(source), "-o", out, "--url", "nonsense"], 2, "is not a URL such as"),
         (["-i", str(source), "-o", out, "--url", "http://h", "--model", "m"], 2, "--url uses a"),

@@ -360,5 +360,5 @@ def test_ctrl_c_in_a_terminal(url: str) -> None:
 
 def test_an_interval_that_is_no_number_is_a_sentence() -> None:
     """Not every version of typer refuses it: no look would ever be due."""
-    with pytest.raises(ConfigError, match="--interval is nan: give the seconds"):
+    with pytest.raises(ConfigError, match="--interval must be 0.2 to 60 seconds, got nan"):
         top(url="http://127.0.0.1:1", interval=math.nan)

@@ -95,7 +95,7 @@ def test_what_was_recorded_outlives_a_file_that_cannot_be_written(
     prompts.write_text("one\n")
     out = tmp_path / "x.safetensors"
     assert run("record", "--prompts", prompts, "--out", out, "--max-tokens", 2) == 2
-    assert "No space left on device; what was recorded is in" in capsys.readouterr().err
+    assert "No space left on device; the tokens recorded so far are in" in capsys.readouterr().err
     assert read_traces([tmp_path / "x.parts"]).num_tokens > 1
 
 
@@ -130,7 +130,10 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
         (("show", tmp_path / "none"), "does not exist"),
         (("show", tmp_path / "cut.safetensors"), "cannot be read as a safetensors file"),
         (("show", tmp_path / "cut.safetensors", trace), "cannot be read as a safetensors file"),
-        (("show", trace, "--ranks", 9), "--ranks 9 is more than the 8 experts"),
+        (
+            ("show", trace, "--ranks", 9),
+            "--ranks must be at most 8, the number of experts in a layer; got 9",
+        ),
         (("show", trace, "--json", tmp_path / "a" / "b"), "cannot be written"),
         (("import", tmp_path / "none.npz", "--out", tmp_path / "x"), "does not exist"),
         (("import", prompts, "--out", trace), "already exists"),
@@ -165,7 +168,7 @@ def test_what_cannot_be_written_is_said_before_anything_else(
         (("--json", tmp_path), "cannot be written: it is a folder"),
         (("--json", tmp_path / "a" / "b"), "a is not a folder"),
         (("--heatmap", tmp_path / "a" / "b.png"), "a is not a folder"),
-        (("--heatmap", tmp_path / "load.txt"), "load.txt is not *.png"),
+        (("--heatmap", tmp_path / "load.txt"), "--heatmap must be a file *.png, got "),
     ):
         assert run("show", trace, *flags) == 2, flags
         printed = capsys.readouterr()

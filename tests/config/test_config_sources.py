@@ -191,7 +191,7 @@ BOMB = functools.reduce(lambda s, i: f"&a{i} [{s}, *a{i - 1}]", range(1, 18), "&
         ),
         ("server:\n  api_keys: !!set {a}\n", r"not a plain value \(.*:2\): it has the tag !!set"),
         ("server:\n  served_model_name: 12\n", r"cannot be 12 \(.*:2\): .* number in quotes"),
-        ("server:\n  ? [a]\n  : 1\n", r"a key is a list or a mapping \(.*:2\)"),
+        ("server:\n  ? [a]\n  : 1\n", r"a key must be one word, not a list or a mapping \(.*:2\)"),
         (f"server:\n  port: {'9' * 5000}\n", r"server.port cannot be '9{79}\.\.\. \(.*:2\)"),
         (f"server:\n  sse_ping_s: {'9' * 400}\n", r"sse_ping_s cannot be '9{79}\.\.\. \(.*:2\)"),
         (f"server:\n  sse_ping_s: 9e{'9' * 400}\n", r"9e9{78}\.\.\. is too large for a number"),
@@ -214,7 +214,7 @@ BOMB = functools.reduce(lambda s, i: f"&a{i} [{s}, *a{i - 1}]", range(1, 18), "&
         ("model:\n  path: !!python/name:os.getpid\n", r"this is not a plain value \(.*:2\)"),
         (
             "server:\n  host: " + BOMB,
-            r"the aliases of .* repeat [\d,]+ values, at most 100,000 are",
+            r"the aliases of .* repeat [\d,]+ values; at most 100,000 are",
         ),
         ("server:\n  host: &a [*a]\n", r"stands for a value that contains it \(.*:2\)"),
         ("server:\n  host: " + "[" * 150 + "]" * 150, r"are nested more than 100 deep"),

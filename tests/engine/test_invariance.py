@@ -5,7 +5,7 @@ Without the prefix cache: what is compared was computed. With it: test_prefix_ca
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,9 +14,12 @@ from moe_kernels.kernel_choice import KernelsName
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.offline.llm import LLM
 from moe_serve.offline.outputs import RequestOutput
+from tests.support.families.quantised_cases import CASES
+from tests.support.families.quantised_folder import write_pair
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 Dtype = Literal["float32", "bfloat16"]
+WHOLE_NUMBERS = {"linear_weights": "packed", "low_bit_products": "int8"}
 
 
 def prompts_and_params(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -38,16 +41,39 @@ def content(output: RequestOutput) -> tuple[object, object]:
     return output.outputs[0].token_ids, output.outputs[0].logprobs
 
 
+# int4 with zeros, int4 without them and latent attention, int8.
+QUANTISED = (
+    "Mixtral-8x7B-Instruct-v0.1-AWQ",
+    "Kimi-K2-Thinking",
+    "Qwen3-30B-A3B-quantized.w8a8",
+)
+
+
+@pytest.fixture(scope="module", params=QUANTISED)
+def quantised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_pair(tmp_path_factory.mktemp("quantised"), CASES[request.param])[0])
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_alone_and_among_31_others(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
+    check_company(tiny, kernels=kernels, dtype=dtype)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_products_of_whole_numbers_among_31_others(quantised: str, kernels: KernelsName) -> None:
+    check_company(quantised, kernels=kernels, dtype="bfloat16", **WHOLE_NUMBERS)
+
+
+def check_company(folder: str, **model: Any) -> None:
     prompts, params = prompts_and_params(32)
-    with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
+    with LLM(folder, prefix_cache=False, **model) as llm:
         together = llm.generate(prompts, params, use_progress_bar=False)
         for index in (0, 1, 13, 30, 31):
             (alone,) = llm.generate([prompts[index]], [params[index]], use_progress_bar=False)
-            assert content(alone) == content(together[index]), f"{dtype=}, {index=}"
+            assert content(alone) == content(together[index]), f"{model}, {index=}"
 
 
 @pytest.mark.sampled
@@ -56,25 +82,36 @@ def test_alone_and_among_31_others(tiny: str, kernels: KernelsName, dtype: Dtype
 def test_any_chunks_micro_batches_and_preemptions(
     tiny: str, kernels: KernelsName, dtype: Dtype
 ) -> None:
+    check_cuts(tiny, kernels=kernels, dtype=dtype)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_products_of_whole_numbers_with_any_chunks_micro_batches_and_preemptions(
+    quantised: str, kernels: KernelsName
+) -> None:
+    check_cuts(quantised, kernels=kernels, dtype="bfloat16", **WHOLE_NUMBERS)
+
+
+def check_cuts(folder: str, **model: Any) -> None:
     prompts, params = prompts_and_params(12)
-    with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
+    with LLM(folder, prefix_cache=False, **model) as llm:
         plain = llm.generate(prompts, params, use_progress_bar=False)
     for budget, micro_batches, pages in ((9, 1, None), (64, 3, None), (64, 2, 11)):
         with LLM(
-            tiny,
-            kernels=kernels,
-            dtype=dtype,
+            folder,
             max_batched_tokens=budget,
             micro_batches=micro_batches,
             num_pages=pages,
             max_model_len=160,
             prefix_cache=False,
+            **model,
         ) as llm:
             outputs = llm.generate(prompts, params, use_progress_bar=False)
             if pages is not None:
                 assert llm.stats().counts.num_preemptions > 0, "the pool was meant to be too small"
         for index, (output, expected) in enumerate(zip(outputs, plain, strict=True)):
-            assert content(output) == content(expected), f"{dtype=}, {budget=}, {index=}"
+            assert content(output) == content(expected), f"{model}, {budget=}, {index=}"
 
 
 def test_a_seed_gives_its_text_whatever_else_runs(tiny: str) -> None:

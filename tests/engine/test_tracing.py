@@ -109,7 +109,7 @@ def test_start_and_stop_answer_what_is_wrong(built: BuiltEngine, tmp_path: Path)
     with pytest.raises(TracingError, match="No recording is running"):
         traced.stop()
     traced.start()
-    with pytest.raises(TracingError, match="is running already, in .*19700101-000000"):
+    with pytest.raises(TracingError, match="is already running, in .*19700101-000000"):
         traced.start()
     traced.close()
     traced.close()
@@ -123,7 +123,7 @@ def test_a_start_that_is_refused_changes_nothing(built: BuiltEngine, tmp_path: P
 
     before = tracing(built, tmp_path).status()
     traced = tracing(built, tmp_path)
-    with pytest.raises(InvalidRequestError, match=r"sample_rate 2 is not in \[0.0001, 1\]"):
+    with pytest.raises(InvalidRequestError, match=r"sample_rate must be in \[0.0001, 1\], got 2"):
         traced.start(sample_rate=2.0, has_weights=True)
     assert traced.status() == before
     config = TraceConfig(directory=str(tmp_path))

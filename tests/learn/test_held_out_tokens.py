@@ -33,5 +33,5 @@ def test_all_pieces_of_a_document_are_held_out_or_none() -> None:
 
 def test_one_document_leaves_nothing_to_learn_from() -> None:
     """It was held out as a whole, and a predictor written whose loss is no number."""
-    with pytest.raises(TraceError, match="1 document cannot be split"):
+    with pytest.raises(TraceError, match="1 document is too few"):
         held_out_tokens(trace_of(f"a{PIECE}0", f"a{PIECE}1"))

@@ -81,7 +81,7 @@ def test_a_cache_that_cannot_be_written_is_named(
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/true")
     refusal = cpu_library.load_cpu_library().refusal or ""
     assert f"{tmp_path}/file/moe-serve cannot be written (Not a directory)" in refusal
-    assert refusal.endswith("point XDG_CACHE_HOME to a folder that can be")
+    assert refusal.endswith("set XDG_CACHE_HOME to a writable folder")
 
 
 @pytest.mark.usefixtures("_fresh")

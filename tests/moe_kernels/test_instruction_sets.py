@@ -20,7 +20,8 @@ from tests.support.kernels.quantised_matrices import KINDS
 
 _SOURCES = (
     *("linear.cpp", "panels.cpp", "threads.cpp", "memory.cpp"),
-    *("low_bits/pack.cpp", "low_bits/unpack.cpp", "low_bits/int8_rows.cpp"),
+    *("low_bits/pack.cpp", "low_bits/unpack.cpp", "low_bits/few_rows.cpp"),
+    "low_bits/int8_rows.cpp",
 )
 _FUNCTIONS = ("moe_linear_f32", "moe_low_bit_bytes", "moe_pack_low_bits", "moe_advise_huge_pages")
 _X86 = platform.machine() in ("x86_64", "AMD64")

@@ -5,6 +5,8 @@ N outputs, K inputs, T rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,15 +53,40 @@ def in_floats(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_exact_products_are_those_of_the_dequantised_matrix(kind: Kind, dtype: torch.dtype) -> None:
-    """Ragged panels, eights and groups; few rows (unpacked in blocks) and many (whole groups)."""
+    """Ragged panels, eights and groups; few rows (unpacked in registers) and many (in blocks)."""
     kernels = native(dtype)
     for index, (n, k) in enumerate(((64, 128), (40, 264), (200, 1000), (17, 9))):
         matrix = rounded_once(kind.matrix(n, k, seed=index), ROUNDINGS[index % 3])
         packed, floats = kernels.linear(matrix), kernels.linear(matrix.dequantised(dtype))
-        for num_rows in (1, 7, 30):
+        for num_rows in (1, 2, 3, 4, 5, 7, 30):
             x_TK = rows_of(num_rows, k, dtype)
             found, wanted = packed(x_TK), floats(x_TK)
             assert torch.equal(found, wanted), f"{n} x {k}, {num_rows} rows"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_exact_products_with_scales_of_any_size(kind: Kind) -> None:
+    """Negative, zero, huge, tiny and infinite scales among usual ones, with every code."""
+    kernels, generator = native(torch.bfloat16), torch.Generator().manual_seed(2)
+    matrix = kind.matrix(192, 512, seed=5)
+    assert matrix.bytes_NB.unique().numel() > 100, "every code of 4 bits, and most of 8"
+    scales_NG = matrix.scales_NG.expand(192, -1).clone()
+    if kind.form.scales == "e8m0":
+        codes = torch.tensor([0, 1, 20, 27, 227, 228, 250, 254], dtype=torch.uint8)
+    else:
+        largest = torch.finfo(kind.scale_dtype).max
+        codes = torch.tensor([-0.25, 0.0, largest, -largest / 8, torch.inf, 1e-38, 1e-30, 2e-7])
+    rows = torch.randperm(128, generator=generator)[:40]  # the columns behind 128 stay usual
+    scales_NG[rows] = codes[torch.randint(8, (40, 1), generator=generator)].to(scales_NG.dtype)
+    form = replace(matrix.form, block_rows=1)
+    matrix = rounded_once(replace(matrix, scales_NG=scales_NG, form=form), torch.bfloat16)
+    packed, floats = kernels.linear(matrix), kernels.linear(matrix.dequantised(torch.bfloat16))
+    for num_rows in (1, 3, 6):
+        x_TK = rows_of(num_rows, 512, torch.bfloat16)
+        found, wanted = packed(x_TK), floats(x_TK)
+        assert torch.equal(found.isnan(), wanted.isnan()), f"{num_rows} rows"
+        assert torch.equal(found.nan_to_num(), wanted.nan_to_num()), f"{num_rows} rows"
+        assert wanted[:, 128:].isfinite().all(), "usual scales"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -75,7 +102,7 @@ def test_exact_experts(kind: Kind) -> None:
         slots.write(3 - expert, weights[0])
         slots.write(3 - expert, weights[expert])
         moving.point(expert, 3 - expert)
-    for num_rows in (1, 60):
+    for num_rows in (1, 4, 60):
         x_TD, weights_TK = rows_of(num_rows, 72, torch.bfloat16), torch.rand(num_rows, 2)
         ids_TK = torch.rand(num_rows, 4).topk(2).indices.sort().values
         wanted = floats(x_TD, ids_TK, weights_TK)

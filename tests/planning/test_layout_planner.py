@@ -138,7 +138,7 @@ def test_too_few_sequences_are_not_split() -> None:
             "max-tpot-ms must be .*, got nan",
         ),
         (PlanRequest(num_devices=2, context=9, rate=math.inf), "rate must be .*, got inf"),
-        (PlanRequest(num_devices=2, context=9), "give what the layout is for"),
+        (PlanRequest(num_devices=2, context=9), "give at least one of: a batch, a rate"),
     ],
 )
 def test_contradictions_are_one_sentence(request_: PlanRequest, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,8 @@ from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room,
 from moe_serve.errors import ConfigError
 from moe_serve.planning import plan_memory as module
 from moe_serve.planning.plan_memory import plan_memory
+from tests.support.families.quantised_cases import CASES
+from tests.support.families.quantised_folder import write_pair
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.json"))
 CPU = ModelConfig(device="cpu", num_threads=1)
@@ -65,6 +68,22 @@ def test_one_process_is_as_planned() -> None:
     (room,) = plan.rooms
     assert plan.needed(room) == server.total
     assert any("300 KV pages" in line for line in plan.lines())
+
+
+@pytest.mark.parametrize("name", ["Kimi-K2-Thinking", "Mixtral-8x7B-Instruct-v0.1-AWQ"])
+def test_packed_weights_are_as_large_as_stored(name: str, tmp_path: Path) -> None:
+    """Those of experts and of attention, each once; without a dtype in the config, too."""
+    folder, _ = write_pair(tmp_path, CASES[name])
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"dtype": None, "torch_dtype": None}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    packed = replace(CPU, path=str(folder))
+    stored = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    (server,) = plan_memory(EngineConfig(model=packed)).processes
+    assert 0.8 * stored < server.weights <= stored, f"{stored} bytes are stored"
+    floats = replace(packed, expert_weights="dequantised", linear_weights="dequantised")
+    (server,) = plan_memory(EngineConfig(model=floats)).processes
+    assert server.weights > 1.3 * stored, "they are expanded"
 
 
 def test_a_layer_that_drafts_is_counted(

@@ -98,14 +98,16 @@ def test_sglang_answers(tmp_path: Path) -> None:
     assert np.array_equal(found.expert_ids_NLK, np.concatenate(parts))
     with pytest.raises(TraceError, match="give --num-layers and --top-k"):
         trace(path)
-    with pytest.raises(TraceError, match="96 bytes are not int32 of 5 layers x 2 choices"):
+    with pytest.raises(
+        TraceError, match="96 bytes, which is not a multiple of int32 for 5 layers x 2 choices"
+    ):
         trace(path, num_layers=5, top_k=2)
     (tmp_path / "none.json").write_text("[]")
-    with pytest.raises(TraceError, match="it holds no answers"):
+    with pytest.raises(TraceError, match="the file contains no answers"):
         trace(tmp_path / "none.json", num_layers=3, top_k=2)
     none = base64.b64encode(np.array([3, -1], "<i4").tobytes()).decode()
     path.write_text(json.dumps({"meta_info": {"routed_experts": none}}))
-    with pytest.raises(TraceError, match="expert ids from -1 to 3, of 256 experts"):
+    with pytest.raises(TraceError, match="expert ids must be 0 to 255, got -1 to 3"):
         trace(path, num_layers=1, top_k=2, num_experts=256)  # not expert 255
 
 
@@ -131,7 +133,9 @@ def test_vllm_lines(tmp_path: Path) -> None:
         expected = [by_expert(counts[layer] * step, SLOTS[layer]) for layer in range(3)]
         assert found.counts_SLE[index].tolist() == expected
     path.write_text(json.dumps(lines[1] | {"version": 2}))
-    with pytest.raises(TraceError, match="version 2 of eplb_load_stats; 1 is read"):
+    with pytest.raises(
+        TraceError, match="version 2 of eplb_load_stats, but only version 1 can be read"
+    ):
         load(path)
 
 
@@ -202,7 +206,9 @@ def test_npz_with_large_numbers(tmp_path: Path) -> None:
     assert found.request_ids == ("7", str(2**40)) and found.request_N.tolist() == [0, 0, 1, 1]
     assert found.position_N.tolist() == [0, 1, 0, 1]
     np.savez(path, ids=ids, pos=np.arange(4) + 2**32)
-    with pytest.raises(TraceError, match="position goes up to 4294967299"):
+    with pytest.raises(
+        TraceError, match="position must be below 2147483648 in a trace, got 4294967299"
+    ):
         trace(path)
 
 
@@ -239,7 +245,7 @@ def test_token_lines(tmp_path: Path) -> None:
     found = trace(path)
     assert found.layers == (5, 9) and np.array_equal(found.expert_ids_NLK, ids)
     path.write_text("\n".join(map(json.dumps, lines[:-1])))
-    with pytest.raises(TraceError, match="5 lines, but 3 tokens x 2 layers"):
+    with pytest.raises(TraceError, match="5 lines, but 3 tokens in 2 layers"):
         trace(path)
 
 
@@ -255,12 +261,16 @@ def test_token_lines(tmp_path: Path) -> None:
         ("a.json", '{"snapshots": []}', "has no record of a load"),
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", "[1]", "is not a JSON object"),
-        ("a.jsonl", '{"topk_ids": [1], "layer": "x", "token_idx": 0}', "layer and token_idx are"),
-        ("a.jsonl", '{"topk_ids": [0.5], "layer": 0, "token_idx": 0}', "that is not an id"),
-        ("a.csv", "1,2\n3\n", "row 2 is not 2 counts"),
+        (
+            "a.jsonl",
+            '{"topk_ids": [1], "layer": "x", "token_idx": 0}',
+            "layer and token_idx must be integers",
+        ),
+        ("a.jsonl", '{"topk_ids": [0.5], "layer": 0, "token_idx": 0}', "that is not an expert id"),
+        ("a.csv", "1,2\n3\n", "row 2 must have 2 counts"),
         ("a.csv", "layer\n", "has no rows of counts"),
         ("a.npz", "no", "cannot be read as numpy arrays"),
-        ("a.txt", "", "its name does not say what it is"),
+        ("a.txt", "", "its format is not known from its name"),
         ("a.pt", "", "is not a zip"),
         ("a.json", f'{{"logical_count": [[{10**400}]]}}', "is not a table of numbers"),
         ("a.jsonl", '{"record_type": "eplb_load_stats", "version": [1]}', r"version \[1\] of"),
@@ -268,12 +278,12 @@ def test_token_lines(tmp_path: Path) -> None:
             "a.json",
             '{"records": [{"forward_pass_id": 1, "global_physical_count": [[1]]}], '
             '"last_physical_to_logical_map": [[1000000000]]}',
-            "1000000001 experts; a trace holds ids of at most 32768",
+            "a trace can have at most 32768 experts, got 1000000001",
         ),
         (
             "a.jsonl",
             f'{{"topk_ids": [1], "layer": 0, "token_idx": {2**31}}}',
-            "layer and token_idx are",
+            "layer and token_idx must be integers",
         ),
         ("a.csv", "x,y\n" + "9" * 200_000, "is not valid CSV: field larger"),
         (
@@ -303,7 +313,7 @@ def test_token_lines(tmp_path: Path) -> None:
             '{"topk_ids": [3, 3], "layer": 7, "token_idx": 0}',
             "expert 3 twice in layer 7",
         ),
-        ("a.csv", '1,2\n3,"4"\n', "row 2 has a text in quotes"),
+        ("a.csv", '1,2\n3,"4"\n', "row 2 has a value in quotes"),
         ("a.csv", "1,2\n3,x\n", "row 2 has 'x', which is not a count"),
         ("a.csv", "layer,2\n3,4\n", "row 1 has 'layer', which is not a count"),
         ("a.csv", "1,1_0\n", "row 1 has '1_0', which is not a count"),
@@ -321,9 +331,9 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         detect(tmp_path / "none")
     with pytest.raises(TraceError, match="tiff is not a known format: use auto, sglang, vllm"):
         import_files([tmp_path], "tiff", ImportOptions())
-    with pytest.raises(TraceError, match="slots hold expert 3, of 2"):
+    with pytest.raises(TraceError, match="a slot holds expert 3, but there are 2 experts"):
         load(DATA / "sglang_per_pass_0.pt", num_experts=2)
-    with pytest.raises(TraceError, match="expert ids from 0 to 3, of 2 experts"):
+    with pytest.raises(TraceError, match="expert ids must be 0 to 1, got 0 to 3"):
         trace(DATA / "sglang_per_token.pt", num_experts=2)
 
 

@@ -99,7 +99,7 @@ def test_pieces_of_a_document_stay_on_one_side() -> None:
     learnt, held_out = split_documents(texts, 0.3, seed=0)
     assert not set(learnt.document) & set(held_out.document)
     assert learnt.num_requests + held_out.num_requests == texts.num_requests
-    with pytest.raises(TraceError, match="1 document cannot be split"):
+    with pytest.raises(TraceError, match="1 document is too few"):
         split_documents(texts.choose(np.array([0, 1])), 0.3, seed=0)
 
 
@@ -122,7 +122,7 @@ def test_cuts_know_what_is_before_and_after() -> None:
     assert one.history().sum() == 3 * 2 * 2 and one.history(1).sum() == 2 * 2
     assert texts.token_T is not None
     assert one.prefixes()[0].tolist() == texts.token_T[20:23].tolist()
-    with pytest.raises(TraceError, match="no text has 28 tokens: the longest of 12 has 20"):
+    with pytest.raises(TraceError, match="no text has 28 tokens; the longest of 12 has 20"):
         cut_each(texts, 5, seed=3, horizon=20)
 
 
@@ -179,7 +179,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     write_predictor(tmp_path, CARD, RequestMLP(24, 2, 6, 16))
     load()
     write_predictor(tmp_path, replace(CARD, sizes={**CARD.sizes, "hidden": 32}), torch.nn.Module())
-    with pytest.raises(PredictorError, match="no tensor first.weight, the card implies"):
+    with pytest.raises(PredictorError, match="no tensor first.weight, but the card implies"):
         load()
     write_predictor(tmp_path, CARD, RequestMLP(24, 2, 6, 16))
     card = json.loads((tmp_path / "request.json").read_text())
@@ -215,11 +215,11 @@ def test_what_cannot_be_written_whole_leaves_the_old(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2 of a card; 1 is read"),
-        ({"surprise": 1}, "keys that no card has: surprise"),
-        ({"layers": "01x"}, "are counts"),
-        ({"model": 3}, "are text"),
-        ({"sizes": []}, "are objects"),
+        ({"version": 2}, "version 2 of a card, but only version 1 can be read"),
+        ({"surprise": 1}, "unknown keys: surprise"),
+        ({"layers": "01x"}, "must be integers"),
+        ({"model": 3}, "must be text"),
+        ({"sizes": []}, "must be objects"),
     ],
 )
 def test_cards_are_checked(tmp_path: Path, change: dict[str, object], message: str) -> None:

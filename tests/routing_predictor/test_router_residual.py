@@ -126,7 +126,7 @@ def test_files(tmp_path: Path) -> None:
     )
     with pytest.raises(PredictorError, match="next-layer predictor is for the model tiny"):
         load_layer_predictors(tmp_path, kind, routers, model_identity="bb")
-    with pytest.raises(PredictorError, match=r"names the layers \[0, 2, 3\]"):
+    with pytest.raises(PredictorError, match=r"names invalid layers, \[0, 2, 3\]"):
         load_layer_predictors(tmp_path, kind, routers[:2], model_identity="aa")
 
 

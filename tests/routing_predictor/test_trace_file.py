@@ -62,24 +62,29 @@ GOOD = {
 @pytest.mark.parametrize(
     ("tensors", "facts", "metadata", "message"),
     [
-        ({}, None, {"format": "a cake"}, "is not a moe-serve routing trace but a cake"),
-        ({}, None, {"version": "2"}, "has the version 2 of its format; 1 is read"),
-        ({}, None, {"facts": "{"}, "its facts are not JSON"),
-        ({}, [1], {}, "its facts are not a JSON object"),
-        ({}, GOOD | {"num_experts": True}, {}, "num_experts is True, not a count"),
-        ({}, GOOD | {"num_experts": 3}, {}, "expert ids from 0 to 7, of 3 experts"),
-        ({}, GOOD | {"layers": [1]}, {}, "expert ids of 2 layers, but 1 are named"),
+        ({}, None, {"format": "a cake"}, "is not a moe-serve routing trace, but a cake"),
+        ({}, None, {"version": "2"}, "has version 2 of its format, but only version 1 can be read"),
+        ({}, None, {"facts": "{"}, "its metadata is not JSON"),
+        ({}, [1], {}, "its metadata is not a JSON object"),
+        ({}, GOOD | {"num_experts": True}, {}, "num_experts must be a count, got True"),
+        ({}, GOOD | {"num_experts": 3}, {}, "expert ids must be 0 to 2, got 0 to 7"),
+        ({}, GOOD | {"layers": [1]}, {}, "expert ids of 2 layers, but 1 layer numbers"),
         ({}, GOOD | {"layers": ["x", 1]}, {}, "a value that is not a layer number"),
-        ({}, GOOD | {"request_ids": ["a"]}, {}, "tokens of 4 requests, but 1 are named"),
+        ({}, GOOD | {"request_ids": ["a"]}, {}, "tokens belong to 4 requests, but 1 request ids"),
         ({}, GOOD | {"labels": ["a"]}, {}, "1 labels for 4 requests"),
         ({}, GOOD | {"labels": [1]}, {}, "labels holds something that is not text"),
         ({"expert_ids": None}, None, {}, "the tensor expert_ids is missing"),
         ({"position": np.zeros(3, np.int32)}, None, {}, "position_N has the shape"),
-        ({"phase": np.zeros((24, 1), np.uint8)}, None, {}, "phase is uint8"),
-        ({"phase": np.full(24, 2, np.uint8)}, None, {}, "phase goes from 2 to 2; 0 is"),
-        ({"phase": np.full(24, 256, np.int32)}, None, {}, "phase goes from 256 to 256"),
+        (
+            {"phase": np.zeros((24, 1), np.uint8)},
+            None,
+            {},
+            "phase has an invalid dtype or shape, uint8",
+        ),
+        ({"phase": np.full(24, 2, np.uint8)}, None, {}, "or 1 .a generated token., got 2 to 2"),
+        ({"phase": np.full(24, 256, np.int32)}, None, {}, "got 256 to 256"),
         ({"position": np.arange(24)[::-1].copy()}, None, {}, "'r0' has position 22 after 23"),
-        ({"position": np.zeros(24, np.int32)}, None, {}, "position 0 after 0; positions"),
+        ({"position": np.zeros(24, np.int32)}, None, {}, "position 0 after 0; the positions"),
     ],
 )
 def test_damage_is_said(
@@ -102,7 +107,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         read_trace(tmp_path / "nothing")
     with pytest.raises(TraceError, match="is a folder"):
         read_trace(tmp_path)
-    with pytest.raises(TraceError, match="holds no recording"):
+    with pytest.raises(TraceError, match="contains no recording"):
         read_traces([tmp_path])
     with pytest.raises(TraceError, match="cannot be written"):
         write_trace(make_trace(), tmp_path / "none" / "trace.safetensors")

@@ -25,8 +25,8 @@ def parse(text: str, facts: PlanFacts) -> EnginePlan:
     """Read the plan. Devices may hold different numbers of experts. Raises PlacementError."""
     if facts.num_experts is None:
         raise PlacementError(
-            "A table of experts and nodes does not say how many experts a layer has: give loads, "
-            "or the model."
+            "A table of experts and nodes does not state the number of experts in a layer: "
+            "give loads (--trace or --load), or the model."
         )
     ranks: dict[int, list[int]] = {}
     for line, (expert, node) in enumerate(_rows(text), 2):
@@ -37,8 +37,9 @@ def parse(text: str, facts: PlanFacts) -> EnginePlan:
     count, rest = divmod(len(ranks), facts.num_experts)
     if rest or not count or max(ranks) >= len(ranks):
         raise PlacementError(
-            f"The table has {len(ranks)} experts with numbers up to {max(ranks, default=0)}, which "
-            f"are not whole layers of {facts.num_experts} experts."
+            f"The table has {len(ranks)} experts with numbers up to "
+            f"{max(ranks, default=0)}, which do not make whole layers of "
+            f"{facts.num_experts} experts."
         )
     layers, of_layer = counted_layers(count, facts), facts.num_experts
     return EnginePlan(

@@ -83,8 +83,8 @@ def only_layers(plan: EnginePlan, layers: tuple[int, ...], name: str) -> EngineP
     missing = [layer for layer in layers if layer not in ranks_of]
     if missing:
         raise PlacementInputError(
-            f"{name} has {len(ranks_of)} layers, and not layer {missing[0]} of the loads: say which"
-            " layers are dense with --model or --dense-layers."
+            f"{name} has {len(ranks_of)} layers, but not layer {missing[0]} of the loads: "
+            "give the dense layers with --model or --dense-layers."
         )
     return plan.only(layers)
 
@@ -99,7 +99,7 @@ def plan_of_slots(slots: Slots, facts: PlanFacts, name: str) -> EnginePlan:
     experts 0, 1, 2 are [0, 1], [0], [1]."""
     if facts.num_devices is None:
         raise PlacementError(
-            f"A plan for {name} does not say for how many devices it is: give the cluster "
+            f"A plan for {name} does not state its number of devices: give the cluster "
             "(--cluster), or the number of devices (--devices)."
         )
     if not slots:
@@ -139,9 +139,10 @@ def slots_of_plan(placement: Placement, name: str) -> dict[int, list[int]]:
         counts |= {len(experts) for experts in held}
         if len(counts) > 1:
             raise PlacementError(
-                f"The plan has {min(counts)} copies of experts on one device and {max(counts)} on "
-                f"another (layer {layer}), and {name} takes the same number on every device and "
-                "layer: plan with equal slots, and all of them used."
+                f"The plan has {min(counts)} copies of experts on one device and "
+                f"{max(counts)} on another (layer {layer}), but {name} needs the same "
+                "number on every device and in every layer: plan again with equal slots, "
+                "and fill all of them."
             )
         slots[layer] = [expert for experts in held for expert in experts]
     return slots
@@ -187,8 +188,8 @@ def check_size(num_layers: int, num_experts: int, num_devices: int) -> None:
     """Refuse sizes that would make a small file become a large object."""
     if num_layers * num_experts * num_devices > _MAX_SIZE:
         raise PlacementError(
-            f"{num_layers} layers of {num_experts} experts on {num_devices} devices are more than "
-            f"a plan may have ({_MAX_SIZE} in all)."
+            f"{num_layers} layers of {num_experts} experts on {num_devices} devices exceed "
+            f"the size that a plan may have ({_MAX_SIZE} in all)."
         )
 
 
@@ -211,8 +212,8 @@ def _num_experts(slots: Slots, facts: PlanFacts, num_slots: int) -> int:
 def _check_even(num_slots: int, num_devices: int) -> None:
     if num_slots % num_devices:
         raise PlacementError(
-            f"{num_slots} slots of a layer (experts and replicas) do not divide over {num_devices} "
-            f"devices: {num_slots % num_devices} are left over."
+            f"{num_slots} slots of a layer (experts and replicas) cannot be divided evenly "
+            f"over {num_devices} devices: {num_slots % num_devices} are left over."
         )
 
 

@@ -62,7 +62,7 @@ def _parsed(content: Any, facts: PlanFacts) -> EnginePlan:
     if trtllm.ASSIGNMENTS in content:
         return trtllm.parse(content, facts)
     keys = ", ".join(map(repr, list(content)[:6]))
-    raise NotAPlanError(f"It has the keys of no known plan ({keys or 'none'}).")
+    raise NotAPlanError(f"Its keys are not those of any known plan: {keys or 'none'}.")
 
 
 def render_plan(name: str, placement: Placement, facts: PlanFacts) -> str:
@@ -79,7 +79,8 @@ def check_export(name: str, problem: PlacementProblem, facts: PlanFacts) -> None
     render_plan(name, stand_in, facts)
     if not problem.fill and name != csv_table.NAME:
         raise PlacementInputError(
-            f"--no-fill may leave slots empty, and {name} wants all of them used."
+            f"--no-fill may leave slots empty, but {name} needs all of them filled: leave "
+            "--no-fill out."
         )
 
 

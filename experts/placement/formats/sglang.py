@@ -34,14 +34,14 @@ def parse(content: Any, facts: PlanFacts) -> EnginePlan:
     num_layers = facts.num_layers
     if num_layers is not None and len(rows) != num_layers:
         raise PlacementError(
-            f"{KEY} has {len(rows)} rows and the model {num_layers} layers: every layer has one, "
-            "dense ones too."
+            f"{KEY} has {len(rows)} rows, but the model has {num_layers} layers: every "
+            "layer needs a row, dense ones too."
         )
     layers = facts.layers if facts.layers is not None else tuple(range(len(rows)))
     if max(layers, default=0) >= len(rows):
         raise PlacementError(
-            f"{KEY} has {len(rows)} rows, and layer {max(layers)} has experts: every layer has a "
-            "row, dense ones too."
+            f"{KEY} has {len(rows)} rows, but layer {max(layers)} has experts: every layer "
+            "needs a row, dense ones too."
         )
     all_slots = {layer: as_slots(row, f"Row {layer}") for layer, row in enumerate(rows)}
     widths = {len(row) for row in all_slots.values()}
@@ -67,8 +67,8 @@ def render(placement: Placement, facts: PlanFacts) -> str:
         )
     if set(slots) != set(facts.layers) or max(slots) >= facts.num_layers:
         raise PlacementError(
-            f"The plan has {len(slots)} layers up to {max(slots)}; the model has {facts.num_layers}"
-            f", {len(facts.layers)} of them with routed experts."
+            f"The plan has {len(slots)} layers up to {max(slots)}, but the model has "
+            f"{facts.num_layers}, {len(facts.layers)} of them with routed experts."
         )
     num_slots = len(next(iter(slots.values())))
     nothing = [slot % placement.num_experts for slot in range(num_slots)]

@@ -59,7 +59,9 @@ class Bound:
             for index in np.argsort(-counts, kind="stable")
             if counts[index]
         ]
-        return f"No plan's peak is below, by layer and scenario: {'; '.join(parts)}."
+        return (
+            f" No plan can have a lower peak than this, by layer and scenario: {'; '.join(parts)}."
+        )
 
 
 def lower_bound(problem: PlacementProblem) -> Bound:

@@ -111,20 +111,21 @@ def _sentence(trials: list[ReplicaTrial], now: int) -> str:
             f"{num_replicas} replica{'s' * (num_replicas != 1)}" if num_replicas else "No replicas"
         )
         return (
-            f"{some}: {_count(more)} a layer ({added:.1%} more memory) would "
-            f"lower the largest load by {gain:.1%}, from {plan.objective:.3f} to "
+            f"{some}: {_count(more)} in each layer ({added:.1%} more memory) would lower "
+            f"the largest load by {gain:.1%}, from {plan.objective:.3f} to "
             f"{more.objective:.3f} times the mean{_of_steps(plan, more)}: {worth} it."
         )
     gain, added = 1.0 - plan.objective / first.objective, plan.more_memory - first.more_memory
     if added <= 0.0:
         return (
-            f"No more replicas with {now} slots a device: those beyond {first.num_slots} are empty."
+            f"With {now} slots on each device, the plan has no more replicas than with "
+            f"{first.num_slots}: the further slots are empty."
         )
     others = f" with {first.num_replicas}" if first.num_replicas else ""
     fall = (
-        f"{_count(plan).capitalize()} replicas a layer ({added:.1%} more memory) lower the largest "
-        f"load by {gain:.1%}, from {first.objective:.3f}{others} to {plan.objective:.3f} times the "
-        f"mean{_of_steps(first, plan)}"
+        f"{_count(plan).capitalize()} replicas in each layer ({added:.1%} more memory) "
+        f"lower the largest load by {gain:.1%}, from {first.objective:.3f}{others} to "
+        f"{plan.objective:.3f} times the mean{_of_steps(first, plan)}"
     )
     if not _pays(gain, added):
         return f"{fall}: not worth their memory."

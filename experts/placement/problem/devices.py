@@ -77,8 +77,9 @@ def even_devices(num_devices: int, num_nodes: int, num_slots: int) -> Devices:
         )
     if num_slots < 1 or num_slots % num_devices:
         raise PlacementError(
-            f"{num_slots} slots (experts and replicas) do not divide over {num_devices} devices: "
-            f"remove {num_slots % num_devices} or add {-num_slots % num_devices}."
+            f"{num_slots} slots (experts and replicas) cannot be divided evenly over "
+            f"{num_devices} devices: remove {num_slots % num_devices} or add "
+            f"{-num_slots % num_devices}."
         )
     per_node = num_devices // num_nodes
     return Devices(
@@ -117,8 +118,8 @@ class ClusterDevices:
         messages."""
         if num_devices % num_nodes:
             raise PlacementInputError(
-                f"{num_devices} devices do not divide evenly over {num_nodes} nodes: write "
-                "a cluster file."
+                f"{num_devices} devices cannot be spread evenly over {num_nodes} nodes: "
+                "give the nodes in a cluster file (--cluster)."
             )
         per_node = num_devices // num_nodes
         return cls(
@@ -154,14 +155,14 @@ class ClusterDevices:
             return [each // len(self.entries)] * len(self.entries)
         if len(stated) < len(self.entries):
             raise PlacementInputError(
-                f"{self.source}: {len(stated)} of {len(self.entries)} devices state their slots: "
-                "give the slots of all devices or of none."
+                f"{self.source}: only {len(stated)} of {len(self.entries)} devices state "
+                "their slots: give the slots of all devices or of none."
             )
         if num_replicas is not None and sum(stated) != num_experts + num_replicas:
             raise PlacementInputError(
-                f"--replicas {num_replicas} and {num_experts} experts are "
-                f"{num_experts + num_replicas} slots of a layer, and the devices of {self.source} "
-                f"have {sum(stated)}: leave out one of them."
+                f"--replicas {num_replicas} and {num_experts} experts need "
+                f"{num_experts + num_replicas} slots in each layer, but the devices of "
+                f"{self.source} have {sum(stated)}: leave out --replicas or the slots."
             )
         return stated
 
@@ -180,8 +181,8 @@ def _even_slots(num_experts: int, num_replicas: int, num_devices: int) -> int:
         most = (num_devices - 1) * num_experts  # every expert on every device
         words = " or ".join(str(count) for count in fits if 0 <= count <= most) or f"{most}"
         raise PlacementInputError(
-            f"{num_experts} experts and {num_replicas} replicas are {num_slots} slots, which do "
-            f"not divide over {num_devices} devices: take {words} replicas, or give each device its"
-            " slots in a cluster file."
+            f"{num_experts} experts and {num_replicas} replicas are {num_slots} slots, "
+            f"which cannot be divided evenly over {num_devices} devices: take {words} "
+            "replicas, or give each device its slots in a cluster file."
         )
     return num_slots

@@ -62,9 +62,9 @@ def check_slots(loads: ExpertLoads, devices: Devices, *, fill: bool) -> None:
     largest = max(range(len(devices)), key=lambda index: devices.devices[index].num_slots)
     if fill and devices.devices[largest].num_slots > num_experts:
         raise PlacementError(
-            f"Device {largest} has {devices.devices[largest].num_slots} slots for {num_experts} "
-            "experts, and an expert may be on a device only once: allow empty slots (no fill), or "
-            f"give it {num_experts} slots."
+            f"Device {largest} has {devices.devices[largest].num_slots} slots, but there "
+            f"are only {num_experts} experts, and a device may hold an expert only once: "
+            f"allow empty slots (--no-fill), or give it {num_experts} slots."
         )
 
 
@@ -89,10 +89,10 @@ def check_memory(
         copies = copies_in_memory(device.memory_bytes, bytes_per_expert)
         if fill and copies is not None and copies < wanted:
             raise PlacementError(
-                f"Device {index} needs {wanted * bytes_per_expert} bytes for {device.num_slots} "
-                f"slots in {num_layers} layers of {bytes_per_expert} bytes each and has "
-                f"{device.memory_bytes}: give it {copies // num_layers} slots, or allow empty "
-                "slots (no fill)."
+                f"Device {index} needs {wanted * bytes_per_expert} bytes for "
+                f"{device.num_slots} slots in {num_layers} layers of {bytes_per_expert} "
+                f"bytes each, but has {device.memory_bytes}: give it "
+                f"{copies // num_layers} slots, or allow empty slots (--no-fill)."
             )
         total += wanted if copies is None else min(copies, wanted)
     needed = loads.num_experts * num_layers
@@ -115,8 +115,8 @@ def check_pins(loads: ExpertLoads, slots_LD: NDArray[np.int64], pins: Sequence[P
             raise PlacementError(f"Pin of {pin}: experts are 0 to {loads.num_experts - 1}.")
         if pin.layer is not None and pin.layer not in loads.layers:
             raise PlacementError(
-                f"Pin of {pin}: loads are for layers {loads.layers[0]} to {loads.layers[-1]}, "
-                f"{len(loads.layers)} of them."
+                f"Pin of {pin}: the layer must be one of the {len(loads.layers)} layers of "
+                f"the loads, {loads.layers[0]} to {loads.layers[-1]}."
             )
     for row, layer in enumerate(loads.layers):
         pairs = pins_of_layer(pins, layer)
@@ -169,9 +169,10 @@ def check_grouping(
     wanted = sum(-(-widest // group_size) for widest in widest_of)
     if fill and wanted > places:
         raise PlacementError(
-            f"Filling nodes whose largest devices have {widest_of} slots takes {wanted} groups of "
-            f"{group_size} experts, but {num_groups} groups on {most} nodes each give {places}: "
-            "allow empty slots (no fill), or more nodes for each group."
+            f"To fill nodes whose largest devices have {widest_of} slots, {wanted} groups "
+            f"of {group_size} experts are needed, but {num_groups} groups on {most} nodes "
+            f"each give {places}: allow empty slots (--no-fill), or more nodes for each "
+            "group."
         )
     _check_pinned_groups(loads, devices, grouping, pins)
 

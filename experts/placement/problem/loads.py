@@ -53,8 +53,8 @@ class ExpertLoads:
                 scenario, layer, expert = np.argwhere(bad_SLE)[0]
                 raise PlacementError(
                     f"{int(bad_SLE.sum())} loads are {what}; the first is "
-                    f"{self.counts_SLE[scenario, layer, expert]} of expert {expert} in layer "
-                    f"{self.layers[layer]} of {self.scenarios[scenario]}."
+                    f"{self.counts_SLE[scenario, layer, expert]}, of expert {expert} in "
+                    f"layer {self.layers[layer]} of {self.scenarios[scenario]}."
                 )
         unused_S = ~self.counts_SLE.any(axis=(1, 2))
         if unused_S.any():

@@ -46,9 +46,9 @@ class ModelFacts:
         loads = workloads.loads
         if self.num_experts not in (None, loads.num_experts):
             raise PlacementInputError(
-                f"the loads are of {loads.num_experts} experts and the model has "
-                f"{self.num_experts}: if the last were never chosen, say --num-experts "
-                f"{self.num_experts}."
+                f"the loads have {loads.num_experts} experts, but the model has "
+                f"{self.num_experts}: if the last experts were never chosen, give "
+                f"--num-experts {self.num_experts}."
             )
         whole = self._completed(len(loads.layers))
         if whole.sparse is None:
@@ -58,8 +58,8 @@ class ModelFacts:
             return workloads, whole
         if loads.layers != tuple(range(len(whole.sparse))):
             raise PlacementInputError(
-                f"the loads are of layers {_runs(loads.layers)}, and the model's with routed "
-                f"experts are {_runs(whole.sparse)}."
+                f"the loads are for layers {_runs(loads.layers)}, but the model has routed "
+                f"experts in layers {_runs(whole.sparse)}."
             )
         renumbered = replace(loads, layers=whole.sparse)
         tokens = workloads.tokens
@@ -75,8 +75,9 @@ class ModelFacts:
             count = num_sparse + len(self.dense)
             if max(self.dense, default=0) >= count:
                 raise PlacementInputError(
-                    f"layer {max(self.dense)} cannot be dense: loads of {num_sparse} layers and "
-                    f"{len(self.dense)} dense ones make a model of {count}."
+                    f"--dense-layers names layer {max(self.dense)}, but {num_sparse} "
+                    f"layers with loads and {len(self.dense)} dense ones make only {count} "
+                    "layers."
                 )
             sparse = tuple(layer for layer in range(count) if layer not in self.dense)
             return replace(self, num_layers=count, sparse=sparse)
@@ -84,7 +85,8 @@ class ModelFacts:
             return replace(self, sparse=tuple(range(num_sparse)))
         if self.num_layers is not None and self.num_layers < num_sparse:
             raise PlacementInputError(
-                f"--num-layers {self.num_layers} is less than the {num_sparse} of the loads."
+                f"--num-layers must be at least {num_sparse}, the number of layers of the "
+                f"loads; got {self.num_layers}."
             )
         return self
 
@@ -97,7 +99,7 @@ def _numbers(text: str) -> frozenset[int]:
         is_run = first.isdecimal() and (last.isdecimal() if dash else True)
         if not is_run or int(last or first) >= _MAX_LAYERS or int(last or first) < int(first):
             raise PlacementInputError(
-                f"--dense-layers cannot be {text!r}: it takes numbers, as 0-2,5."
+                f"--dense-layers must be numbers and ranges of layers, such as 0-2,5; got {text!r}."
             )
         found |= set(range(int(first), int(last or first) + 1))
     return frozenset(found)

@@ -134,15 +134,16 @@ class Placement:
         """Raise PlacementError unless the placement is for this model on these ranks."""
         if (self.num_experts, self.num_ranks) != (num_experts, num_ranks):
             raise PlacementError(
-                f"The placement is for {self.num_experts} experts on {self.num_ranks} ranks, not "
-                f"for the model's {num_experts} on {num_ranks}."
+                f"The placement is for {self.num_experts} experts on {self.num_ranks} "
+                f"ranks, but the model has {num_experts} on {num_ranks}."
             )
         missing = sorted(set(sparse_layers) - self.ranks_of.keys())
         strangers = sorted(self.ranks_of.keys() - set(sparse_layers))
         if missing or strangers:
             raise PlacementError(
-                f"The placement has {len(self.ranks_of)} layers and the model {len(sparse_layers)} "
-                f"with routed experts; missing are {missing}, not in the model are {strangers}."
+                f"The placement has {len(self.ranks_of)} layers, but the model has "
+                f"{len(sparse_layers)} with routed experts; missing are {missing}, not in "
+                f"the model are {strangers}."
             )
 
 

@@ -81,7 +81,7 @@ def _read(path: Path, options: ImportOptions) -> Imported:
     except TraceError as error:
         if _is_plan(path):
             raise PlacementInputError(
-                f"{path} is a plan, not loads: give what was recorded."
+                f"{path} is a plan, not loads: give a recorded trace or a table of loads."
             ) from None
         named = str(error)
         raise TraceError(named if str(path) in named else f"{path}: {named}") from None
@@ -124,13 +124,14 @@ def _check_alike(found: Sequence[Imported], paths: Sequence[Path]) -> None:
     for other, path in zip(found, paths, strict=True):
         if other.num_experts != first.num_experts:
             raise PlacementInputError(
-                f"{paths[0]} has {first.num_experts} experts and {path} {other.num_experts}: if "
-                "the last were never chosen, give their number with --num-experts."
+                f"{paths[0]} has {first.num_experts} experts, but {path} has "
+                f"{other.num_experts}: if the last experts were never chosen, give their "
+                "number with --num-experts."
             )
         if other.layers != first.layers:
             raise PlacementInputError(
-                f"{paths[0]} has {_told(first.layers)} and {path} {_told(other.layers)}: scenarios "
-                "of one plan are of the same layers."
+                f"{paths[0]} has {_told(first.layers)}, but {path} has "
+                f"{_told(other.layers)}: all scenarios of a plan must have the same layers."
             )
 
 
@@ -152,7 +153,9 @@ def _windows(one: Imported, count: int, name: str) -> NDArray[np.float64]:
     available = one.num_tokens if isinstance(one, RoutingTrace) else len(one.counts_SLE)
     if available < count:
         what = "tokens" if isinstance(one, RoutingTrace) else "steps"
-        raise PlacementInputError(f"{name} has {available} {what}, too few for --windows {count}.")
+        raise PlacementInputError(
+            f"{name} has only {available} {what}, too few for --windows {count}."
+        )
     if isinstance(one, RoutingTrace):
         return windows(one, count).astype(np.float64)
     return np.stack([part.sum(axis=0) for part in np.array_split(one.counts_SLE, count)])

@@ -47,7 +47,9 @@ def eplb_slots(
         ("devices", num_devices, num_nodes),
     ):
         if count % parts:
-            raise PlacementError(f"EPLB needs {count} {what} to divide by {parts}.")
+            raise PlacementError(
+                f"EPLB needs a number of {what} that {parts} divides, got {count}."
+            )
     return np.stack(
         [
             _layer(load_E, num_slots, num_groups, num_nodes, num_devices)
@@ -129,7 +131,7 @@ class Eplb:
         slots_LD = problem.slots_by_layer()
         if (slots_LD != slots_LD[0, 0]).any():
             raise PlacementError(
-                f"EPLB needs equal slots on all devices; they have {slots_LD.min()} to "
+                f"EPLB needs equal slots on all devices, but they have {slots_LD.min()} to "
                 f"{slots_LD.max()}."
             )
         start = time.perf_counter()

@@ -187,8 +187,7 @@ def _work_folder(cache: Path) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(dir=cache)
     except OSError as error:
         raise RuntimeError(
-            f"{cache} cannot be written ({error.strerror}): point XDG_CACHE_HOME to a folder that "
-            "can be"
+            f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a writable folder"
         ) from error
 
 

@@ -170,7 +170,7 @@ class ExpertTable:
 
 def absence(absent: int) -> str:
     """Explain what a kernel returned: 1 plus the number of an expert that is not held."""
-    return f"rows were sent for expert {absent - 1}, which is not here"
+    return f"rows were sent for expert {absent - 1}, which this rank does not hold"
 
 
 @runtime_checkable

@@ -67,9 +67,9 @@ def native_layout(form: MatrixForm, products: LowBitProducts) -> PackedLayout | 
     if form.is_shuffled:
         return "their groups are shuffled (activation order)"
     if form.group % _EIGHT:
-        return f"{form.name} are no multiple of {_EIGHT}"
+        return f"{form.name} are not a multiple of {_EIGHT}"
     if form.has_zeros and form.values not in ("int4", "int8"):
-        return f"{form.name} are not known to the native kernels"
+        return f"{form.name} are not supported by the native kernels"
     shared_bits = form.scale_bits + (8 if form.has_zeros else 0)
     bits = form.value_bits + (shared_bits / form.group if form.group else 0.0)
     name = f"{form.name} x int8" if products == "int8" and form.can_quantise_rows else form.name

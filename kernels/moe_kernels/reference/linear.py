@@ -116,7 +116,8 @@ def packing_refusal(dtype: torch.dtype) -> str | None:
         return "oneDNN's packed linear failed its self-check"
     if not _is_row_invariant(dtype):
         return (
-            "oneDNN adds up rows by their number: ONEDNN_MAX_CPU_ISA was set too late or too high"
+            "oneDNN's sums depend on the number of rows: ONEDNN_MAX_CPU_ISA was set too "
+            "late or too high"
         )
     return None
 

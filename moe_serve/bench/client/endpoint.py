@@ -54,20 +54,26 @@ class Endpoint:
             return msgspec.json.encode({k: v for k, v in fields.items() if v is not None})
         except UnicodeEncodeError:
             raise BenchError(
-                "a prompt, --model or --body holds half of a surrogate pair (such as \\ud83d), "
-                "which is no text: take it out."
+                "a prompt, --model or --body contains half of a surrogate pair (such as "
+                "\\ud83d), which is not valid text: remove it."
             ) from None
 
     def _prompt(self, prompt: Prompt) -> dict[str, Any]:
         is_messages = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
         if self.name == "completions":
             if is_messages:
-                raise BenchError("the workload has messages: they take --endpoint chat.")
+                raise BenchError(
+                    "the workload has messages, which only the chat route accepts: give "
+                    "--endpoint chat."
+                )
             return {"prompt": prompt}
         if is_messages:
             return {"messages": prompt}
         if not isinstance(prompt, str):
-            raise BenchError("the workload has token ids: they take --endpoint completions.")
+            raise BenchError(
+                "the workload has token ids, which only the completions route accepts: give "
+                "--endpoint completions."
+            )
         return {"messages": [{"role": "user", "content": prompt}]}
 
 

@@ -75,8 +75,8 @@ class Slo:
             match = _TERM.fullmatch(term)
             if match is None or match[1] in limits:
                 raise BenchError(
-                    f"--slo cannot be {text!r}: it takes ttft=500ms,tpot=50ms,e2e=5s, "
-                    "or some of these, each once."
+                    "--slo must be ttft=500ms,tpot=50ms,e2e=5s or some of these limits, "
+                    f"each at most once; got {text!r}."
                 )
             limits[match[1]] = float(match[2]) / (1e3 if match[3] == "ms" else 1.0)
         return cls(ttft_s=limits.get("ttft"), tpot_s=limits.get("tpot"), e2e_s=limits.get("e2e"))

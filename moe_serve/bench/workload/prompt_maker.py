@@ -189,7 +189,10 @@ def _json_line(line: str, number: int, path: Path) -> FilePrompt:
     if isinstance(row, dict):
         num_output = row.get("output_tokens", row.get("max_tokens"))
         if num_output is not None and not (isinstance(num_output, int) and num_output > 0):
-            raise BenchError(f"line {number} of {path} has output_tokens {num_output!r}.")
+            raise BenchError(
+                f"line {number} of {path}: output_tokens must be an integer of 1 or more, got "
+                f"{num_output!r}."
+            )
     return FilePrompt(prompt=prompt, output_tokens=num_output)
 
 

@@ -25,10 +25,10 @@ class Lengths:
         """Parses "64" or "32:512"."""
         low, colon, high = text.partition(":")
         if not (low.isdecimal() and (high.isdecimal() if colon else True)):
-            raise BenchError(f"{flag} cannot be {text!r}: it takes N or LOW:HIGH in tokens.")
+            raise BenchError(f"{flag} must be N or LOW:HIGH, in tokens; got {text!r}.")
         lengths = cls(low=int(low), high=int(high) if colon else int(low))
         if not 1 <= lengths.low <= lengths.high:
-            raise BenchError(f"{flag} cannot be {text!r}: it takes 1 <= LOW <= HIGH.")
+            raise BenchError(f"{flag} must have 1 <= LOW <= HIGH, got {text!r}.")
         return lengths
 
     def __str__(self) -> str:

@@ -58,6 +58,10 @@ class IdentityFolder:
         return meta if isinstance(meta, dict) else {}
 
 
+class FolderInUseError(ConfigError):
+    """Another process has claimed the folder."""
+
+
 class DiskFolder:
     """A folder that this process alone uses until `release`."""
 
@@ -81,7 +85,7 @@ class DiskFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(lock)
-            raise ConfigError(
+            raise FolderInUseError(
                 f"cache.disk_path {path} is in use by another process: give each server a folder "
                 "of its own."
             ) from None

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_serve.cache.tiers.disk_folder import DiskFolder, check_folder, identity_folders
+from moe_serve.cache.tiers.disk_folder import (
+    DiskFolder,
+    FolderInUseError,
+    check_folder,
+    identity_folders,
+)
 from moe_serve.cache.tiers.segment import Segment, slot_size
 from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader
 from moe_serve.errors import ConfigError
@@ -49,7 +54,12 @@ def clear(path: Path) -> int:
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist: give the folder of --kv-disk.")
-    folder = DiskFolder.claim(path)
+    try:
+        folder = DiskFolder.claim(path)
+    except FolderInUseError:
+        raise ConfigError(
+            f"{path} cannot be cleared, because a server uses it: stop the server first."
+        ) from None
     try:
         taken = 0
         for each in identity_folders(path):

@@ -62,7 +62,7 @@ def _check(options: BenchOptions) -> None:
     report = options.results.report
     for name, value in option_values(options).items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise BenchError(f"--{name.replace('_', '-')} takes a finite number, not {value}.")
+            raise BenchError(f"--{name.replace('_', '-')} must be a finite number, got {value}.")
     arrivals = load.arrivals
     if arrivals.concurrency is None and arrivals.rate is None and load.trace.trace is None:
         raise BenchError(
@@ -70,11 +70,15 @@ def _check(options: BenchOptions) -> None:
         )
     check_load(load, content.prompts)
     if content.data.value == "tokens" and server.endpoint.value == "chat":
-        raise BenchError("--data tokens takes --endpoint completions: a chat has text.")
+        raise BenchError(
+            "--data tokens needs --endpoint completions, because a chat accepts only text."
+        )
     if server.event_usage and not server.stream:
         raise BenchError("--event-usage and --no-stream cannot be combined.")
     if report.save_requests and report.json is None:
-        raise BenchError("--save-requests takes --json FILE, into which they go.")
+        raise BenchError(
+            "--save-requests needs --json FILE, the report into which the requests are written."
+        )
 
 
 def check_load(load: LoadOptions, prompts: Path | None = None) -> None:
@@ -86,16 +90,24 @@ def check_load(load: LoadOptions, prompts: Path | None = None) -> None:
     if trace.trace is not None and prompts is not None:
         raise BenchError("--trace and --prompts cannot be combined: give one of them.")
     if arrivals.burstiness != 1.0 and arrivals.rate is None:
-        raise BenchError("--burstiness belongs to --rate.")
+        raise BenchError(
+            "--burstiness only applies to --rate: give --rate, or leave --burstiness out."
+        )
     if load.lengths.prefix_tokens and (trace.trace is not None or prompts is not None):
-        raise BenchError("--prefix-tokens is for random prompts, not for --trace or --prompts.")
+        raise BenchError(
+            "--prefix-tokens only applies to random prompts: leave it out with --trace and "
+            "--prompts."
+        )
     changed = [
         name
         for name, value in option_values(trace).items()
         if name != "trace" and value != getattr(TraceOptions(), name)
     ]
     if changed and trace.trace is None:
-        raise BenchError(f"--{changed[0].replace('_', '-')} belongs to --trace.")
+        raise BenchError(
+            f"--{changed[0].replace('_', '-')} only applies to --trace: give --trace FILE, or "
+            "leave it out."
+        )
 
 
 def _slo(text: str | None, *, is_stream: bool) -> Slo | None:
@@ -112,7 +124,10 @@ def _slo(text: str | None, *, is_stream: bool) -> Slo | None:
 def _check_key(key: str | None) -> None:
     """Checks the API key, which becomes a header: a line break in it would begin another header."""
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise BenchError("the API key has characters that a header cannot carry.")
+        raise BenchError(
+            "the API key contains a character that an HTTP header cannot carry, such as a line "
+            "break: check --api-key."
+        )
 
 
 def workload_of(load: LoadOptions, seed: int | None, prompts: Path | None = None) -> Workload:

@@ -27,8 +27,8 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder of a checkpoint, or name of a model in the cache of hubs, whose files and "
-            "memory needs are checked too. Default: no model is checked."
+            help="Model whose files and memory needs are checked too: the folder of a checkpoint, "
+            "or the name of a model in the Hugging Face cache. Default: no model is checked."
         ),
     ] = None,
     config_file: Annotated[

@@ -75,7 +75,10 @@ def _open_files(limits: Mapping[str, Fact]) -> Check:
         return Check(name=name, state="ok", text=f"{number}, enough for {NUM_STREAMS} streams")
     state: CheckState = "problem" if number < _LEAST_FILES else "warning"
     room = max(0, number - _OWN_FILES)
-    text = f"{number} leave room for {room} streams: raise it (`ulimit -n {wanted}` or more)."
+    text = (
+        f"{number} open files are allowed, which is enough for {room} streams: raise the limit "
+        f"(`ulimit -n {wanted}` or more)."
+    )
     return Check(name=name, state=state, text=text)
 
 
@@ -86,8 +89,9 @@ def _shared_memory(limits: Mapping[str, Fact]) -> Check:
     if free >= _SHARED_MEMORY_BYTES:
         return Check(name=name, state="ok", text=f"{free / 2**30:.1f} GiB are free")
     text = (
-        f"{free / 2**20:.0f} MiB are free in /dev/shm, where ranks of one host meet: give it "
-        f"{_SHARED_MEMORY_BYTES // 2**20} MiB or more (docker run --shm-size)."
+        f"{free / 2**20:.0f} MiB are free in /dev/shm, through which ranks of one host "
+        f"exchange data: give it {_SHARED_MEMORY_BYTES // 2**20} MiB or more (docker run "
+        "--shm-size)."
     )
     return Check(name=name, state="warning", text=text)
 
@@ -103,7 +107,8 @@ def _port(network: Mapping[str, Fact]) -> Check:
 def _clock(clock: Mapping[str, Fact]) -> Check:
     if clock["synchronised"] is False:
         text = (
-            "the kernel says that the time is not synchronised: logs of several hosts may differ."
+            "the clock is not synchronised, according to the kernel: times in the logs of "
+            "several hosts may differ."
         )
         return Check(name="clock", state="warning", text=text)
     known = "synchronised" if clock["synchronised"] else "it is unknown whether it is synchronised"

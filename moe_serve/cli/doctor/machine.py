@@ -118,8 +118,8 @@ def _disk() -> dict[str, Fact]:
         folder = Path.cwd()
     except FileNotFoundError:
         raise ConfigError(
-            "the working folder has been deleted, so its disk cannot be looked at: change into a "
-            "folder that is there."
+            "the working folder has been deleted, so its disk cannot be checked: change "
+            "into an existing folder."
         ) from None
     usage = shutil.disk_usage(folder)
     return {"folder": str(folder), "total_bytes": usage.total, "free_bytes": usage.free}

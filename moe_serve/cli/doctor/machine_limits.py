@@ -83,7 +83,7 @@ def _port(host: str, port: int) -> str:
         is_taken = error.errno == errno.EADDRINUSE
         return "taken by another program" if is_taken else f"not usable: {error.strerror}"
     except UnicodeError:  # an empty label, as in 127..0.1, or one that is too long
-        return "not usable: the host is no name"
+        return "not usable: this is not a valid host name"
     return "free"
 
 

@@ -71,7 +71,7 @@ def _texts(folder: Path) -> list[Check]:
         return [_problem("tokenizer", error)]
     checks = [Check(name="tokenizer", state="ok", text="it loads")]
     if template is None:
-        text = "there is none: /v1/chat/completions is refused, /v1/completions works."
+        text = "the checkpoint has none, so /v1/chat/completions is refused; /v1/completions works."
         checks.append(Check(name="chat template", state="warning", text=text))
     return checks
 

@@ -193,8 +193,9 @@ class LaunchRequest:
         placed = (layout.num_ranks("attention"), layout.num_ranks("expert"))
         if placed != (counts.attention_ranks, counts.expert_ranks):
             raise ConfigError(
-                f"{self.command.cluster_file} places {placed[0]} attention and {placed[1]} expert "
-                f"ranks, but {counts.attention_ranks} and {counts.expert_ranks} are requested."
+                f"{self.command.cluster_file} places {placed[0]} attention and {placed[1]} "
+                f"expert ranks, but the flags request {counts.attention_ranks} and "
+                f"{counts.expert_ranks}: leave the flags out, or make the numbers equal."
             )
         return layout
 
@@ -215,8 +216,8 @@ def launch_request(options: LaunchOptions) -> LaunchRequest:
     cluster = None if path is None else read_cluster_file(path)
     if any(not key.startswith("@") for key in options.api_key or ()):
         raise ConfigError(
-            "launch takes keys from files only, as its command line is seen on every node: "
-            "--api-key @FILE."
+            "launch takes API keys only from a file, because other users of a node can see "
+            "its command line: give --api-key @FILE."
         )
     rest = replace(options, counts=RankCounts())  # the nodes' part sets these
     flags = setting_flags(rest)

@@ -20,7 +20,8 @@ _SHORT_COMMIT = 12
 _NAME_HELP = "Name of a model on the hub: OWNER/NAME or OWNER/NAME@REVISION."
 
 models = typer.Typer(
-    invoke_without_command=True, help="List, fetch or remove models of a hub in the shared cache."
+    invoke_without_command=True,
+    help="List, download or remove models in the cache that all Hugging Face tools share.",
 )
 
 
@@ -42,11 +43,10 @@ class NamedOptions:
 @models.callback()
 @with_options(ListOptions)
 def list_models(context: typer.Context, options: ListOptions) -> None:
-    """List, fetch or remove models of a hub in the shared cache.
+    """List, download or remove models in the cache that all Hugging Face tools share.
 
     Without a command, the models in the cache are listed: their commit, size and last use, and
-    whether they can be served. HF_HOME or HF_HUB_CACHE choose the cache, which all tools for the
-    hub share.
+    whether they can be served. HF_HOME or HF_HUB_CACHE choose the folder of the cache.
     """
     if context.invoked_subcommand is not None:
         return
@@ -92,7 +92,8 @@ def pull(options: NamedOptions) -> None:
 def remove(options: NamedOptions) -> None:
     """Remove a model from the shared cache.
 
-    With a revision (a branch, a tag, a commit or the beginning of one), only that one is removed.
+    With a revision (a branch, a tag, a commit or the beginning of one), only that
+    revision is removed.
     """
     from moe_serve.model.hub.cached_models import remove_model
     from moe_serve.model.hub.fetch import shown_bytes

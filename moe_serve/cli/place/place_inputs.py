@@ -90,12 +90,12 @@ def _devices_of(cluster: PlacementCluster, source: str) -> ClusterDevices:
     nodes = [node.entries for node in cluster.nodes]
     if not nodes or not all(nodes):
         raise ConfigError(
-            f"{source}: it must have at least one node, and each node at least one device."
+            f"{source} must have at least one node, and each node at least one device."
         )
     for memory_gib in (entry.memory_gib for node in nodes for entry in node):
         if memory_gib is not None and not 0 < memory_gib < float("inf"):
             raise ConfigError(
-                f"{source}: memory_gib is {memory_gib}; it is above 0 and finite, or left out."
+                f"{source}: memory_gib must be above 0 and finite, or left out; got {memory_gib}."
             )
     return ClusterDevices(
         entries=tuple(entry for node in nodes for entry in node),
@@ -133,7 +133,7 @@ def _launched(text: str, path: Path) -> PlacementCluster:
     cluster = parse_cluster_file(text, str(path))
     ranks = [rank for node in cluster.nodes for rank in node.expert_ranks]
     if ranks != sorted(ranks):
-        raise ConfigError(f"{path}: the expert ranks {ranks} do not ascend from node to node.")
+        raise ConfigError(f"{path}: expert ranks must ascend from node to node, got {ranks}.")
     return PlacementCluster(
         name=cluster.name,
         nodes=tuple(
@@ -146,8 +146,8 @@ def _launched(text: str, path: Path) -> PlacementCluster:
 
 _YAML = (".yaml", ".yml")
 _GIVE = (
-    "give what `moe-serve place --out` or --export wrote, or a plan of SGLang, vLLM, TensorRT-LLM "
-    "or vLLM-Ascend."
+    "give a file that `moe-serve place` wrote (with --out or --export), or a plan of "
+    "SGLang, vLLM, TensorRT-LLM or vLLM-Ascend."
 )
 _YAML_PLAN = re.compile(rf"^{trtllm.ASSIGNMENTS}:", re.MULTILINE)  # whatever its file is called
 
@@ -269,7 +269,7 @@ def _request(options: PlanOptions | CompareOptions) -> ProblemRequest:
 def check_limits_given(limits: LimitOptions) -> None:
     """Checks options that need others. Raises ConfigError."""
     if limits.max_moves is not None and limits.current is None:
-        raise ConfigError("--max-moves counts from the plan in use: name it with --current.")
+        raise ConfigError("--max-moves limits changes to a plan in use: give it with --current.")
     if limits.groups is None and limits.max_nodes_per_group != 1:
         raise ConfigError(
             "--max-nodes-per-group applies to groups: give their number with --groups."
@@ -302,7 +302,7 @@ def model_facts(options: ModelFactsOptions) -> ModelFacts:
     if options.folder is None:
         return ModelFacts.stated(options.num_layers, options.dense_layers, options.bytes_per_expert)
     if options.num_layers is not None or options.dense_layers is not None:
-        raise ConfigError("--model says which layers are dense: leave out the other flags.")
+        raise ConfigError("--model gives the layers: leave out --num-layers and --dense-layers.")
     from moe_serve.model.checkpoint.expert_shape import read_expert_shape
 
     shape = read_expert_shape(_model_path(options.folder))
@@ -342,7 +342,7 @@ def _pins(texts: Sequence[str]) -> tuple[Pin, ...]:
     for text in texts:
         found = _PIN.fullmatch(text)
         if found is None:
-            raise ConfigError(f"--pin cannot be {text!r}: it must be [LAYER:]EXPERT@DEVICE.")
+            raise ConfigError(f"--pin must be [LAYER:]EXPERT@DEVICE, got {text!r}.")
         layer, expert, device = found.groups()
         number = None if layer is None else int(layer)
         pins.append(Pin(expert=int(expert), device=int(device), layer=number))

@@ -170,7 +170,10 @@ def run_show(options: ShowOptions) -> None:
     for table in tables:
         console.print(table, "", sep="\n")
     if plan.num_doubled:
-        console.print(f"{plan.num_doubled} copies lie beside another of their expert on a device.")
+        console.print(
+            f"{plan.num_doubled} copies are on a device that already holds a copy of the same "
+            "expert."
+        )
     if options.as_json is not None:
         document = {
             "layers": layers,
@@ -198,8 +201,9 @@ def _before(path: Path | None, sources: ProblemWithSources) -> tuple[str, NDArra
         return path.name, plan.copies_LED
     if num_devices > loads.num_experts:
         raise ConfigError(
-            f"{num_devices} devices cannot hold equal runs of {loads.num_experts} experts: name "
-            "the plan before with --before."
+            f"{loads.num_experts} experts cannot be spread over {num_devices} devices in "
+            "equal runs, which is the default plan to compare with: give the earlier plan "
+            "with --before."
         )
     runs = contiguous(loads.layers, loads.num_experts, num_devices)
     return "equal runs", copies_of(runs, loads.layers)

@@ -53,7 +53,7 @@ def _facts(report: PlanReport) -> list[tuple[str, str]]:
             "devices",
             f"{len(devices)} on {counted(devices.num_nodes, 'node')}, {each} "
             f"{'slot' if each == '1' else 'slots'} each: "
-            f"{counted(problem.num_replicas, 'replica')} a layer; balanced by {by}",
+            f"{counted(problem.num_replicas, 'replica')} per layer; balanced by {by}",
         ),
         (
             "plan",
@@ -73,7 +73,7 @@ def _hottest(redundancy: Redundancy) -> str:
     )
     needed = redundancy.needed(_TARGET)
     more = f"over {len(redundancy.best_H) - 1}" if needed is None else str(needed)
-    return f"{words}; balancedness {_TARGET} takes {more} replicas a layer at least"
+    return f"{words}; a balancedness of {_TARGET} needs at least {more} replicas in each layer"
 
 
 def _costs(report: PlanReport) -> list[tuple[str, str]]:

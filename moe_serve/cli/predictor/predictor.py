@@ -35,13 +35,16 @@ def train(options: TrainOptions) -> None:
     a JSON file with its training data, settings and figures.
     """
     if options.kind not in (*KINDS, "all"):
-        raise ConfigError(f"kind cannot be {options.kind!r}: it is one of {', '.join(KINDS)}, all.")
+        raise ConfigError(f"kind must be one of {', '.join(KINDS)}, all; got {options.kind!r}.")
     if options.loss not in ("router", "ranked"):
-        raise ConfigError(f"loss cannot be {options.loss!r}: it is one of router, ranked.")
+        raise ConfigError(f"loss must be one of router, ranked; got {options.loss!r}.")
     if bool(options.texts) == bool(options.trace):
         raise ConfigError("give either --texts or --trace.")
     if options.trace and options.kinds != ("request",):
-        raise ConfigError("a trace holds no hidden states: train the other kinds on --texts.")
+        raise ConfigError(
+            "a trace has no hidden states, so only a request predictor can be trained on it: "
+            "train the other kinds on --texts."
+        )
     out = options.out.expanduser()
     check_output_folder(out)
 

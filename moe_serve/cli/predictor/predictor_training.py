@@ -61,8 +61,9 @@ def _collect(
         trace = read_traces(options.trace)
         if trace.model_identity and trace.model_identity != model.identity:
             raise ConfigError(
-                f"the trace is of the model {trace.model or trace.model_identity[:12]}, "
-                f"not of {model.name}: give its folder with --model."
+                "the trace was recorded with the model "
+                f"{trace.model or trace.model_identity[:12]}, not with {model.name}: give "
+                "the folder of that model with --model."
             )
         _check_trace(trace, model)
         facts = {"trace tokens": trace.num_tokens, "requests": len(trace.request_ids)}
@@ -88,17 +89,17 @@ def _check_trace(trace: RoutingTrace, model: PredictorModel) -> None:
     ours = router.num_experts, len(model.layers), router.top_k
     if theirs != ours or trace.layers != model.layers:
         raise ConfigError(
-            f"the trace is of {theirs[0]} experts in {theirs[1]} layers, top-{theirs[2]}, and the "
-            f"model {model.name} has {ours[0]} in {ours[1]}, top-{ours[2]}, or numbers its layers "
-            "otherwise: give the model that was traced with --model."
+            f"the trace has {theirs[0]} experts in {theirs[1]} layers, top-{theirs[2]}, "
+            f"but the model {model.name} has {ours[0]} in {ours[1]}, top-{ours[2]}, or "
+            "numbers its layers differently: give the model that was traced with --model."
         )
     if trace.token_N is not None and trace.num_tokens:
         low, high = int(trace.token_N.min()), int(trace.token_N.max())
         if low < 0 or high >= model.spec.vocab_size:
             raise ConfigError(
-                f"the trace has token ids from {low} to {high}, and the vocabulary of the model "
-                f"{model.name} has {model.spec.vocab_size}: give the model that was traced with "
-                "--model."
+                f"the trace has token ids from {low} to {high}, but the vocabulary of the "
+                f"model {model.name} has {model.spec.vocab_size} tokens: give the model "
+                "that was traced with --model."
             )
 
 

@@ -101,7 +101,10 @@ def read_line(number: int, text: bytes) -> BatchLine | BatchRow:
         message = f"line {number}: body must be a JSON object."
         return _bad(number, custom_id, "invalid_body", message)
     if body.get("stream"):
-        message = f"line {number}: a batch has no streams; leave `stream` out."
+        message = (
+            f"line {number}: stream must be false or left out, because a batch cannot stream "
+            "answers."
+        )
         return _bad(number, custom_id, "invalid_body", message)
     return BatchLine(number=number, custom_id=custom_id, url=url, body=body)
 
@@ -109,7 +112,7 @@ def read_line(number: int, text: bytes) -> BatchLine | BatchRow:
 def repeated(number: int, custom_id: str, first: int) -> BatchRow:
     """Returns the row of a line whose custom_id an earlier line has; the row has no custom_id, as
     the earlier row has it."""
-    message = f"line {number} has the custom_id of line {first}, {custom_id[:80]!r}."
+    message = f"line {number} repeats the custom_id of line {first}, {custom_id[:80]!r}."
     return _bad(number, None, "repeated_custom_id", message)
 
 
@@ -163,12 +166,15 @@ class BatchOutput:
             written = os.write(self._file, content)
         except OSError as error:
             raise ConfigError(
-                f"{self.path} does not take a row: {error.strerror}. What is written stays: make "
-                "room, and run the same command again."
+                f"{self.path}: a row cannot be written: {error.strerror}. The rows already "
+                "written stay: free some space, and run the same command again."
             ) from error
         if written < len(content):
             os.truncate(self._file, os.fstat(self._file).st_size - written)
-            raise ConfigError(f"the disk took {written} of {len(content)} bytes of a row: full?")
+            raise ConfigError(
+                f"only {written} of the {len(content)} bytes of a row were written: is the "
+                "disk full?"
+            )
 
     @property
     def _is_regular(self) -> bool:
@@ -215,5 +221,5 @@ class BatchOutput:
 
     def _no_row(self, number: int) -> ConfigError:
         return ConfigError(
-            f"{self.path}:{number} is not a row of a batch: name another output file."
+            f"{self.path}:{number} is not a row that run-batch wrote: name another output file."
         )

@@ -118,8 +118,8 @@ class BatchTarget:
 
     def _gone(self) -> EngineDeadError:
         return EngineDeadError(
-            f"no server answers at {self.url}. What was answered is kept: start the server, and "
-            "run the same command again."
+            f"no server answers at {self.url}. The answers so far are kept: start the "
+            "server, and run the same command again."
         )
 
 

@@ -48,7 +48,7 @@ def top(options: TopOptions) -> None:
     if the server cannot be reached.
     """
     if math.isnan(options.interval):  # no comparison with a range refuses it
-        raise ConfigError("--interval is nan: give the seconds between two updates, 0.2 to 60.")
+        raise ConfigError("--interval must be 0.2 to 60 seconds, got nan.")
     console = Console(highlight=False)
     with TopSource(options.url, sent_key(options.api_key)) as source:
         try:

@@ -102,7 +102,9 @@ class _Output:
             try:
                 write_trace(read_traces([self.parts]), self.file)
             except TraceError as error:
-                raise TraceError(f"{error}; what was recorded is in {self.parts}") from None
+                raise TraceError(
+                    f"{error}; the tokens recorded so far are in {self.parts}"
+                ) from None
             shutil.rmtree(self.parts)
         return num_tokens
 
@@ -234,7 +236,8 @@ def _requests(
     if room < 1:
         limit = built.layout.max_model_len
         raise InvalidRequestError(
-            f"--max-tokens {max_tokens} leaves no room for a prompt in {limit} tokens of context.",
+            f"--max-tokens must leave room for a prompt in the context of {limit} tokens, "
+            f"got {max_tokens}.",
             param="max_tokens",
         )
     requests, num_cut = [], 0
@@ -242,7 +245,8 @@ def _requests(
         ids = tokenizer.encode(each.prompt) if isinstance(each.prompt, str) else each.prompt
         if not ids or not all(0 <= token < built.layout.vocab_size for token in ids):
             raise InvalidRequestError(
-                f"prompt {number + 1} has no tokens, or one outside the vocabulary.",
+                f"prompt {number + 1} has no tokens, or a token id outside the vocabulary "
+                f"[0, {built.layout.vocab_size - 1}].",
                 param="prompts",
             )
         num_cut += len(ids) > room

@@ -63,11 +63,14 @@ def show(
 
     check_output(json_file, heatmap)
     if heatmap is not None and heatmap.suffix != ".png":
-        raise ConfigError(f"--heatmap {heatmap} is not *.png.")
+        raise ConfigError(f"--heatmap must be a file *.png, got {heatmap}.")
     shown = _read(files, num_windows)
     total = shown.load_WLE.sum(axis=0)
     if num_ranks > total.shape[1]:
-        raise ConfigError(f"--ranks {num_ranks} is more than the {total.shape[1]} experts.")
+        raise ConfigError(
+            f"--ranks must be at most {total.shape[1]}, the number of experts in a layer; got "
+            f"{num_ranks}."
+        )
     facts = {**shown.facts, "layers": len(shown.layers), "experts": total.shape[1]}
     loads = layer_loads(total, shown.layers, num_ranks)
     drift = drifts(shown.load_WLE, shown.chance_WLE)
@@ -88,7 +91,7 @@ def show(
         _write(json_file, json.dumps(figures, indent=1) + "\n")
     if heatmap is not None:
         name = shown.facts["model"] or files[0].name
-        title = f"{name}: {total.sum() / len(shown.layers):.0f} choices a layer"
+        title = f"{name}: {total.sum() / len(shown.layers):.0f} choices per layer"
         draw_heat_map(total, shown.layers, title, heatmap)
         typer.echo(f"the heat map is in {heatmap}")
 
@@ -166,7 +169,9 @@ def _facts(facts: dict[str, Any]) -> Table:
 def _loads(loads: list[LayerDistribution], num_ranks: int) -> Table:
     table = _table("layer", "hottest", "share", "max / mean", "unused")
     table.add_column("balancedness", justify="right", no_wrap=True)
-    table.title = f"experts of a layer; balancedness on {num_ranks} ranks with equal runs of them"
+    table.title = (
+        f"load of the experts; balancedness on {num_ranks} ranks that hold equal runs of experts"
+    )
     for each in loads:
         table.add_row(
             str(each.layer),
@@ -181,7 +186,7 @@ def _loads(loads: list[LayerDistribution], num_ranks: int) -> Table:
 
 def _activations(active: list[Activation]) -> Table:
     table = _table("batch", "if alike", "any tokens", "one a request", "of one request")
-    table.title = "experts of a layer that a batch touches, mean"
+    table.title = "experts of a layer that a batch activates, mean over layers"
     for each in active:
         table.add_row(
             str(each.batch_size),

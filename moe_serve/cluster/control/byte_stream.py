@@ -60,10 +60,13 @@ class FrameReader:
         while len(self._buffer) >= _HEADER.size:
             magic, length = _HEADER.unpack_from(self._buffer)
             if magic != MAGIC:
-                raise BrokenStreamError(f"a frame that starts with {bytes(magic)!r}")
+                raise BrokenStreamError(
+                    f"a frame that starts with {bytes(magic)!r} instead of the name of "
+                    "this protocol"
+                )
             if length > self._max_frame_bytes:
                 raise BrokenStreamError(
-                    f"a frame of {length} bytes, the limit is {self._max_frame_bytes}"
+                    f"a frame of {length} bytes, but the limit is {self._max_frame_bytes}"
                 )
             end = _HEADER.size + length
             if len(self._buffer) < end:
@@ -125,7 +128,9 @@ def _check_magic(magic: bytes) -> None:
         raise HandshakeError(NOT_OURS, is_final=True)
     if magic != MAGIC:
         raise HandshakeError(
-            f"control protocol {magic[-1]} there, {PROTOCOL_VERSION} here", is_final=True
+            f"the peer uses version {magic[-1]} of the control protocol, but this process "
+            f"uses {PROTOCOL_VERSION}",
+            is_final=True,
         )
 
 

@@ -26,7 +26,7 @@ from moe_serve.errors import ConfigError
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_PENDING = 64
-CROWDED_OUT = "crowded out by newer connections"
+CROWDED_OUT = "closed to make room for newer connections"
 _BACKLOG = 1024
 _LOG_PERIOD_S = 1.0
 _EVERY_INTERFACE = ("0.0.0.0", "::")

@@ -252,7 +252,7 @@ class RemoteStore(Store):
                 answer = self._channel.receive(wait_s + _ANSWER_S)
         except ChannelClosedError as error:
             self._channel.close()
-            raise DistStoreError(f"the store is lost: {error}") from None
+            raise DistStoreError(f"the connection to the store has ended: {error}") from None
         if not isinstance(answer, StoreAnswer):
             self._channel.close()  # a late answer would be taken for the next request's
             raise DistStoreError("the store does not answer")
@@ -272,4 +272,4 @@ def connect_store(host: str, port: int, secret: ClusterSecret, timeout_s: float)
     try:
         return RemoteStore(connect(host, port, secret, decoder, timeout_s), timeout_s)
     except ClusterError as error:
-        raise ClusterError(f"the store is not there: {error}") from error
+        raise ClusterError(f"the store in which ranks meet cannot be reached: {error}") from error

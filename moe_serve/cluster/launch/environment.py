@@ -80,7 +80,8 @@ def detect_node(
     missing = [name for name, value in values if value is None]
     if node_rank is None or num_nodes is None or coordinator is None:
         raise ConfigError(
-            f"the place of this node ({found.kind}) is not known: {', '.join(missing)} "
+            "the number of this node, the number of nodes or the address of node 0 is "
+            f"unknown ({found.kind}): {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing."
         )
     rank_source = found.rank_source if flags.node_rank is None else "--node-rank"

@@ -243,7 +243,7 @@ class NodeStarter:
             if self._is_stopped or self._nodes.get(number) is not node:
                 return
             del self._nodes[number]
-            reason = f"went with node {number} ({node.hello.hostname}): {why}"
+            reason = f"lost with node {number} ({node.hello.hostname}): {why}"
             self._ended += [RankExit(str(rank), reason) for rank in self.layout.nodes[number]]
         _log.warning("node %d (%s) is lost: %s", number, node.hello.hostname, why)
 
@@ -257,15 +257,18 @@ class NodeStarter:
     def _objection(self, hello: NodeHello) -> str | None:
         num_nodes = self.layout.num_nodes
         if hello.num_nodes != num_nodes:
-            return f"it counts {hello.num_nodes} nodes, node 0 counts {num_nodes}"
+            return f"it was started for {hello.num_nodes} nodes, node 0 for {num_nodes}"
         if not 0 < hello.node_rank < num_nodes:
-            return f"it says it is node {hello.node_rank} of {num_nodes}"
+            return (
+                f"its number is {hello.node_rank}, but nodes are numbered 0 to "
+                f"{num_nodes - 1}, and node 0 is taken"
+            )
         if hello.version != __version__:
             return f"it runs moe-serve {hello.version}, node 0 runs {__version__}"
         with self._changed:
             before = self._nodes.get(hello.node_rank)
         if before is not None and before.hello.hostname != hello.hostname:
-            return f"node {hello.node_rank} is {before.hello.hostname} already"
+            return f"node {hello.node_rank} has already joined from {before.hello.hostname}"
         return None
 
     def _missing(self) -> list[int]:
@@ -279,6 +282,6 @@ class NodeStarter:
             f" Refused connections: {count}, as {why}." for why, count in rejected.items()
         )
         return (
-            f"after {timeout_s:g} s {names} did not come; does the same command run there, with "
-            f"the same secret, and can it reach this host?{refused}{strangers}"
+            f"{names} did not join within {timeout_s:g} s. Does the same command run "
+            f"there, with the same secret, and can it reach this host?{refused}{strangers}"
         )

@@ -128,9 +128,9 @@ def absent_ranks(
         if not absent:
             continue
         if len(absent) == len(names):
-            text = f"no rank of {node} came within {waited_s:g} s: {_listed(absent)}."
+            text = f"no rank of {node} reported within {waited_s:g} s: {_listed(absent)}."
         else:
-            some = f"{len(names) - len(absent)} of the {len(names)} ranks of {node} came"
+            some = f"{len(names) - len(absent)} of the {len(names)} ranks of {node} reported"
             text = f"{some} within {waited_s:g} s; missing: {_listed(absent)}."
         yield Problem(kind="absent", text=text, ranks=absent)
 
@@ -143,9 +143,9 @@ def unexpected_ranks(
     for name, count in Counter(report.name for report in reports).items():
         hosts = _listed(sorted({report.host for report in reports if report.name == name}))
         if name not in known:
-            text = f"{name} came from {hosts} and is not part of this layout."
+            text = f"{name} reported from {hosts}, but is not part of this layout."
         elif count > 1:
-            text = f"{name} came {count} times, from {hosts}: each rank is started once."
+            text = f"{name} reported {count} times, from {hosts}: start each rank only once."
         else:
             continue
         yield Problem(kind="unexpected", text=text, ranks=(name,))
@@ -161,7 +161,7 @@ def version_differences(
             if theirs != ours:
                 others[theirs].append(report.name)
         for theirs, names in others.items():
-            text = f"{package} is {theirs} on {_listed(names)} and {ours} on {coordinator.name}."
+            text = f"{package} is {theirs} on {_listed(names)}, but {ours} on {coordinator.name}."
             yield Problem(kind="version", text=text, ranks=tuple(names))
 
 
@@ -178,7 +178,7 @@ def file_differences(reports: Sequence[RankReport], coordinator: RankReport) -> 
                 others[_described(marks.get(name))].append(rank)
         for description, ranks in others.items():
             text = (
-                f"the checkpoint's file {name} {description} on {_listed(ranks)} and "
+                f"the checkpoint's file {name} {description} on {_listed(ranks)}, but "
                 f"{_described(ours.get(name))} on {coordinator.name}."
             )
             yield Problem(kind="file", text=text, ranks=tuple(ranks))

@@ -35,8 +35,8 @@ def visible_device(
         return None  # hidden on purpose
     if wanted >= len(names):
         raise ConfigError(
-            f"a rank needs device {wanted} of its node, but {DEVICES_VARIABLE}={given} shows "
-            f"only {len(names)}."
+            f"a rank needs device {wanted} of its node, but {DEVICES_VARIABLE}={given} "
+            f"lists only {len(names)} devices."
         )
     return names[wanted]
 

@@ -205,7 +205,9 @@ class AttentionRank:
         self._pages.do(order.page_work)
         group, transport, executor = self._group, self._transport, self._executor
         if group is None or transport is None or executor is None or group.epoch != order.epoch:
-            return self._failed(order, "it is in no data group of this epoch", str(self._name))
+            return self._failed(
+                order, "it is not a member of the data group of this epoch", str(self._name)
+            )
         transport.begin(StepShape(order.epoch, order.step, _tuples(order.rows)))
         try:
             return self._compute(order, plan, transport, executor)

@@ -165,9 +165,10 @@ def check_can_split(loader: ModelLoader, count: int) -> None:
     check_shards(loader.spec, count)
     if count > 1 and not loader.kernels.can_split_columns:
         raise ConfigError(
-            f"cluster.attention_tp is {count}, but the kernels here are {loader.kernels.name}, "
-            "whose results may depend on how many columns are computed together: it needs the "
-            "native kernels (model.kernels; on a CPU, in float32 or bfloat16)."
+            f"cluster.attention_tp is {count}, which needs the native kernels "
+            "(model.kernels; on a CPU, in float32 or bfloat16). The kernels here are "
+            f"{loader.kernels.name}, whose results may depend on how many columns are "
+            "computed together."
         )
 
 

@@ -167,7 +167,9 @@ class ExpertRank:
     def _serve(self, order: ServeStep) -> Report:
         self._placement.check(order)
         if self._loop is None or self._group is None or self._group.epoch != order.epoch:
-            return self._failed(order, "it is in no data group of this epoch", str(self._name))
+            return self._failed(
+                order, "it is not a member of the data group of this epoch", str(self._name)
+            )
         log = self._log
         log.begin(order.step)
         rows = tuple(tuple(counts) for counts in order.rows)

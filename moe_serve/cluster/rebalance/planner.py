@@ -75,7 +75,9 @@ def placement_of(job: PlanJob, ranks_of: Sequence[Sequence[Sequence[int]]]) -> P
     """Returns a placement for the job's ranks and experts; raises PlacementError if it does not fit
     them."""
     if len(ranks_of) != len(job.layers):
-        raise PlacementError(f"{len(ranks_of)} layers are placed, of {len(job.layers)}.")
+        raise PlacementError(
+            f"The planner placed {len(ranks_of)} layers instead of {len(job.layers)}."
+        )
     return Placement(
         num_ranks=len(job.slots),
         num_experts=job.num_experts,

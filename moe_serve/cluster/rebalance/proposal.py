@@ -180,8 +180,8 @@ class Proposer:
             self._windows.append((f"window {next(self._numbers)}", window))
         elif not (is_asked and self._windows):
             text = (
-                f"{window.num_tokens} tokens were counted, in one step of {STRIDE}; "
-                f"{self._least_tokens(current)} are needed"
+                f"{window.num_tokens} tokens were counted, in one of {STRIDE} steps; at "
+                f"least {self._least_tokens(current)} are needed"
             )
             return Proposal(target=None, refusal="window", text=text)
         job = self._job(dict(self._windows), current)
@@ -276,7 +276,7 @@ class Proposer:
             raise PlacementError(found.why)
         target = placement_of(job, found.ranks_of)
         if target.lost:
-            raise PlacementError(f"The plan has {len(target.lost)} experts on no rank.")
+            raise PlacementError(f"The plan leaves {len(target.lost)} experts without a rank.")
         check_slots(target, job.slots)
         return target
 
@@ -287,6 +287,7 @@ def check_slots(target: Placement, slots: tuple[int, ...]) -> None:
         layer, held = max(target.held_by(rank).items(), key=lambda item: len(item[1]))
         if len(held) > most:
             raise PlacementError(
-                f"The plan gives rank {rank} {len(held)} experts of layer {layer}; it has {most} "
-                "slots (cluster.rebalance_spare_slots adds some at the start)."
+                f"The plan gives rank {rank} {len(held)} experts of layer {layer}, but the "
+                f"rank has {most} slots (set cluster.rebalance_spare_slots at the start of "
+                "the server to have more)."
             )

@@ -74,8 +74,8 @@ def _steps(layer: int, before: Placement, after: Placement, room: int) -> list[R
         return [new]
     if room < 1:
         raise PlacementError(
-            f"Layer {layer} gives a rank {most} copies, and ranks have no room for any "
-            "(cluster.rebalance_max_moves is 0)."
+            f"A rank must receive {most} copies of layer {layer}, but ranks have no room "
+            "for copies: cluster.rebalance_max_moves is 0."
         )
     left = _moves(old, new)
     held, limits = _counts(old, before.num_ranks), _counts(new, before.num_ranks)

@@ -238,7 +238,7 @@ class ClusterEngine:
         return True
 
     def _evacuate(self, name: str) -> None:
-        """RequestMoves the requests of a lost rank elsewhere, with the tokens that they have."""
+        """Moves the requests of a lost rank elsewhere, with the tokens that they have."""
         engine = self._engines[name]  # replaced, never changed: other threads read it
         self._engines = {n: other for n, other in self._engines.items() if n != name}
         del self._executors[name]

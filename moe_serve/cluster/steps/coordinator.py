@@ -180,7 +180,9 @@ class Coordinator:
             if not left:
                 return results
             if num_tries > _MAX_REPEATS:
-                why = StepFailedError(f"repeated {num_tries} times: {flight.why}")
+                why = StepFailedError(
+                    f"the step failed {num_tries} times, the last time because {flight.why}"
+                )
                 return results | dict.fromkeys(left, why)
             flight = self.launch(left)
 

@@ -18,6 +18,8 @@ _REQUEST_DECAY = 0.9  # of a request's counts, for each further draft
 _LEAST_SURVIVAL = 0.03  # a draft is cut where it is less probable to be accepted
 _MOST_SURVIVAL = 0.999
 _MOST_FACTOR = 1.2  # by which a request's drafts may be better than those of all
+_CERTAIN, _MUCH = 0.95, 32  # prior of drafts from a text behind so many tokens that agreed
+_TEXTS = (DraftSource.NGRAM, DraftSource.SUFFIX, DraftSource.PREDICTION)
 # acceptance of a token whose predecessors were accepted, before any was counted
 _PRIORS = {
     DraftSource.NGRAM: 0.5,
@@ -141,13 +143,16 @@ class Acceptance:
         key = (draft.source, bisect_left(_EVIDENCE, draft.evidence))
         counts = self._counts.get(key)
         if counts is None:
-            counts = self._counts[key] = self._new_counts(draft.source)
+            counts = self._counts[key] = self._new_counts(draft.source, draft.evidence)
         return counts
 
-    def _new_counts(self, source: DraftSource) -> _Counts:
+    def _new_counts(self, source: DraftSource, evidence: int) -> _Counts:
+        prior = _PRIORS[source]
+        if source in _TEXTS:
+            prior += (_CERTAIN - prior) * min(evidence, _MUCH) / _MUCH
         known = [counts for key, counts in self._counts.items() if key[0] is source]
         tried = sum(sum(counts.tried) for counts in known)
         if not tried:
-            return _Counts(_PRIORS[source])
+            return _Counts(prior)
         accepted = sum(sum(counts.accepted) for counts in known)
-        return _Counts((_PRIORS[source] + accepted / tried) / 2)
+        return _Counts((prior + accepted / tried) / 2)

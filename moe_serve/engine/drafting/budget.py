@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
+from math import log, log1p
 
 Seconds = Callable[[int], float]  # the time of a decode step with so many rows
-_LEAST_GAIN = 1.03  # in tokens per second; drafts that promise less also cost time to make
+_LEAST_GAIN = 1.03  # in speed; drafts that promise less also cost time to make
 _MOST_TRIED = 32  # numbers of tokens whose gain is computed, in a large step
 
 
@@ -20,41 +21,61 @@ def choose_lengths(
     num_rows: rows of the step without drafts, each of which makes one token.
     most: drafted tokens that fit the step.
 
-    A step with m drafted tokens makes num_rows + sum(survival) tokens in seconds(num_rows + m). The
-    m most probable tokens of all sequences are the best m, and as survivals fall within a draft,
-    these are the first ones of each draft. The best m is where tokens per second are highest. It is
-    searched over all m (over each second m from 64 on, and so forth), as in a Mixture-of-Experts
-    model the first drafted token costs most (it activates most new experts), so that a search that
-    stops at the first loss ends at 0.
+    A sequence gets 1 + S tokens from a step, with S the sum of its survivals, and a step with m
+    drafted tokens takes seconds(num_rows + m). The choice maximises the geometric mean of the
+    sequences' tokens per second,
+
+        sum of log(1 + S) over the sequences  -  num_rows log seconds(num_rows + m)
+
+    With equal drafts that is the throughput. But a request that is easy to predict may not slow
+    all others for tokens that end it early: the step would then have fewer rows for a while, and
+    the others would take as many steps as before.
+
+    A further token of a sequence adds less to its logarithm than the one before. So the m best
+    tokens of all sequences are the first ones of each draft. The best m is searched over all m
+    (over each second m from 64 on, and so forth), as in a Mixture-of-Experts model the first
+    drafted token costs most (it activates most new experts), so that a search that stops at the
+    first loss ends at 0.
     """
-    if len(survivals) == 1:
-        slots = [*survivals.values()][0][:most]
+    gains = {key: _gains(chain) for key, chain in survivals.items()}
+    if len(gains) == 1:
+        slots = [*gains.values()][0][:most]
     else:
-        slots = sorted((s for chain in survivals.values() for s in chain), reverse=True)[:most]
-    best, best_rate = 0, _LEAST_GAIN * num_rows / seconds(num_rows)
-    if num_rows + sum(slots) <= best_rate * seconds(num_rows + 1):
+        slots = sorted((gain for chain in gains.values() for gain in chain), reverse=True)[:most]
+    step_s, least = seconds(num_rows), num_rows * log(_LEAST_GAIN)
+    if sum(slots) <= least + num_rows * log(seconds(num_rows + 1) / step_s):
         return {}  # not even all tokens in the time of the shortest draft
-    tokens, stride = float(num_rows), max(1, len(slots) // _MOST_TRIED)
-    for count, survival in enumerate(slots, 1):
-        tokens += survival
+    best, best_gain = 0, least
+    total, stride = 0.0, max(1, len(slots) // _MOST_TRIED)
+    for count, gain in enumerate(slots, 1):
+        total += gain
         if stride > 1 and count % stride and count != len(slots):
             continue
-        rate = tokens / seconds(num_rows + count)
-        if rate > best_rate:
-            best, best_rate = count, rate
+        net = total - num_rows * log(seconds(num_rows + count) / step_s)
+        if net > best_gain:
+            best, best_gain = count, net
     if not best:
         return {}
-    return _shares(survivals, slots[best - 1], best)
+    return _shares(gains, slots[best - 1], best)
 
 
-def _shares(survivals: Mapping[int, List[float]], least: float, num: int) -> dict[int, int]:
-    """Return the number of tokens of each draft among the `num` most probable ones, of which the
-    last has the probability `least`."""
-    if len(survivals) == 1:
-        return dict.fromkeys(survivals, num)
-    lengths = {key: sum([each > least for each in chain]) for key, chain in survivals.items()}
+def _gains(survivals: List[float]) -> list[float]:
+    """Return what each token of a draft adds to the logarithm of the sequence's tokens."""
+    gains, tokens = list[float](), 1.0
+    for survival in survivals:
+        gains.append(log1p(survival / tokens))
+        tokens += survival
+    return gains
+
+
+def _shares(gains: Mapping[int, List[float]], least: float, num: int) -> dict[int, int]:
+    """Return the number of tokens of each draft among the `num` best ones, of which the last gains
+    `least`."""
+    if len(gains) == 1:
+        return dict.fromkeys(gains, num)
+    lengths = {key: sum([each > least for each in chain]) for key, chain in gains.items()}
     num_left = num - sum(lengths.values())
-    for key, chain in survivals.items():
+    for key, chain in gains.items():
         if not num_left:
             break
         equal = min(chain.count(least), num_left)

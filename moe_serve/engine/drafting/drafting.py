@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from time import perf_counter
 
 from moe_serve.engine.drafting.acceptance import Acceptance
+from moe_serve.engine.drafting.allowance import Allowance
 from moe_serve.engine.drafting.budget import choose_lengths
 from moe_serve.engine.drafting.draft import Draft, Drafter, DraftSource
 from moe_serve.engine.drafting.past_answers import PastAnswers
@@ -15,6 +16,7 @@ from moe_serve.engine.request.draft_counts import DraftCounter, DraftCounts
 from moe_serve.engine.request.request import DraftResult
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
 
+Survivals = dict[int, list[float]]  # by sequence id; see `Acceptance.survivals`
 _ENOUGH = 0.6  # share of the longest draft
 
 
@@ -44,7 +46,10 @@ class Drafting:
         self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
         self._vocab_size, self.num_self_tokens = vocab_size, num_self_tokens
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
+        self._allowance = Allowance()
         self._proposed: Mapping[int, tuple[str, tuple[int, ...]]] = {}  # of the last step
+        self._num_accepted = 0  # in the running step
+        self._survivals: Survivals | None = None  # of the drafts that `choose` found
         self._counter = DraftCounter()
 
     @property
@@ -54,28 +59,74 @@ class Drafting:
 
     def choose(self, schedule: Schedule, most: int) -> dict[int, Draft]:
         """Return the drafts to verify in a step of at most `most` more rows, by sequence id."""
-        clock = perf_counter()
-        chosen = self._choose(schedule, most)
+        self._num_accepted = 0
+        drafts = self._find(schedule)
+        if not drafts:
+            self._survivals = {}
+            return drafts
+        if not self._is_adaptive:
+            length = min(self._max_tokens, most // len(drafts))
+            return {key: draft.cut(length) for key, draft in drafts.items() if length}
+        survivals = self._survivals = self._survivals_of(drafts)
+        clock, patience = perf_counter(), self._patience
+        lengths = choose_lengths(survivals, len(schedule), most, self._times.seconds)
+        rest, num_left = drafts.keys() - lengths.keys(), most - sum(lengths.values())
+        patience.gains(lengths)
+        if rest and num_left and self._allowance.has_spare_rows:
+            for key in patience.retries(rest, min(num_left, 1 + len(schedule) // 16)):
+                lengths[key] = 1
+        self._note_vain(schedule, {key: sum(survivals[key]) for key in rest})
+        chosen = {key: drafts[key].cut(length) for key, length in lengths.items()}
         self._counter.note_seconds(perf_counter() - clock)
         return chosen
 
     def expects(self, schedule: Schedule) -> bool:
         """Return whether the step after this one, whose tokens are not known yet, will probably
         have drafts. It must not begin ahead then."""
-        return bool(self._choose(schedule, len(schedule) * self._max_tokens, is_ahead=True))
+        if not self._is_adaptive:
+            return bool(self._find(schedule))
+        survivals, self._survivals = self._survivals, None
+        if survivals is None:  # this step began ahead itself
+            survivals = self._survivals_of(self._find(schedule))
+        if not survivals:
+            return False
+        # the first token will be known, so it is no draft
+        behind = {key: each[1:] for key, each in survivals.items() if len(each) > 1}
+        most = len(schedule) * self._max_tokens
+        if choose_lengths(behind, len(schedule), most, self._times.seconds):
+            return True
+        if self._allowance.has_spare_rows and self._patience.is_any_due(survivals):
+            return True
+        self._note_vain(schedule, {key: sum(each) for key, each in survivals.items()})
+        return False
 
     def note(self, sequence_id: int, draft: Draft, num_accepted: int) -> DraftResult:
         """Learn from a draft that was verified. `num_accepted` of its tokens were published."""
         result = DraftResult(draft.source.value, len(draft.token_ids), num_accepted)
         self._acceptance.note(sequence_id, draft, num_accepted)
+        self._num_accepted += num_accepted
         if num_accepted:
             self._patience.accepted(sequence_id)
         self._counter.note(result)
         return result
 
-    def note_step(self, num_rows: int, num_drafted: int, seconds: float) -> None:
-        """Learn the time of a step that read no prompt. `num_drafted` of its rows were drafted."""
-        self._times.observe(num_rows, seconds, has_drafts=num_drafted > 0)
+    def note_step(
+        self, num_rows: int, num_drafted: int, seconds: float, *, reads_prompt: bool
+    ) -> None:
+        """Learn the time of a step. `num_drafted` of its rows were drafted."""
+        if reads_prompt:
+            self._allowance.earn(seconds)
+            return
+        num_steps = self._times.observe(num_rows, seconds, has_drafts=num_drafted > 0)
+        if not num_steps:
+            return
+        seconds_of, base = self._times.seconds, num_rows - num_drafted
+        step_s, saved_s, lost_s = seconds_of(base), 0.0, 0.0
+        if num_drafted:
+            row_s = (seconds_of(num_rows) - step_s) / num_drafted
+            saved_s = self._num_accepted * max(0.0, step_s / base - row_s)
+            lost_s = (num_drafted - self._num_accepted) * max(0.0, row_s)
+        self._allowance.settle(num_steps, step_s, saved_s, lost_s)
 
     def note_proposals(self, proposals: Mapping[int, tuple[str, tuple[int, ...]]]) -> None:
         """Keep what grammars or a head expect after a step, for the drafts of the next one."""
@@ -95,50 +146,57 @@ class Drafting:
         for drafter in self._drafters:
             drafter.forget(sequence_ids)
 
-    def _choose(self, schedule: Schedule, most: int, *, is_ahead: bool = False) -> dict[int, Draft]:
-        if self._past is not None and not is_ahead:
+    def _find(self, schedule: Schedule) -> dict[int, Draft]:
+        """Return the best drafts of the sequences that ask for one."""
+        drafts, num_lookups, asking = dict[int, Draft](), 0, self._asking(schedule)
+        if not (asking or self._proposed or (self._past is not None and self._past.has_work)):
+            return drafts
+        begun_at = perf_counter()
+        if self._past is not None:
             self._past.work()
-        patience, drafts = self._patience, dict[int, Draft]()
-        for key, (sequence, count) in schedule.items():
-            if not _may_draft(sequence, count):
-                continue
-            if self._is_adaptive and patience.rests(key) and self._may_rest(sequence):
-                continue
-            draft = self._propose(sequence)
-            if draft is not None:
-                drafts[key] = draft
-            elif self._is_adaptive and not is_ahead:
-                patience.in_vain(key, None)
-        if not drafts:
-            return {}
+        clock = perf_counter()
+        for key in asking:
+            sequence, count = schedule[key]
+            if _may_draft(sequence, count):
+                num_lookups += 1
+                draft = self._propose(sequence, looks=True)
+                if draft is not None:
+                    drafts[key] = draft
+                else:
+                    self._note_vain(schedule, {key: None})
+        for key in self._proposed:  # these need no lookup
+            if key in schedule and key not in drafts and _may_draft(*schedule[key]):
+                draft = self._propose(schedule[key][0], looks=False)
+                if draft is not None:
+                    drafts[key] = draft
+        now = perf_counter()
+        self._allowance.pay_lookups(num_lookups, now - clock)
+        self._counter.note_seconds(now - begun_at)
+        return drafts
+
+    def _asking(self, schedule: Schedule) -> Collection[int]:
         if not self._is_adaptive:
-            length = min(self._max_tokens, most // len(drafts))
-            return {key: draft.cut(length) for key, draft in drafts.items() if length}
-        survivals = {key: self._acceptance.survivals(key, draft) for key, draft in drafts.items()}
-        if is_ahead:  # the first token will be known, so it is no draft
-            survivals = {key: each[1:] for key, each in survivals.items() if len(each) > 1}
-        lengths = choose_lengths(survivals, len(schedule), most, self._times.seconds)
-        if is_ahead:
-            return drafts if lengths or patience.is_any_due(drafts) else {}
-        rest, num_left = drafts.keys() - lengths.keys(), most - sum(lengths.values())
-        patience.gains(lengths)
-        for key in patience.retries(rest, min(num_left, 1 + len(schedule) // 16)):
-            lengths[key] = 1
-        for key in rest:
-            patience.in_vain(key, sum(survivals[key]))
-        return {key: drafts[key].cut(length) for key, length in lengths.items()}
+            return schedule
+        allowance = self._allowance
+        return self._patience.awake(schedule, allowance.num_lookups) if allowance.has_rows else ()
 
-    def _may_rest(self, sequence: Sequence) -> bool:
-        """Return whether a sequence has no draft that it need not look for."""
-        return not (sequence.request.prediction or sequence.id in self._proposed)
+    def _note_vain(self, schedule: Schedule, expected: Mapping[int, float | None]) -> None:
+        """Note the sequences whose drafts promise no gain, with the tokens to expect of them. A
+        prediction is followed all the same, as it need not be searched for."""
+        for key, num_tokens in expected.items():
+            if not schedule[key][0].request.prediction:
+                self._patience.in_vain(key, num_tokens)
 
-    def _propose(self, sequence: Sequence) -> Draft | None:
+    def _survivals_of(self, drafts: Mapping[int, Draft]) -> Survivals:
+        return {key: self._acceptance.survivals(key, draft) for key, draft in drafts.items()}
+
+    def _propose(self, sequence: Sequence, *, looks: bool) -> Draft | None:
         """Return the draft with the most tokens to expect."""
         most = min(self._max_tokens, self._stop.num_left(sequence) - 1)
         if most < 1:
             return None
         best, most_expected = None, 0.0
-        for draft in self._proposals(sequence, most):
+        for draft in self._proposals(sequence, most, looks=looks):
             kept = draft.cut(self._num_useful(sequence, draft))
             if kept.token_ids:
                 expected = self._acceptance.expected(sequence.id, kept)
@@ -148,12 +206,12 @@ class Drafting:
                     break  # further drafters would cost time
         return best
 
-    def _proposals(self, sequence: Sequence, most: int) -> Iterable[Draft]:
+    def _proposals(self, sequence: Sequence, most: int, *, looks: bool) -> Iterable[Draft]:
         if proposal := self._proposed.get(sequence.id):
             source, tokens = DraftSource(proposal[0]), proposal[1]
             evidence = len(tokens) if source is DraftSource.GRAMMAR else 0
             yield Draft(tokens[:most], source, evidence)
-        for drafter in self._drafters:
+        for drafter in self._drafters if looks else ():
             draft = drafter.propose(sequence, most)
             if draft is not None:
                 yield draft

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Tokens
 
 import numpy as np
 
-from moe_serve.engine.drafting.text_hashes import NUM_BITS, Prefix, TextHashes
+from moe_serve.engine.drafting.text_hashes import MASK, NUM_BITS, Prefix, TextHashes
 
 _FEW = 8  # positions up to which Python is faster than numpy
 
@@ -49,24 +49,26 @@ class GramIndex:
             np.frombuffer(table, np.int32)[keys] = places  # the last of equal keys stays
 
     def find(
-        self, prefix: Prefix, tail: Tokens[int], text: Tokens[int], least: int = 0
+        self, prefix: Prefix, tokens: list[int], text: Tokens[int], least: int = 0
     ) -> tuple[int, int] | None:
-        """Return the position behind the newest occurrence in `text` of the longest end of `tail`
+        """Return the position behind the newest occurrence in `text` of the longest end of `tokens`
         that was entered, and the length of that end; None if none of more than `least` tokens was
         found.
 
-        `prefix` has the hashes of a text that ends with `tail`, which has `text`'s type. The
-        lengths are tried in ascending order: a longer end is there only if a shorter one is.
+        `prefix` has the hashes of `tokens`. The lengths are tried in ascending order: a longer end
+        is there only if a shorter one is.
         """
-        end, num_tail, found = len(prefix) - 1, len(tail), None
+        end, found = len(tokens), None
+        last, inverses, shift = prefix[end], self._hashes.inverses, self._shift
         for size, table in self._tables:
-            if num_tail < size:
+            start = end - size
+            if start < 0:
                 break
             if size <= least:
                 continue
-            position = table[self._hashes.hash(prefix, end - size, end) >> self._shift]
+            position = table[((last - prefix[start]) * inverses[start] & MASK) >> shift]
             if position < 0:
                 break  # never entered, so no longer end was
-            if position >= size and text[position - size : position] == tail[num_tail - size :]:
+            if position >= size and [*text[position - size : position]] == tokens[start:]:
                 found = position, size
         return found

@@ -84,7 +84,7 @@ class OwnText:
         end = min(num_tokens - 1, text.num_noted + _MAX_NOTED)
         text.index.note(prefix, text.num_noted, end)
         text.num_noted = end
-        found = text.index.find(prefix, tokens[-self._sizes[-1] :], tokens, text.agreed)
+        found = text.index.find(prefix, tokens, tokens, text.agreed)
         if found is not None:
             text.place, text.agreed = found
 

@@ -59,10 +59,10 @@ class AnswerStore:
                 start = position + 1
         return larger
 
-    def find(self, prefix: Prefix, tail: array[int], least: int) -> tuple[int, int] | None:
-        """Return where the end of `tail` was found, and how many tokens agreed; None unless more
-        than `least` did. `prefix` has the hashes of a text that ends with `tail`."""
-        return self._index.find(prefix, tail, self._ring, least)
+    def find(self, prefix: Prefix, tokens: list[int], least: int) -> tuple[int, int] | None:
+        """Return where the end of a text was found, and how many tokens agreed; None unless more
+        than `least` did. `prefix` has the hashes of the text."""
+        return self._index.find(prefix, tokens, self._ring, least)
 
     def has(self, position: int, tokens: list[int]) -> bool:
         """Return whether these tokens stand at a position."""
@@ -117,6 +117,11 @@ class PastAnswers:
         start = max(0, sequence.num_prompt_tokens - _SIZES[-1])
         self._waiting.append((root_key, sequence.token_ids[start:]))
 
+    @property
+    def has_work(self) -> bool:
+        """Whether answers wait to be entered."""
+        return bool(self._waiting)
+
     def work(self) -> None:
         """Enter answers that were learnt, at most about `_MAX_LEARNT` tokens of them."""
         left = _MAX_LEARNT
@@ -150,10 +155,10 @@ class PastAnswers:
     def _follow(self, place: _Place, store: AnswerStore, sequence: Sequence) -> None:
         """Move the place behind the sequence's new tokens, or find a better one."""
         tokens = sequence.token_ids
-        new = tokens[place.num_seen :]
         if place.store is not store:  # the owner's store has grown, or is a new one
             place.store, place.agreed = store, 0
         if place.agreed:
+            new = tokens[place.num_seen :]
             if store.has(place.position, new):
                 place.position += len(new)
                 place.agreed = min(place.agreed + len(new), _MAX_AGREED)
@@ -161,8 +166,7 @@ class PastAnswers:
                 place.agreed = 0
         place.num_seen = len(tokens)
         if place.agreed < _SIZES[-1]:
-            tail = array("i", tokens[-_SIZES[-1] :])
-            found = store.find(self._hashes.of(sequence), tail, place.agreed)
+            found = store.find(self._hashes.of(sequence), tokens, place.agreed)
             if found is not None:
                 place.position, place.agreed = found
 

@@ -15,11 +15,10 @@ _MAX_PAUSE, _SHORT_PAUSE = 31, 3  # steps: after hopeless proposals, and after o
 class _Wait:
     """The steps of one sequence since a draft promised a gain."""
 
-    num_silent: int = 0  # steps without a draft
-    retry: int = _FIRST_RETRY  # silent steps before a draft is tried without an expected gain
+    since: int  # the step that verified its last draft, or in which it asked first
+    retry: int = _FIRST_RETRY  # steps without a draft before one is tried without an expected gain
     num_vain: int = 0  # proposals in turn that promised no gain
     pause: int = 0  # length of the last pause, in steps
-    num_left: int = 0  # steps of the pause to come
 
 
 class Patience:
@@ -27,48 +26,50 @@ class Patience:
 
     After such steps a sequence pauses for 1, then 3 steps, and for up to 31 if its drafts were
     hopeless. It tries a draft of one token after 16, 32, ... 256 steps, to find out whether its
-    luck or the cost of rows has changed.
+    luck or the cost of rows has changed. A step in which it pauses costs it one look in a table.
     """
 
     def __init__(self) -> None:
+        self._step = 0
+        self._wakes: dict[int, int] = {}  # the step in which a sequence asks next; 0: at once
         self._waits: dict[int, _Wait] = {}
 
-    def rests(self, sequence_id: int) -> bool:
-        """Count a step, and return whether the sequence pauses in it."""
-        wait = self._waits.get(sequence_id)
-        if wait is None:
-            self._waits[sequence_id] = _Wait()
-            return False
-        wait.num_silent += 1
-        if wait.num_left:
-            wait.num_left -= 1
-            return True
-        return False
+    def awake(self, sequence_ids: Iterable[int], most: int | None = None) -> list[int]:
+        """Count a step, and return the sequences that ask for a draft in it. If there are more than
+        `most`, those that have waited longest; but always those that are new or gain."""
+        self._step += 1
+        step, wake_of = self._step, self._wakes.get
+        found = [key for key in sequence_ids if wake_of(key, 0) <= step]
+        if most is not None and len(found) > most:
+            found.sort(key=lambda key: wake_of(key, 0))
+            while len(found) > most and wake_of(found[-1], 0):
+                found.pop()
+        return found
 
     def in_vain(self, sequence_id: int, expected: float | None) -> None:
         """Note a step in which a draft promised no gain, with the number of tokens to expect of it;
         None: there was no draft."""
-        wait = self._waits[sequence_id]
+        wait = self._wait(sequence_id)
         wait.num_vain += 1
-        if wait.num_vain < _NUM_VAIN:
-            return
-        is_hopeless = expected is not None and expected < _HOPELESS
-        most = _MAX_PAUSE if is_hopeless else _SHORT_PAUSE
-        wait.pause = wait.num_left = min(1 + 2 * wait.pause, most)
+        if wait.num_vain >= _NUM_VAIN:
+            is_hopeless = expected is not None and expected < _HOPELESS
+            most = _MAX_PAUSE if is_hopeless else _SHORT_PAUSE
+            wait.pause = min(1 + 2 * wait.pause, most)
+        self._wakes[sequence_id] = self._step + 1 + wait.pause
 
     def gains(self, sequence_ids: Iterable[int]) -> None:
         """Note that drafts of these sequences are verified because a gain is expected."""
         for sequence_id in sequence_ids:
-            wait = self._waits[sequence_id]
-            wait.num_silent = wait.num_vain = wait.pause = wait.num_left = 0
-            wait.retry = _FIRST_RETRY
+            wait = self._wait(sequence_id)
+            wait.since, wait.retry = self._step, _FIRST_RETRY
+            wait.num_vain = wait.pause = self._wakes[sequence_id] = 0
 
     def retries(self, sequence_ids: Iterable[int], most: int) -> list[int]:
         """Return the sequences, at most `most`, that try a draft without an expected gain."""
         due = [key for key in sequence_ids if self._is_due(key)][:most]
         for sequence_id in due:
             wait = self._waits[sequence_id]
-            wait.num_silent, wait.retry = 0, min(2 * wait.retry, _LAST_RETRY)
+            wait.since, wait.retry = self._step, min(2 * wait.retry, _LAST_RETRY)
         return due
 
     def is_any_due(self, sequence_ids: Iterable[int]) -> bool:
@@ -77,15 +78,20 @@ class Patience:
 
     def accepted(self, sequence_id: int) -> None:
         """Note that a token of the sequence's draft was accepted."""
-        wait = self._waits.get(sequence_id)
-        if wait is not None:
-            wait.pause = wait.num_left = 0
+        self._wait(sequence_id).pause = self._wakes[sequence_id] = 0
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Drop the state of sequences that have ended or moved away."""
         for sequence_id in sequence_ids:
             self._waits.pop(sequence_id, None)
+            self._wakes.pop(sequence_id, None)
 
     def _is_due(self, sequence_id: int) -> bool:
-        wait = self._waits[sequence_id]
-        return wait.num_silent >= wait.retry
+        wait = self._wait(sequence_id)
+        return self._step - wait.since >= wait.retry
+
+    def _wait(self, sequence_id: int) -> _Wait:
+        wait = self._waits.get(sequence_id)
+        if wait is None:
+            wait = self._waits[sequence_id] = _Wait(self._step)
+        return wait

@@ -42,8 +42,9 @@ class TextHashes:
         prefix = self._of.get(sequence.id)
         if prefix is None:
             prefix = self._of[sequence.id] = new_prefix()
-        num_known = len(prefix) - 1
-        self.extend(prefix, sequence.token_ids[num_known:])
+        tokens, num_known = sequence.token_ids, len(prefix) - 1
+        if len(tokens) > num_known:
+            self.extend(prefix, tokens[num_known:])
         return prefix
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
@@ -68,6 +69,11 @@ class TextHashes:
     def hash(self, prefix: Prefix, start: int, end: int) -> int:
         """Return the hash of the tokens in [start, end)."""
         return (prefix[end] - prefix[start]) * self._inverses[start] & MASK
+
+    @property
+    def inverses(self) -> Prefix:
+        """B^-i by i, for the places of all texts: the factors of hash(i, j)."""
+        return self._inverses
 
     def hashes(self, prefix: Prefix, first: int, last: int, size: int) -> NDArray[np.uint64]:
         """Return the hashes of the `size` tokens before each position in [first, last]."""

@@ -32,6 +32,7 @@ def check_routers(spec: ModelSpec, name: str) -> None:
     if router.has_selection_bias or router.shape.num_groups > 1:
         why = "a bias of the choice" if router.has_selection_bias else "groups of experts"
         raise ConfigError(
-            f"{name} ({spec.family}) has routers with {why}, and next-layer and "
-            "pre-attention predictors know logits only: train and judge a request predictor."
+            f"{name} ({spec.family}) has routers with {why}, but next-layer and "
+            "pre-attention predictors predict only the logits of a router: train and "
+            "evaluate a request predictor."
         )

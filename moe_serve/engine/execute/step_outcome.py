@@ -79,7 +79,10 @@ class StepOutcome:
         runs = self.sampled
         if all(len(run) < 2 for run in runs.values()):
             return self
-        kept = {key: _cut(runs[key], schedule[key][0], stop) for key in runs if key in schedule}
+        kept = dict(runs)
+        for key, run in runs.items():
+            if len(run) > 1 and key in schedule:
+                kept[key] = _cut(run, schedule[key][0], stop)
         return replace(self, sampled=kept)
 
 

@@ -7,7 +7,8 @@ equals the drafted one. So the tokens are those without drafts, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -63,6 +64,39 @@ class _Walk:
         place = len(self.run) - 1
         return place < len(self.draft) and token.token_id == self.draft[place]
 
+    def note(self, found: Verified) -> None:
+        """Add the run of tokens to the result of the step."""
+        key = self.sequence.id
+        if self.run:
+            found.sampled[key] = tuple(self.run)
+            found.rows[key] = self.first + len(self.run) - 1
+        if self.failure is not None:
+            found.failures[key] = self.failure
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows to sample in one call. `owners` has None for a sequence without a draft."""
+
+    rows: list[int] = field(default_factory=list)
+    points: list[SamplingPoint] = field(default_factory=list)
+    owners: list[_Walk | None] = field(default_factory=list)
+
+    def add(self, row: int, point: SamplingPoint, owner: _Walk | None) -> None:
+        self.rows.append(row)
+        self.points.append(point)
+        self.owners.append(owner)
+
+    def add_walk(self, walk: _Walk, looks_ahead: bool) -> None:
+        """Add the next row of a sequence, or all if it `looks_ahead`."""
+        done = len(walk.run)
+        for place in range(done, 1 + (len(walk.draft) if looks_ahead else done)):
+            self.add(walk.first + place, SamplingPoint(walk.sequence, walk.begin + place), walk)
+
+    def sample(self, logits_RV: Tensor, sample: Sample) -> list[Sampled | RowFailure]:
+        is_all = len(self.rows) == len(logits_RV)  # in their order
+        return sample(logits_RV if is_all else logits_RV[self.rows], self.points)
+
 
 def verify(
     logits_RV: Tensor,
@@ -72,81 +106,72 @@ def verify(
 ) -> Verified:
     """Sample the sequences that catch up in a step. Their tokens stay as they are.
 
+    All rows behind sequences without drafts, and the first rows of the others, are sampled in one
+    call. If sampling needs no state that a refused token would spoil, all rows of a sequence are
+    sampled in that call, each behind the drafted tokens before it.
+
     logits_RV: the logits of the slices, one after the other.
     sample: samples one token per row, each at its point; it must not raise.
     """
-    if not any(piece.num_drafted for piece in slices):
-        return _sample_once(logits_RV, slices, sequences, sample)
-    walks, start = list[_Walk](), 0
-    for piece in slices:
-        sequence, start = sequences[piece.sequence_id], start + piece.num_logits
-        if piece.start + len(piece.token_ids) - piece.num_drafted == sequence.num_tokens:
-            first = start - 1 - piece.num_drafted
-            walks.append(_Walk(sequence, first, piece.drafted, sequence.num_tokens))
+    found, first, walks, start = Verified(), _Rows(), list[_Walk](), 0
+    ahead = set[int]()  # sequences of which all rows are sampled at once
     try:
-        _sample_levels(logits_RV, walks, sample)
+        for piece in slices:
+            sequence, start = sequences[piece.sequence_id], start + piece.num_logits
+            num_drafted = piece.num_drafted
+            position = piece.start + len(piece.token_ids) - num_drafted
+            if position != sequence.num_tokens:
+                continue
+            if not num_drafted:
+                first.add(start - 1, SamplingPoint(sequence, position), None)
+                continue
+            walk = _Walk(sequence, start - 1 - num_drafted, piece.drafted, position)
+            walks.append(walk)
+            if looks_ahead := _looks_ahead(walk, logits_RV.shape[-1]):
+                ahead.add(sequence.id)
+                for drafted in walk.draft:
+                    sequence.append(drafted)
+            first.add_walk(walk, looks_ahead)
+        if first.rows:
+            _sample_levels(logits_RV, first, ahead, sample, found)
     finally:
         for walk in walks:
             if walk.sequence.num_tokens > walk.begin:
                 walk.sequence.truncate(walk.begin)
-    return Verified(
-        {walk.sequence.id: tuple(walk.run) for walk in walks if walk.run},
-        {walk.sequence.id: walk.failure for walk in walks if walk.failure is not None},
-        {walk.sequence.id: walk.first + len(walk.run) - 1 for walk in walks if walk.run},
-        _spoiled(logits_RV, walks),
-    )
-
-
-def _sample_once(
-    logits_RV: Tensor,
-    slices: Items[SequenceSlice],
-    sequences: Mapping[int, Sequence],
-    sample: Sample,
-) -> Verified:
-    """Sample one token for each sequence that catches up in a step without drafts."""
-    found, points, rows, start = Verified(), list[SamplingPoint](), list[int](), 0
-    for piece in slices:
-        sequence, start = sequences[piece.sequence_id], start + piece.num_logits
-        position = piece.start + len(piece.token_ids)
-        if position == sequence.num_tokens:
-            points.append(SamplingPoint(sequence, position))
-            rows.append(start - 1)
-    if not points:
-        return found
-    chosen = logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
-    for point, row, token in zip(points, rows, sample(chosen, points), strict=True):
-        key = point.sequence.id
-        if isinstance(token, RowFailure):
-            found.failures[key] = token
-        else:
-            found.sampled[key], found.rows[key] = (token,), row
+    for walk in walks:
+        walk.note(found)
+    found.spoiled.extend(_spoiled(logits_RV, walks))
     return found
 
 
-def _sample_levels(logits_RV: Tensor, walks: list[_Walk], sample: Sample) -> None:
-    """Sample row by row of each sequence, those of all sequences together. If sampling needs no
-    state that a refused token would spoil, all rows of a sequence are sampled with the first one,
-    each behind the drafted tokens before it."""
-    ahead = {id(walk) for walk in walks if _looks_ahead(walk, logits_RV.shape[-1])}
-    for walk in walks:
-        for drafted in walk.draft if id(walk) in ahead else ():
-            walk.sequence.append(drafted)
-    active = walks
-    while active:
-        rows, points, owners = list[int](), list[SamplingPoint](), list[_Walk]()
-        for walk in active:
-            done = len(walk.run)
-            for place in range(done, 1 + (len(walk.draft) if id(walk) in ahead else done)):
-                rows.append(walk.first + place)
-                points.append(SamplingPoint(walk.sequence, walk.begin + place))
-                owners.append(walk)
-        going = dict.fromkeys(map(id, active), True)
-        for walk, token in zip(owners, sample(logits_RV[rows], points), strict=True):
-            if going[id(walk)]:
-                going[id(walk)] = walk.goes_on(token)
-        active = [walk for walk in active if going[id(walk)]]
-        for walk in active:
+def _sample_levels(
+    logits_RV: Tensor, level: _Rows, ahead: Set[int], sample: Sample, found: Verified
+) -> None:
+    """Sample the first rows, and then row by row those of sequences whose tokens equal their
+    drafts. `ahead` are sequences whose rows are all among the first."""
+    while level.rows:
+        walking = dict[int, _Walk]()  # by sequence id, those whose next row counts
+        stopped = set[int]()
+        tokens = level.sample(logits_RV, sample)
+        for point, row, owner, token in zip(
+            level.points, level.rows, level.owners, tokens, strict=True
+        ):
+            key = point.sequence.id
+            if owner is not None:
+                if key not in stopped:
+                    walking[key] = owner
+                    if not owner.goes_on(token):
+                        stopped.add(key)
+                        del walking[key]
+            elif isinstance(token, RowFailure):
+                found.failures[key] = token
+            else:
+                found.sampled[key], found.rows[key] = (token,), row
+        level = _Rows()
+        for key, walk in walking.items():
+            assert key not in ahead, "a sequence has no row behind its last one"
             walk.sequence.append(walk.run[-1].token_id)
+            level.add_walk(walk, looks_ahead=False)
 
 
 def _looks_ahead(walk: _Walk, vocab_size: int) -> bool:
@@ -160,15 +185,12 @@ def _spoiled(logits_RV: Tensor, walks: list[_Walk]) -> list[int]:
     """Return the sequences with a row that is not finite behind their runs. Such a row may have
     left NaNs in the sequence's pages."""
     spoiled = [walk.sequence.id for walk in walks if walk.is_spoiled]
-    refused = [
-        (walk.first + place, walk.sequence.id)
-        for walk in walks
-        for place in range(max(len(walk.run), 1), len(walk.draft) + 1)
-    ]
-    if not refused:
-        return spoiled
-    sums = logits_RV[[row for row, _ in refused]].sum(dim=-1)
-    if bool(torch.isfinite(sums).all()):
-        return spoiled
-    is_finite = torch.isfinite(sums).tolist()
-    return spoiled + [key for (_, key), ok in zip(refused, is_finite, strict=True) if not ok]
+    refused = dict[int, Tensor]()
+    for walk in walks:
+        start, end = walk.first + max(len(walk.run), 1), walk.first + len(walk.draft) + 1
+        if start < end:
+            refused[walk.sequence.id] = logits_RV[start:end].sum()
+    if refused:
+        sums = torch.stack([*refused.values()]).tolist()
+        spoiled += [key for key, each in zip(refused, sums, strict=True) if not math.isfinite(each)]
+    return spoiled

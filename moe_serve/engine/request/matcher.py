@@ -45,8 +45,9 @@ class SequenceMatcher:
         allowed_s = MAX_FOLLOW_S + MAX_FOLLOW_TOKEN_S * len(answer)
         if self.cpu_s > allowed_s:
             return (
-                f"its grammar costs too much: {len(answer)} tokens took {self.cpu_s:.1f} s of the "
-                f"processor, {allowed_s:.1f} s are allowed; use a grammar that is less ambiguous"
+                f"its grammar costs too much: {len(answer)} tokens took {self.cpu_s:.1f} s "
+                f"of processor time, and {allowed_s:.1f} s are allowed; use a grammar that "
+                "is less ambiguous"
             )
         clock = time.thread_time()
         try:

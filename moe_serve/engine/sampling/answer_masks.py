@@ -89,12 +89,15 @@ class AnswerMasks:
         """Return what grammars force behind the tokens just sampled, by sequence id. These tokens
         are drafts: the model may spell the same text otherwise."""
         found: dict[int, tuple[int, ...]] = {}
-        for key, run in runs.items():
-            sequence = sequences[key]
-            if sequence.matcher is None or not run[-1].is_valid or run[-1].token_id in self._eos:
+        for key, sequence in sequences.items():
+            matcher = sequence.matcher
+            if matcher is None or key not in runs:
+                continue
+            run = runs[key]
+            if not run[-1].is_valid or run[-1].token_id in self._eos:
                 continue
             answer = sequence.token_ids[sequence.num_prompt_tokens :]
-            tokens = sequence.matcher.forced([*answer, *(s.token_id for s in run)], MAX_DRAFT)
+            tokens = matcher.forced([*answer, *(s.token_id for s in run)], MAX_DRAFT)
             if tokens:
                 found[key] = tokens
         return found

@@ -76,14 +76,15 @@ class StepDrafts:
             return None
         return self._drafting.note(sequence.id, draft, num_tokens - 1)
 
-    def give_back(self, sequences: Iterable[Sequence], spoiled: Collection[int]) -> None:
-        """Take back the pages behind the tokens of sequences. A `spoiled` one may have NaNs in the
-        rest of its last page, so it loses that page and computes its tokens again."""
-        for sequence in sequences if self._extended else ():
-            if sequence.id in self._extended and sequence.is_running:
+    def give_back(self, schedule: Schedule, spoiled: Collection[int]) -> None:
+        """Take back the pages behind the tokens of scheduled sequences. A `spoiled` one may have
+        NaNs in the rest of its last page, so it loses that page and computes its tokens again."""
+        for key in [key for key in schedule if key in self._extended]:
+            sequence = schedule[key][0]
+            if sequence.is_running:
                 num_kept = sequence.num_tokens
-                if sequence.id in spoiled:
-                    self._resting.add(sequence.id)
+                if key in spoiled:
+                    self._resting.add(key)
                     size = sequence.page_size
                     num_kept = (sequence.num_tokens - 1) // size * size
                 self._scheduler.truncate(sequence, num_kept)
@@ -92,8 +93,7 @@ class StepDrafts:
         """Return the part of a failed step that had no drafts. The others go on in the next step,
         as their pages may hold anything."""
         drafting = self.running.keys() & schedule.keys()
-        extended = self._extended & schedule.keys()
-        self.give_back([schedule[key][0] for key in extended], drafting)
+        self.give_back(schedule, drafting)
         return {key: item for key, item in schedule.items() if key not in drafting}
 
     def end(
@@ -108,9 +108,14 @@ class StepDrafts:
         now, begun_at = self._clock(), max(self._begun_at, self._ended_at)
         self._ended_at = now
         drafting.note_proposals(proposals or {})
-        if proposals is not None and all(count == 1 for _, count in schedule.values()):
-            num_drafted = sum(len(draft.token_ids) for draft in drafts.values())
-            drafting.note_step(len(schedule) + num_drafted, num_drafted, now - begun_at)
+        if proposals is not None:
+            num_drafted = sum([len(draft.token_ids) for draft in drafts.values()])
+            drafting.note_step(
+                len(schedule) + num_drafted,
+                num_drafted,
+                now - begun_at,
+                reads_prompt=[count for _, count in schedule.values()].count(1) < len(schedule),
+            )
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
         """Learn from the answers of sequences that end."""

@@ -164,7 +164,8 @@ def _indexed(folder: Path) -> dict[str, str] | None:
     for file_name in set(map(str, file_of.values())):
         if not _is_file_name(file_name):
             raise CheckpointError(
-                f"{path} names {file_name!r}, not a file beside it that ends in .safetensors."
+                f"{path} names {file_name!r}, but a name in it must be a .safetensors file "
+                "in the same folder."
             )
     return {name: str(file_name) for name, file_name in file_of.items()}
 

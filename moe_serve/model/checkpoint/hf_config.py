@@ -193,7 +193,10 @@ def _of_attention(spec: ModelSpec) -> str | None:
         return f"heads of {a.head_dim} values are not served, only of up to {_MAX_HEAD_DIM}"
     for dim in {spec.rope_of(layer).dim for layer in range(spec.num_layers)}:
         if dim % 2 or not 0 < dim <= a.head_dim:
-            return f"the {dim} rotated values must be an even part of {a.head_dim}"
+            return (
+                f"the number of rotated values ({dim}) must be even and at most {a.head_dim}, "
+                "the size of a head"
+            )
     return None
 
 
@@ -212,7 +215,10 @@ def _of_router(spec: ModelSpec) -> str | None:
             f"num_experts_per_tok ({r.top_k})"
         )
     if r.num_groups > 1 and r.group_score == "top2" and size < 2:
-        return f"{r.num_groups} groups (n_group) of one expert have no two best ones"
+        return (
+            f"n_group is {r.num_groups}, which puts one expert into each group, but a group is "
+            "scored by its two best experts"
+        )
     if spec.router.is_weighing_inputs and r.top_k != 1:
         return f"num_experts_per_tok is {r.top_k}; only 1 is supported where weights scale inputs"
     return None

@@ -139,7 +139,9 @@ class HubClient:
         except httpx.TransportError as error:
             raise TransientError(plain(str(error)) or type(error).__name__) from error
         except (httpx.InvalidURL, httpx.TooManyRedirects) as error:
-            raise HubError(f"the hub {self.settings.endpoint} cannot be asked: {error}.") from error
+            raise HubError(
+                f"the request to the hub {self.settings.endpoint} failed: {error}."
+            ) from error
 
     def _raw(self, response: httpx.Response) -> Iterator[bytes]:
         for piece in response.iter_raw():  # as they arrive: a size would hold bytes back

@@ -148,15 +148,16 @@ class ModelLoader:
         """Load everything but the routed experts; `gather`: of every layer, this shard's part."""
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
         table = model_table(self.names, spec)
+        # The head first: while it is packed, its stored pages are in memory too.
+        head = None if spec.is_head_tied else self.output_head(gather=gather)
         embedding = self._tensors.keep(table["embedding"])
-        head = self.output_head(embedding, gather)
         return AttentionStage(
             spec,
             self.kernels,
             embedding=embedding,
             layers=self.attention_layers(max_positions, gather),
             final_norm=self._tensors.keep(table["final_norm"]),
-            head=head,
+            head=self.output_head(embedding, gather) if head is None else head,
         )
 
     def attention_layers(

@@ -7,6 +7,7 @@ through the format that the config names, one matrix at a time.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable
@@ -95,7 +96,7 @@ class WeightReader:
     """
 
     def __init__(self, checkpoint: Checkpoint, config: HFConfig) -> None:
-        self._checkpoint, self._config = checkpoint, config
+        self._checkpoint = checkpoint
         self._format: WeightFormat | None = format_of(config)
         _log.info("%s: weights are stored as %s", checkpoint.folder, self.format_name)
 
@@ -175,7 +176,9 @@ class WeightReader:
 
     def copying(self) -> WeightReader:
         """See WeightSource."""
-        return WeightReader(Checkpoint(self._checkpoint.folder, is_copying=True), self._config)
+        other = copy.copy(self)
+        other._checkpoint = Checkpoint(self._checkpoint.folder, is_copying=True)
+        return other
 
     def _all_experts(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         weights = torch.empty(shape, dtype=dtype)
@@ -211,6 +214,7 @@ class ModelTensors:
         progress: LoadProgress | None,
     ) -> None:
         self._reader, self._dtype, self._device = reader, dtype, device
+        self._copies = reader.copying()
         self._total, self._done, self._progress = num_tensors, 0, progress
         self._lock = threading.Lock()
 
@@ -229,10 +233,11 @@ class ModelTensors:
         return matrix.to(self._device)
 
     def keep(self, stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a weight as a copy."""
-        tensor = self.read(stored, dtype).clone()
-        self.done(stored)
-        return tensor
+        """Read a weight into memory of its own. None of the file's pages are held meanwhile, so an
+        embedding takes its size once."""
+        tensor = self._copies.read(stored.name, stored.shape, dtype or self._dtype)
+        self._count(None)
+        return tensor.to(self._device)
 
     def done(self, stored: Stored, expert: int | None = None) -> None:
         """Release a weight's pages; the caller has copied it."""

@@ -165,7 +165,7 @@ def _whereabouts(store: Any, index: int, deadline: float) -> Whereabouts:
     try:
         return msgspec.msgpack.decode(told, type=Whereabouts)
     except (msgspec.MsgspecError, ValueError) as error:  # a faulty member
-        raise ConnectionError(f"member {index} published invalid whereabouts: {error}") from error
+        raise ConnectionError(f"member {index} published an invalid address: {error}") from error
 
 
 def _listen() -> socket.socket:

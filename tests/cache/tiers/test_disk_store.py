@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from moe_serve.cache.tiers import segment as segment_module
 from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity
+from moe_serve.cache.tiers.disk_report import clear
 from moe_serve.cache.tiers.disk_space import DiskLimits
 from moe_serve.cache.tiers.disk_store import DiskStore
 from moe_serve.cache.tiers.segment import Segment
@@ -119,6 +120,8 @@ def test_a_second_server_is_refused(folder: Path) -> None:
     store = open_store(folder)
     with pytest.raises(ConfigError, match="in use by another process"):
         DiskFolder.claim(folder)
+    with pytest.raises(ConfigError, match="cannot be cleared, because a server uses it: stop"):
+        clear(folder)
     store.close(5)
     DiskFolder.claim(folder).release()
 

@@ -122,8 +122,8 @@ def test_malformed_frames_are_counted_and_dropped() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"GET / HTTP/1.1\r\n", "starts with b'GET '"),
-        (b"MSC\x01\xff\xff\xff\xff", "a frame of 4294967295 bytes, the limit is 67108864"),
+        (b"GET / HTTP/1.1\r\n", "a frame that starts with b'GET '"),
+        (b"MSC\x01\xff\xff\xff\xff", "a frame of 4294967295 bytes, but the limit is 67108864"),
         (b"MSC\x02\x00\x00\x00\x00", r"starts with b'MSC\\x02'"),
     ],
 )

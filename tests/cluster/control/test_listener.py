@@ -82,7 +82,10 @@ def test_a_port_in_use_and_a_foreign_address_are_named(cluster: Cluster) -> None
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", NOT_OURS),
         (b"\x80\x04\x95" + b"cos\nsystem\n(S'true'\ntR.", NOT_OURS),  # a pickle
         (MAGIC + bytes(64), WRONG_SECRET),
-        (b"MSC\x09" + bytes(64), "control protocol 9 there, 1 here"),
+        (
+            b"MSC\x09" + bytes(64),
+            "the peer uses version 9 of the control protocol, but this process uses 1",
+        ),
         (MAGIC + b"half", CLOSED),
     ],
 )

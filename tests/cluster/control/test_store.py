@@ -71,7 +71,7 @@ def test_the_store_listens_on_the_given_address_only() -> None:
     assert stores[1].get("epoch") == b"3"
     server.close()
     assert listening() <= before, "the store still listens"
-    with pytest.raises(DistStoreError, match="the store is lost"):
+    with pytest.raises(DistStoreError, match="the connection to the store has ended"):
         stores[0].get("epoch")
     assert stores[0].is_closed
     stores[1].close()
@@ -165,5 +165,8 @@ def test_a_store_that_nobody_serves() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, but not listening
         port = unused.getsockname()[1]
-        with pytest.raises(ClusterError, match=f"store is not there: .*port {port} within 0.2 s"):
+        with pytest.raises(
+            ClusterError,
+            match=f"store in which ranks meet cannot be reached: .*port {port} within 0.2 s",
+        ):
             connect_store("127.0.0.1", port, SECRET, 0.2)

@@ -29,7 +29,9 @@ def test_visible_device(
 
 
 def test_a_device_that_is_not_visible() -> None:
-    with pytest.raises(ConfigError, match="needs device 2 of its node, but .*=4,5 shows only 2"):
+    with pytest.raises(
+        ConfigError, match="needs device 2 of its node, but .*=4,5 lists only 2 devices"
+    ):
         visible_device({DEVICES_VARIABLE: "4,5"}, 2, None, has_accelerators=True)
     with pytest.raises(ConfigError, match="needs device 0"):
         visible_device({DEVICES_VARIABLE: ""}, 0, 0, has_accelerators=True)

@@ -207,7 +207,7 @@ def test_a_lost_node_takes_its_ranks_along_and_may_come_back(nodes: Nodes) -> No
     first = nodes.started(EXPERT)
     agent.stop()
     (exit_,) = nodes.exits()
-    assert exit_.name == "expert-0" and "went with node 1 (host-1)" in exit_.why
+    assert exit_.name == "expert-0" and "lost with node 1 (host-1)" in exit_.why
     until(lambda: not is_running(first), "the agent ends its ranks")
     nodes.starter.kill(EXPERT)
     nodes.starter.start(EXPERT)
@@ -308,9 +308,9 @@ def test_missing_nodes_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("node", "num_nodes", "why"),
     [
-        (1, 3, "it counts 3 nodes, node 0 counts 2"),
-        (0, 2, "it says it is node 0 of 2"),
-        (2, 2, "it says it is node 2 of 2"),
+        (1, 3, "it was started for 3 nodes, node 0 for 2"),
+        (0, 2, "its number is 0, but nodes are numbered 0 to 1, and node 0 is taken"),
+        (2, 2, "its number is 2, but nodes are numbered 0 to 1, and node 0 is taken"),
     ],
 )
 def test_an_agent_that_does_not_fit_is_refused(
@@ -329,7 +329,7 @@ def test_two_hosts_cannot_be_one_node(nodes: Nodes) -> None:
     channel = connect_agent(nodes.environment(1), "other", nodes.secret, PATIENCE_S)
     order = channel.receive(PATIENCE_S)
     channel.close()
-    assert isinstance(order, Dismiss) and "node 1 is host-1 already" in str(order.why)
+    assert isinstance(order, Dismiss) and "node 1 has already joined from host-1" in str(order.why)
 
 
 def test_another_version_is_refused(nodes: Nodes) -> None:

@@ -168,14 +168,16 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(scene: Scene, tmp_path
     with pytest.raises(ClusterError) as caught:
         scene.start()
     first, second = str(caught.value).split("\n")
-    assert first.startswith("torch is 2.11.0 on expert-0 and ")
-    assert second.startswith("the checkpoint's file model.safetensors is missing on expert-1 and")
+    assert first.startswith("torch is 2.11.0 on expert-0, but ")
+    assert second.startswith("the checkpoint's file model.safetensors is missing on expert-1, but")
     assert "Configure" not in {kind for _, kind in scene.talkers.orders}
 
 
 def test_who_never_came_is_named_by_node(scene: Scene) -> None:
     scene.talkers.absent = {"expert-0", "expert-1"}
-    with pytest.raises(ClusterError, match="no rank of node 1 came within 0.3 s: expert-0, expert"):
+    with pytest.raises(
+        ClusterError, match="no rank of node 1 reported within 0.3 s: expert-0, expert"
+    ):
         scene.start(0.3)
     assert scene.talkers.orders == []
 

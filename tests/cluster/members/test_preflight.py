@@ -44,16 +44,16 @@ def test_ranks_that_fit_have_no_problem() -> None:
 
 def test_ranks_that_never_came_by_node() -> None:
     assert told(REPORTS[:2]) == [
-        "1 of the 2 ranks of node-b came within 30 s; missing: expert-1.",
-        "no rank of node-c came within 30 s: expert-2.",
+        "1 of the 2 ranks of node-b reported within 30 s; missing: expert-1.",
+        "no rank of node-c reported within 30 s: expert-2.",
     ]
 
 
 def test_ranks_of_another_layout_and_doubles() -> None:
     stranger = replace(REPORTS[0], name="expert-7")
     assert told([*REPORTS, stranger, replace(REPORTS[1], host="10.0.0.9")]) == [
-        "expert-0 came 2 times, from 10.0.0.3, 10.0.0.9: each rank is started once.",
-        "expert-7 came from 10.0.0.2 and is not part of this layout.",
+        "expert-0 reported 2 times, from 10.0.0.3, 10.0.0.9: start each rank only once.",
+        "expert-7 reported from 10.0.0.2, but is not part of this layout.",
     ]
 
 
@@ -62,8 +62,8 @@ def test_versions_that_differ() -> None:
     reports = [REPORTS[0], *(replace(report, versions=old) for report in REPORTS[1:3])]
     reports.append(replace(REPORTS[3], versions={"moe-serve": "0.1.0"}))
     assert told(reports) == [
-        "torch is 2.11.0 on expert-0, expert-1 and 2.13.0 on the coordinator.",
-        "torch is missing on expert-2 and 2.13.0 on the coordinator.",
+        "torch is 2.11.0 on expert-0, expert-1, but 2.13.0 on the coordinator.",
+        "torch is missing on expert-2, but 2.13.0 on the coordinator.",
     ]
 
 
@@ -78,12 +78,12 @@ def test_files_that_differ_name_file_ranks_and_both_hashes() -> None:
     ]
     ours = "has 4096 bytes with hash cdcdcdcdcdcd on the coordinator."
     assert told(reports) == [
-        "the checkpoint's file config.json is missing on expert-2 and "
+        "the checkpoint's file config.json is missing on expert-2, but "
         "has 700 bytes with hash abababababab on the coordinator.",
         "the checkpoint's file model-00001.safetensors has 4096 bytes with hash efefefefefef on "
-        f"expert-0, expert-1 and {ours}",
+        f"expert-0, expert-1, but {ours}",
         "the checkpoint's file model-00002.safetensors has 8 bytes with hash 000000000000 on "
-        "expert-1 and is missing on the coordinator.",
+        "expert-1, but is missing on the coordinator.",
     ]
 
 
@@ -167,7 +167,7 @@ def test_who_did_not_come_and_who_did_not_answer(folder: Path) -> None:
     round_ = new_round(folder)
     round_.came(hello(NAMES[0]))
     texts = [str(problem) for problem in round_.problems(5)]
-    assert texts == ["no rank of node 1 came within 5 s: expert-0."]
+    assert texts == ["no rank of node 1 reported within 5 s: expert-0."]
     round_.came(hello(NAMES[1]))
     round_.examined(NAMES[0], over_the_wire(round_.order))
     texts = [str(problem) for problem in round_.problems(5)]

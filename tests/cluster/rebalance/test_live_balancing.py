@@ -293,11 +293,11 @@ def test_a_given_plan_is_put_into_effect(expected: dict[str, Answer]) -> None:
     try:
         before = control.plan()
         refused = {
-            "not for the model's 32 on 3": replace(before, num_ranks=4),
+            "but the model has 32 on 3": replace(before, num_ranks=4),
             r"missing are \[1\]": replace(
                 before, ranks_of={k: v for k, v in before.ranks_of.items() if k != 1}
             ),
-            "rank 0 13 experts of layer 1; it has 12 slots": given_plan(before, held=2),
+            "rank 0 13 experts of layer 1, but the rank has 12 slots": given_plan(before, held=2),
         }
         for words, wrong in refused.items():
             with pytest.raises(RebalanceError, match=words):

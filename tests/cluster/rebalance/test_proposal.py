@@ -121,7 +121,7 @@ def test_proposed_with_its_numbers() -> None:
 @pytest.mark.parametrize(
     ("target", "num_tokens", "refusal", "words"),
     [
-        (BETTER, 63, "window", "63 tokens were counted, in one step of 8; 64 are needed"),
+        (BETTER, 63, "window", "63 tokens were counted, in one of 8 steps; at least 64 are needed"),
         (NOW, 400, "nothing", "balancedness 0.667 -> 0.667"),
         ("out of ideas", 400, "planner", "out of ideas"),
     ],
@@ -159,8 +159,8 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     proposal = proposer(crowded).propose(skewed(), NOW)
     assert proposal.refusal == "planner"
     assert proposal.text == (
-        "The plan gives rank 0 3 experts of layer 1; it has 2 slots "
-        "(cluster.rebalance_spare_slots adds some at the start)."
+        "The plan gives rank 0 3 experts of layer 1, but the rank has 2 slots (set "
+        "cluster.rebalance_spare_slots at the start of the server to have more)."
     )
 
 

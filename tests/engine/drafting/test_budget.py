@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_serve.engine.drafting.acceptance import Acceptance
+from moe_serve.engine.drafting.allowance import Allowance
 from moe_serve.engine.drafting.budget import choose_lengths
 from moe_serve.engine.drafting.draft import Draft, DraftSource
 from moe_serve.engine.drafting.patience import Patience
@@ -21,7 +23,7 @@ falling = st.lists(st.floats(0.01, 0.99), max_size=4).map(lambda s: sorted(s, re
     st.lists(falling, min_size=1, max_size=3),
     st.lists(st.floats(0.0, 1.0), min_size=16, max_size=16),
 )
-def test_no_other_choice_makes_many_more_tokens_a_second(
+def test_no_other_choice_makes_the_requests_much_faster(
     drafts: list[list[float]], increments: list[float]
 ) -> None:
     times = [1.0, *(1.0 + total for total in itertools.accumulate(increments))]
@@ -29,15 +31,16 @@ def test_no_other_choice_makes_many_more_tokens_a_second(
     chosen = choose_lengths(dict(enumerate(drafts)), rows, 16, lambda n: times[n - rows])
 
     def rate(lengths: tuple[int, ...]) -> float:
-        tokens = rows + sum(sum(d[:n]) for d, n in zip(drafts, lengths, strict=True))
-        return tokens / times[sum(lengths)]
+        """The geometric mean of the requests' tokens per second."""
+        tokens = [1.0 + sum(d[:n]) for d, n in zip(drafts, lengths, strict=True)]
+        return float(math.prod(tokens) ** (1 / rows) / times[sum(lengths)])
 
     ours = rate(tuple(chosen.get(key, 0) for key in range(rows)))
     best = max(rate(each) for each in itertools.product(*(range(len(d) + 1) for d in drafts)))
     if chosen:
         assert ours == pytest.approx(best)
     else:
-        assert best <= 1.0301 * rows, "a gain below 3% is not worth the time of drafting"
+        assert best <= 1.0301, "a gain below 3% is not worth the time of drafting"
 
 
 def test_a_dear_first_row_does_not_hide_a_gain() -> None:
@@ -46,6 +49,14 @@ def test_a_dear_first_row_does_not_hide_a_gain() -> None:
     assert lengths == {0: 16}
     assert choose_lengths({0: [0.5]}, 1, 16, lambda n: float(n)) == {}
     assert choose_lengths(survivals, 1, 3, lambda n: 1.0) == {0: 3}
+
+
+def test_one_request_may_not_slow_many_others_for_its_own_speed() -> None:
+    certain = [0.99**i for i in range(1, 17)]
+    assert choose_lengths({0: certain}, 16, 16, lambda n: 0.2 + 0.05 * n) == {}
+    assert choose_lengths({0: certain}, 1, 16, lambda n: 0.2 + 0.05 * n) == {0: 16}
+    everyone = choose_lengths(dict.fromkeys(range(16), certain), 16, 256, lambda n: 0.5 + 0.03 * n)
+    assert len(everyone) == 16 and min(everyone.values()) >= 12
 
 
 def test_drafts_of_equal_probability_share_what_fits() -> None:
@@ -88,7 +99,7 @@ def test_survivals_fall_and_sum_to_what_is_expected(
 def test_a_sequence_in_vain_pauses_and_tries_again_ever_later() -> None:
     patience, tried, retried = Patience(), list[int](), list[int]()
     for step in range(2000):
-        if patience.rests(2):
+        if not patience.awake([2]):
             continue
         tried.append(step)
         retried += [step] * len(patience.retries([2], 1))
@@ -97,20 +108,20 @@ def test_a_sequence_in_vain_pauses_and_tries_again_ever_later() -> None:
     assert len(tried) < 2000 / 25, "hopeless drafts are made in one of 32 steps"
     assert gaps == sorted(gaps) and 256 <= gaps[-1] < 300, gaps
     patience.gains([2])
-    asked = [not patience.rests(2) for _ in range(10)]
+    asked = [bool(patience.awake([2])) for _ in range(10)]
     assert all(asked[1:]), "a gain was expected, so it is asked in each step again"
 
 
 def test_a_sequence_without_drafts_pauses_briefly() -> None:
     patience, rests = Patience(), 0
     for _ in range(100):
-        if patience.rests(1):
+        if not patience.awake([1]):
             rests += 1
         else:
             patience.in_vain(1, None)
     assert 50 < rests <= 75
     patience.accepted(1)
-    assert not patience.rests(1)
+    assert patience.awake([1])
 
 
 def test_one_slow_step_does_not_end_long_drafts() -> None:
@@ -131,3 +142,65 @@ def test_certain_drafts_become_long_before_long_ones_were_tried() -> None:
     for _ in range(60):
         acceptance.note(1, Draft((1,), DraftSource.PREDICTION, 20), 1)
     assert acceptance.expected(2, Draft((1,) * 16, DraftSource.PREDICTION, 20)) > 12
+
+
+def test_drafts_that_are_never_right_cost_a_small_share_of_the_time() -> None:
+    """Whatever is believed of them: verified whenever it is allowed, each makes its step twice as
+    long."""
+    allowance, num_drafts, num_steps = Allowance(), 0, 20_000
+    for _ in range(num_steps):
+        has_draft = allowance.has_rows
+        num_drafts += has_draft
+        allowance.settle(1, 0.001, 0.0, 0.001 if has_draft else 0.0)
+    assert 0 < num_drafts / num_steps < 0.006
+
+
+def test_drafts_that_gain_are_never_limited() -> None:
+    allowance = Allowance()
+    for _ in range(1000):
+        assert allowance.has_rows
+        allowance.settle(1, 0.001, 0.004, 0.0005)
+    lookups = allowance.num_lookups
+    assert lookups is not None and lookups > 64
+
+
+def test_lookups_in_vain_take_a_small_share_of_the_time() -> None:
+    allowance, num_lookups, num_steps = Allowance(), 0, 20_000
+    allowance.settle(1, 0.001, 0.0, 0.0)
+    for _ in range(num_steps):
+        made = min(allowance.num_lookups or 0, 8)  # eight sequences ask
+        num_lookups += made
+        allowance.pay_lookups(made, 30e-6 * made)
+        allowance.settle(1, 0.001, 0.0, 0.0)
+    share = num_lookups * 30e-6 / (num_steps * 0.001)
+    assert 0.007 < share < 0.009
+    allowance.earn(1.0)  # a long prompt was read: its own text may be entered
+    assert (allowance.num_lookups or 0) > 100
+
+
+def test_more_rows_cost_more_although_they_share_an_average() -> None:
+    times = StepTimes()
+    for _ in range(40):
+        times.observe(64, 0.016, has_drafts=False)
+        times.observe(66, 0.016, has_drafts=True)
+    assert times.seconds(64) < times.seconds(65) < times.seconds(66) < times.seconds(128)
+
+
+def test_a_slow_first_step_of_a_kind_does_not_stay() -> None:
+    times = StepTimes()
+    for _ in range(40):
+        times.observe(1, 0.001, has_drafts=False)
+    times.observe(6, 0.1, has_drafts=True)
+    times.observe(6, 0.0025, has_drafts=True)
+    assert times.seconds(6) == pytest.approx(0.0025)
+
+
+def test_new_and_gaining_sequences_always_ask_and_others_in_turn() -> None:
+    patience = Patience()
+    for key in range(6):
+        patience.awake([key])
+        patience.in_vain(key, None)
+    patience.gains([3])
+    asked = patience.awake(range(7), 2)
+    assert asked[:2] == [3, 6], "one that gains and a new one"
+    assert len(patience.awake(range(6), 2)) == 2

@@ -268,7 +268,7 @@ def test_another_models_trace_and_a_wrong_cap_are_refused() -> None:
     other = TokenChoices(
         expert_ids_NLK=CHOICES.expert_ids_NLK[:, :2], num_experts=NUM_EXPERTS, layers=(0, 1)
     )
-    with pytest.raises(PlacementError, match="16 experts in 2 layers and the loads 16 in 3"):
+    with pytest.raises(PlacementError, match="16 experts in 2 layers, but the loads have 16 in 3"):
         FanOutSolver(other, Dealt()).solve(problem)
     with pytest.raises(PlacementError, match="cap .* got -0.1"):
         FanOutSolver(CHOICES, Dealt(), FanOutOptions(cap=-0.1))

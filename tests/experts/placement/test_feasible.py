@@ -39,7 +39,7 @@ HALVES = in_use((0,), (0,), (1,), (1,))
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"devices": devices_of(2, 1)}, r"3 slots on 2 devices cannot hold 4 experts: 1 more"),
-    ({"devices": devices_of(5, 2)}, r"Device 0 has 5 slots for 4 experts"),
+    ({"devices": devices_of(5, 2)}, r"Device 0 has 5 slots, but there are only 4 experts"),
     ({"batch_size": 0}, r"batch_size must be 1 or more, got 0"),
     ({"top_k": 5}, r"top_k must be 1 to 4, the number of experts, got 5"),
     ({"balance": "activated"}, r"needs top_k"),
@@ -50,7 +50,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"bytes_per_expert": 0}, r"bytes_per_expert must be 1 or more, got 0"),
     (
         {"devices": devices_of(2, 2, memory=39), "bytes_per_expert": 10},
-        r"Device 0 needs 40 bytes for 2 slots in 2 layers of 10 bytes each and has 39: give it 1",
+        r"Device 0 needs 40 bytes for 2 slots in 2 layers of 10 bytes each, but has 39: give it 1",
     ),
     (
         {"devices": devices_of(2, 2, memory=39), "bytes_per_expert": 10, "fill": False},
@@ -61,7 +61,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"expert 0 on device 2 in every layer: devices are 0 to 1",
     ),
     ({"pins": (Pin(expert=4, device=0),)}, r"expert 4 on device 0 .* experts are 0 to 3"),
-    ({"pins": (Pin(expert=0, device=0, layer=9),)}, r"in layer 9: loads are for layers 3 to 4"),
+    (
+        {"pins": (Pin(expert=0, device=0, layer=9),)},
+        r"in layer 9: the layer must be one of the 2 layers of the loads, 3 to 4",
+    ),
     (
         {"pins": tuple(Pin(expert=e, device=1, layer=4) for e in (0, 1, 2))},
         r"Layer 4 pins 3 experts to device 1, which has 2 slots",

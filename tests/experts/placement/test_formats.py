@@ -166,7 +166,7 @@ def test_layers_without_a_model_are_as_the_file_counts_them() -> None:
     ("text", "message"),
     [
         ('{"physical_to_logical_map": [[0]], "note": 1}', r"unknown \(\['note'\]\)"),
-        (sglang([0, 1, 2, 0]), "has 2 rows and the model 3 layers: every layer has one"),
+        (sglang([0, 1, 2, 0]), "has 2 rows, but the model has 3 layers: every layer needs a row"),
         (sglang([0, 1, 2], [0, 1, 2, 0]), "rows of 3 and of 4 slots"),
         (sglang([0, 1, 2, 3], SLOTS[1]), "places expert 3, but experts are 0 to 2"),
         (sglang([0, 1, 2, 10**9], SLOTS[1]), "for experts 0 to 1000000000: each expert needs one"),
@@ -186,9 +186,9 @@ def test_layers_without_a_model_are_as_the_file_counts_them() -> None:
         (ascend([[0], [1], [2]], [[0], [1], [2]]), r"for \[3\] devices, but there are 2"),
         ("Expert,Node\n0,1\n0,1\n", "Line 3 repeats expert 0 on node 1"),
         ("Expert,Node\n0,1\n1,x\n", "Line 3 must be two whole numbers, got '1,x'"),
-        ("Expert,Node\n0,1\n1,0\n", "which are not whole layers of 3"),
+        ("Expert,Node\n0,1\n1,0\n", "which do not make whole layers of 3"),
         ("Expert,Device\n0,1\n", "first line must be Expert,Node"),
-        ('{"layers": []}', "has the keys of no known plan .'layers'"),
+        ('{"layers": []}', "Its keys are not those of any known plan: 'layers'"),
         ("[1]", "must be a JSON or YAML object"),
         ("{", "neither JSON nor a table"),
     ],
@@ -237,7 +237,7 @@ def test_slots_that_do_not_divide() -> None:
     facts = PlanFacts(num_devices=3)
     with pytest.raises(PlacementError, match="4 slots of a layer .* over 3 devices: 1 are left"):
         parse_text(vllm(), facts)
-    with pytest.raises(PlacementError, match="does not say for how many devices"):
+    with pytest.raises(PlacementError, match="does not state its number of devices"):
         parse_text(vllm(), PlanFacts())
 
 
@@ -266,9 +266,9 @@ def test_a_small_file_is_no_large_plan() -> None:
         "num_experts": 1,
         "layers": {"0": [[0]]},
     }
-    with pytest.raises(PlacementError, match="1 layers of 1 experts on 1000000000 devices are"):
+    with pytest.raises(PlacementError, match="1 layers of 1 experts on 1000000000 devices exceed"):
         parse_text(json.dumps(content), PlanFacts())
-    with pytest.raises(PlacementError, match="on 100000001 devices are"):
+    with pytest.raises(PlacementError, match="on 100000001 devices exceed"):
         parse_text("Expert,Node\n0,1\n1,2\n2,100000000\n", PlanFacts(num_experts=3))
 
 

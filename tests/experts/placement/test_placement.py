@@ -130,7 +130,7 @@ def test_refused(layers: list[RanksOf], complaint: str) -> None:
 def test_a_placement_for_another_model_is_refused() -> None:
     plan = contiguous([1, 2, 4], 8, 2)
     plan.check_fits([1, 2, 4], 8, 2)
-    with pytest.raises(PlacementError, match="for 8 experts on 2 ranks, not for the model's 16 on"):
+    with pytest.raises(PlacementError, match="for 8 experts on 2 ranks, but the model has 16 on"):
         plan.check_fits([1, 2, 4], 16, 2)
     with pytest.raises(PlacementError, match=r"missing are \[3\], not in the model are \[4\]"):
         plan.check_fits([1, 2, 3], 8, 2)

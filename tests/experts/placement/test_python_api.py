@@ -49,10 +49,10 @@ def test_the_example_of_the_page_prints_what_the_page_says(tmp_path: Path) -> No
 
 def test_a_wrong_input_is_named() -> None:
     devices = ClusterDevices.even(8)
-    with pytest.raises(PlacementInputError, match="8 devices do not divide evenly over 3 nodes"):
+    with pytest.raises(PlacementInputError, match="8 devices cannot be spread evenly over 3 nodes"):
         ClusterDevices.even(8, num_nodes=3)
     with pytest.raises(PlacementInputError, match="give --trace or --load"):
         ProblemRequest(files=(), devices=devices).read()
     model = ModelFacts(num_experts=33)
-    with pytest.raises(PlacementInputError, match="the loads are of 32 experts and the model has"):
+    with pytest.raises(PlacementInputError, match="the loads have 32 experts, but the model has"):
         ProblemRequest(files=(TRACE,), devices=devices, model=model, num_experts=32).read()

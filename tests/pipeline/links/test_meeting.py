@@ -160,5 +160,5 @@ def test_a_crowd_of_strangers_does_not_keep_a_meeting_open() -> None:
 
 @pytest.mark.parametrize("told", [b"nonsense", b"\xff", b"\x93\x01\x02\x03"])
 def test_nonsense_in_the_store_fails_the_meeting_and_not_the_rank(told: bytes) -> None:
-    with pytest.raises(OSError, match="member 0 published invalid whereabouts"):
+    with pytest.raises(OSError, match="member 0 published an invalid address"):
         _whereabouts(Told(told), 0, time.monotonic() + 5)

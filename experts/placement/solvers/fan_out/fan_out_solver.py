@@ -113,8 +113,9 @@ def _check_same(choices: TokenChoices, problem: PlacementProblem) -> None:
     theirs = (problem.loads.layers, problem.loads.num_experts)
     if (choices.layers, choices.num_experts) != theirs:
         raise PlacementError(
-            f"The trace has {choices.num_experts} experts in {len(choices.layers)} layers and the "
-            f"loads {theirs[1]} in {len(theirs[0])}: fan-out needs a trace of the same model."
+            f"The trace has {choices.num_experts} experts in {len(choices.layers)} layers, "
+            f"but the loads have {theirs[1]} in {len(theirs[0])}: fan-out needs a trace of "
+            "the same model."
         )
 
 
@@ -170,8 +171,8 @@ class FanOutState:
         if not num_proved:
             return ""
         return (
-            f" Fan-out: {num_proved} of {len(self._layers)} layers proved best by HiGHS, with the "
-            "layers beside as they are."
+            f" Fan-out: {num_proved} of {len(self._layers)} layers proved best by HiGHS, "
+            "if the neighbouring layers stay as they are."
         )
 
     def placement(self) -> Placement:

@@ -26,8 +26,8 @@ def complete(
     for row, expert in np.argwhere(~_lies(state)):
         if not _make_room(state, int(row), int(expert)):
             raise PlacementError(
-                f"No {where} was found for {what} {expert} in layer {layers[row]} within groups, "
-                "pins and slots: loosen one of them."
+                f"No {where} was found for {what} {expert} in layer {layers[row]} within "
+                "groups, pins and slots: relax one of these limits."
             )
     state.add_up()
     if state.rules.budget is not None:
@@ -101,8 +101,9 @@ def _fill(state: State, layers: Sequence[int]) -> None:
         if not changed_n.all():
             row = int(rows[np.argmin(changed_n)])
             raise PlacementError(
-                f"No way was found to fill {_empty_slots(state)[row]} slots of layer {layers[row]} "
-                "within groups and the budget of moves: leave slots empty, or allow more."
+                f"No way was found to fill {_empty_slots(state)[row]} slots of layer "
+                f"{layers[row]} within the groups and the limit of moves: allow empty "
+                "slots (--no-fill), or more moves (--max-moves)."
             )
         state.put(rows, part, np.arange(len(rows)))
 

@@ -46,7 +46,7 @@ def layout_of(form: MatrixForm) -> PackedLayout | str:
     if form.values == "int8" and not form.group and not form.has_zeros:
         return _layout("int8", form)
     if _group(form) == 0:
-        return f"{form.name} are no multiple of {INT_GROUPS[-1]}"
+        return f"{form.name} are not a multiple of {INT_GROUPS[-1]}"
     spread = replace(form, group=_group(form), block_rows=1)
     if form.values == "int8":
         return _layout("int8_zero", replace(spread, has_zeros=True))

@@ -97,8 +97,8 @@ class Grammars:
             return work.result(max(LEAST_PATIENCE_S, patience_s)).deep_copy()
         except TimeoutError:
             raise InvalidGrammarError(
-                "its grammar is not ready yet, as it and others take long to compile: send "
-                "the request again later"
+                "its grammar is not compiled yet, because this and other grammars take "
+                "long: send the request again later"
             ) from None
         finally:
             self._patience.spend(self._clock() - since)

@@ -86,7 +86,7 @@ class Guard:
             )
         except OSError as error:
             raise GuardError(
-                f"The process that judges grammars cannot be started: {error}."
+                f"The process that compiles grammars cannot be started: {error}."
             ) from None
         self._worker = worker
         words = Words(vocabulary.tokens, tuple(vocabulary.special_ids), vocabulary.eos_ids)
@@ -96,7 +96,7 @@ class Guard:
             answer = None
         if answer is None:
             self._end()
-            raise GuardError("The process that judges grammars has ended before its first grammar.")
+            raise GuardError("The process that compiles grammars ended before its first grammar.")
         return worker
 
     def _ask(

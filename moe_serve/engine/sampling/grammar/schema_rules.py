@@ -99,8 +99,8 @@ def _prepare(part: dict[str, Any], place: str, can_merge: bool) -> bool:
         is_changed = True
     if part.get("uniqueItems") is True:
         raise SchemaRuleError(
-            f"uniqueItems at {_shown(place)} cannot be kept, as a grammar does not remember the "
-            "items; leave it out"
+            f"uniqueItems at {_shown(place)} cannot be enforced, because a grammar does "
+            "not remember the items: leave it out"
         )
     for name in _BOUNDS:
         _check_exact(part.get(name), f"{place}/{name}")
@@ -134,8 +134,8 @@ def _narrow(part: dict[str, Any], own: str, kept: str, sign: int, place: str) ->
     bound = part.pop(own)
     if abs(bound) > _MOST_WHOLE:
         raise SchemaRuleError(
-            f"{own} at {_shown(place)} must be from {-_MOST_WHOLE:.0f} to {_MOST_WHOLE:.0f} beside "
-            f"a bound that is so near, got {bound}"
+            f"{own} at {_shown(place)} must be from {-_MOST_WHOLE:.0f} to "
+            f"{_MOST_WHOLE:.0f}, because the other bound is less than 1 away; got {bound}"
         )
     near = round(bound + sign * _GAP, 9)
     ends = [near, part[kept]] if _is_number(part.get(kept)) else [near]
@@ -150,8 +150,8 @@ def _check_exact(bound: Any, place: str) -> None:
     is_kept = math.isfinite(bound) and (bound == 2**63 - 1 or int(float(bound)) == int(bound))
     if not is_kept:
         raise SchemaRuleError(
-            f"the bound at {_shown(place)} has too many digits to be kept exactly, got "
-            f"{str(bound)[:30]}; use one from -2^53 to 2^53"
+            f"the bound at {_shown(place)} has more digits than a 64-bit float can store, "
+            f"got {str(bound)[:30]}; use one from -2^53 to 2^53"
         )
 
 

@@ -62,8 +62,8 @@ def _first_special(begin: str, trigger: Trigger, spell: _Spelling) -> str:
     plain, *others = spell.pieces(begin)
     if others and 0 < len(plain) < len(trigger.text):
         raise StructuralTagError(
-            f"{trigger.place} must begin with the special token {others[0]!r:.60}, or end before "
-            "it: in free text there is none",
+            f"{trigger.place} must begin with the special token {others[0]!r:.60}, or end "
+            "before it, because free text contains no special tokens",
             place=trigger.place,
         )
     return others[0] if others and not plain else ""

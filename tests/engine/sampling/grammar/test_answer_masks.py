@@ -264,7 +264,7 @@ def test_a_step_does_not_wait_long_for_a_grammar_that_is_slow_to_compile() -> No
     own = AnswerMasks(len(TOKENS), frozenset({EOS}), grammars)
     for _ in range(3):
         found = own.of(ends_of([sequence(regex="stuck"), sequence(regex="a"), sequence()]))
-        assert found.failures.keys() == {0} and "not ready yet" in found.failures[0]
+        assert found.failures.keys() == {0} and "not compiled yet" in found.failures[0]
         assert allowed(found, 1) == {A}
     assert grammars.num_begun == 1
     grammars.go.set()

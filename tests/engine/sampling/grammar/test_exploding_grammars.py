@@ -133,7 +133,7 @@ def test_a_sequence_may_spend_so_much_of_the_processor(vocabulary: Vocabulary) -
     assert matcher.fill([], bits_W) is None
     matcher.cpu_s = 3600.0
     why = matcher.fill([], bits_W)
-    assert why is not None and "3600.0 s of the processor, 2.0 s are allowed" in why
+    assert why is not None and "3600.0 s of processor time, and 2.0 s are allowed" in why
 
 
 def test_offenders_end_alone_on_ranks_too() -> None:

@@ -102,7 +102,9 @@ def test_numbers_that_masks_allow_fit_the_schema(
 
 @pytest.mark.parametrize("limit", [2**53 + 1, -(2**53) - 1, float("inf"), float("nan")])
 def test_a_bound_with_too_many_digits_is_refused(limit: int) -> None:
-    with pytest.raises(InvalidGrammarError, match="#/minimum has too many digits"):
+    with pytest.raises(
+        InvalidGrammarError, match="#/minimum has more digits than a 64-bit float can store"
+    ):
         fits({"type": "integer", "minimum": limit}, "1")
 
 

@@ -88,7 +88,7 @@ def test_a_bank_gives_the_sums_of_the_torch_set(
     ("form", "reason"),
     [
         (Kind(name="", table=UINT4, group=64, is_shuffled=True).form, "activation order"),
-        (Kind(name="", table=OFFSET4, group=48).form, "int4 groups of 48 are no multiple of 32"),
+        (Kind(name="", table=OFFSET4, group=48).form, "int4 groups of 48 are not a multiple of 32"),
         (Kind(name="", table=E4M3, group=64, block_rows=64).form, "blocks of 64x64 are not blocks"),
         (Kind(name="", table=E2M1, group=16).form, "e2m1 groups of 16 are not mxfp4"),
     ],

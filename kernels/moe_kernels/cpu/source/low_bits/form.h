@@ -30,6 +30,7 @@ struct Form {  // mirrored in native_forms.py
 };
 
 constexpr int64_t kEight = 8;
+constexpr int64_t kBytesAhead = 4096;  // that a loop over cells prefetches
 
 static inline int64_t value_bits(const Form& f) {
   return f.values == kInt4 || f.values == kE2M1 ? 4 : 8;

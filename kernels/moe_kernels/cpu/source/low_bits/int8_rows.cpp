@@ -220,8 +220,6 @@ struct CellHead {
   }
 };
 
-constexpr int64_t kBytesAhead = 4096;
-
 // MR rows against NV vectors of columns, from `panel` on.
 template <Values kValues, int MR, int NV>
 static void tile(const Form& form, const QuantisedRows& x, const int64_t* rows, const char* cells,

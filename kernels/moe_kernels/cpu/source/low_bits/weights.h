@@ -3,6 +3,7 @@
 
 #include "../panels.h"
 #include "../scratch.h"
+#include "few_rows.h"
 #include "int8_rows.h"
 #include "unpack.h"
 
@@ -32,11 +33,25 @@ static inline Rows<T> make_rows(const Form& form, const T* x, int64_t step, int6
 
 constexpr int64_t kRowsAtOnce = 24;  // as multiply_group takes them
 
+template <class Row, class Store>
+static bool multiply_in_registers(const Form& form, Group g, int64_t width, int64_t num_rows,
+                                  const Row& row, const Store& store) {
+  if (num_rows > kFewRows || g.panels != kGroupPanels) return false;
+  alignas(64) float c[kFewRows * kGroupColumns];
+  const bf16* rows[kFewRows];
+  for (int64_t m = 0; m < num_rows; ++m) rows[m] = row(m);
+  if (!multiply_few_rows(form, rows, num_rows, width, (const char*)g.data, c)) return false;
+  for (int64_t m = 0; m < num_rows; ++m) store(m, c + m * kGroupColumns);
+  return true;
+}
+
 // Some cells at a time are unpacked into the first-level cache, where the products of all rows read
 // them. A result's chain is put down between the blocks, which changes no bit.
 template <class T, class Row, class Store>
 static void multiply_unpacked(const Form& form, Group g, int64_t width, int64_t num_rows,
                               const Row& row, const Store& store) {
+  if constexpr (sizeof(T) == sizeof(bf16))
+    if (multiply_in_registers(form, g, width, num_rows, row, store)) return;
   constexpr int64_t kBlockBytes = 32 * 1024;
   static thread_local Scratch weights, sums;
   const int64_t block = kBlockBytes / (int64_t)sizeof(T) / kGroupColumns, step = g.panels * kLanes;

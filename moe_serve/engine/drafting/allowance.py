@@ -1,0 +1,82 @@
+"""Limits the time that drafting may cost in vain to a share of the time of the steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ROW_SHARE, _LOOKUP_SHARE = 0.005, 0.008  # of the time of steps, which the accounts earn
+_SAVED_SHARE = 0.25  # of the time that accepted tokens saved, which pays for more lookups
+_ROW_STEPS, _LOOKUP_STEPS = 4.0, 8.0  # steps whose time the accounts hold at most
+_FIRST_LOOKUP_STEPS = 1.0  # and at first
+_LOOKUP_S = 20e-6  # the time of a lookup before any was measured
+_WEIGHT = 0.05  # of a new measurement
+_MOST_SLOWER = 4.0  # a measurement counts as at most this times the average
+
+
+@dataclass(slots=True)
+class _Account:
+    """Seconds that may be spent. Negative if more was spent than there was."""
+
+    most_steps: float
+    left_s: float = 0.0
+
+    def add(self, seconds: float, step_s: float) -> None:
+        """Add seconds, up to the time of `most_steps` steps."""
+        self.left_s = min(self.left_s + seconds, self.most_steps * step_s)
+
+
+class Allowance:
+    """Keeps two accounts of an engine's time: for looking for drafts, and for verifying them.
+
+    Each earns a share of the time of every step. A lookup costs its own time, and a refused token
+    the time by which its row made the step longer. An accepted token earns what it saved. So drafts
+    that are worth their time are never limited, and those that are never right cost at most the two
+    shares, whatever the controller believes of them.
+    """
+
+    def __init__(self) -> None:
+        self._rows, self._lookups = _Account(_ROW_STEPS), _Account(_LOOKUP_STEPS)
+        self._step_s: float | None = None  # of the last step that read no prompt
+        self._lookup_s = _LOOKUP_S  # average
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether drafts may be verified."""
+        return self._step_s is None or self._rows.left_s > 0.0
+
+    @property
+    def has_spare_rows(self) -> bool:
+        """Whether drafts may be verified that promise no gain."""
+        return self._step_s is None or self._rows.left_s > 0.5 * _ROW_STEPS * self._step_s
+
+    @property
+    def num_lookups(self) -> int | None:
+        """The number of lookups that may be made in a step; None: any."""
+        if self._step_s is None:
+            return None
+        return max(0, int(self._lookups.left_s / self._lookup_s))
+
+    def pay_lookups(self, num: int, seconds: float) -> None:
+        """Pay for lookups that took so many seconds. What is far beyond the average was no lookup:
+        the process had to wait for its turn."""
+        seconds = min(seconds, max(1, num) * _MOST_SLOWER * self._lookup_s)
+        self._lookups.left_s -= seconds
+        if num:
+            self._lookup_s += _WEIGHT * (seconds / num - self._lookup_s)
+
+    def earn(self, seconds: float) -> None:
+        """Earn from a step that read a prompt."""
+        if self._step_s is not None:
+            self._rows.add(_ROW_SHARE * seconds, self._step_s)
+            self._lookups.add(_LOOKUP_SHARE * seconds, self._step_s)
+
+    def settle(self, num_steps: int, step_s: float, saved_s: float, lost_s: float) -> None:
+        """Earn from decode steps, and pay for their drafts. `step_s` is the time of a step without
+        drafts, `saved_s` what accepted tokens saved, and `lost_s` the time of refused tokens."""
+        if self._step_s is None:
+            self._rows.left_s = _ROW_STEPS * step_s
+            self._lookups.left_s += _FIRST_LOOKUP_STEPS * step_s
+        self._step_s = step_s
+        time_s = num_steps * step_s
+        self._rows.add(_ROW_SHARE * time_s + saved_s - lost_s, step_s)
+        self._lookups.add(_LOOKUP_SHARE * time_s + _SAVED_SHARE * saved_s, step_s)
