@@ -29,6 +29,7 @@ BENCHMARKS = {
     "prefix_replay": "serving.prefix_replay",
     "published_rows": "simulation.published_rows",
     "own_runs": "simulation.own_runs",
+    "at_once": "simulation.at_once",
     "kernels": "kernel_bench.kernels",
     "cpu_kernels": "kernel_bench.cpu_kernels",
     "drafting": "kernel_bench.drafting",

@@ -21,6 +21,7 @@ from moe_serve.errors import BenchError
 from moe_serve.simulate.cell import Cell
 from moe_serve.simulate.simulation import CellSettings, CostedModel, make_cells
 from moe_serve.simulate.steps_ahead import Job, JobTimes
+from moe_serve.simulate.timeline import Timeline
 from moe_serve.simulate.world import World
 
 NOT_MODELLED = (
@@ -38,6 +39,7 @@ class SimulatedRun:
     settings: CellSettings
     workload: Workload
     slo: Slo | None = None
+    timeline: Timeline | None = None
 
 
 def run_simulation(run: SimulatedRun) -> Report:
@@ -46,8 +48,10 @@ def run_simulation(run: SimulatedRun) -> Report:
     longest = run.settings.max_model_len or run.model.size.max_context
     _check(slots, longest)
     cells = make_cells(run.model, run.settings)
-    world = World(cells)
+    world = World(cells, timeline=run.timeline)
     times = world.run(jobs_of(slots, run.workload.seed), run.workload.concurrency)
+    if run.timeline is not None:
+        run.timeline.append_requests(times)
     for cell in cells:
         cell.engine.check_integrity()
     return _report(run, [record_of(each) for each in times], world, cells)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moe_serve.cli.bench.load_options import LOAD, LoadOptions, ReportOptions
+from moe_serve.cli.bench.load_options import LOAD, RESULTS, LoadOptions, ReportOptions
 from moe_serve.cli.options import option, with_options
 from moe_serve.config.keys import parse_size
 from moe_serve.errors import BenchError, ConfigError
@@ -151,6 +151,13 @@ class SimulateOptions:
     engine: EngineOptions
     load: LoadOptions
     report: ReportOptions
+    timeline: Path | None = option(
+        None,
+        metavar="FILE",
+        help="JSON file for the steps of all cells and the requests over simulated time, for "
+        "chrome://tracing or Perfetto.",
+        rich_help_panel=RESULTS,
+    )
     seed: int = option(
         0,
         min=0,
@@ -172,12 +179,14 @@ def simulate(options: SimulateOptions) -> None:
     from moe_serve.bench.simulated_run import SimulatedRun, run_simulation
     from moe_serve.cli.console import wide_console
     from moe_serve.simulate.layout import Layout
+    from moe_serve.simulate.timeline import Timeline
 
     out = options.report
     if out.save_requests and out.json is None:
         raise BenchError("--save-requests takes --json FILE, into which they go.")
-    if out.json is not None and not out.json.absolute().parent.is_dir():
-        raise BenchError(f"cannot write {out.json}: its folder does not exist.")
+    for path in (out.json, options.timeline):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise BenchError(f"cannot write {path}: its folder does not exist.")
     cluster = options.cluster
     layout = Layout.parse(cluster.layout, cluster.devices, cluster.tensor_shards)
     model, workload = _costed(cluster, layout), _workload(options)
@@ -186,9 +195,13 @@ def simulate(options: SimulateOptions) -> None:
         settings=_settings(options, layout, workload, model.size.max_context),
         workload=workload,
         slo=None if out.slo is None else Slo.parse(out.slo),
+        timeline=None if options.timeline is None else Timeline(),
     )
     report = run_simulation(run)
     print_report(wide_console(), report)
+    if options.timeline is not None and run.timeline is not None:
+        run.timeline.write(options.timeline)
+        typer.echo(f"timeline: {options.timeline}")
     if out.json is not None:
         report.write(out.json, has_records=out.save_requests)
         typer.echo(f"report: {out.json}")

@@ -57,8 +57,9 @@ class StepsAhead:
 
 @dataclass(frozen=True, slots=True)
 class StepsDone:
-    """Steps that were run: their ends, and the tokens of all of them."""
+    """Steps that were run: when the first began, their ends, and the tokens of all of them."""
 
+    begin_s: float
     ends: tuple[float, ...]
     deltas: list[TokenDelta]
 

@@ -22,6 +22,7 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.simulate.balancer import Balancer, FewestRequests
 from moe_serve.simulate.cell import Cell
 from moe_serve.simulate.steps_ahead import Job, JobTimes, StepsAhead, StepsDone, num_alike
+from moe_serve.simulate.timeline import Timeline
 
 _ARRIVAL, _END, _START = 0, 1, 2  # the order of events at one moment
 
@@ -30,11 +31,17 @@ class World:
     """The cells, and the requests that they serve."""
 
     def __init__(
-        self, cells: Sequence[Cell], balancer: Balancer | None = None, *, jumps: bool = True
+        self,
+        cells: Sequence[Cell],
+        balancer: Balancer | None = None,
+        *,
+        jumps: bool = True,
+        timeline: Timeline | None = None,
     ) -> None:
         """`balancer` None: requests go to the cell with the fewest in progress. `jumps`: run equal
-        steps at once."""
+        steps at once. `timeline`: gets all steps."""
         self.peak_in_flight = 0
+        self._timeline = timeline
         self.num_repeated = 0  # steps that were run together with the one before
         self._cells, self._balancer, self._jumps = cells, balancer or FewestRequests(), jumps
         self._events: list[tuple[float, int, int, int, object]] = []
@@ -125,7 +132,7 @@ class World:
         deltas = cell.engine.step()
         is_going_on = deltas or cell.clock.now > at_s or cell.engine.num_running
         assert is_going_on, f"cell {index} has {cell.engine.num_waiting} requests that never start"
-        self._push(cell.clock.now, _END, index, StepsDone((cell.clock.now,), deltas))
+        self._push(cell.clock.now, _END, index, StepsDone(at_s, (cell.clock.now,), deltas))
 
     def _foreseen(self, index: int, cell: Cell) -> StepsAhead | None:
         """Return the next steps of a cell, if they are alike as long as no request comes."""
@@ -156,11 +163,13 @@ class World:
         ends = ahead.ends[:num_steps]
         cell.executor.repeat(ends)
         self.num_repeated += num_steps - 1
-        return StepsDone(ends, cell.engine.step())
+        return StepsDone(ahead.begins[0], ends, cell.engine.step())
 
     def _end(self, index: int, done: StepsDone) -> None:
         """Note the tokens of steps, the last of which ends now."""
         at_s, running = done.ends[-1], self._running[index]
+        if self._timeline is not None:
+            self._timeline.append_steps(index, done, len(running))
         self._is_steady[index] = len(done.deltas) == len(running)
         for delta in done.deltas:
             times = running[delta.request_id]

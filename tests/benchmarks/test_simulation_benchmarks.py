@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_serve.simulate.costs.device import Efficiency
-from simulation import own_runs, published_rows
+from simulation import at_once, own_runs, published_rows
 
 
 def test_published_rows_are_compared(
@@ -37,6 +37,16 @@ def test_shares_are_fitted_to_their_rows() -> None:
         before = abs(published_rows.predicted(row, Efficiency()) / row.published - 1)
         after = abs(published_rows.predicted(row, fitted) / row.published - 1)
         assert after < max(before, 0.1)
+
+
+def test_the_table_of_requests_at_once_contradicts_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["at_once", "--requests", "40"])
+    assert at_once.main() == 0
+    first, second, own = capsys.readouterr().out.splitlines()
+    assert "121,905 tokens/s, 9.0 times" in first and "22.6 such nodes" in second
+    assert own.startswith("40 at once on 8 x h100")
 
 
 def test_own_runs_are_simulated(

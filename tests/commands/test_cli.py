@@ -195,6 +195,7 @@ def test_the_flags_are_frozen() -> None:
         "--seed",
         "--slo",
         "--tensor-shards",
+        "--timeline",
         "--trace",
         "--trace-start",
     ]

@@ -79,6 +79,21 @@ def test_prefixes_of_a_trace_are_found(tmp_path: Path) -> None:
     assert report.records[1].scheduled_s == 0.5
 
 
+def test_a_timeline_has_the_steps_and_requests(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    report = report_of(tmp_path / "a.json", *QWEN, *SMALL, "--layout", "colocated",
+                       "--tensor-shards", "8", "--timeline", str(path))  # fmt: skip
+    events = json.loads(path.read_text("utf-8"))["traceEvents"]
+    steps = [event for event in events if event["name"] == "step"]
+    assert report.server is not None and len(steps) == report.server.num_steps
+    for before, after in zip(steps, steps[1:], strict=False):
+        assert before["ts"] + before["dur"] <= after["ts"] + 0.01
+    assert sum(event["ph"] == "b" for event in events) == 2 * 12
+    assert max(e["ts"] for e in events if e["ph"] == "e") == pytest.approx(
+        1e6 * report.summary.duration_s, rel=1e-6
+    )
+
+
 def test_a_calibration_in_place_of_a_device(tmp_path: Path) -> None:
     calibration = here(tmp_path / "here.json")
     whole = report_of(tmp_path / "a.json", "--calibration", calibration, *SMALL)
