@@ -29,7 +29,7 @@ from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks
 from moe_serve.planning.calibration import CalibrationRequest, calibrate
 from moe_serve.planning.measured_model import MeasuredModel, load_measured_model
 from moe_serve.planning.whole_steps import StepSample, fit_whole_steps, whole_steps
-from moe_serve.simulate.cell import EngineLimits, make_cell
+from moe_serve.simulate.cell import CellLimits, make_cell
 from moe_serve.simulate.layout import Layout
 from moe_serve.simulate.world import World
 from simulation.real_run import run_for_real
@@ -138,7 +138,7 @@ class Bench:
         self, case: Case, slots: Sequence[Slot], costs: StageCosts, concurrency: int | None
     ) -> Summary:
         assert costs.whole is not None, "these costs were calibrated"
-        limits = EngineLimits(
+        limits = CellLimits(
             scheduler=case.scheduler,
             num_pages=self._model.cache.num_pages,
             page_size=self._model.cache.page_size,

@@ -29,7 +29,7 @@ from scipy.optimize import minimize
 
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, step_time
 from moe_serve.simulate.catalogue import find_device, find_model
-from moe_serve.simulate.costs.device import Device, Efficiency, read_device
+from moe_serve.simulate.costs.device import DeviceType, Efficiency, read_device
 from moe_serve.simulate.costs.model_shape import ModelShape, read_model_shape
 from moe_serve.simulate.costs.roofline import RooflineCosts
 from moe_serve.simulate.costs.routing_law import EvenRouting
@@ -103,7 +103,7 @@ def shape_of(model: str) -> ModelShape:
 
 
 @lru_cache
-def device_of(name: str) -> Device:
+def device_of(name: str) -> DeviceType:
     return read_device(find_device(name))
 
 

@@ -20,7 +20,7 @@ from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.planning.measured_model import MeasuredModel
 from moe_serve.planning.natural_steps import measured_engine
 from moe_serve.planning.whole_steps import one_call_pipeline
-from moe_serve.simulate.steps_ahead import Job, JobTimes
+from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest
 
 _VOCABULARY = 256  # ids that every model has
 
@@ -48,7 +48,7 @@ def run_for_real(
     """Serve all requests; see `World.run`."""
     executor = LocalExecutor(one_call_pipeline(model), Sampler(frozenset(model.spec.eos_token_ids)))
     engine, jobs = measured_engine(executor, model, scheduler), deque(jobs_of(slots, 0))
-    clock, running = SkippingClock(source), dict[str, JobTimes]()
+    clock, running = SkippingClock(source), dict[str, RequestTimes]()
     done: list[RequestRecord] = []
     while jobs or running:
         if concurrency is not None:
@@ -69,13 +69,15 @@ def run_for_real(
     return sorted(done, key=lambda record: record.index)
 
 
-def _send(engine: Engine, job: Job, due_s: float, running: dict[str, JobTimes]) -> None:
+def _send(
+    engine: Engine, job: SimulatedRequest, due_s: float, running: dict[str, RequestTimes]
+) -> None:
     prompt = tuple(token % _VOCABULARY for token in job.make_prompt())
     params = SamplingParams(
         max_tokens=job.num_output, temperature=1.0, seed=job.index, ignore_eos=True
     )
     request_id = str(job.index)
-    running[request_id] = JobTimes(
+    running[request_id] = RequestTimes(
         index=job.index,
         cell=0,
         due_s=due_s,

@@ -19,9 +19,9 @@ from moe_serve.bench.workload.workload import Workload
 from moe_serve.engine.request.stats import EngineCounts, EngineStats
 from moe_serve.errors import BenchError
 from moe_serve.simulate.cell import Cell
+from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 from moe_serve.simulate.simulation import CellSettings, CostedModel, make_cells
-from moe_serve.simulate.steps_ahead import Job, JobTimes
-from moe_serve.simulate.timeline import Timeline
+from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest
 from moe_serve.simulate.world import World
 
 NOT_MODELLED = (
@@ -39,7 +39,7 @@ class SimulatedRun:
     settings: CellSettings
     workload: Workload
     slo: Slo | None = None
-    timeline: Timeline | None = None
+    timeline: SimulatedTimeline | None = None
 
 
 def run_simulation(run: SimulatedRun) -> Report:
@@ -74,11 +74,11 @@ def _check(slots: Sequence[Slot], longest: int) -> None:
             )
 
 
-def jobs_of(slots: Sequence[Slot], seed: int) -> Iterator[Job]:
+def jobs_of(slots: Sequence[Slot], seed: int) -> Iterator[SimulatedRequest]:
     """Yield the requests of a workload for the simulator."""
     maker = PromptMaker(kind="tokens", seed=seed, vocab_size=_VOCABULARY)
     for slot in slots:
-        yield Job(
+        yield SimulatedRequest(
             index=slot.index,
             at_s=slot.at_s,
             num_output=slot.output_tokens,
@@ -92,7 +92,7 @@ def _token_ids(maker: PromptMaker, slot: Slot) -> list[int]:
     return [int(each) for each in ids if isinstance(each, int)]
 
 
-def record_of(times: JobTimes) -> RequestRecord:
+def record_of(times: RequestTimes) -> RequestRecord:
     """Return a simulated request as `bench` records one."""
     at = times.token_times
     gaps = array("d", [later - earlier for earlier, later in zip(at, at[1:], strict=False)])

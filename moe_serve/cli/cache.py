@@ -27,7 +27,7 @@ class FolderOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOptions:
+class CacheReportOptions:
     """Options of `cache stat` and `cache verify`."""
 
     where: FolderOptions
@@ -40,8 +40,8 @@ def _group() -> None:
 
 
 @cache.command()
-@with_options(ReportOptions)
-def stat(options: ReportOptions) -> None:
+@with_options(CacheReportOptions)
+def stat(options: CacheReportOptions) -> None:
     """Show the models whose pages are in the folder, and the space that they take.
 
     A server may use the folder at the same time.
@@ -50,8 +50,8 @@ def stat(options: ReportOptions) -> None:
 
 
 @cache.command()
-@with_options(ReportOptions)
-def verify(options: ReportOptions) -> None:
+@with_options(CacheReportOptions)
+def verify(options: CacheReportOptions) -> None:
     """Read every page and check that its bytes are those that were written.
 
     The exit code is 1 if a page is damaged. A server never uses a damaged page.
@@ -71,7 +71,7 @@ def clear(options: FolderOptions) -> None:
     typer.echo(f"removed {taken / 2**20:.1f} MiB of pages from {options.folder}")
 
 
-def _show(options: ReportOptions, *, verifies: bool) -> int:
+def _show(options: CacheReportOptions, *, verifies: bool) -> int:
     """Prints the report; returns the number of damaged pages."""
     from moe_serve.cache.tiers.disk_report import report
 

@@ -128,10 +128,10 @@ def print_fleet_plan(
     as_json: bool,
 ) -> None:
     """Searches, prints the table and the verdict, and writes the page."""
+    from moe_serve.fleet.fleet_page import write_plan_page
     from moe_serve.fleet.fleet_plan import plan_fleet
     from moe_serve.fleet.fleet_table import plan_document
     from moe_serve.fleet.fleet_verdict import fleet_verdict
-    from moe_serve.fleet.page import write_plan_page
 
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {options.html}: its folder does not exist.")

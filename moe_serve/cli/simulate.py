@@ -179,7 +179,7 @@ def simulate(options: SimulateOptions) -> None:
     from moe_serve.bench.simulated_run import SimulatedRun, run_simulation
     from moe_serve.cli.console import wide_console
     from moe_serve.simulate.layout import Layout
-    from moe_serve.simulate.timeline import Timeline
+    from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 
     out = options.report
     if out.save_requests and out.json is None:
@@ -195,7 +195,7 @@ def simulate(options: SimulateOptions) -> None:
         settings=_settings(options, layout, workload, model.size.max_context),
         workload=workload,
         slo=None if out.slo is None else Slo.parse(out.slo),
-        timeline=None if options.timeline is None else Timeline(),
+        timeline=None if options.timeline is None else SimulatedTimeline(),
     )
     report = run_simulation(run)
     print_report(wide_console(), report)

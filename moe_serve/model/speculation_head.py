@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_kernels.interface.drafting import DraftBlock, Drafting, DraftingParts
+from moe_kernels.interface.head_drafting import DraftBlock, DraftingParts, HeadDrafting
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels, Linear
 from moe_kernels.reference.torch_drafting import StepwiseDrafting
 from moe_serve.errors import CheckpointError
@@ -55,7 +55,7 @@ class SpeculationHead:
             output=output,
             norm_eps=spec.norm_eps,
         )
-        self._drafting: Drafting = kernels.drafting(parts) or StepwiseDrafting(kernels, parts)
+        self._drafting: HeadDrafting = kernels.drafting(parts) or StepwiseDrafting(kernels, parts)
 
     @classmethod
     def load(

@@ -26,7 +26,7 @@ SIMULATED_POLICIES = {"fifo": FIFO, "balanced": BALANCED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
+class CellLimits:
     """The settings of every simulated engine. `micro_batches` None: chosen in each step from the
     costs, as a server with a calibration does; `num_pages`: of one attention rank; `scatter`: see
     `InstantExecutor`."""
@@ -64,7 +64,7 @@ class Cell:
     executor: InstantExecutor | None = None
 
 
-def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: EngineLimits) -> Cell:
+def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: CellLimits) -> Cell:
     """Build a cell. `costs` and `ranks` are those of one cell of the layout.
 
     A single attention rank with the experts on its own devices is one engine, as in one process.
@@ -87,14 +87,14 @@ def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: EngineLimi
     return Cell(cluster, clock, limits.page_size)
 
 
-def _watch(costs: StepCosts, ranks: Ranks, limits: EngineLimits) -> PoolWatch:
+def _watch(costs: StepCosts, ranks: Ranks, limits: CellLimits) -> PoolWatch:
     if limits.micro_batches is not None:
         return PoolWatch(None, limits.micro_batches, None)
     return PoolWatch(MicroBatchChooser(costs, ranks), MAX_MICRO_BATCHES, None)
 
 
 def _engine(
-    executor: StepExecutor, ids: Iterator[int], limits: EngineLimits, clock: VirtualClock
+    executor: StepExecutor, ids: Iterator[int], limits: CellLimits, clock: VirtualClock
 ) -> Engine:
     return Engine(
         executor,

@@ -11,8 +11,8 @@ from moe_serve.config.sections import SchedulerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts
 from moe_serve.planning.calibration_file import Calibration
-from moe_serve.simulate.cell import Cell, EngineLimits, make_cell
-from moe_serve.simulate.costs.device import Device
+from moe_serve.simulate.cell import Cell, CellLimits, make_cell
+from moe_serve.simulate.costs.device import DeviceType
 from moe_serve.simulate.costs.model_shape import ModelShape
 from moe_serve.simulate.costs.roofline import RooflineCosts
 from moe_serve.simulate.costs.routing_law import EvenRouting, RecordedRouting
@@ -52,7 +52,7 @@ class CostedModel:
 
 
 def on_device(
-    model: ModelShape, device: Device, layout: Layout, routing: Path | None
+    model: ModelShape, device: DeviceType, layout: Layout, routing: Path | None
 ) -> CostedModel:
     """Cost a model by published figures. `routing`: a trace of its choices; None: a formula.
 
@@ -121,14 +121,14 @@ def make_cells(model: CostedModel, settings: CellSettings) -> list[Cell]:
     ]
 
 
-def limits_of(model: CostedModel, settings: CellSettings) -> EngineLimits:
+def limits_of(model: CostedModel, settings: CellSettings) -> CellLimits:
     """Return the engines' limits, with as many pages as the memory holds. Raises ConfigError."""
     size, longest = model.size, settings.max_model_len or model.size.max_context
     if not 2 <= longest <= size.max_context:
         raise ConfigError(
             f"max-model-len must be 2 to {size.max_context} tokens for {size.name}, got {longest}."
         )
-    return EngineLimits(
+    return CellLimits(
         scheduler=settings.scheduler,
         num_pages=_num_pages(model, settings, longest),
         page_size=settings.page_size,

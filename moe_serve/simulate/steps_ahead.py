@@ -16,7 +16,7 @@ from moe_serve.engine.request.request import TokenDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SimulatedRequest:
     """A request of a workload. Its prompt is made when it arrives, as many would not fit memory."""
 
     index: int
@@ -30,7 +30,7 @@ def _no_times() -> array[float]:
 
 
 @dataclass(slots=True, kw_only=True)
-class JobTimes:
+class RequestTimes:
     """The times of a job, in simulated seconds since the run began."""
 
     index: int
@@ -64,7 +64,7 @@ class StepsDone:
     deltas: list[TokenDelta]
 
 
-def num_alike(running: Collection[JobTimes], page_size: int) -> int:
+def num_alike(running: Collection[RequestTimes], page_size: int) -> int:
     """Return how many steps are alike: until a request ends or needs a page.
 
     A request of n tokens computes its last one in the next step, at place n - 1. It needs a new

@@ -21,8 +21,14 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.simulate.balancer import Balancer, FewestRequests
 from moe_serve.simulate.cell import Cell
-from moe_serve.simulate.steps_ahead import Job, JobTimes, StepsAhead, StepsDone, num_alike
-from moe_serve.simulate.timeline import Timeline
+from moe_serve.simulate.simulated_timeline import SimulatedTimeline
+from moe_serve.simulate.steps_ahead import (
+    RequestTimes,
+    SimulatedRequest,
+    StepsAhead,
+    StepsDone,
+    num_alike,
+)
 
 _ARRIVAL, _END, _START = 0, 1, 2  # the order of events at one moment
 
@@ -36,7 +42,7 @@ class World:
         balancer: Balancer | None = None,
         *,
         jumps: bool = True,
-        timeline: Timeline | None = None,
+        timeline: SimulatedTimeline | None = None,
     ) -> None:
         """`balancer` None: requests go to the cell with the fewest in progress. `jumps`: run equal
         steps at once. `timeline`: gets all steps."""
@@ -48,15 +54,17 @@ class World:
         self._order = itertools.count()
         self._num_in_cell = [0] * len(cells)
         self._is_busy = [False] * len(cells)
-        self._running: list[dict[str, JobTimes]] = [{} for _ in cells]
+        self._running: list[dict[str, RequestTimes]] = [{} for _ in cells]
         self._is_steady = [False] * len(cells)  # the last step gave a token to all requests
         self._ahead: list[StepsAhead | None] = [None] * len(cells)
         self._num_running = 0
-        self._done: list[JobTimes] = []
-        self._jobs: Iterator[Job] = iter(())
+        self._done: list[RequestTimes] = []
+        self._jobs: Iterator[SimulatedRequest] = iter(())
         self._is_closed = False
 
-    def run(self, jobs: Iterator[Job], concurrency: int | None = None) -> list[JobTimes]:
+    def run(
+        self, jobs: Iterator[SimulatedRequest], concurrency: int | None = None
+    ) -> list[RequestTimes]:
         """Serve all jobs, in the order of their ends. `concurrency`: a closed loop, in which that
         many jobs are in progress; None: an open loop, in which jobs arrive at their times."""
         self._jobs, self._is_closed = jobs, concurrency is not None
@@ -70,7 +78,7 @@ class World:
         while self._events:
             at_s, kind, cell, _, what = heapq.heappop(self._events)
             if kind == _ARRIVAL:
-                assert isinstance(what, Job), "an arrival has a job"
+                assert isinstance(what, SimulatedRequest), "an arrival has a job"
                 self._arrive(at_s, what)
             elif kind == _START:
                 self._start(at_s, cell)
@@ -89,7 +97,7 @@ class World:
         if job is not None:
             self._push(now_s if self._is_closed else job.at_s, _ARRIVAL, -1, job)
 
-    def _arrive(self, at_s: float, job: Job) -> None:
+    def _arrive(self, at_s: float, job: SimulatedRequest) -> None:
         prompt = tuple(job.make_prompt())
         index = self._balancer.cell_of(len(prompt), self._num_in_cell)
         self._cut_ahead(at_s, index)
@@ -105,7 +113,7 @@ class World:
         self._cells[index].engine.add(request)
         self._num_in_cell[index] += 1
         self._is_steady[index] = False
-        self._running[index][request_id] = JobTimes(
+        self._running[index][request_id] = RequestTimes(
             index=job.index,
             cell=index,
             due_s=at_s,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import load_cpu_library
-from moe_kernels.interface.drafting import DraftBlock, DraftingParts
+from moe_kernels.interface.head_drafting import DraftBlock, DraftingParts
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels
 from moe_kernels.kernel_choice import choose_kernels
 from moe_kernels.reference.torch_drafting import StepwiseDrafting

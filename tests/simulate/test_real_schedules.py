@@ -26,11 +26,11 @@ from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.micro_batch_choice import MicroBatchChooser
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts
 from moe_serve.simulate import cell as cell_module
-from moe_serve.simulate.cell import Cell, EngineLimits, make_cell
+from moe_serve.simulate.cell import Cell, CellLimits, make_cell
 from moe_serve.simulate.instant_executor import InstantExecutor
 from moe_serve.simulate.instant_ranks import InstantCoordinator
 from moe_serve.simulate.layout import Layout
-from moe_serve.simulate.steps_ahead import Job
+from moe_serve.simulate.steps_ahead import SimulatedRequest
 from moe_serve.simulate.virtual_clock import VirtualClock
 from moe_serve.simulate.world import World
 from tests.support.cluster.calibrations import cpu_calibration
@@ -38,7 +38,7 @@ from tests.support.cluster.fake_coordinator import FakeCoordinator, fake_cluster
 from tests.support.engine.fake_runner import FakeRunner
 
 COSTS = cpu_calibration().costs
-LIMITS = EngineLimits(
+LIMITS = CellLimits(
     scheduler=SchedulerConfig(max_num_seqs=4, max_batched_tokens=32),
     num_pages=14,
     page_size=16,
@@ -49,14 +49,14 @@ RANKS = Ranks(num_attention=1, num_experts=1)
 Step = list[tuple[int, int, int, int, tuple[int, ...]]]
 
 
-def jobs() -> list[Job]:
+def jobs() -> list[SimulatedRequest]:
     """Return prompts that share beginnings, in bursts, and too many for the pages."""
     made = []
     for index in range(14):
         shared = [7] * 16 * (index % 3)
         prompt = [*shared, *range(20, 30 + 5 * index)]
         made.append(
-            Job(
+            SimulatedRequest(
                 index=index,
                 at_s=0.004 * (index // 3),
                 num_output=10 + 9 * (index % 5),
@@ -111,7 +111,7 @@ def real_steps() -> list[Step]:
     return [shown(plan) for plan in runner.plans]
 
 
-def request_of(job: Job) -> GenerationRequest:
+def request_of(job: SimulatedRequest) -> GenerationRequest:
     params = SamplingParams(max_tokens=job.num_output, temperature=0.0, ignore_eos=True)
     return GenerationRequest(
         request_id=str(job.index),
@@ -185,7 +185,7 @@ def test_the_room_makes_no_decision_of_the_server() -> None:
     deciding = names_of(
         Scheduler, WaitingQueue, BatchPolicy, PrefixCache, MicroBatchChooser, ClusterEngine, Engine
     )
-    implemented = names_of(StepCosts, StepExecutor, StepCoordinator, Cell, World, EngineLimits)
+    implemented = names_of(StepCosts, StepExecutor, StepCoordinator, Cell, World, CellLimits)
     used: set[str] = set()
     for name, tree in room():
         for node in ast.walk(tree):

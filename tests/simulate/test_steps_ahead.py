@@ -16,10 +16,10 @@ from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.step_costs import Ranks
-from moe_serve.simulate.cell import EngineLimits, make_cell
+from moe_serve.simulate.cell import CellLimits, make_cell
 from moe_serve.simulate.instant_executor import InstantExecutor
 from moe_serve.simulate.layout import Layout
-from moe_serve.simulate.steps_ahead import Job, JobTimes, num_alike
+from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest, num_alike
 from moe_serve.simulate.world import World
 from tests.support.cluster.calibrations import cpu_calibration
 
@@ -39,13 +39,15 @@ class Load:
     concurrency: int | None
     scatter: tuple[float, ...]
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[SimulatedRequest]:
         at_s, made = 0.0, []
         for index, (prompt, output, gap_ms) in enumerate(self.requests):
             at_s += gap_ms / 1e3
             ids = [index % 3 + 7] * (prompt // 2) + list(range(100, 100 + prompt - prompt // 2))
             made.append(
-                Job(index=index, at_s=at_s, num_output=output, make_prompt=partial(list, ids))
+                SimulatedRequest(
+                    index=index, at_s=at_s, num_output=output, make_prompt=partial(list, ids)
+                )
             )
         return made
 
@@ -66,9 +68,9 @@ LOADS = st.builds(
 Step = tuple[float, tuple[tuple[int, int, int, int], ...]]  # its end, (id, start, count, pages)
 
 
-def served(load: Load, *, jumps: bool) -> tuple[list[JobTimes], list[list[Step]], World]:
+def served(load: Load, *, jumps: bool) -> tuple[list[RequestTimes], list[list[Step]], World]:
     """Serve the load -> requests in the order of their ends, and the steps of each cell."""
-    limits = EngineLimits(
+    limits = CellLimits(
         scheduler=SchedulerConfig(max_num_seqs=load.num_seqs, max_batched_tokens=48),
         num_pages=-(-LONGEST // load.page_size) + load.num_pages,
         page_size=load.page_size,
@@ -124,9 +126,9 @@ def test_alike_until_a_page_or_an_end() -> None:
     """Requests of 10 + 3 and 20 + 5 tokens, pages of 16: the next tokens are at places 12 and 24
     (8 of its page), so 4 and 8 steps fit these pages."""
 
-    def job(num_prompt: int, num_got: int, num_output: int) -> JobTimes:
+    def job(num_prompt: int, num_got: int, num_output: int) -> RequestTimes:
         times = array("d", [0.0] * num_got)
-        return JobTimes(
+        return RequestTimes(
             index=0, cell=0, due_s=0.0, num_prompt=num_prompt, num_output=num_output,
             token_times=times,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer
 from moe_kernels.cpu.native_experts import ExpertTable
 from moe_kernels.cpu.native_linear import NativeLinear
-from moe_kernels.interface.drafting import DraftingParts
+from moe_kernels.interface.head_drafting import DraftingParts
 
 
 class _BlockStruct(ctypes.Structure):
@@ -23,7 +23,7 @@ class _BlockStruct(ctypes.Structure):
 
 
 class _DraftingStruct(ctypes.Structure):
-    """`Drafting` in cpu/source/calls/drafting.cpp."""
+    """`HeadDrafting` in cpu/source/calls/drafting.cpp."""
 
     _fields_ = (
         *((name, Pointer) for name in (
@@ -36,7 +36,7 @@ class _DraftingStruct(ctypes.Structure):
 
 
 class NativeDrafting:
-    """Implements Drafting."""
+    """Implements HeadDrafting."""
 
     __slots__ = ("_blocks", "_function", "_parts", "_pointer", "_struct", "_width")
 

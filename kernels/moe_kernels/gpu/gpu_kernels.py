@@ -39,7 +39,7 @@ from moe_kernels.interface.attention_shape import (
     QKNormWeights,
     StepRows,
 )
-from moe_kernels.interface.drafting import DraftingParts
+from moe_kernels.interface.head_drafting import DraftingParts
 from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertWeights,

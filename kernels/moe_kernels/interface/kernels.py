@@ -22,7 +22,7 @@ from moe_kernels.interface.attention_shape import (
     RotaryTable,
     StepRows,
 )
-from moe_kernels.interface.drafting import Drafting, DraftingParts
+from moe_kernels.interface.head_drafting import DraftingParts, HeadDrafting
 from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.interface.layer_stack import LayerStack, StackParts
 from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout, Weight
@@ -333,7 +333,7 @@ class Kernels(Protocol):
         a NaN has the value NaN, and any place."""
         ...
 
-    def drafting(self, parts: DraftingParts) -> Drafting | None:
+    def drafting(self, parts: DraftingParts) -> HeadDrafting | None:
         """The head as one call, with the same tokens; None: not in this set."""
         ...
 

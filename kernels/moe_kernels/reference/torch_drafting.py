@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.drafting import DraftingParts
+from moe_kernels.interface.head_drafting import DraftingParts
 from moe_kernels.interface.kernels import Kernels
 
 
 class StepwiseDrafting:
-    """Implements Drafting with the other kernels of a set."""
+    """Implements HeadDrafting with the other kernels of a set."""
 
     def __init__(self, kernels: Kernels, parts: DraftingParts) -> None:
         self._kernels, self._parts = kernels, parts

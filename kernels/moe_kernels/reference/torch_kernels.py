@@ -16,7 +16,7 @@ from moe_kernels.interface.attention_shape import (
     RotaryTable,
     StepRows,
 )
-from moe_kernels.interface.drafting import DraftingParts
+from moe_kernels.interface.head_drafting import DraftingParts
 from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertBank,

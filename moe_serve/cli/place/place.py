@@ -12,7 +12,7 @@ from moe_serve.cli.options import with_options
 from moe_serve.cli.place.place_options import (
     CheckOptions,
     CompareOptions,
-    PlanOptions,
+    PlaceOptions,
     ShowOptions,
 )
 
@@ -63,8 +63,8 @@ place = typer.Typer(
 
 
 @place.callback(invoke_without_command=True)
-@with_options(PlanOptions)
-def plan(context: typer.Context, options: PlanOptions) -> None:
+@with_options(PlaceOptions)
+def plan(context: typer.Context, options: PlaceOptions) -> None:
     """Plan which devices hold each expert and its replicas, from recorded loads.
 
     Every plan is reported with a proven bound on the best possible one. Ctrl-C ends the search with
@@ -79,7 +79,7 @@ def plan(context: typer.Context, options: PlanOptions) -> None:
         raise typer.Exit(_EXIT_INTERRUPTED)
 
 
-def _read(options: PlanOptions) -> ProblemWithSources:
+def _read(options: PlaceOptions) -> ProblemWithSources:
     """Reads the inputs. Ctrl-C during that ends the command, as there is not a plan to write."""
     try:
         from moe_serve.cli.place.place_plan import check_plan_options, pose

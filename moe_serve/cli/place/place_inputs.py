@@ -29,7 +29,7 @@ from moe_serve.cli.place.place_options import (
     DeviceOptions,
     LimitOptions,
     ModelFactsOptions,
-    PlanOptions,
+    PlaceOptions,
     ShowOptions,
 )
 from moe_serve.cluster.launch.cluster_file import parse_cluster_file
@@ -209,7 +209,7 @@ def _plain(content: object) -> object:
 _PIN = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})@(\d{1,9})", re.ASCII)
 
 
-def plan_request(options: PlanOptions) -> ProblemRequest:
+def plan_request(options: PlaceOptions) -> ProblemRequest:
     """Returns the problem of `place`; `check_plan_options` was called. Raises ConfigError,
     CheckpointError, PlacementError."""
     limits = options.limits
@@ -248,7 +248,7 @@ def show_request(options: ShowOptions) -> JudgedPlanRequest:
     )
 
 
-def _request(options: PlanOptions | CompareOptions) -> ProblemRequest:
+def _request(options: PlaceOptions | CompareOptions) -> ProblemRequest:
     loads, model = options.loads, model_facts(options.model)
     devices = read_devices(options.devices)
     assert devices is not None, "checked"

@@ -77,7 +77,7 @@ def _as_json() -> Path | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
+class PlaceLoadOptions:
     """Options about recorded loads."""
 
     trace: list[Path] | None = option(
@@ -217,10 +217,10 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
+class PlaceOptions:
     """Options of `place`."""
 
-    loads: LoadOptions
+    loads: PlaceLoadOptions
     model: ModelFactsOptions
     devices: DeviceOptions
     replicas: int | None = _replicas()
@@ -267,7 +267,7 @@ class PlanOptions:
 class CompareOptions:
     """Options of `place compare`."""
 
-    loads: LoadOptions
+    loads: PlaceLoadOptions
     model: ModelFactsOptions
     devices: DeviceOptions
     replicas: int | None = _replicas()
@@ -289,7 +289,7 @@ class ShowOptions:
     """Options of `place show`."""
 
     file: Path = argument(REQUIRED, help="Plan in any known format.")
-    loads: LoadOptions
+    loads: PlaceLoadOptions
     model: ModelFactsOptions
     devices: DeviceOptions
     before: Path | None = option(

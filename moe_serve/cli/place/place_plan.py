@@ -41,7 +41,7 @@ from moe_serve.cli.place.place_inputs import (
     read_plan,
     write_text,
 )
-from moe_serve.cli.place.place_options import CompareOptions, PlanOptions
+from moe_serve.cli.place.place_options import CompareOptions, PlaceOptions
 from moe_serve.cli.place.place_tables import judged_tables, legend, print_report, scenario_table
 from moe_serve.errors import ConfigError
 
@@ -131,7 +131,7 @@ def _lines(name: str) -> Iterator[_Tell]:
         teller.join()
 
 
-def check_plan_options(options: PlanOptions) -> None:
+def check_plan_options(options: PlaceOptions) -> None:
     """Checks the options as far as possible without reading a file. Raises ConfigError."""
     check_devices(options.devices, is_needed=True)
     check_limits_given(options.limits)
@@ -141,7 +141,7 @@ def check_plan_options(options: PlanOptions) -> None:
     check_output(options.out, exported, options.as_json)
 
 
-def pose(options: PlanOptions) -> ProblemWithSources:
+def pose(options: PlaceOptions) -> ProblemWithSources:
     """Reads every file and returns the problem. Raises ConfigError, CheckpointError, TraceError,
     PlacementError."""
     sources = plan_request(options).read()
@@ -151,7 +151,7 @@ def pose(options: PlanOptions) -> ProblemWithSources:
     return sources
 
 
-def run_plan(options: PlanOptions, sources: ProblemWithSources) -> bool:
+def run_plan(options: PlaceOptions, sources: ProblemWithSources) -> bool:
     """Plans and reports; False if interrupted, with the best plan so far written. Raises
     ConfigError, PlacementError."""
     with Interrupts() as interrupts:
@@ -180,7 +180,7 @@ def run_plan(options: PlanOptions, sources: ProblemWithSources) -> bool:
     return is_whole
 
 
-def _write(options: PlanOptions, sources: ProblemWithSources, solution: Solution) -> list[str]:
+def _write(options: PlaceOptions, sources: ProblemWithSources, solution: Solution) -> list[str]:
     """Writes the plan and returns lines that say where it is. Raises ConfigError."""
     lines = []
     if options.out is not None:

@@ -28,7 +28,7 @@ class _Account:
         self.left_s = max(left_s, -_MOST_DEBT_STEPS * step_s)
 
 
-class Allowance:
+class DraftingAllowance:
     """Keeps two accounts of an engine's time: for looking for drafts, and for verifying them.
 
     Each earns a share of the time of every step. A lookup costs its own time, and a refused token

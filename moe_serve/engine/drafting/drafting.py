@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from time import perf_counter
 
 from moe_serve.engine.drafting.acceptance import Acceptance
-from moe_serve.engine.drafting.allowance import Allowance
+from moe_serve.engine.drafting.allowance import DraftingAllowance
 from moe_serve.engine.drafting.budget import choose_lengths
 from moe_serve.engine.drafting.draft import Draft, Drafter, DraftSource
 from moe_serve.engine.drafting.past_answers import PastAnswers
@@ -46,7 +46,7 @@ class Drafting:
         self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
         self._vocab_size, self.num_self_tokens = vocab_size, num_self_tokens
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
-        self._allowance = Allowance()
+        self._allowance = DraftingAllowance()
         self._proposed: Mapping[int, tuple[str, tuple[int, ...]]] = {}  # of the last step
         self._num_accepted = 0  # in the running step
         self._survivals: Survivals | None = None  # of the drafts that `choose` found

@@ -39,7 +39,7 @@ class HeldOutError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class DeviceType:
     """One device. Links are one way; those of a node join up to `node_devices` devices."""
 
     name: str
@@ -73,11 +73,11 @@ class Device:
         return giga * _GIGA * self.efficiency.link
 
 
-def read_device(path: Path) -> Device:
+def read_device(path: Path) -> DeviceType:
     """Read and check a file. Raises ConfigError."""
     try:
         root = read_yaml(regular_file(path).read_text(encoding="utf-8"), str(path))
-        device = msgspec.convert(plain_value(root), Device, strict=True)
+        device = msgspec.convert(plain_value(root), DeviceType, strict=True)
     except OSError as error:
         raise ConfigError(f"cannot read the device {path}: {error.strerror or error}.") from None
     except (ValueError, yaml.YAMLError, msgspec.ValidationError) as error:
@@ -87,7 +87,7 @@ def read_device(path: Path) -> Device:
     return device
 
 
-def _check(device: Device, path: Path) -> None:
+def _check(device: DeviceType, path: Path) -> None:
     own = device.efficiency
     positive = {
         name: getattr(device, name)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepTiming
 from moe_serve.pipeline.costs.step_seconds import LayerTimes, step_seconds
-from moe_serve.simulate.costs.device import Device
+from moe_serve.simulate.costs.device import DeviceType
 from moe_serve.simulate.costs.model_shape import KV_BYTES, LayerShape, ModelShape
 from moe_serve.simulate.costs.routing_law import RoutingLaw
 from moe_serve.simulate.layout import Layout
@@ -33,7 +33,7 @@ class RooflineCosts:
     def __init__(
         self,
         model: ModelShape,
-        device: Device,
+        device: DeviceType,
         layout: Layout,
         routing: RoutingLaw,
         *,

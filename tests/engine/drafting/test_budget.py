@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_serve.engine.drafting.acceptance import Acceptance
-from moe_serve.engine.drafting.allowance import Allowance
+from moe_serve.engine.drafting.allowance import DraftingAllowance
 from moe_serve.engine.drafting.budget import choose_lengths
 from moe_serve.engine.drafting.draft import Draft, DraftSource
 from moe_serve.engine.drafting.patience import Patience
@@ -147,7 +147,7 @@ def test_certain_drafts_become_long_before_long_ones_were_tried() -> None:
 def test_drafts_that_are_never_right_cost_a_small_share_of_the_time() -> None:
     """Whatever is believed of them: verified whenever it is allowed, each makes its step twice as
     long."""
-    allowance, num_drafts, num_steps = Allowance(), 0, 20_000
+    allowance, num_drafts, num_steps = DraftingAllowance(), 0, 20_000
     for _ in range(num_steps):
         has_draft = allowance.has_rows
         num_drafts += has_draft
@@ -156,7 +156,7 @@ def test_drafts_that_are_never_right_cost_a_small_share_of_the_time() -> None:
 
 
 def test_drafts_that_gain_are_never_limited() -> None:
-    allowance = Allowance()
+    allowance = DraftingAllowance()
     for _ in range(1000):
         assert allowance.has_rows
         allowance.settle(1, 0.001, 0.004, 0.0005)
@@ -165,7 +165,7 @@ def test_drafts_that_gain_are_never_limited() -> None:
 
 
 def test_lookups_in_vain_take_a_small_share_of_the_time() -> None:
-    allowance, num_lookups, num_steps = Allowance(), 0, 20_000
+    allowance, num_lookups, num_steps = DraftingAllowance(), 0, 20_000
     allowance.settle(1, 0.001, 0.0, 0.0)
     for _ in range(num_steps):
         made = min(allowance.num_lookups or 0, 8)  # eight sequences ask

@@ -12,7 +12,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks
 from moe_serve.pipeline.costs.step_seconds import step_seconds
 from moe_serve.simulate.catalogue import find_device, find_model
-from moe_serve.simulate.costs.device import Device, Efficiency, read_device
+from moe_serve.simulate.costs.device import DeviceType, Efficiency, read_device
 from moe_serve.simulate.costs.model_shape import ModelShape, read_model_shape
 from moe_serve.simulate.costs.roofline import RooflineCosts
 from moe_serve.simulate.costs.routing_law import EvenRouting, RecordedRouting
@@ -24,7 +24,7 @@ QWEN = read_model_shape(find_model("qwen3-235b"), "fp8")
 
 
 def costs(
-    text: str, devices: int, shards: int = 1, device: Device = H100, model: ModelShape = QWEN
+    text: str, devices: int, shards: int = 1, device: DeviceType = H100, model: ModelShape = QWEN
 ) -> RooflineCosts:
     layout = Layout.parse(text, devices, shards)
     return RooflineCosts(model, device, layout, EvenRouting(model.num_experts, model.top_k))

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_serve.errors import ConfigError
-from moe_serve.simulate.steps_ahead import JobTimes, StepsDone
+from moe_serve.simulate.steps_ahead import RequestTimes, StepsDone
 
 _MICRO = 1e6
 
 
-class Timeline:
+class SimulatedTimeline:
     """Collects the events of a run."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Timeline:
                 }
             )
 
-    def append_requests(self, jobs: Iterable[JobTimes]) -> None:
+    def append_requests(self, jobs: Iterable[RequestTimes]) -> None:
         """Add the requests of a run that has ended."""
         for job in jobs:
             first_s = job.token_times[0] if job.token_times else job.end_s

@@ -41,7 +41,7 @@ class DraftingParts:
     norm_eps: float
 
 
-class Drafting(Protocol):
+class HeadDrafting(Protocol):
     """States [S, D], tokens [S] (int64) -> the `most` likeliest tokens in turn [S, most], int64."""
 
     def __call__(self, state_SD: Tensor, token_ids_S: Tensor, most: int) -> Tensor: ...
