@@ -141,7 +141,7 @@ class TestParsePeer:
 
     @pytest.mark.parametrize("text", ["vlm", "vllm/fast", "llama.cpp/eager"])
     def test_unknown(self, text: str) -> None:
-        with pytest.raises(ArgumentTypeError, match="none of|no variant"):
+        with pytest.raises(ArgumentTypeError, match="must be one of llama.cpp, vllm|no variant"):
             parse_peer(text)
 
 

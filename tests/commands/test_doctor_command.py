@@ -50,7 +50,7 @@ def checks_of(section: str = "limits", is_torch_on: bool = True, **facts: Any) -
     [
         ("limits", {"open_files": 4096}, "open files", "ok", "enough for 500 streams"),
         ("limits", {"open_files": None}, "open files", "ok", "no limit"),
-        ("limits", {"open_files": 256}, "open files", "warning", "room for 128 streams"),
+        ("limits", {"open_files": 256}, "open files", "warning", "enough for 128 streams"),
         ("limits", {"open_files": 64}, "open files", "problem", "`ulimit -n 628`"),
         ("limits", {"shared_memory_free_bytes": 2**20}, "shared memory", "warning", "--shm-size"),
         ("limits", {"shared_memory_free_bytes": None}, "shared memory", "ok", "no /dev/shm"),

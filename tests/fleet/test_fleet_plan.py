@@ -141,7 +141,10 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: Capture) -> None:
         (LOAD, "give --fleet and --model, or --calibration and --devices"),
         ((*FLEET, *LOAD, "--batch", "4"), "--batch is for a steady batch"),
         ((*FLEET, *LOAD, "--devices", "4"), "--devices and --memory-bytes are for --calibration"),
-        ((*FLEET, *LOAD, "--slo", "tpot=1"), "--slo cannot be 'tpot=1'"),
+        (
+            (*FLEET, *LOAD, "--slo", "tpot=1"),
+            "--slo must be ttft=500ms,tpot=50ms,e2e=5s",
+        ),
         ((*FLEET, *LOAD, "--slo", "tpot=1ms"), "no layout of these devices meets tpot 1 ms: "),
         ((*FLEET, *LOAD, "--prompt-tokens", "50000"), "has 50020 tokens, but Qwen3-30B-A3B takes"),
         ((*FLEET, *LOAD, "--attainment", "2"), "attainment must be in (0, 1), got 2"),

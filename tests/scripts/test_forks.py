@@ -12,12 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forks.order import is_same_surroundings, program_of
+from tests.support.forks import popen
+from tests.support.forks.order import fixed_variables, program_of
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or sys.version_info < (3, 11), reason="no copies here"
 )
 SERVE = [sys.executable, "-m", "moe_serve", "serve", "--port", "0", "--num-threads", "1"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def template() -> Iterator[None]:
+    """A template in the environment of now, whatever other tests have made of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "_fork_exec", popen.ORIGINAL)
+        popen.use(popen.Template())
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +60,8 @@ def test_its_template_ends_with_it() -> None:
     with subprocess.Popen(SERVE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline()
         left = children(process.pid)
-        assert left
         process.kill()
+        assert left
         assert process.wait() == -signal.SIGKILL
         process.stdout.read()  # ends, because no other process holds its output
     deadline = time.monotonic() + 60
@@ -75,5 +85,20 @@ def test_only_known_programs_in_equal_surroundings_are_copied() -> None:
     )  # fmt: skip
     for other in (["sh", "-c", "x"], [sys.executable, "-c", "1"], [sys.executable, "-m", "json"]):
         assert program_of(other) is None
-    assert is_same_surroundings({"A": "1"}, {"A": "1", "MOE_SERVE_PORT": "2", "PYTHONPATH": "x"})
-    assert not is_same_surroundings({"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "2"})
+    asked = {"OMP_NUM_THREADS": "1", "MOE_SERVE_PORT": "2", "PYTHONPATH": "x"}
+    assert fixed_variables(asked) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_an_environment_that_changed_for_good_gets_a_new_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    version = [sys.executable, "-m", "moe_serve", "--version"]
+    monkeypatch.setattr(subprocess, "_fork_exec", popen.ORIGINAL)
+    template = popen.Template()
+    popen.use(template)
+    found = list[dict[str, str]]()
+    for value in ("1", "2", "2"):
+        monkeypatch.setenv("SOME_VARIABLE", value)
+        assert subprocess.run(version, capture_output=True, check=False).returncode == 0
+        found.append(template.variables)
+    assert [each["SOME_VARIABLE"] for each in found] == ["1", "1", "2"]

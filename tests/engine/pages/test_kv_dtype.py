@@ -71,7 +71,8 @@ def test_alone_batched_chunked_shared_preempted(
     assert answered(with_pages(alone, kv_dtype, prefix_cache=False)) == expected, "alone, chunked"
     assert answered(with_pages(of, kv_dtype, page_size=32, num_pages=128)) == expected
     model = replace(of.model, max_model_len=128)
-    small = with_pages(replace(of, model=model), kv_dtype, num_pages=11, prefix_cache=False)
+    num_pages = 9 if variant == "mixtral-window" else 11  # pages behind a window are taken back
+    small = with_pages(replace(of, model=model), kv_dtype, num_pages=num_pages, prefix_cache=False)
     engine = build_engine(small).engine
     assert serve(engine, requests(9, 300, num_tokens=20)) == expected, "preempted"
     assert engine.stats().counts.num_preemptions > 0

@@ -62,12 +62,8 @@ def program_of(argv: Sequence[str]) -> Program | None:
     return Program(rest[1], tuple(rest[2:]), safe)
 
 
-def is_same_surroundings(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Tells whether a copy of a template with the one environment can run with the other."""
-    return _fixed(one) == _fixed(other)
-
-
-def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
+def fixed_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that a copy must have in common with its template."""
     return {name: value for name, value in environment.items() if not name.startswith(_MAY_DIFFER)}
 
 

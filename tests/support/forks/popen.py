@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks.order import Order, is_same_surroundings, program_of, send
+from tests.support.forks.order import Order, fixed_variables, program_of, send
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TEMPLATE = "import sys; from tests.support.forks import template; template.run(int(sys.argv[1]))"
@@ -22,49 +22,72 @@ _NUM_ARGUMENTS = 23  # of `_fork_exec` in the versions of Python that are known 
 
 
 class Template:
-    """A template process of this process, started by its first order. Any thread may call it."""
+    """A template process of this process, started by its first order. Any thread may call it.
+
+    Where tests change the environment for good, the second order with the new one gets a new
+    template, and the first, a process from the beginning.
+    """
 
     def __init__(self, connection: socket.socket | None = None) -> None:
         self._connection = connection
         self._process: subprocess.Popen[bytes] | None = None  # unless it was there before
-        self._surroundings = None if connection is None else dict(os.environ)
+        self._fixed = fixed_variables(os.environ)
+        self._missed: dict[str, str] = {}
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._libc = ctypes.CDLL(None, use_errno=True)
 
-    def can_fork(self, order: Order) -> bool:
-        return (
-            os.getpid() == self._owner
-            and program_of(order.argv) is not None
-            and max(order.fds) <= MAX_DESCRIPTOR
-            and is_same_surroundings(order.environment, self._surroundings or os.environ)
-        )
+    @property
+    def variables(self) -> dict[str, str]:
+        """Returns the variables that the template has and that copies must have."""
+        return self._fixed
 
     def fork(self, order: Order, descriptors: list[int]) -> int | None:
-        """Returns the pid of a copy, which is a child of this process, or None if it failed."""
+        """Returns the pid of a copy, which is a child of this process, or None if there can be
+        none."""
+        if (
+            os.getpid() != self._owner
+            or program_of(order.argv) is None
+            or max(order.fds) > MAX_DESCRIPTOR
+        ):
+            return None
         with self._lock:
-            if self._connection is None:
-                self._surroundings = dict(os.environ)
-                self._process, self._connection = _start_template()
-                atexit.register(self._end)
-            self._adopt_orphans(True)
-            try:
-                send(self._connection, order, descriptors)
-                answer = b""
-                while not answer.endswith(b"\n"):
-                    piece = self._connection.recv(64)
-                    if not piece:
-                        return None
-                    answer += piece
-            except OSError:
+            connection = self._for(fixed_variables(order.environment))
+            return None if connection is None else self._ask(connection, order, descriptors)
+
+    def _for(self, fixed: dict[str, str]) -> socket.socket | None:
+        """Returns the connection to a template with these variables."""
+        if fixed != self._fixed and self._connection is not None:
+            if fixed != self._missed or fixed != fixed_variables(os.environ):
+                self._missed = fixed
                 return None
-            finally:
-                self._adopt_orphans(False)
+            self._end()
+        if self._connection is None:
+            self._fixed = fixed
+            self._process, self._connection = _start_template()
+            atexit.register(self._end)
+        return self._connection if fixed == self._fixed else None
+
+    def _ask(self, connection: socket.socket, order: Order, descriptors: list[int]) -> int | None:
+        self._adopt_orphans(True)
+        try:
+            send(connection, order, descriptors)
+            answer = b""
+            while not answer.endswith(b"\n"):
+                piece = connection.recv(64)
+                if not piece:
+                    return None
+                answer += piece
+        except OSError:
+            return None
+        finally:
+            self._adopt_orphans(False)
         return int(answer) or None
 
     def _end(self) -> None:
         if os.getpid() == self._owner and self._connection is not None:
             self._connection.close()
+            self._connection = None
             if self._process is not None:
                 self._process.wait()
 
@@ -72,7 +95,7 @@ class Template:
         self._libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(yes), 0, 0, 0)
 
 
-_original: Any = getattr(subprocess, "_fork_exec", None)
+ORIGINAL: Any = getattr(subprocess, "_fork_exec", None)
 
 
 def use(template: Template) -> None:
@@ -80,12 +103,12 @@ def use(template: Template) -> None:
 
     Nothing changes where the system or this version of Python has other means.
     """
-    if sys.platform != "linux" or _original is None or sys.version_info < (3, 11):
+    if sys.platform != "linux" or ORIGINAL is None or sys.version_info < (3, 11):
         return
 
     def fork_exec(*given: Any) -> int:
         pid = _fork(template, given) if _is_plain(given) else None
-        return int(_original(*given)) if pid is None else pid
+        return int(ORIGINAL(*given)) if pid is None else pid
 
     subprocess._fork_exec = fork_exec
 
@@ -100,7 +123,7 @@ def _fork(template: Template, given: tuple[Any, ...]) -> int | None:
         new_session=bool(given[15]),
         parent=os.getpid(),
     )
-    return template.fork(order, [*_streams(given), *passed]) if template.can_fork(order) else None
+    return template.fork(order, [*_streams(given), *passed])
 
 
 def _start_template() -> tuple[subprocess.Popen[bytes], socket.socket]:
