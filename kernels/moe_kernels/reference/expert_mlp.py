@@ -130,7 +130,7 @@ def routed_experts(
     flat_R = expert_ids_TK.reshape(-1)
     if num_rows and top_k == 1 and len(experts) == 1 and not flat_R.any():
         (only,) = experts  # a shared expert or a dense MLP: there is nothing to sort
-        assert only is not None, "rows were sent for expert 0, which is not here"
+        assert only is not None, "rows were sent for expert 0, which this rank does not hold"
         return combine_choices(only(x_TD)[:, None], weights_TK)
     order_R = torch.argsort(flat_R, stable=True)
     num_elsewhere, *counts = torch.bincount(flat_R + 1, minlength=len(experts) + 1).tolist()
@@ -139,7 +139,7 @@ def routed_experts(
     for expert_id, count in enumerate(counts):
         if count:
             expert = experts[expert_id]
-            assert expert is not None, f"rows were sent for expert {expert_id}, which is not here"
+            assert expert is not None, f"rows were sent for expert {expert_id}, which this rank does not hold"
             outputs.append(expert(sorted_RD[start : start + count]))
             start += count
     y_RD = torch.cat(outputs)
