@@ -1,8 +1,8 @@
 """Computes the `system_fingerprint` of answers, which changes when answers may change.
 
 It covers the checkpoint (config.json, tokenizer, chat template, weights), the versions of moe-serve
-and torch, the kernels, the machine's instruction set, the dtype, and the settings that shape
-answers. Replicas that agree in all of these have the same fingerprint.
+and torch, the kernels, the machine's instruction set, the dtypes of the model and of the KV cache,
+and the settings that shape answers. Replicas that agree in all of these have the same fingerprint.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def system_fingerprint(layout: EngineFacts, config: Config) -> str:
         str(layout.max_model_len),
         _processor(layout.device),
         cluster.wire_dtype,
+        config.engine.cache.kv_dtype,
+        config.engine.model.low_bit_products,
         server.tool_parser,
         server.reasoning_parser,
         str(server.grammar_in_reasoning),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_serve.config.sections import Config, ServerConfig
+from moe_serve.config.sections import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
 from moe_serve.engine import fingerprint
 from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.engine.fingerprint import checkpoint_digest, system_fingerprint
@@ -61,6 +61,19 @@ def test_copies_and_other_machine_sizes_agree(folder: Path, tmp_path: Path) -> N
 )
 def test_another_way_to_compute(folder: Path, others: dict[str, Any]) -> None:
     assert system_fingerprint(layout(folder, **others), Config()) != (
+        system_fingerprint(layout(folder), Config())
+    )
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        EngineConfig(cache=CacheConfig(kv_dtype="int8")),
+        EngineConfig(model=ModelConfig(low_bit_products="int8")),
+    ],
+)
+def test_another_rounding(folder: Path, engine: EngineConfig) -> None:
+    assert system_fingerprint(layout(folder), Config(engine=engine)) != (
         system_fingerprint(layout(folder), Config())
     )
 
