@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -53,7 +54,12 @@ def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [child for child in children_of(process) if RANK_MODULE in child.cmdline()]
+    found = []
+    for child in children_of(process):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a process that only started another one
+            if RANK_MODULE in child.cmdline():
+                found.append(child)
+    return found
 
 
 def assert_all_end(ranks: list[psutil.Process]) -> None:

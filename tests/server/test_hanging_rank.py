@@ -6,6 +6,7 @@ line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -79,9 +80,9 @@ class Server:
 
     def rank(self, role: str, index: int) -> psutil.Process:
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            line = " ".join(child.cmdline())
-            if f"--role {role} --rank {index}" in line:
-                return child
+            with contextlib.suppress(psutil.NoSuchProcess):  # it only started another one
+                if f"--role {role} --rank {index}" in " ".join(child.cmdline()):
+                    return child
         raise AssertionError(f"no process of {role}-{index}")
 
 
