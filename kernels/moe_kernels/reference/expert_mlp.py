@@ -139,7 +139,9 @@ def routed_experts(
     for expert_id, count in enumerate(counts):
         if count:
             expert = experts[expert_id]
-            assert expert is not None, f"rows were sent for expert {expert_id}, which this rank does not hold"
+            assert expert is not None, (
+                f"rows were sent for expert {expert_id}, which this rank does not hold"
+            )
             outputs.append(expert(sorted_RD[start : start + count]))
             start += count
     y_RD = torch.cat(outputs)
