@@ -29,7 +29,7 @@ class ExpertLayer(Protocol):
 
     @property
     def whole_bank(self) -> ExpertBank | None:
-        """The bank that has all experts of the layer and keeps them; None if there is none."""
+        """Returns the bank with all experts of the layer, or None if no single bank has them."""
         ...
 
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:

@@ -147,7 +147,7 @@ class _Sizer:
         return slo.e2e_s is None or ttft_s + step_s * bucket.output <= headroom * slo.e2e_s
 
     def largest(self, bucket: Bucket, headroom: float) -> int:
-        """Return the largest batch of an attention rank; 0 if there is none."""
+        """Return the largest batch of an attention rank, or 0 if not even one request fits."""
         low, high = 0, MAX_SEQUENCES
         if self.num_tokens is not None:
             high = min(high, int(self.num_tokens // bucket.tokens))

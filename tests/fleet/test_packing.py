@@ -41,7 +41,7 @@ def test_a_demand_has_the_rate_and_sizes_of_its_requests() -> None:
 
 
 def test_shared_beginnings_are_computed_once() -> None:
-    """Of 100 tokens, the second request has 60 and the third 80 that came before."""
+    """The second request shares 60 of its 100 tokens with an earlier one, and the third 80."""
     blocks = [Block(key=key, num_tokens=n) for key, n in (("a", 60), ("b", 20), ("c", 20))]
     requests = [
         Slot(index=0, at_s=0, prompt_tokens=100, output_tokens=5, blocks=(blocks[0], blocks[1])),

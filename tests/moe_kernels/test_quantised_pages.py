@@ -25,7 +25,7 @@ SHAPES = {
 
 
 class Scene(grouped.Scene):
-    """As that of the other tests, over pages of a form."""
+    """Makes the step of the other tests, over pages of a form."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ def test_a_row_is_bitwise_the_same_alone_and_in_company(
 def test_a_row_is_bitwise_the_same_however_the_prompt_is_cut(
     name: KernelsName, kind: str, form: str, chunk: int, dtype: torch.dtype
 ) -> None:
-    """And so are the bytes of the pages, which prefix sharing and the tiers rely on."""
+    """The bytes of the pages are equal too: prefix sharing and the tiers rely on them."""
     scene = Scene(name, form, SHAPES[kind], dtype, [(0, 260)])
     (sequence,), whole_pages, pages = scene.sequences, scene.copy_pages(), scene.copy_pages()
     (whole,) = scene.run([sequence], whole_pages)
@@ -139,7 +139,7 @@ def test_what_lies_behind_a_sequence_in_its_page_is_not_seen(name: KernelsName, 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_set_stores_the_same_bytes(form: str) -> None:
-    """Of keys that the rotation leaves alone: at position 0."""
+    """The keys are at position 0, where the rotation leaves them alone."""
     shape = AttentionShape(num_heads=2, num_kv_heads=2, head_dim=64)
     sets: tuple[KernelsName, ...] = ("torch", "native")
     scenes = [Scene(name, form, shape, torch.float32, [(0, 1)]) for name in sets]

@@ -160,8 +160,11 @@ class _Paths:
             loads[end] += rows
 
     def _path_from(self, start: int) -> list[tuple[int, int, int]]:
-        """Search breadth first for a rank that has two rows fewer; returns the path as (expert,
-        copy that gives, copy that takes), empty if there is none."""
+        """Searches breadth first for a rank that has two rows fewer than `start`.
+
+        Returns the path as (expert, copy that gives, copy that takes). The path is empty if
+        no rank can be reached that has so few.
+        """
         loads, room = self._loads, self._loads[start] - 1
         came_by: dict[int, tuple[int, int, int]] = {}
         ranks = [start]

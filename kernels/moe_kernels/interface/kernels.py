@@ -133,7 +133,7 @@ class ExpertWeights:
 
     @property
     def num_bytes(self) -> int:
-        """As they are here: in floats, or in few bits with what these need."""
+        """Returns the bytes of the weights as they are stored: in few bits, with their scales."""
         parts = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
         return sum(0 if part is None else part.nbytes for part in parts)
 

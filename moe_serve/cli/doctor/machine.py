@@ -126,7 +126,7 @@ def _disk() -> dict[str, Fact]:
 
 
 def _cgroup_limit(name: str) -> float | None:
-    """The tightest limit on the way up this process's control groups, None if there is none.
+    """Returns the smallest limit of this process's control groups, or None without a limit.
 
     `cpu.max` holds "quota period" and gives cores; `memory.max` holds bytes; "max" is no limit.
     """

@@ -37,8 +37,8 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """The row written for a line: an answer of the server (of any status), or the reason why there
-    is none."""
+    """The row that is written for a line: the server's answer, of any status, or the reason why
+    the server gave no answer."""
 
     number: int
     custom_id: str | None

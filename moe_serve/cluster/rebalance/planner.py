@@ -45,7 +45,7 @@ class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement; `why`: the reason there is none."""
+    """A placement, or in `why` the reason for which the planner found no placement."""
 
     ranks_of: Sequence[Sequence[Sequence[int]]] = ()
     solver: str = ""

@@ -44,12 +44,12 @@ class DraftingAllowance:
 
     @property
     def has_rows(self) -> bool:
-        """Whether drafts may be verified."""
+        """True if drafts may be verified."""
         return self._step_s is None or self._rows.left_s > 0.0
 
     @property
     def has_spare_rows(self) -> bool:
-        """Whether drafts may be verified that promise no gain."""
+        """True if even drafts that promise no gain may be verified."""
         return self._step_s is None or self._rows.left_s > 0.5 * _ROW_STEPS * self._step_s
 
     @property

@@ -119,7 +119,7 @@ class PastAnswers:
 
     @property
     def has_work(self) -> bool:
-        """Whether answers wait to be entered."""
+        """True if answers wait to be entered."""
         return bool(self._waiting)
 
     def work(self) -> None:

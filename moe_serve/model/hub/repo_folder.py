@@ -158,7 +158,7 @@ def indexed_files(folder: Path) -> set[str] | None:
 
 
 def size_of(path: Path) -> int | None:
-    """Return the bytes of a file; None if there is none."""
+    """Return the bytes of a file, or None if the file does not exist."""
     try:
         return path.stat().st_size
     except OSError:

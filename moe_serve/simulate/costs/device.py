@@ -30,7 +30,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutError:
-    """How far predictions were off on published figures of hardware classes that the efficiencies
+    """The errors of predictions on published figures of hardware classes that the efficiencies
     were not fitted to: relative errors, and the number of figures."""
 
     median: float

@@ -34,7 +34,7 @@ def test_matches_the_definition_alone_and_cut(form: str, kind: str) -> None:
 
 
 def test_latents_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the torch kernels over the same rows."""
+    """The torch kernels over the same rows give the expected values."""
     monkeypatch.setattr(latent, "LENGTH", 40)
     outs = []
     for name in ("torch", "triton"):

@@ -270,7 +270,7 @@ def _cut(step: StepRows, chosen: Ints, tile_tokens: int) -> Ints:
 
 
 def _first_visible(positions: Ints, shape: AttentionShape) -> Ints:
-    """As `_first_visible` in kernel.py."""
+    """Computes the same as `_first_visible` in kernel.py."""
     first = np.zeros_like(positions)
     if shape.sliding_window is not None:
         first = np.maximum(first, positions - (shape.sliding_window - 1))
