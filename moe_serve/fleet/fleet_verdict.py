@@ -58,8 +58,9 @@ def _is_cheaper(a: Certified | None, b: Certified | None) -> bool | None:
 
 
 def _figures(each: Certified) -> str:
+    count = each.fleet.num_devices
     return (
-        f"{each.fleet.name} ({each.fleet.num_devices} devices, {each.fleet.price:.2f} an hour, "
+        f"{each.fleet.name} ({count} device{'s' * (count > 1)}, {each.fleet.price:.2f} an hour, "
         f"{each.attainment:.1%} within the limits)"
     )
 
