@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moe_serve.config.tiers import TierConfig
+
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 PageSize = Literal[8, 16, 32, 64, 128]
 KVDtypeName = Literal["auto", "int8", "int4"]
@@ -22,6 +24,10 @@ ReplicaPolicyName = Literal["round-robin", "fewest-activated", "least-tokens", "
 RouterSide = Literal["auto", "attention", "experts"]
 WireDtype = Literal["auto", "bf16", "fp8"]
 BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
+OrderName = Literal["auto", "fifo", "priority", "edf", "atc"]
+PreemptName = Literal["memory", "deadline"]
+LateName = Literal["keep", "demote"]
+StepBudgetName = Literal["auto", "fixed", "slack"]
 PredictorMode = Literal["off", "observe", "act"]
 SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp", "self"]
 TransportName = Literal["auto", "host", "nccl"]
@@ -117,6 +123,14 @@ class SchedulerConfig:
     max_passed_over: int = 128  # later requests that may start before one that waits
     max_passed_over_s: float = 5.0  # waiting time that ends overtaking and adds 1 to priority
     max_held_s: float = 1.0  # how long a costly grammar may hold an idle seat that others need
+    tiers: tuple[TierConfig, ...] = ()  # service tiers by name, the default one first
+    order: OrderName = "auto"  # who starts first; auto: atc with tiers, else priority
+    patience_s: float = 2.0  # atc: how far ahead of its deadline a request becomes urgent
+    max_wait_s: float = 90.0  # a request that waited longer goes first, whatever its tier
+    late: LateName = "keep"  # demote: requests that cannot meet their target go last
+    preempt: PreemptName = "memory"  # deadline: also for an urgent request when seats are full
+    step_budget: StepBudgetName = "auto"  # prefill of a step; auto: slack if a tier sets tpot_s
+    min_prefill_tokens: int = 64  # least prefill of a step, however little slack there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

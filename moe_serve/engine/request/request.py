@@ -12,6 +12,7 @@ import msgspec
 
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.service import NO_SERVICE, Service
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
@@ -71,6 +72,7 @@ class GenerationRequest:
     wants_routed_experts: bool = False  # each token then comes with a `TokenExperts`
     may_draft: bool = True  # whether drafted tokens may be verified for it
     prediction: tuple[int, ...] = ()  # the tokens of the answer that the client expects
+    service: Service = NO_SERVICE  # tier, tenant and targets
 
     @property
     def rules(self) -> DecodingRules:
