@@ -109,6 +109,8 @@ class World:
                 max_tokens=job.num_output, temperature=0.0, ignore_eos=True, seed=job.index
             ),
             arrival_time=at_s,
+            priority=job.priority,
+            service=job.service,
         )
         self._cells[index].engine.add(request)
         self._num_in_cell[index] += 1
@@ -119,6 +121,9 @@ class World:
             due_s=at_s,
             num_prompt=len(prompt),
             num_output=job.num_output,
+            tier=job.service.tier,
+            tenant=job.service.tenant,
+            session=job.session,
         )
         self._num_running += 1
         self.peak_in_flight = max(self.peak_in_flight, self._num_running)
