@@ -45,10 +45,10 @@ class RequestTimes:
     num_cached: int = 0
     token_times: array[float] = field(default_factory=_no_times)  # one for each token
     error: str | None = None
-    tier: str = ""
-    tenant: str = ""
+    service: Service = NO_SERVICE
     session: str = ""
-    predicted_ttft_s: float | None = None  # the forecast at its arrival
+    predicted_ttft_s: float | None = None  # the forecast at its arrival; None: there was none
+    is_refused: bool = False  # it never reached the queue
 
     @property
     def end_s(self) -> float:
