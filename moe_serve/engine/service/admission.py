@@ -65,7 +65,7 @@ class Admission:
         num_more, num_more_tokens = self._since(max(each.turn for each in snapshots.values()))
         for snapshot in snapshots.values():
             work_s = num_prompt_tokens * snapshot.token_s
-            slack_s = self._slack_s(service, priority) - work_s
+            slack_s = self.slack_s(service, priority) - work_s
             key = self._order.key(0.0, slack_s, work_s, service.weight, priority)
             found_s = snapshot.first_token_s(
                 num_prompt_tokens,
@@ -99,7 +99,8 @@ class Admission:
             retry_after_s=max(LEAST_RETRY_S, excess_s),
         )
 
-    def _slack_s(self, service: Service, priority: int) -> float:
+    def slack_s(self, service: Service, priority: int) -> float:
+        """Return the seconds from the arrival to the virtual deadline."""
         targets = service.targets
         target_s = targets.ttft_s if targets.ttft_s is not None else targets.e2e_s
         if target_s is None:

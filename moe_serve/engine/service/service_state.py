@@ -69,6 +69,7 @@ class ServiceState:
         self.order = Order(rule, config.max_wait_s, config.late)
         self.admission = Admission(self.order, config.max_passed_over_s, config.max_wait_s)
         self.num_turns = self._num_engines = 0
+        self._rows, self._is_typical = StepRows(), True  # of a step of several engines
         self.token_s = _UNMEASURED_TOKEN_S  # to read a prompt token, as steps are now
         self.step_s = 0.0  # of a step that reads nothing
         self.work = WorkSeconds(0.0, 0.0)
@@ -172,6 +173,18 @@ class ServiceState:
         """Note that a strict request is ended, as its deadline has passed."""
         assert sequence.standing is not None, f"sequence {sequence.id} was not given a standing"
         self.ledger.expired(sequence, sequence.standing)
+
+    def add_rows(self, rows: StepRows, *, is_typical: bool) -> None:
+        """Add one engine's part of a step of all engines. `is_typical`: it ran as it was begun."""
+        self._rows += rows
+        self._is_typical &= is_typical
+
+    def take_rows(self) -> StepRows | None:
+        """Return the rows of the step that has ended on all engines; None if its time says
+        nothing."""
+        rows, self._rows = self._rows, StepRows()
+        is_typical, self._is_typical = self._is_typical, True
+        return rows if is_typical and rows != StepRows() else None
 
     def turn(self, *, has_work: bool) -> None:
         """Note the end of a step, or of a step of all engines."""
