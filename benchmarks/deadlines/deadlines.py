@@ -29,7 +29,7 @@ from deadlines.setting import TRACES, Setting, make_setting
 from deadlines.verdict import Verdict, judge
 
 LOADS = (0.7, 1.0, 1.2, 1.4)
-PATIENCES, MAX_WAITS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0), (0.75, 1.0, 1.5, 3.0)
+PATIENCES, MAX_WAITS = (0.5, 2.0, 8.0, 16.0), (1.0, 1.5, 3.0)
 
 
 class Kept:

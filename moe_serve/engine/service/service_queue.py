@@ -15,7 +15,7 @@ import numpy as np
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.forecast import QueueSnapshot
-from moe_serve.engine.service.order import BUCKET_S, Floats
+from moe_serve.engine.service.order import Floats
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.engine.service.step_budget import StepBudget
 from moe_serve.engine.service.step_model import StepRows
@@ -103,7 +103,7 @@ class ServiceQueue:
         if self._ranked is None:
             keys = self.keys()
             self._count_late()
-            self._ranked = _Ranked(keys, list(self.table.sequences))
+            self._ranked = _Ranked(keys, list(self.table.sequences), self.state.order.bucket_s)
         return self._ranked
 
     def _count_late(self) -> None:
@@ -134,7 +134,7 @@ class ServiceQueue:
             key = self.reading_key(sequence)
             if key == -math.inf:
                 return -math.inf, standing_of(sequence).queued_s
-            return key // BUCKET_S, float(sequence.num_pending_tokens)
+            return key // self.state.order.bucket_s, float(sequence.num_pending_tokens)
 
         return sorted(reading, key=place)
 
@@ -218,8 +218,8 @@ class ServiceQueue:
 class _Ranked:
     """The waiting sequences of one step by their keys, sorted as far as they are asked for."""
 
-    def __init__(self, keys: Floats, sequences: list[Sequence]) -> None:
-        self._keys, self._sequences = keys, sequences
+    def __init__(self, keys: Floats, sequences: list[Sequence], bucket_s: float) -> None:
+        self._keys, self._sequences, self._bucket_s = keys, sequences, bucket_s
         count = len(keys)
         self._is_partial = count > _NUM_FIRST
         if self._is_partial:
@@ -246,7 +246,7 @@ class _Ranked:
         row = self._row(self._next)
         if row is None or self._keys[row] >= until:
             return None
-        end, found = self._keys[row] + BUCKET_S, list[Sequence]()
+        end, found = self._keys[row] + self._bucket_s, list[Sequence]()
         while row is not None and self._keys[row] <= end:
             found.append(self._sequences[row])
             self._next += 1

@@ -19,7 +19,7 @@ from moe_serve.engine.service.admission import Admission
 from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
 from moe_serve.engine.service.calibration import Calibration
 from moe_serve.engine.service.ledger import Ledger
-from moe_serve.engine.service.order import Order, resolved_order, rule_of
+from moe_serve.engine.service.order import Order, bucket_of, resolved_order, rule_of
 from moe_serve.engine.service.shares import Shares
 from moe_serve.engine.service.steady_clock import SteadyClock
 from moe_serve.engine.service.step_model import (
@@ -66,7 +66,7 @@ class ServiceState:
         self._usual_tokens = 0.0
         self.order_name = resolved_order(config)
         rule = rule_of(config, lambda: self._usual_tokens * self.token_s)
-        self.order = Order(rule, config.max_wait_s, config.late)
+        self.order = Order(rule, config.max_wait_s, config.late, bucket_of(config))
         self.admission = Admission(self.order, config.max_passed_over_s, config.max_wait_s)
         self.num_turns = self._num_engines = 0
         self._rows, self._is_typical = StepRows(), True  # of a step of several engines
