@@ -22,7 +22,7 @@ from rich.table import Table
 from lengths.queue_gain import queue_gain
 from lengths.stream import Embeddings, Streamed, kendall_tau, read_answers, stream
 
-_WARM_UP = 300  # answers before the first that counts
+_WARM_UP = 500  # answers before the first that counts
 
 
 def row_of(name: str, found: Sequence[Streamed]) -> tuple[str, ...]:

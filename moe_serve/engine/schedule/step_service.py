@@ -189,8 +189,10 @@ class StepService:
         else:
             slack_s = sequence.standing.deadline_s - state.steady()
         work_s = num_left * state.token_s
-        key = state.order.key(0.0, slack_s - work_s, work_s, service.weight, request.priority)
-        return self.queue.snapshot(self._running).first_token_s(num_left, key)
+        keys_at = state.order.keys_over_time(
+            slack_s - work_s, work_s, service.weight, request.priority
+        )
+        return self.queue.snapshot(self._running).first_token_s(num_left, keys_at)
 
     def movable(self, most: int) -> list[Sequence]:
         """Return up to `most` waiting sequences that may go to another rank: the most urgent ones

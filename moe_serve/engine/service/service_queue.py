@@ -15,7 +15,7 @@ import numpy as np
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.forecast import QueueSnapshot
-from moe_serve.engine.service.order import Floats
+from moe_serve.engine.service.order import Floats, is_aged
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.engine.service.step_budget import StepBudget
 from moe_serve.engine.service.step_model import StepRows
@@ -195,6 +195,8 @@ class ServiceQueue:
             num_reading=sum(reading),
             keys=self.keys(),
             num_left=self.table.num_left.copy(),
+            arrivals=state.arrivals.rates,
+            share=1 / max(1, state.num_live_engines),
         )
 
     def step_ended(self, running: Items[Sequence], *, has_work: bool) -> None:
@@ -246,7 +248,8 @@ class _Ranked:
         row = self._row(self._next)
         if row is None or self._keys[row] >= until:
             return None
-        end, found = self._keys[row] + self._bucket_s, list[Sequence]()
+        width = 0.0 if is_aged(self._keys[row]) else self._bucket_s
+        end, found = self._keys[row] + width, list[Sequence]()
         while row is not None and self._keys[row] <= end:
             found.append(self._sequences[row])
             self._next += 1

@@ -12,8 +12,8 @@ from collections import deque
 import numpy as np
 
 _NUM_RECENT = 1000
-_EVERY = 25  # answers between two computations
-_RATE = 0.02  # of the adaptation
+_EVERY = 10  # answers between two computations
+_RATE = 0.005  # of the adaptation
 _LEAST = 50  # answers before the first correction
 _LOWEST, _HIGHEST = 0.01, 0.999
 
