@@ -130,13 +130,13 @@ def figures(verdicts: Sequence[Verdict]) -> Table:
             "tokens": np.mean([v.tokens_per_s for v in found]),
         }
         tiers = np.mean([v.by_tier for v in found], axis=0)
-        promised = sum(v.promised for v in found)
+        promised, kept = sum(v.promised for v in found), sum(v.kept for v in found)
         table.add_row(
             trace, f"{load:g}", policy, f"{mean['met']:.1%}",
             " / ".join(f"{100 * share:.0f}" for share in tiers),
             f"{mean['top']:.2f}", f"{mean['tardiness']:.3f}", f"{mean['wait']:.2f}",
             f"{mean['tokens']:,.0f}", f"{np.mean([len(v.refused) for v in found]):.0f}",
-            f"{sum(v.kept for v in found) / promised:.1%}" if promised else "-",
+            f"{kept / promised:.1%}" if promised and "refuse" in policy else "-",
             str(sum(v.num_failed for v in found)),
         )  # fmt: skip
     return table

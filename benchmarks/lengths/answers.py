@@ -91,11 +91,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=4800)
     parser.add_argument("--max-tokens", type=int, default=384)
     parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--samples", type=int, default=1, help="answers to each prompt")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     share = -(-arguments.count // len(DOMAINS))
     pairs = [(d, p) for d in DOMAINS for p in prompts(arguments.corpus, d, share, rng)]
+    pairs *= arguments.samples
     rng.shuffle(pairs)
     params = {
         domain: SamplingParams(

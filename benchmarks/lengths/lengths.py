@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lengths.answers import Answer
 from lengths.queue_gain import queue_gain
 from lengths.stream import Embeddings, Streamed, kendall_tau, read_answers, stream
 
@@ -60,6 +61,19 @@ def baselines(found: Sequence[Streamed]) -> list[tuple[str, ...]]:
     return rows
 
 
+def ceiling(answers: Sequence[Answer]) -> float | None:
+    """Return Kendall's tau of the lengths of two answers to the same prompt: how much of a length
+    the prompt decides. None: no prompt was answered twice."""
+    by_prompt: dict[tuple[int, ...], list[Answer]] = {}
+    for answer in answers:
+        by_prompt.setdefault(tuple(answer.prompt_ids), []).append(answer)
+    pairs = [(p[0].num_tokens, p[1].num_tokens) for p in by_prompt.values() if len(p) > 1]
+    if not pairs:
+        return None
+    first, second = np.array(pairs, dtype=np.float64).T
+    return kendall_tau(first, second)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("answers", type=Path)
@@ -82,8 +96,10 @@ def main() -> int:
     for row in baselines(streams["all three"][0]):
         table.add_row(*row)
     console.print(table)
+    if (tau := ceiling(answers)) is not None:
+        print(f"two answers to the same prompt: tau {tau:.3f}")
     if arguments.deadlines:
-        gains = Table("answers by", "weighted tardiness, s", "share of the gap to the oracle")
+        gains = Table("order", "known", "weighted tardiness, s", "share of the gap to the oracle")
         for gain in queue_gain(streams["all three"][0]):
             gains.add_row(*gain)
         console.print(gains)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from lengths.answers import Answer
+from lengths.answers import STOPS, Answer
 from moe_serve.engine.service.lengths.features import RequestFacts
 from moe_serve.engine.service.lengths.fitting import HereFitter
 from moe_serve.engine.service.lengths.length_predictor import LengthPredictor
@@ -60,6 +60,7 @@ class Streamed:
     domain_mean: float
     all_mean: float
     max_tokens: int
+    num_prompt: int
     is_followed: bool
     seconds: float
 
@@ -77,17 +78,18 @@ def stream(
             prompt_ids=answer.prompt_ids,
             max_tokens=answer.max_tokens,
             temperature=answer.temperature,
+            has_stop=bool(STOPS[answer.domain]),
             tenant=answer.domain if knows_domain else "",
             content=() if embeddings is None else embeddings.of(answer.prompt_ids),
         )
-        began, fits = time.process_time(), predictor.num_fits
+        began, fits = time.process_time(), predictor.num_begun
         forecast = predictor.predict(str(index), facts)
         is_followed = predictor.is_followed
         seconds = time.process_time() - began
         began = time.process_time()
         predictor.ended(str(index), answer.num_tokens, is_cut=answer.is_cut)
-        is_plain = predictor.num_fits == fits and predictor._next_fit != index + 1
-        seconds += time.process_time() - began if is_plain else 0.0  # a fit is not in the server
+        is_plain = predictor.num_begun == fits  # a server fits in another process
+        seconds += time.process_time() - began if is_plain else 0.0
         own = by_domain[answer.domain]
         found.append(
             Streamed(
@@ -100,6 +102,7 @@ def stream(
                 domain_mean=float(np.mean(own)) if own else float(answer.max_tokens),
                 all_mean=float(np.mean(every)) if every else float(answer.max_tokens),
                 max_tokens=answer.max_tokens,
+                num_prompt=len(answer.prompt_ids),
                 is_followed=is_followed,
                 seconds=seconds,
             )

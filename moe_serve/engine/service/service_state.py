@@ -20,6 +20,7 @@ from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
 from moe_serve.engine.service.arrivals import RecentArrivals
 from moe_serve.engine.service.calibration import Calibration, error_of
 from moe_serve.engine.service.ledger import Ledger
+from moe_serve.engine.service.lengths.predicted_lengths import predicted_lengths
 from moe_serve.engine.service.order import Order, bucket_of, resolved_order, rule_of
 from moe_serve.engine.service.shares import Shares
 from moe_serve.engine.service.steady_clock import SteadyClock
@@ -85,7 +86,8 @@ class ServiceState:
         """Return the state of a server with tiers or an order by deadlines, else None."""
         if not config.tiers and resolved_order(config) in ("priority",):
             return None
-        return cls(config, clock, model)
+        lengths = predicted_lengths() if config.length_prediction == "on" else None
+        return cls(config, clock, model, lengths)
 
     def _p90_ratio(self, tier: str) -> float:
         return self._calibrations[self._tier_of.get(tier, 0)].p90_ratio

@@ -33,6 +33,7 @@ class RequestFacts:
     has_tools: bool = False
     has_grammar: bool = False
     has_thinking: bool = False
+    has_stop: bool = False  # strings or tokens that end the answer
     num_turns: int = 1
     content: tuple[float, ...] = ()
 
@@ -58,6 +59,7 @@ class FeatureMaker:
             float(facts.has_tools),
             float(facts.has_grammar),
             float(facts.has_thinking),
+            float(facts.has_stop),
             float(facts.num_turns),
             *_past(self._tenants, facts.tenant),
             *_past(self._beginnings, facts.beginning),

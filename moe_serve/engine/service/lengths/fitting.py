@@ -9,9 +9,12 @@ output. Only it imports scikit-learn, and it gives way to processes that compute
 from __future__ import annotations
 
 import io
+import logging
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +24,7 @@ from moe_serve.child_python import module_command
 from moe_serve.engine.service.lengths.forest import Forest
 from moe_serve.engine.service.lengths.length_bins import NUM_BINS, Floats, Ints
 
+_LOG = logging.getLogger(__name__)
 _MODULE = "moe_serve.engine.service.lengths.fitting"
 _NICE = 15
 _ROUNDS, _LEAVES, _LEAST_LEAF, _RATE, _L2 = 40, 8, 20, 0.06, 5.0
@@ -46,10 +50,15 @@ class TrainingRows:
             return cls(rows_RF=arrays["rows"], bins_R=arrays["bins"], weights_R=arrays["weights"])
 
 
+MakeRows = Callable[[], TrainingRows]
+
+
 class Fitter(Protocol):
     """Fits in the background: at most one fit at a time."""
 
-    def start(self, rows: TrainingRows) -> None: ...
+    def start(self, make_rows: MakeRows) -> None:
+        """Begin a fit. Returns at once."""
+        ...
 
     @property
     def is_busy(self) -> bool: ...
@@ -107,49 +116,52 @@ def _exported(model: Any) -> Forest:
 
 
 class ProcessFitter:
-    """Implements Fitter by a process for each fit."""
+    """Implements Fitter by a process for each fit, and a thread that waits for it."""
 
     def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = bytearray()
+        self._forest: Forest | None = None
+        self._is_closed = False
 
-    def start(self, rows: TrainingRows) -> None:
-        """Start a fit. Returns when the rows are in the process."""
+    def start(self, make_rows: MakeRows) -> None:
+        """See `Fitter.start`."""
         assert not self.is_busy, "one fit at a time"
-        process = subprocess.Popen(
+        self._thread = threading.Thread(target=self._run, args=(make_rows,), daemon=True)
+        self._thread.start()
+
+    def _run(self, make_rows: MakeRows) -> None:
+        content = make_rows().to_bytes()
+        with subprocess.Popen(
             module_command(_MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        process.stdin.write(rows.to_bytes())
-        process.stdin.close()
-        os.set_blocking(process.stdout.fileno(), False)
-        self._process, self._output = process, bytearray()
+        ) as process:
+            self._process = process
+            if self._is_closed:
+                process.kill()
+            output, _ = process.communicate(content)
+        self._process = None
+        if process.returncode == 0:
+            self._forest = Forest.from_bytes(output)
+        elif not self._is_closed:
+            _LOG.warning("the fit of answer lengths ended with code %d", process.returncode)
 
     @property
     def is_busy(self) -> bool:
-        return self._process is not None
+        return self._thread is not None and self._thread.is_alive()
 
     def take(self) -> Forest | None:
         """See `Fitter.take`. A fit that failed gives nothing."""
-        process = self._process
-        if process is None or process.stdout is None:
-            return None
-        while piece := process.stdout.read(1 << 20):
-            self._output += piece
-        if piece is None:
-            return None  # not ended
-        self._process = None
-        process.stdout.close()
-        return Forest.from_bytes(bytes(self._output)) if process.wait() == 0 else None
+        forest, self._forest = self._forest, None
+        return forest
 
     def close(self) -> None:
         """End a fit that runs."""
-        process, self._process = self._process, None
+        self._is_closed = True
+        process, thread = self._process, self._thread
         if process is not None:
             process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        if thread is not None:
+            thread.join()
 
 
 class HereFitter:
@@ -160,8 +172,8 @@ class HereFitter:
     def __init__(self) -> None:
         self._forest: Forest | None = None
 
-    def start(self, rows: TrainingRows) -> None:
-        self._forest = fit(rows)
+    def start(self, make_rows: MakeRows) -> None:
+        self._forest = fit(make_rows())
 
     def take(self) -> Forest | None:
         forest, self._forest = self._forest, None

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -33,7 +35,7 @@ LEVELS = (0.5, 0.9)
 _RESERVOIR = 20_000
 _FIRST_FIT, _GROWTH = 200, 1.5  # answers before the first fit; later fits after so many times more
 _MOST_BETWEEN = 2000  # answers between two fits
-_MOST_OPEN = 100_000  # requests whose answers are awaited
+_MOST_OPEN = 20_000  # requests whose answers are awaited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +50,12 @@ class LengthForecast:
     baseline: LengthDistribution
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Open:
-    facts: RequestFacts
+    """A request whose answer is awaited."""
+
+    tenant: str
+    beginning: str
     row: Floats
     forecast: LengthForecast
 
@@ -70,7 +75,7 @@ class LengthPredictor:
         self._next_fit = _FIRST_FIT
         self.guard = LengthGuard()
         self.coverages = {level: Coverage(level) for level in LEVELS}
-        self.num_fits = 0
+        self.num_begun = self.num_fits = 0  # fits, and those whose forest was taken
 
     @property
     def is_followed(self) -> bool:
@@ -89,7 +94,7 @@ class LengthPredictor:
         forecast = LengthForecast(
             followed=followed, p50=p50, p90=max(p50, p90), own=own, baseline=baseline
         )
-        self._open[request_id] = _Open(facts, row, forecast)
+        self._open[request_id] = _Open(facts.tenant, facts.beginning, row, forecast)
         if len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)
         return forecast
@@ -104,8 +109,8 @@ class LengthPredictor:
         if found is None or length < 1:
             return
         self._judge(found.forecast, length, is_cut)
-        self._tenants.note(found.facts.tenant, length, is_cut=is_cut)
-        self._beginnings.note(found.facts.beginning, length, is_cut=is_cut)
+        self._tenants.note(found.tenant, length, is_cut=is_cut)
+        self._beginnings.note(found.beginning, length, is_cut=is_cut)
         self._keep((found.row, length, is_cut))
         self._refit()
 
@@ -141,12 +146,13 @@ class LengthPredictor:
         if self._num_ended >= self._next_fit and not self._fitter.is_busy:
             step = min(int(self._num_ended * (_GROWTH - 1)), _MOST_BETWEEN)
             self._next_fit = self._num_ended + max(step, _FIRST_FIT)
-            self._fitter.start(self._training_rows())
+            self.num_begun += 1
+            self._fitter.start(partial(self._training_rows, list(self._kept)))
 
-    def _training_rows(self) -> TrainingRows:
-        rows_RF = np.stack([row for row, _, _ in self._kept])
-        lengths_R = np.array([length for _, length, _ in self._kept], dtype=np.int64)
-        is_cut_R = np.array([is_cut for _, _, is_cut in self._kept])
+    def _training_rows(self, kept: Sequence[tuple[Floats, int, bool]]) -> TrainingRows:
+        rows_RF = np.stack([row for row, _, _ in kept])
+        lengths_R = np.array([length for _, length, _ in kept], dtype=np.int64)
+        is_cut_R = np.array([is_cut for _, _, is_cut in kept])
         labelled = label(self.bins, lengths_R, is_cut_R)
         return TrainingRows(
             rows_RF=rows_RF[labelled.answers], bins_R=labelled.bins, weights_R=labelled.weights

@@ -13,6 +13,7 @@ from moe_serve.engine.service.lengths.coverage import Coverage
 from moe_serve.engine.service.lengths.features import FeatureMaker, RequestFacts
 from moe_serve.engine.service.lengths.fitting import (
     HereFitter,
+    MakeRows,
     ProcessFitter,
     TrainingRows,
     fit,
@@ -39,7 +40,7 @@ def facts(kind: int, index: int, tenant: str = "") -> RequestFacts:
 class NoFitter(HereFitter):
     """Never has a forest."""
 
-    def start(self, rows: TrainingRows) -> None:
+    def start(self, make_rows: MakeRows) -> None:
         """Does nothing."""
 
 
@@ -182,18 +183,17 @@ class TestForest:
 
     def test_a_process_fits_the_same_forest(self) -> None:
         rows, fitter = self.rows(100), ProcessFitter()
-        fitter.start(rows)
+        fitter.start(lambda: rows)
         assert fitter.is_busy
-        forest = None
-        while forest is None and fitter.is_busy:
+        while fitter.is_busy:
             time.sleep(0.02)
-            forest = fitter.take()
-        assert forest is not None and not fitter.is_busy
+        forest = fitter.take()
+        assert forest is not None and fitter.take() is None
         assert np.array_equal(forest.shares(rows.rows_RF), fit(rows).shares(rows.rows_RF))
 
     def test_closing_ends_the_process(self) -> None:
         fitter = ProcessFitter()
-        fitter.start(self.rows(100))
+        fitter.start(lambda: self.rows(100))
         fitter.close()
         assert not fitter.is_busy and fitter.take() is None
 
