@@ -27,9 +27,9 @@ _LEAST_WORK_S = 1e-6
 _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond every key
 
 
-def is_aged(key: float) -> bool:
-    """Return whether a key is that of a request that has its place by age alone."""
-    return key < _AGED / 2
+def is_aged(keys: Floats) -> NDArray[np.bool_]:
+    """Return whether keys are those of requests that have their places by age alone."""
+    return np.asarray(keys < _AGED / 2)
 
 
 class Rule(Protocol):
