@@ -42,6 +42,7 @@ class Generation:
         *,
         has_timing: bool = False,
         splits_runs: bool = False,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> None:
         self._metrics, self._has_timing, self._splits_runs = metrics, has_timing, splits_runs
         self._engine = engine
@@ -52,6 +53,7 @@ class Generation:
         self._on_close = on_close
         self._cut_error: ApiError | None = None
         self._is_closed = False
+        self.headers = headers  # of the answer
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         while not self.is_ended:
