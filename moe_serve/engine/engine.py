@@ -35,6 +35,7 @@ from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
 from moe_serve.engine.schedule.scheduler import Scheduler
 from moe_serve.engine.schedule.step_drafts import StepDrafts
+from moe_serve.engine.service.admission import Admission
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -104,6 +105,11 @@ class Engine:
         assert 0 < len(request.prompt_token_ids) < self.max_model_len, "the prompt is too long"
         assert request.request_id not in self._sequences, f"{request.request_id} is running"
         self.adopt(Sequence(next(self._ids), request))
+
+    @property
+    def admission(self) -> Admission | None:
+        """See `DrivenEngine.admission`."""
+        return None
 
     def abort(self, request_id: str) -> None:
         """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""

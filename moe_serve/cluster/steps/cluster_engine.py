@@ -22,6 +22,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.request.stats import EngineLoad, EngineStats, RankLoad
+from moe_serve.engine.service.admission import Admission
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -102,6 +103,11 @@ class ClusterEngine:
         length = len(request.prompt_token_ids)
         assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
         self._homeless.append(EngineSequence(next(self._ids), request))
+
+    @property
+    def admission(self) -> Admission | None:
+        """See `DrivenEngine.admission`."""
+        return None
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""

@@ -29,6 +29,7 @@ class RowFailure:
 
     why: str
     is_of_request: bool = False
+    code: str | None = None  # for clients
 
     def delta_of(self, sequence: Sequence) -> TokenDelta:
         """Return the last delta of the failed sequence."""
@@ -38,6 +39,7 @@ class RowFailure:
             num_preemptions=sequence.num_preemptions,
             error=self.why,
             is_of_request=self.is_of_request,
+            error_code=self.code,
         )
 
 

@@ -13,6 +13,7 @@ from experts.memory.memory_stats import MemoryStats
 from moe_serve.cache.page_times import PageTimes
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.engine.request.draft_counts import DraftCounts
+from moe_serve.engine.request.service_stats import ServiceStats
 from moe_serve.engine.request.step_tokens import StepTokens
 
 PolicyName = Literal["fifo", "balanced", "expert-aware"]
@@ -199,6 +200,7 @@ class EngineStats:
     tier: TierStats | None = None  # None: no KV tier
     expert_memory: MemoryStats | None = None  # None: all experts are in memory
     batching: PolicyStats | None = None  # None: no policy has run yet
+    service: ServiceStats | None = None  # None: no service tiers
     pools: PoolStats | None = None  # None when attention and experts share a process
     ranks: tuple[RankLoad, ...] = ()  # attention ranks; empty in one process
     members: tuple[RankStatus, ...] = ()  # ranks of both pools, present or not
@@ -209,6 +211,7 @@ class EngineStats:
         """Add the load, the counts and the policy of an engine that takes part in the same steps.
         All other fields stay."""
         policies = [policy for policy in (self.batching, other.batching) if policy is not None]
+        services = [each for each in (self.service, other.service) if each is not None]
         return replace(
             self,
             num_steps=max(self.num_steps, other.num_steps),
@@ -216,6 +219,7 @@ class EngineStats:
             counts=self.counts + other.counts,
             tier=self.tier or other.tier,  # ranks share one
             batching=sum(policies[1:], policies[0]) if policies else None,
+            service=sum(services[1:], services[0]) if services else None,
         )
 
     def lost(self) -> EngineStats:
