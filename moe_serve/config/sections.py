@@ -133,6 +133,9 @@ class SchedulerConfig:
     min_prefill_tokens: int = 64  # least prefill of a step, however little slack there is
 
 
+DEFAULT_SCHEDULER = SchedulerConfig()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
     """The split of a step into micro-batches."""

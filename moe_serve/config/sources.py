@@ -217,9 +217,7 @@ def _written(node: yaml.Node, place: str, file: Path) -> Written:
     if not isinstance(node, yaml.MappingNode):
         return Written(value=_plain_value(node, place), source=place)
     parts = _mapping(node, file, "it")
-    return Written(
-        value={name: _written(part, at, file) for name, part, at in parts}, source=place
-    )
+    return Written(value={name: _written(part, at, file) for name, part, at in parts}, source=place)
 
 
 def _plain_value(node: yaml.Node, place: str) -> object:
@@ -246,7 +244,7 @@ def _with_secrets_read(entry: ConfigEntry) -> ConfigEntry:
     if not entry.key.is_secret or not isinstance(entry.value, tuple):
         return entry
     secrets: list[str] = []
-    for item in entry.value:
+    for item in map(str, entry.value):
         secrets += read_secret_file(item[1:]) if item.startswith("@") else [item]
     checked = entry.key.check(secrets, entry.source)
     return dataclasses.replace(entry, value=checked)

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from tokenizers import decoders, models, pre_tokenizers
 
 from moe_serve.cache.tiers.store import TierStats
-from moe_serve.config.sections import ServerConfig
+from moe_serve.config.sections import DEFAULT_SCHEDULER, SchedulerConfig, ServerConfig
 from moe_serve.engine.request.delta_queue import DeltaQueue
 from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.first_token import AdmissionCheck
@@ -77,6 +77,7 @@ class FakeEngine:
     at_readers_pace: bool = False
     max_requests: int = 1000
     error_after: int | None = None
+    error_code: str | None = None  # of that error
     submitted: list[GenerationRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -173,6 +174,7 @@ class FakeEngine:
                     request_id=request.request_id,
                     finish_reason=FinishReason.ERROR,
                     error="secret internals",
+                    error_code=self.error_code,
                 )
                 return
             is_stop = token == EOS_ID or token in params.stop_token_ids
@@ -333,8 +335,13 @@ def model(tokenizer: Tokenizer) -> ServedModel:
 
 @pytest.fixture
 def make_app(engine: FakeEngine, model: ServedModel) -> Callable[..., FastAPI]:
-    def make(facts: DashboardFacts = NO_FACTS, **config: Any) -> FastAPI:
-        return create_app(engine, model, ServerConfig(**config), facts=facts)
+    def make(
+        facts: DashboardFacts = NO_FACTS,
+        scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
+        **config: Any,
+    ) -> FastAPI:
+        server = ServerConfig(**config)
+        return create_app(engine, model, server, facts=facts, scheduler=scheduler)
 
     return make
 

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.config.keys import RANGES
+from moe_serve.config.sections import SchedulerConfig, ServerConfig
 from moe_serve.config.sources import read_secret_file, split_key
 from moe_serve.errors import ConfigError
 from moe_serve.http.pages.page_files import PAGE_FILES
@@ -160,6 +161,12 @@ def _may_tighten(text: str | None) -> bool | None:
     if text not in (None, "yes", "no"):
         raise ConfigError(f"API keys: tighten of a key must be yes or no, got {text[:40]!r}.")
     return None if text is None else text == "yes"
+
+
+def api_keys(config: ServerConfig, scheduler: SchedulerConfig) -> KeyRing:
+    """The keys of clients. Raises ConfigError, also for a key with a tier that does not exist."""
+    names = [tier.name for tier in scheduler.tiers]
+    return KeyRing(config.api_keys, config.api_key_file, names)
 
 
 # Probes of orchestrators, and the dashboard's pages, which contain no data.

@@ -178,14 +178,15 @@ def _too_tight(
 ) -> InvalidRequestError:
     of_tier = f"of tier {tier.name}" if tier.name else "of this server"
     if least is None:
-        limit = f"is not allowed for this client, because the requests {of_tier} have no such target"
+        limit = (
+            f"is not allowed for this client, because the requests {of_tier} have no such target"
+        )
     else:
         limit = f"must be at least {least * 1000:g} for this client, the target {of_tier}; got "
         limit += f"{asked * 1000:g}"
     return InvalidRequestError(
-        f"{name} {limit}. Only a client with server.key_may_tighten, or tighten=yes of its API key, "
-        "may ask for more.",
+        f"{name} {limit}. Tighter targets need server.key_may_tighten, or tighten=yes of the API "
+        "key.",
         param=name,
         code="target_not_allowed",
     )
-

@@ -138,7 +138,8 @@ def responses_router(server: ServerContext) -> APIRouter:
         )
         server.model.check_name(body.model)
         with renamed_fields(OWN_NAMES):
-            options = with_entitlement(server, translated.options(), request.headers)
+            options = translated.options()
+        options = with_entitlement(server, options, request.headers)
         record = ResponseRecord(
             id=new_id("resp"),
             created_at=int(time.time()),
