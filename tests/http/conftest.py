@@ -31,6 +31,7 @@ from moe_serve.engine.request.request import (
     TokenLogprob,
 )
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.service_stats import ServiceStats
 from moe_serve.engine.request.stats import EngineCounts, EngineLoad, EngineStats, PoolStats
 from moe_serve.engine.request.step_tokens import StepTokens
 from moe_serve.errors import ServerOverloadedError
@@ -94,6 +95,7 @@ class FakeEngine:
     drafts: DraftCounts = DraftCounts()
     tier: TierStats | None = None
     admission: AdmissionCheck | None = None
+    service: ServiceStats | None = None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         if self.is_draining:
@@ -137,6 +139,7 @@ class FakeEngine:
             last_turn_age_s=self.last_turn_age_s,
             pools=self.pools,
             tier=self.tier,
+            service=self.service,
             outage_s=self.outage_s,
         )
 

@@ -14,6 +14,7 @@ from moe_serve.config.tiers import TierConfig, find_tier
 from moe_serve.engine.request.service import NO_SERVICE, Service, Targets
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.gate.auth import Client
+from moe_serve.http.metrics.service_rows import CLIENTS_OWN
 from moe_serve.http.schema.parameters import check_fields
 from moe_serve.http.schema.service_fields import ServiceWish
 
@@ -151,11 +152,11 @@ class ServiceTiers:
 
     def _tenant(self, wish: ServiceWish, client: Client) -> tuple[str, str | None]:
         """The tenant, and the field that named it, if one did. An API key comes before fields: a
-        client could name any tenant."""
+        client could name any tenant. A colon is in no name that an operator can give."""
         if client.settings.tenant is not None:
             return client.settings.tenant, None
         if self._server.has_api_keys:
-            return f"key-{client.name[:12]}", None
+            return f"key:{client.name[:12]}", None
         if wish.user is None:
             return "", None
         if not isinstance(wish.user, str):
@@ -165,7 +166,7 @@ class ServiceTiers:
                 param=wish.user_field,
                 code="invalid_type",
             )
-        return f"user-{wish.user[:MAX_USER_CHARS]}", wish.user_field.partition(".")[0]
+        return f"{CLIENTS_OWN}{wish.user[:MAX_USER_CHARS]}", wish.user_field.partition(".")[0]
 
 
 def _shown(wish: ServiceWish) -> str | None:

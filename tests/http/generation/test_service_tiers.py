@@ -116,10 +116,10 @@ def test_the_tenant_is_the_keys_before_the_clients_own_word() -> None:
     digest = Client("0123456789abcdef" * 4, NO_SETTINGS)
     keys = {"api_keys": ("a", "b")}
     assert tenant(Client("ff", KeySettings(tenant="acme")), **keys) == ("acme", frozenset())
-    assert tenant(digest, **keys) == ("key-0123456789ab", frozenset())
-    assert tenant(NO_KEY) == ("user-bob", {"user"})
+    assert tenant(digest, **keys) == ("key:0123456789ab", frozenset())
+    assert tenant(NO_KEY) == ("user:bob", {"user"})
     assert tenant(NO_KEY, None) == ("", frozenset())
-    assert len(tenant(NO_KEY, "x" * 10_000)[0]) == len("user-") + 64
+    assert len(tenant(NO_KEY, "x" * 10_000)[0]) == len("user:") + 64
     assert refused(ServiceWish(user=3)).param == "user"
 
 

@@ -193,7 +193,7 @@ def test_the_user_is_a_tenant_if_there_are_no_keys(make_app: MakeApp, engine: An
         is_messages = path == "/v1/messages"
         named = {"metadata": {"user_id": "ann"}} if is_messages else {"user": "ann"}
         answer = client.post(path, json={**body, **named})
-        assert engine.submitted[-1].service.tenant == "user-ann"
+        assert engine.submitted[-1].service.tenant == "user:ann"
         assert "x-ignored-parameters" not in answer.headers
     assert client.post("/v1/completions", json={"prompt": "a", "user": 3}).status_code == 400
 
@@ -215,7 +215,7 @@ def test_settings_of_a_key_decide(make_app: MakeApp, engine: Any) -> None:
     assert service("other", service_tier="interactive") is None
     assert service("other", slo={"deadline_ms": 5000}) is None
     plain = service("plain")
-    assert plain is not None and plain.tenant.startswith("key-") and len(plain.tenant) == 16
+    assert plain is not None and plain.tenant.startswith("key:") and len(plain.tenant) == 16
 
 
 @pytest.mark.parametrize("path", ROUTES)
