@@ -138,10 +138,7 @@ _LATENCY = (
         unit="s",
         queries={name: _p90(f"request_{name}_time_seconds") for name in _STAGES},
     ),
-    Panel(
-        title="Tokens of a step",
-        queries=_quantiles("iteration_tokens_total"),
-    ),
+    Panel(title="Tokens of a step", queries=_quantiles("iteration_tokens_total")),
     Panel(
         title="HTTP requests by route, p90",
         unit="s",
