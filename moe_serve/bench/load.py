@@ -222,6 +222,9 @@ def make_requests(workload: Workload, endpoint: Endpoint, maker: PromptMaker) ->
                 at_s=slot.at_s,
                 output_tokens=slot.output_tokens,
                 body=endpoint.body(maker.prompt(slot), slot.output_tokens),
+                tier=slot.tier,
+                tenant=slot.tenant,
+                session=slot.session,
             )
 
     if workload.planned is None and not workload.is_open:

@@ -48,6 +48,10 @@ class RequestRecord:
     cached_tokens: int | None = None
     error: str | None = None  # the kind: a short name, the same for the same cause
     detail: str = ""  # message of the server or the system
+    tier: str = ""  # these three as the workload has them
+    tenant: str = ""
+    session: str = ""
+    predicted_ttft_s: float | None = None  # what the server promised when it accepted the request
 
     @property
     def is_ok(self) -> bool:
