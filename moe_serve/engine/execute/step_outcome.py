@@ -50,6 +50,12 @@ TOO_COSTLY = RowFailure(
     "less ambiguous, or try again later",
     is_of_request=True,
 )
+DEADLINE_EXCEEDED = RowFailure(
+    "its deadline passed before the answer was complete, and it asks to be ended then (strict); "
+    "send it again, or with a longer target",
+    is_of_request=True,
+    code="deadline_exceeded",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

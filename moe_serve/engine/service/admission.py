@@ -1,45 +1,54 @@
 """Decides whether a new request can keep its target for the first token, before it is queued.
 
-The decision uses the last snapshot that the engine published, plus the requests that were accepted
-since. It runs on the thread of the event loop.
+The decision uses the last snapshots that the engines published, plus the requests that were
+accepted since. With several attention ranks the one with the earliest first token counts.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_serve.engine.request.first_token import FirstTokenForecast, Refusal
 from moe_serve.engine.request.service import Service
 from moe_serve.engine.service.forecast import QueueSnapshot
+from moe_serve.engine.service.order import Order
 
 LEAST_RETRY_S = 0.1
-_LIFE = 2  # snapshots after which an accepted request is in the snapshot itself
+_LIFE = 2  # turns after which an accepted request is in a snapshot
+_FIRST_RATIO = 1.5  # until forecasts were compared with what happened
 
 
 @dataclass(frozen=True, slots=True)
 class _Accepted:
-    """A request that may not be in the snapshot yet."""
+    """A request that may not be in a snapshot yet."""
 
-    version: int  # of the snapshot when it was accepted
-    seconds: float
+    turn: int
+    num_tokens: int
 
 
 class Admission:
-    """Implements AdmissionCheck for one engine. `publish` is called by the engine's thread,
-    everything else by the event loop's."""
+    """Implements AdmissionCheck. `publish`, `withdraw` and `p90_ratio` are the engine thread's,
+    everything else is the event loop's."""
 
-    def __init__(self, priority_s: float = 5.0, default_slack_s: float = 90.0) -> None:
-        """`priority_s`: seconds by which one level of priority moves the deadline.
-        `default_slack_s`: that of a request without a target."""
-        self._priority_s, self._default_slack_s = priority_s, default_slack_s
-        self._snapshot = QueueSnapshot()
+    def __init__(self, order: Order, priority_s: float, default_s: float) -> None:
+        """`priority_s`: seconds by which one level of priority moves the deadline. `default_s`: the
+        target of a request that has none."""
+        self._order, self._priority_s, self._default_s = order, priority_s, default_s
+        self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
         self._accepted: deque[_Accepted] = deque()
         self._refused: Counter[str] = Counter()
+        self.p90_ratio = _FIRST_RATIO
 
-    def publish(self, snapshot: QueueSnapshot) -> None:
-        """Replace the snapshot."""
-        self._snapshot = snapshot
+    def publish(self, engine: int, snapshot: QueueSnapshot) -> None:
+        """Replace the snapshot of an engine."""
+        self._snapshots = {**self._snapshots, engine: snapshot}
+
+    def withdraw(self, engine: int) -> None:
+        """Drop the snapshot of an engine that is lost."""
+        self._snapshots = {key: each for key, each in self._snapshots.items() if key != engine}
 
     def num_refused(self, tier: str) -> int:
         """Return how many requests of a tier were refused. Safe from any thread."""
@@ -49,40 +58,57 @@ class Admission:
         self, service: Service, num_prompt_tokens: int, priority: int = 0
     ) -> FirstTokenForecast | None:
         """See `AdmissionCheck.forecast`."""
-        snapshot = self._snapshot
-        if not snapshot.is_measured:
+        snapshots = self._snapshots
+        if not snapshots:
             return None
-        targets = service.targets
-        slack_s = targets.ttft_s if targets.ttft_s is not None else targets.e2e_s
-        if slack_s is None:
-            slack_s = self._default_slack_s
-        self._forget(snapshot)
-        return snapshot.first_token(
-            num_prompt_tokens,
-            slack_s + self._priority_s * priority,
-            more_s=sum([each.seconds for each in self._accepted]),
-            num_more=len(self._accepted),
-        )
+        predicted_s = math.inf
+        num_more, num_more_tokens = self._since(max(each.turn for each in snapshots.values()))
+        for snapshot in snapshots.values():
+            work_s = num_prompt_tokens * snapshot.token_s
+            slack_s = self._slack_s(service, priority) - work_s
+            key = self._order.key(0.0, slack_s, work_s, service.weight, priority)
+            found_s = snapshot.first_token_s(
+                num_prompt_tokens,
+                key,
+                num_more=num_more // len(snapshots),
+                num_more_tokens=num_more_tokens // len(snapshots),
+            )
+            predicted_s = min(predicted_s, found_s)
+        return FirstTokenForecast(predicted_s=predicted_s, p90_s=predicted_s * self.p90_ratio)
 
     def check(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> Refusal | None:
         """See `AdmissionCheck.check`."""
-        forecast = self.forecast(service, num_prompt_tokens, priority)
         target_s = service.targets.ttft_s
-        may_refuse = service.targets.is_strict or service.is_sheddable
-        if forecast is not None and target_s is not None and may_refuse:
-            late_s = forecast.p90_s - target_s
-            if late_s > 0:
+        if target_s is not None and (service.targets.is_strict or service.is_sheddable):
+            forecast = self.forecast(service, num_prompt_tokens, priority)
+            if forecast is not None and forecast.p90_s > target_s:
                 self._refused[service.tier] += 1
-                return Refusal(
-                    predicted_ttft_s=forecast.p90_s,
-                    target_ttft_s=target_s,
-                    retry_after_s=max(LEAST_RETRY_S, late_s),
-                )
-        snapshot = self._snapshot
-        seconds = num_prompt_tokens * snapshot.token_s
-        self._accepted.append(_Accepted(snapshot.version, seconds))
+                return self._refusal(forecast, target_s)
+        turn = max((each.turn for each in self._snapshots.values()), default=0)
+        self._since(turn)
+        self._accepted.append(_Accepted(turn, num_prompt_tokens))
         return None
 
-    def _forget(self, snapshot: QueueSnapshot) -> None:
-        while self._accepted and self._accepted[0].version + _LIFE <= snapshot.version:
+    def _refusal(self, forecast: FirstTokenForecast, target_s: float) -> Refusal:
+        """Name the time after which the forecast fits, as the queue becomes shorter by a second in
+        each second."""
+        excess_s = (forecast.p90_s - target_s) / max(1.0, self.p90_ratio)
+        return Refusal(
+            predicted_ttft_s=forecast.p90_s,
+            target_ttft_s=target_s,
+            retry_after_s=max(LEAST_RETRY_S, excess_s),
+        )
+
+    def _slack_s(self, service: Service, priority: int) -> float:
+        targets = service.targets
+        target_s = targets.ttft_s if targets.ttft_s is not None else targets.e2e_s
+        if target_s is None:
+            target_s = self._default_s
+        return target_s + self._priority_s * priority
+
+    def _since(self, turn: int) -> tuple[int, int]:
+        """Return the number of requests that were accepted lately, and their prompt tokens."""
+        while self._accepted and self._accepted[0].turn + _LIFE <= turn:
             self._accepted.popleft()
+        accepted = tuple(self._accepted)
+        return len(accepted), sum([each.num_tokens for each in accepted])
