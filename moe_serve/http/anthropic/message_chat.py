@@ -24,6 +24,7 @@ _IGNORED = frozenset(
         "input_examples",
     }
 )
+_STANDARD_ONLY = "standard_only"  # Anthropic's name of the default tier
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -112,7 +113,8 @@ class TranslatedMessages:
 
     def options(self, *, is_streamed: bool | None) -> AnswerOptions:
         options = self.fields.options(max_tokens_field="max_tokens", is_streamed=is_streamed)
-        wish = replace(options.wish, user=self.user, user_field="metadata.user_id")
+        tier = "default" if options.wish.tier == _STANDARD_ONLY else options.wish.tier
+        wish = replace(options.wish, tier=tier, user=self.user, user_field="metadata.user_id")
         return replace(options, wish=wish)
 
 

@@ -58,7 +58,7 @@ class Admission:
         except ServerOverloadedError as error:
             self._metrics.count_rejection("draining" if error.is_draining else "queue_full")
             raise _with_honest_retry(error, predicted_s) from None
-        headers = {} if predicted_s is None else {PREDICTED_HEADER: str(_ms(predicted_s))}
+        headers = {} if predicted_s is None else {PREDICTED_HEADER: f"{_ms(predicted_s):g}"}
         return Admitted(queue=queue, headers=headers)
 
     def _predicted_s(self, request: GenerationRequest) -> float | None:
@@ -103,13 +103,13 @@ def _refused(refusal: Refusal, request: GenerationRequest) -> ApiError:
     why = "slo.strict" if request.service.targets.is_strict else "its tier"
     return ApiError(
         429,
-        f"The first token is expected after {predicted} ms, but the target is {target} ms, and "
-        f"{why} prefers a refusal to a late answer. Try again in {refusal.retry_after_s:.1f} s.",
+        f"The first token is expected after {predicted:g} ms, but the target is {target:g} "
+        f"ms, and {why} prefers a refusal to a late answer. Try again in {refusal.retry_after_s:.1f} s.",
         code="deadline_unmeetable",
         headers={**retry_headers(refusal.retry_after_s), "x-should-retry": "true"},
         details={"predicted_ttft_ms": predicted, "target_ttft_ms": target},
     )
 
 
-def _ms(seconds: float) -> int:
-    return round(seconds * 1000)
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)

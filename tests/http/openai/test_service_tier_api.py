@@ -80,6 +80,11 @@ def test_the_tier_reaches_the_engine_and_is_echoed(
     assert engine.submitted[-1].rules.max_tokens == 2, "the limit of tier flex"
 
 
+def test_anthropics_name_of_the_default_tier(tiered: TestClient) -> None:
+    body = {**ROUTES["/v1/messages"], "service_tier": "standard_only"}
+    assert tier_in("/v1/messages", tiered.post("/v1/messages", json=body).json()) == "interactive"
+
+
 @pytest.mark.parametrize("path", ROUTES)
 def test_streams_echo_the_tier(tiered: TestClient, path: str) -> None:
     body = {**ROUTES[path], "service_tier": "flex", "stream": True}
