@@ -104,7 +104,8 @@ def _refused(refusal: Refusal, request: GenerationRequest) -> ApiError:
     return ApiError(
         429,
         f"The first token is expected after {predicted:g} ms, but the target is {target:g} "
-        f"ms, and {why} prefers a refusal to a late answer. Try again in {refusal.retry_after_s:.1f} s.",
+        f"ms, and {why} prefers a refusal to a late answer. Try again in "
+        f"{refusal.retry_after_s:.1f} s.",
         code="deadline_unmeetable",
         headers={**retry_headers(refusal.retry_after_s), "x-should-retry": "true"},
         details={"predicted_ttft_ms": predicted, "target_ttft_ms": target},

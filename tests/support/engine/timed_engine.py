@@ -36,9 +36,7 @@ class LinearCosts:
 
 
 def service_of(tier: TierConfig, tenant: str = "", *, strict: bool = False) -> Service:
-    targets = Targets(
-        ttft_s=tier.ttft_s, tpot_s=tier.tpot_s, e2e_s=tier.e2e_s, is_strict=strict
-    )
+    targets = Targets(ttft_s=tier.ttft_s, tpot_s=tier.tpot_s, e2e_s=tier.e2e_s, is_strict=strict)
     return Service(
         tier=tier.name,
         weight=tier.weight,
