@@ -80,9 +80,8 @@ class Engine:
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier, window)
         self._ids = itertools.count() if ids is None else ids  # sequence ids
-        number = 0 if service is None else service.next_engine()
-        self._service = StepService.of(scheduler, clock, page_size, service, number)
-        self._scheduler = Scheduler(scheduler, cache, sharing, policy, clock, service=self._service)
+        self.service = StepService.of(scheduler, clock, page_size, service)  # None: no tiers
+        self._scheduler = Scheduler(scheduler, cache, sharing, policy, clock, service=self.service)
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
         self._policy, self._executor = policy, executor
         self._routes = RouteListeners() if routes is None else routes
@@ -118,12 +117,7 @@ class Engine:
     @property
     def admission(self) -> Admission | None:
         """See `DrivenEngine.admission`."""
-        return None if self._service is None else self._service.state.admission
-
-    @property
-    def service(self) -> StepService | None:
-        """What keeps the targets of service tiers; None: the server has no tiers."""
-        return self._service
+        return None if self.service is None else self.service.state.admission
 
     def abort(self, request_id: str) -> None:
         """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
@@ -167,6 +161,12 @@ class Engine:
         """Queue a sequence: a new one, or one that another engine surrendered."""
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence)
+
+    def release(self, sequence: Sequence) -> Sequence:
+        """Give up a sequence that never ran, for another engine to adopt."""
+        del self._sequences[sequence.request.request_id]
+        self._scheduler.release(sequence)
+        return sequence
 
     def step(self) -> list[TokenDelta]:
         """Schedule, run, publish."""
@@ -283,7 +283,7 @@ class Engine:
             tier=self._scheduler.tier.stats(),
             expert_memory=self._executor.expert_memory,
             batching=self._policy.stats(),
-            service=None if self._service is None else self._service.state.stats(),
+            service=None if self.service is None else self.service.state.stats(),
         )
 
     def check_integrity(self) -> None:
@@ -333,8 +333,8 @@ class Engine:
         reason = self.stop_rule.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
         experts = experts_of(sequence, made, len(run))
         drafted = self.drafts.result(sequence, len(run)) if self.drafts.running else None
-        if self._service is not None:
-            self._service.got_tokens(sequence, reason)
+        if self.service is not None:
+            self.service.got_tokens(sequence, reason)
         return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)
 
     def _end(self, sequences: list[Sequence]) -> None:

@@ -51,15 +51,6 @@ class TenantCounts:
     num_finished: int = 0
     num_good: int = 0
 
-    def __add__(self, other: TenantCounts) -> TenantCounts:
-        return TenantCounts(
-            tier=self.tier,
-            tenant=self.tenant,
-            service_s=self.service_s + other.service_s,
-            num_finished=self.num_finished + other.num_finished,
-            num_good=self.num_good + other.num_good,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastError:
@@ -81,21 +72,6 @@ class ServiceStats:
     num_tenants: int = 0  # that are remembered
     jain_index: float = 1.0  # of the service of the tenants that want any: 1 is even
     forecast: ForecastError = ForecastError()
-
-    def __add__(self, other: ServiceStats) -> ServiceStats:
-        """Add the counts; all other fields stay."""
-        tiers = {counts.tier: counts for counts in self.tiers}
-        for counts in other.tiers:
-            known = tiers.get(counts.tier)
-            tiers[counts.tier] = counts if known is None else known + counts
-        return ServiceStats(
-            order=self.order,
-            tiers=tuple(tiers.values()),
-            tenants=self.tenants,
-            num_tenants=self.num_tenants,
-            jain_index=self.jain_index,
-            forecast=self.forecast,
-        )
 
 
 def jain_index(services: Iterable[float]) -> float:

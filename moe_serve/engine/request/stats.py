@@ -211,7 +211,6 @@ class EngineStats:
         """Add the load, the counts and the policy of an engine that takes part in the same steps.
         All other fields stay."""
         policies = [policy for policy in (self.batching, other.batching) if policy is not None]
-        services = [each for each in (self.service, other.service) if each is not None]
         return replace(
             self,
             num_steps=max(self.num_steps, other.num_steps),
@@ -219,7 +218,7 @@ class EngineStats:
             counts=self.counts + other.counts,
             tier=self.tier or other.tier,  # ranks share one
             batching=sum(policies[1:], policies[0]) if policies else None,
-            service=sum(services[1:], services[0]) if services else None,
+            service=self.service or other.service,  # ranks share one
         )
 
     def lost(self) -> EngineStats:

@@ -127,18 +127,23 @@ class Scheduler:
             return
         self.sharing.give((s for s in sequences if s.is_proven), is_end=True)
         for sequence in sequences:
-            if sequence.is_running:
+            if had_seat := sequence.is_running:
                 self._stop(sequence)
-                if self.service is not None:
-                    self.service.freed_seat()
             else:
                 self.waiting.remove(sequence)
             self._release(sequence)
             if self.service is not None:
-                self.service.leave(sequence)
+                self.service.leave(sequence, had_seat=had_seat)
         self._starter.skipped.forget(sequences)
         self.mask_share.forget(sequences)
         self.policy.forget(s.id for s in sequences)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a waiting sequence that never ran, as it goes to another engine."""
+        self.waiting.remove(sequence)
+        self._starter.skipped.forget([sequence])
+        self.policy.forget([sequence.id])
+        sequence.page_keys, sequence.awaited_key = [], None
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a failed sequence. The pages it computed leave the cache too, except those that

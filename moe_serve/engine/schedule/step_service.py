@@ -42,6 +42,7 @@ class StepService:
         self.urgency = TierUrgency(config.max_passed_over_s, self.queue, self._preemption)
         self._begun: deque[_Begun] = deque()  # steps under way, in order
         self._ended_at = 0.0
+        self._running: Items[Sequence] = ()  # the scheduler's own list
         self._num_tokens = 0  # that the engine had computed when the last step ended
 
     @classmethod
@@ -51,14 +52,13 @@ class StepService:
         clock: Clock,
         page_size: int,
         shared: ServiceState | None = None,
-        engine: int = 0,
     ) -> StepService | None:
         """Return the service of an engine; None for a server without tiers. `shared` is the state
         of engines that step together."""
         state = ServiceState.of(config, clock) if shared is None else shared
         if state is None:
             return None
-        return cls(state, engine, page_size, is_lockstep=shared is not None)
+        return cls(state, state.next_engine(), page_size, is_lockstep=shared is not None)
 
     def enter(self, sequence: Sequence, num_cached: int) -> None:
         """Note a sequence that will wait: a new one, or one that another engine surrendered."""
@@ -72,13 +72,11 @@ class StepService:
         """Note a preempted sequence that will wait."""
         standing_of(sequence).num_left = sequence.num_tokens - num_cached
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence, *, had_seat: bool) -> None:
         """Note a sequence that has ended."""
+        if had_seat:
+            self.queue.freed_seat()
         self.state.leave(sequence)
-
-    def freed_seat(self) -> None:
-        """Note that a running sequence has ended."""
-        self.queue.freed_seat()
 
     def abandon(self, waiting: Iterable[Sequence]) -> None:
         """Forget the waiting sequences, as they go to other engines with their standings."""
@@ -150,9 +148,13 @@ class StepService:
         now = self.state.clock()
         begun = self._begun.popleft() if self._begun else None
         num_new, self._num_tokens = num_tokens - self._num_tokens, num_tokens
-        if begun is not None and not self._is_lockstep and num_new == begun.num_tokens:
-            # Otherwise it failed, or it had drafts.
-            self.state.observe(begun.rows, now - max(begun.at, self._ended_at))
+        self._running = running
+        if begun is not None:
+            is_typical = num_new == begun.num_tokens  # otherwise it failed, or it had drafts
+            if self._is_lockstep:
+                self.state.add_rows(begun.rows, is_typical=is_typical)
+            elif is_typical:
+                self.state.observe(begun.rows, now - max(begun.at, self._ended_at))
         self._ended_at = now
         if not self._is_lockstep:
             self.state.turn(has_work=has_work)
@@ -166,9 +168,37 @@ class StepService:
             self.state.finished(sequence, now)
 
     @property
-    def waiting_s(self) -> float:
-        """Predicted seconds to read all prompts that wait here."""
-        return float(self.queue.table.num_left.sum()) * self.state.token_s
+    def decoding(self) -> list[Sequence]:
+        """The running sequences that have one token left to compute."""
+        return [s for s in self._running if s.num_pending_tokens == 1]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens that the next step could read here, as far as its budget goes."""
+        reading = sum([s.num_pending_tokens for s in self._running if s.num_pending_tokens > 1])
+        waiting = 0
+        if len(self._running) < self.state.config.max_num_seqs:
+            waiting = int(self.queue.table.num_left.sum())
+        return min(reading + waiting, self.state.config.max_batched_tokens)
+
+    def predicted_s(self, sequence: Sequence) -> float:
+        """Return the predicted seconds to the first token of a sequence that would wait here."""
+        state, request = self.state, sequence.request
+        service, num_left = request.service, sequence.num_tokens
+        if sequence.standing is None:
+            slack_s = state.admission.slack_s(service, request.priority)
+        else:
+            slack_s = sequence.standing.deadline_s - state.steady()
+        work_s = num_left * state.token_s
+        keys_at = state.order.keys_over_time(
+            slack_s - work_s, work_s, service.weight, request.priority
+        )
+        return self.queue.snapshot(self._running).first_token_s(num_left, keys_at)
+
+    def movable(self, most: int) -> list[Sequence]:
+        """Return up to `most` waiting sequences that may go to another rank: the most urgent ones
+        of those that never ran."""
+        return self.queue.fresh(most)
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
         """Assert that the service knows the waiting sequences."""

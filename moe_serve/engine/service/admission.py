@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moe_serve.engine.request.first_token import FirstTokenForecast, Refusal
@@ -18,7 +18,6 @@ from moe_serve.engine.service.order import Order
 
 LEAST_RETRY_S = 0.1
 _LIFE = 2  # turns after which an accepted request is in a snapshot
-_FIRST_RATIO = 1.5  # until forecasts were compared with what happened
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +29,24 @@ class _Accepted:
 
 
 class Admission:
-    """Implements AdmissionCheck. `publish`, `withdraw` and `p90_ratio` are the engine thread's,
-    everything else is the event loop's."""
+    """Implements AdmissionCheck. `publish` and `withdraw` are the engine thread's, everything
+    else is the event loop's."""
 
-    def __init__(self, order: Order, priority_s: float, default_s: float) -> None:
+    def __init__(
+        self,
+        order: Order,
+        priority_s: float,
+        default_s: float,
+        p90_ratio: Callable[[str], float],
+    ) -> None:
         """`priority_s`: seconds by which one level of priority moves the deadline. `default_s`: the
-        target of a request that has none."""
+        target of a request that has none. `p90_ratio`: what makes the forecasts of a tier cautious,
+        read from any thread."""
         self._order, self._priority_s, self._default_s = order, priority_s, default_s
+        self._p90_ratio = p90_ratio
         self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
         self._accepted: deque[_Accepted] = deque()
         self._refused: Counter[str] = Counter()
-        self.p90_ratio = _FIRST_RATIO
 
     def publish(self, engine: int, snapshot: QueueSnapshot) -> None:
         """Replace the snapshot of an engine."""
@@ -49,6 +55,11 @@ class Admission:
     def withdraw(self, engine: int) -> None:
         """Drop the snapshot of an engine that is lost."""
         self._snapshots = {key: each for key, each in self._snapshots.items() if key != engine}
+
+    @property
+    def num_snapshots(self) -> int:
+        """Number of engines that have published."""
+        return len(self._snapshots)
 
     def num_refused(self, tier: str) -> int:
         """Return how many requests of a tier were refused. Safe from any thread."""
@@ -65,16 +76,16 @@ class Admission:
         num_more, num_more_tokens = self._since(max(each.turn for each in snapshots.values()))
         for snapshot in snapshots.values():
             work_s = num_prompt_tokens * snapshot.token_s
-            slack_s = self._slack_s(service, priority) - work_s
-            key = self._order.key(0.0, slack_s, work_s, service.weight, priority)
+            slack_s = self.slack_s(service, priority) - work_s
             found_s = snapshot.first_token_s(
                 num_prompt_tokens,
-                key,
+                self._order.keys_over_time(slack_s, work_s, service.weight, priority),
                 num_more=num_more // len(snapshots),
                 num_more_tokens=num_more_tokens // len(snapshots),
             )
             predicted_s = min(predicted_s, found_s)
-        return FirstTokenForecast(predicted_s=predicted_s, p90_s=predicted_s * self.p90_ratio)
+        ratio = self._p90_ratio(service.tier)
+        return FirstTokenForecast(predicted_s=predicted_s, p90_s=predicted_s * ratio)
 
     def check(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> Refusal | None:
         """See `AdmissionCheck.check`."""
@@ -92,14 +103,15 @@ class Admission:
     def _refusal(self, forecast: FirstTokenForecast, target_s: float) -> Refusal:
         """Name the time after which the forecast fits, as the queue becomes shorter by a second in
         each second."""
-        excess_s = (forecast.p90_s - target_s) / max(1.0, self.p90_ratio)
+        excess_s = (forecast.p90_s - target_s) * forecast.predicted_s / forecast.p90_s
         return Refusal(
             predicted_ttft_s=forecast.p90_s,
             target_ttft_s=target_s,
             retry_after_s=max(LEAST_RETRY_S, excess_s),
         )
 
-    def _slack_s(self, service: Service, priority: int) -> float:
+    def slack_s(self, service: Service, priority: int) -> float:
+        """Return the seconds from the arrival to the virtual deadline."""
         targets = service.targets
         target_s = targets.ttft_s if targets.ttft_s is not None else targets.e2e_s
         if target_s is None:

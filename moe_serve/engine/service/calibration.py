@@ -7,6 +7,7 @@ covers nine of ten whatever the forecast's error is.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -21,7 +22,7 @@ _EVERY = 8  # comparisons between two computations of the quantile
 
 
 class Calibration:
-    """Used on the engine's thread. `p90_ratio` and `stats` are safe from any thread."""
+    """Of one tier, used on the engine's thread. `p90_ratio` is safe from any thread."""
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=_NUM_RECENT)
@@ -38,13 +39,26 @@ class Calibration:
         share = min(1.0, _QUANTILE * (count + 1) / count)
         self.p90_ratio = max(1.0, float(np.quantile(np.array(self._ratios), share)))
 
-    def stats(self) -> ForecastError:
-        ratios = np.array(tuple(self._ratios))
-        if not len(ratios):
-            return ForecastError(p90_ratio=self.p90_ratio)
-        return ForecastError(
-            num_compared=self._num_compared,
-            median_ratio=float(np.median(ratios)),
-            p90_ratio=self.p90_ratio,
-            median_error=float(np.median(np.abs(1 - 1 / ratios))),
-        )
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The recent ratios. Safe from any thread."""
+        return tuple(self._ratios)
+
+    @property
+    def num_compared(self) -> int:
+        return self._num_compared
+
+
+def error_of(calibrations: Iterable[Calibration]) -> ForecastError:
+    """Return the error over several tiers. `p90_ratio` is the largest of their factors."""
+    calibrations = list(calibrations)
+    ratios = np.array([ratio for each in calibrations for ratio in each.ratios])
+    most = max([each.p90_ratio for each in calibrations], default=1.0)
+    if not len(ratios):
+        return ForecastError(p90_ratio=most)
+    return ForecastError(
+        num_compared=sum([each.num_compared for each in calibrations]),
+        median_ratio=float(np.median(ratios)),
+        p90_ratio=most,
+        median_error=float(np.median(np.abs(1 - 1 / ratios))),
+    )

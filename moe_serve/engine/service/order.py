@@ -21,9 +21,14 @@ from moe_serve.engine.service.waiting_table import WaitingTable
 
 Floats = NDArray[np.float64]
 BUCKET_S = 0.25  # keys that differ by at most this are equally urgent
-_MOST_RATIO = 8.0  # of the longest and the shortest reading time that atc tells apart
+_MOST_RATIO = 4.0  # of the longest and the shortest reading time that atc tells apart
 _LEAST_WORK_S = 1e-6
 _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond every key
+
+
+def is_aged(key: float) -> bool:
+    """Return whether a key is that of a request that has its place by age alone."""
+    return key < _AGED / 2
 
 
 class Rule(Protocol):
@@ -105,6 +110,22 @@ class Order:
         values = (age_s, slack_s, work_s, math.log(weight), float(priority))
         key = float(self._rule(*[np.float64(value) for value in values]))  # type: ignore[arg-type]
         return key + _DEMOTED if self._demotes and slack_s < 0.0 else key
+
+    def keys_over_time(
+        self, slack_s: float, work_s: float, weight: float, priority: int
+    ) -> Callable[[Floats], Floats]:
+        """Return a function from seconds of waiting to the keys that a newcomer then has. `slack_s`
+        is from its arrival to the latest start that keeps its deadline."""
+
+        def keys_at(ages: Floats) -> Floats:
+            ones = np.ones_like(ages)
+            slack = slack_s - ages
+            keys = self._rule(ages, slack, work_s * ones, math.log(weight) * ones, priority * ones)
+            if self._demotes:
+                keys = np.where(slack < 0.0, keys + _DEMOTED, keys)
+            return np.where(ages >= self._max_wait_s, _AGED, keys)
+
+        return keys_at
 
 
 def behind_the_others(keys: Floats, is_ahead: NDArray[np.bool_], tier: NDArray[np.int64]) -> Floats:

@@ -20,7 +20,7 @@ class Preemption:
     def for_pages(self, running: Items[Sequence]) -> Sequence:
         """Return the running sequence that gives its pages back."""
         candidates = [self._candidate(sequence, share_lost=1.0) for sequence in running]
-        return running[cheapest(candidates, self._away_s)]
+        return running[cheapest(candidates, self._away_s(running))]
 
     def for_seat(
         self, running: Items[Sequence], share_lost: float
@@ -29,7 +29,7 @@ class Preemption:
         seat to it; None: none should. `share_lost`: of a victim's pages, the share that others will
         probably take before it is back."""
         newcomer = self._newcomer()
-        if newcomer is None or math.isinf(self._queue.seat_s):
+        if newcomer is None:
             return None
         budget = max(1, self._state.config.max_batched_tokens)
         standing, state = standing_of(newcomer), self._state
@@ -41,7 +41,7 @@ class Preemption:
         )
         by_id = {sequence.id: sequence for sequence in running}
         candidates = ((s.id, self._candidate(s, share_lost)) for s in running)
-        found = for_urgent(wanted, candidates, self._away_s)
+        found = for_urgent(wanted, candidates, self._away_s(running))
         return None if found is None else (newcomer, by_id[found])
 
     def may_preempt(self) -> bool:
@@ -60,12 +60,12 @@ class Preemption:
         keys[table.is_preempted] = math.inf
         return table.sequences[int(keys.argmin())]
 
-    @property
-    def _away_s(self) -> float:
-        """Return for how long a preempted sequence waits for a seat, behind earlier ones."""
+    def _away_s(self, running: Items[Sequence]) -> float:
+        """Return for how long a preempted sequence waits for a seat, behind earlier ones. Until
+        some have ended, the shortest answer tells."""
         seat_s = self._queue.seat_s
         if math.isinf(seat_s):
-            return self._state.step_s
+            seat_s = min([self._num_left(s) for s in running]) * self._state.step_s
         return seat_s * (1 + self._queue.table.num_preempted)
 
     def _candidate(self, sequence: Sequence, share_lost: float) -> Candidate:

@@ -15,7 +15,7 @@ import numpy as np
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.forecast import QueueSnapshot
-from moe_serve.engine.service.order import BUCKET_S, Floats
+from moe_serve.engine.service.order import BUCKET_S, Floats, is_aged
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.engine.service.step_budget import StepBudget
 from moe_serve.engine.service.step_model import StepRows
@@ -89,6 +89,12 @@ class ServiceQueue:
         """Return the most urgent waiting sequence and its key."""
         return self._rank().first
 
+    def fresh(self, most: int) -> list[Sequence]:
+        """Return up to `most` waiting sequences that never ran, the most urgent first."""
+        sequences = self.table.sequences
+        order = [sequences[row] for row in np.argsort(self.keys(), kind="stable")]
+        return [sequence for sequence in order if sequence.started_at is None][:most]
+
     def put_first(self, sequence: Sequence) -> None:
         """Let a waiting sequence start before all others in the present step."""
         self._rank().put_first(sequence)
@@ -138,7 +144,7 @@ class ServiceQueue:
             return min(most, self.prompt_limit)
         if self.budget is None:
             return most
-        return self.budget.prompt_tokens(rows_of(decoding), self.slack_s(decoding), most)
+        return self.budget.prompt_tokens(rows_of_decoding(decoding), self.slack_s(decoding), most)
 
     def slack_s(self, decoding: Iterable[Sequence]) -> float | None:
         """Return the seconds that the next step may take; None: no sequence that decodes has a
@@ -176,31 +182,30 @@ class ServiceQueue:
             return math.inf
         return (self.state.steady() - self._ends[0]) / len(self._ends)
 
+    def snapshot(self, running: Items[Sequence]) -> QueueSnapshot:
+        """Return what a newcomer would find now."""
+        state, seat_s = self.state, self.seat_s
+        reading = [s.num_pending_tokens for s in running if s.num_pending_tokens > 1]
+        return QueueSnapshot(
+            turn=state.num_turns,
+            token_s=state.token_s,
+            step_s=state.step_s,
+            num_free_seats=state.config.max_num_seqs - len(running),
+            seat_s=state.step_s if math.isinf(seat_s) else seat_s,
+            num_reading=sum(reading),
+            keys=self.keys(),
+            num_left=self.table.num_left.copy(),
+            arrivals=state.arrivals.rates,
+            share=1 / max(1, state.num_live_engines),
+        )
+
     def step_ended(self, running: Items[Sequence], *, has_work: bool) -> None:
         """Publish what a newcomer would find."""
-        state = self.state
-        self._last_end_at = state.clock() if running else None
+        self._last_end_at = self.state.clock() if running else None
         if not has_work:
             self._ends.clear()
-        num_free = state.config.max_num_seqs - len(running)
-        reading = [s.num_pending_tokens for s in running if s.num_pending_tokens > 1]
-        if not state.model.is_measured:
-            return
-        seat_s = self.seat_s
-        state.admission.p90_ratio = state.calibration.p90_ratio
-        state.admission.publish(
-            self._engine,
-            QueueSnapshot(
-                turn=state.num_turns,
-                token_s=state.token_s,
-                step_s=state.step_s,
-                num_free_seats=num_free,
-                seat_s=state.step_s if math.isinf(seat_s) else seat_s,
-                num_reading=sum(reading),
-                keys=self.keys(),
-                num_left=self.table.num_left.copy(),
-            ),
-        )
+        if self.state.model.is_measured:
+            self.state.admission.publish(self._engine, self.snapshot(running))
 
     def withdraw(self) -> None:
         """Forget the engine, as it is lost."""
@@ -243,7 +248,8 @@ class _Ranked:
         row = self._row(self._next)
         if row is None or self._keys[row] >= until:
             return None
-        end, found = self._keys[row] + BUCKET_S, list[Sequence]()
+        width = 0.0 if is_aged(self._keys[row]) else BUCKET_S
+        end, found = self._keys[row] + width, list[Sequence]()
         while row is not None and self._keys[row] <= end:
             found.append(self._sequences[row])
             self._next += 1
@@ -257,6 +263,6 @@ class _Ranked:
         return self._rows[place] if place < len(self._rows) else None
 
 
-def rows_of(decoding: Items[Sequence]) -> StepRows:
+def rows_of_decoding(decoding: Items[Sequence]) -> StepRows:
     """Return the work of a step in which these sequences decode."""
     return StepRows(len(decoding), 0, sum([s.num_tokens for s in decoding]))

@@ -17,7 +17,8 @@ from moe_serve.engine.request.service_stats import ServiceStats
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.admission import Admission
 from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
-from moe_serve.engine.service.calibration import Calibration
+from moe_serve.engine.service.arrivals import RecentArrivals
+from moe_serve.engine.service.calibration import Calibration, error_of
 from moe_serve.engine.service.ledger import Ledger
 from moe_serve.engine.service.order import Order, resolved_order, rule_of
 from moe_serve.engine.service.shares import Shares
@@ -44,7 +45,7 @@ class WorkSeconds:
 
 
 class ServiceState:
-    """Used by the engine's thread, except `admission`, `stats` and `calibration.stats`."""
+    """Used by the engine's thread, except `admission` and `stats`."""
 
     def __init__(
         self,
@@ -57,18 +58,22 @@ class ServiceState:
         self.config, self.clock = config, clock
         self.steady = SteadyClock(clock)
         self.model: StepModel = FittedSteps() if model is None else model
-        self.shares, self.workflows, self.calibration = Shares(), Workflows(), Calibration()
+        self.shares, self.workflows, self.arrivals = Shares(), Workflows(), RecentArrivals()
         names = [tier.name for tier in config.tiers] or [""]
         self._tier_of = {name: index for index, name in enumerate(names)}
         self.tier_names = tuple(names)
         self.ledger = Ledger(names)
+        self._calibrations = [Calibration() for _ in names]
         self.lengths: AnswerLengths = TierLengths(len(names)) if lengths is None else lengths
         self._usual_tokens = 0.0
         self.order_name = resolved_order(config)
         rule = rule_of(config, lambda: self._usual_tokens * self.token_s)
         self.order = Order(rule, config.max_wait_s, config.late)
-        self.admission = Admission(self.order, config.max_passed_over_s, config.max_wait_s)
+        self.admission = Admission(
+            self.order, config.max_passed_over_s, config.max_wait_s, self._p90_ratio
+        )
         self.num_turns = self._num_engines = 0
+        self._rows, self._is_typical = StepRows(), True  # of a step of several engines
         self.token_s = _UNMEASURED_TOKEN_S  # to read a prompt token, as steps are now
         self.step_s = 0.0  # of a step that reads nothing
         self.work = WorkSeconds(0.0, 0.0)
@@ -81,6 +86,9 @@ class ServiceState:
         if not config.tiers and resolved_order(config) in ("priority",):
             return None
         return cls(config, clock, model)
+
+    def _p90_ratio(self, tier: str) -> float:
+        return self._calibrations[self._tier_of.get(tier, 0)].p90_ratio
 
     def next_engine(self) -> int:
         """Return a number for one more engine."""
@@ -113,6 +121,10 @@ class ServiceState:
                 standing.last_due_s = queued_s + targets.e2e_s
         may_refuse = targets.is_strict or service.is_sheddable
         standing.is_promised = may_refuse and targets.ttft_s is not None
+        work_s = num_left * self.token_s
+        slack_s = standing.deadline_s - self.steady() - work_s
+        key = self.order.key(0.0, slack_s, work_s, service.weight, request.priority)
+        self.arrivals.note(queued_s, key, num_left)
         if self.model.is_measured:
             forecast = self.admission.forecast(service, num_left, request.priority)
             standing.predicted_s = None if forecast is None else forecast.predicted_s
@@ -148,7 +160,7 @@ class ServiceState:
             self.ledger.first_token(sequence, standing, now)
             if standing.predicted_s is not None:
                 actual_s = now - sequence.request.arrival_time
-                self.calibration.compare(standing.predicted_s, actual_s)
+                self._calibrations[standing.tier].compare(standing.predicted_s, actual_s)
 
     def leave(self, sequence: Sequence) -> None:
         """Note that a sequence has ended, in whatever way."""
@@ -172,6 +184,22 @@ class ServiceState:
         """Note that a strict request is ended, as its deadline has passed."""
         assert sequence.standing is not None, f"sequence {sequence.id} was not given a standing"
         self.ledger.expired(sequence, sequence.standing)
+
+    @property
+    def num_live_engines(self) -> int:
+        return self.admission.num_snapshots
+
+    def add_rows(self, rows: StepRows, *, is_typical: bool) -> None:
+        """Add one engine's part of a step of all engines. `is_typical`: it ran as it was begun."""
+        self._rows += rows
+        self._is_typical &= is_typical
+
+    def take_rows(self) -> StepRows | None:
+        """Return the rows of the step that has ended on all engines; None if its time says
+        nothing."""
+        rows, self._rows = self._rows, StepRows()
+        is_typical, self._is_typical = self._is_typical, True
+        return rows if is_typical and rows != StepRows() else None
 
     def turn(self, *, has_work: bool) -> None:
         """Note the end of a step, or of a step of all engines."""
@@ -212,5 +240,5 @@ class ServiceState:
             tenants=self.shares.top(self.tier_names),
             num_tenants=self.shares.num_remembered,
             jain_index=self.shares.jain_index,
-            forecast=self.calibration.stats(),
+            forecast=error_of(self._calibrations),
         )

@@ -47,15 +47,13 @@ class StepBudget:
 def shared_out(total: int, wanted: list[int], page_size: int) -> list[int]:
     """Share a budget of prompt tokens among attention ranks, evenly as far as they want it:
 
-    total 96, wanted 16 200 64 -> 16 40 40, in pages of 16: 16 32 32, and 16 more for the second
+    total 96, wanted 16 200 64, pages of 16 -> 16 32 32, and the 16 that are left for the second
     """
     given = [0] * len(wanted)
     left = total
     open_ranks = [rank for rank, count in enumerate(wanted) if count]
-    while open_ranks and left >= 1:
-        share = max(1, left // len(open_ranks))
-        if share >= page_size:
-            share -= share % page_size
+    while open_ranks and left:
+        share = max(page_size, left // len(open_ranks) // page_size * page_size)
         for rank in list(open_ranks):
             count = min(share, wanted[rank] - given[rank], left)
             given[rank] += count

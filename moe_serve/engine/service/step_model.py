@@ -28,6 +28,13 @@ class StepRows:
     num_prompt: int = 0  # prompt tokens
     num_context: int = 0  # tokens in the contexts of those that decode
 
+    def __add__(self, other: StepRows) -> StepRows:
+        return StepRows(
+            self.num_decoding + other.num_decoding,
+            self.num_prompt + other.num_prompt,
+            self.num_context + other.num_context,
+        )
+
 
 class StepModel(Protocol):
     """What the scheduler knows about time. A simulator may give its own cost model."""
