@@ -11,9 +11,9 @@ from functools import partial
 from moe_serve import __version__
 from moe_serve.bench.client.load_client import ClientHealth
 from moe_serve.bench.client.server_metrics import ServerSide
-from moe_serve.bench.figures.request_record import RequestRecord, RunTimeline
+from moe_serve.bench.figures.request_record import REFUSED, RequestRecord, RunTimeline
 from moe_serve.bench.figures.summary import Samples, Slo, quantiles_ms, summarize
-from moe_serve.bench.figures.tier_figures import REFUSED, ServiceFigures
+from moe_serve.bench.figures.tier_figures import ServiceFigures
 from moe_serve.bench.report.report import Report
 from moe_serve.bench.workload.prompt_maker import PromptMaker, Slot
 from moe_serve.bench.workload.tier_mix import TierMix

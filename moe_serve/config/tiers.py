@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moe_serve.errors import ConfigError, shortened
 
@@ -111,7 +112,9 @@ def plain_tiers(tiers: Sequence[TierConfig]) -> dict[str, dict[str, object]]:
     plain: dict[str, dict[str, object]] = {}
     for tier in tiers:
         values = {name: getattr(tier, _FIELD_OF.get(name, name)) for name in _FIELDS}
-        plain[tier.name] = {name: values[name] for name in _FIELDS if values[name] != _default(name)}
+        plain[tier.name] = {
+            name: values[name] for name in _FIELDS if values[name] != _default(name)
+        }
     return plain
 
 
@@ -138,8 +141,9 @@ def _read_tier(name: str, entry: Written, path: str) -> TierConfig:
     for field, value in fields.items():
         if field not in _FIELDS:
             raise _unknown_field(own, field, value.source)
-    values = {
-        _FIELD_OF.get(field, field): _checked(own, field, value) for field, value in fields.items()
+    values: dict[str, Any] = {
+        _FIELD_OF.get(str(field), str(field)): _checked(own, str(field), value)
+        for field, value in fields.items()
     }
     tier = TierConfig(name=name, **values)
     _check_targets(tier, own, entry.source)

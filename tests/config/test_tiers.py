@@ -75,7 +75,10 @@ def test_a_tier_is_found_by_its_name() -> None:
         ("{'': {}}", "the name '' is not valid"),
         (f"{{{'a' * 33}: {{}}}}", "is not valid"),
         (f"{{{', '.join(f't{i}: {{}}' for i in range(17))}}}", r"has 17 tiers .* at most 16"),
-        ("\n    a:\n      weigth: 1", r"unknown key scheduler\.tiers\.a\.weigth \(.*:4\): did.*weight"),
+        (
+            "\n    a:\n      weigth: 1",
+            r"unknown key scheduler\.tiers\.a\.weigth \(.*:4\): did.*weight",
+        ),
         ("{a: {x: 1}}", r"tiers\.a\.x .* known are weight, ttft_s, tpot_s"),
         ("\n    a:\n      ttft_s: -1", r"a\.ttft_s cannot be -1 \(.*:4\): .* \[0\.001, 604800\]"),
         ("{a: {ttft_s: 1e9}}", r"ttft_s cannot be 1000000000\.0"),
@@ -133,3 +136,13 @@ def test_a_wrong_variable_is_refused(tmp_path: Path, text: str, message: str) ->
 def test_wrong_rules_are_refused(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, f"scheduler:\n  {line}\n")
+
+
+def test_tiers_of_keys_must_exist(tmp_path: Path) -> None:
+    tiers = "scheduler:\n  tiers: {a: {}, b: {}}\nserver:\n  key_tiers:"
+    loaded = load(tmp_path, f"{tiers} [b, a]\n")
+    assert loaded.config.server.key_tiers == ("b", "a")
+    with pytest.raises(ConfigError, match=r"server\.key_tiers has 'c', .* \(a, b\): name one"):
+        load(tmp_path, f"{tiers} [c]\n")
+    with pytest.raises(ConfigError, match=r"not a tier of scheduler\.tiers \(empty\)"):
+        load(tmp_path, "server:\n  key_tiers: [c]\n")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+REFUSED = "deadline_unmeetable"  # the kind of a request whose target could not be met
+EXPIRED = "deadline_exceeded"  # the kind of a strict request that was ended at its deadline
 _MAX_BINS = 300
 _MIN_BIN_S = 0.1
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from moe_serve.bench.figures.request_record import RequestRecord
+from moe_serve.bench.figures.request_record import REFUSED, RequestRecord
 from moe_serve.bench.figures.summary import Slo, Spread
 from moe_serve.config.tiers import TierConfig
 
-REFUSED = "deadline_unmeetable"  # the kind of a request whose target could not be met
 _MOST_TENANTS = 20
 
 

@@ -39,7 +39,7 @@ def plan_of(options: BenchOptions) -> RunPlan:
     _check_key(key)
     return RunPlan(
         url=server.url,
-        workload=workload_of(options.load, sending.seed, content.prompts),
+        workload=workload_of(options.load, sending.seed, content.prompts, options.tiers.tiers),
         endpoint=Endpoint(
             name=server.endpoint.value,
             model=server.model or "",
