@@ -50,7 +50,10 @@ class Load:
             ids = [index % 3 + 7] * (prompt // 2) + list(range(100, 100 + prompt - prompt // 2))
             made.append(
                 SimulatedRequest(
-                    index=index, at_s=at_s, num_output=output, make_prompt=partial(list, ids),
+                    index=index,
+                    at_s=at_s,
+                    num_output=output,
+                    make_prompt=partial(list, ids),
                     service=service_of(TIERS[index % 2], str(index % 3), is_strict=False),
                     priority=index % 2,
                 )
@@ -79,7 +82,9 @@ def served(load: Load, *, jumps: bool) -> tuple[list[RequestTimes], list[list[St
     """Serve the load -> requests in the order of their ends, and the steps of each cell."""
     limits = CellLimits(
         scheduler=SchedulerConfig(
-            max_num_seqs=load.num_seqs, max_batched_tokens=48, order=load.order,
+            max_num_seqs=load.num_seqs,
+            max_batched_tokens=48,
+            order=load.order,
             tiers=() if load.order in ("auto", "priority") else TIERS,
         ),
         num_pages=-(-LONGEST // load.page_size) + load.num_pages,
