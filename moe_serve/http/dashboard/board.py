@@ -24,6 +24,7 @@ from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementC
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
+from moe_serve.http.dashboard.service_part import ServiceWindow
 from moe_serve.http.dashboard.snapshot import (
     INTERVAL_S,
     EventLog,
@@ -55,6 +56,7 @@ class Board:
         self._events, self._history = EventLog(), History()
         self._watch = EventWatch(self._events)
         self._sharer = RankSharer()
+        self._service = ServiceWindow(server.tiers.tiers)
         self._started = time.time()
         self._lock = asyncio.Lock()  # guards the fields below and the sampler
         self._sampled_at = self._built_at = float("-inf")
@@ -98,6 +100,7 @@ class Board:
             self._sampled_at = time.monotonic()
             self._watch.look(now)
             self._history.add(now)
+            self._service.add(now.at, now.stats.service)
         return now
 
     def _build(self) -> bytes:
@@ -126,6 +129,7 @@ class Board:
             "placement": placement_part(now.placement, shares),
             "predictor": predictor_part(stats, facts.predictor),
             "speculation": speculation_part(stats, facts.speculation),
+            "service": self._service.part(stats.service),
             "step": None if facts.last_step is None else facts.last_step(),
             "history": self._history.columns(),
         }
