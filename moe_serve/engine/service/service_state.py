@@ -73,6 +73,7 @@ class ServiceState:
             self.order, config.max_passed_over_s, config.max_wait_s, self._p90_ratio
         )
         self.num_turns = self._num_engines = 0
+        self.num_strict = 0  # open requests that end when their deadlines pass
         self._rows, self._is_typical = StepRows(), True  # of a step of several engines
         self.token_s = _UNMEASURED_TOKEN_S  # to read a prompt token, as steps are now
         self.step_s = 0.0  # of a step that reads nothing
@@ -115,6 +116,7 @@ class ServiceState:
             num_left=num_left,
         )
         if targets.is_strict:
+            self.num_strict += 1
             if targets.ttft_s is not None:
                 standing.first_due_s = queued_s + targets.ttft_s
             if targets.e2e_s is not None:
@@ -166,6 +168,7 @@ class ServiceState:
         """Note that a sequence has ended, in whatever way."""
         if sequence.standing is not None:
             self.shares.leave(sequence.standing.tenant)
+            self.num_strict -= sequence.request.service.targets.is_strict
 
     def finished(self, sequence: Sequence, now: float) -> None:
         """Note that the answer of a request is complete."""
