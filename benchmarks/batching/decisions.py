@@ -38,7 +38,7 @@ PAGE_SIZE, PROMPT, STEP_S = 16, 64, 0.02
 WEIGHTS = {"interactive": 4.0, "normal": 2.0, "flex": 1.0}
 TARGETS_S = {"interactive": 1.0, "normal": 5.0, "flex": 60.0}
 TIERS = tuple(TierConfig(name=n, weight=w, ttft_s=TARGETS_S[n]) for n, w in WEIGHTS.items())
-PARTS = ("arrival", "event step", "idle step", "step end")
+PARTS = ("arrival", "order", "event step", "idle step", "step end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,10 @@ class Queue:
         self._now, self._ids, self._rng = 0.0, itertools.count(), random.Random(0)
         cache = PrefixCache(num_running * 64, PAGE_SIZE)
         sharing = PrefixSharing(cache, b"model", lambda pages: [True] * len(pages))
-        service = StepService.of(config, self._clock, PAGE_SIZE)
-        self._scheduler = Scheduler(config, cache, sharing, FIFO, self._clock, service=service)
+        self._service = StepService.of(config, self._clock, PAGE_SIZE)
+        self._scheduler = Scheduler(
+            config, cache, sharing, FIFO, self._clock, service=self._service
+        )
         self._num_tokens = 0
         for _ in range(num_running + num_waiting):
             self._scheduler.add(self._arrival())
@@ -109,6 +111,10 @@ class Queue:
     def end_one(self) -> None:
         self._scheduler.remove([self._rng.choice(self._scheduler.running)])
 
+    def order(self) -> None:
+        if self._service is not None and self._service.queue.is_ordered:
+            self._timed("order", self._service.order)
+
     def step(self, part: str) -> None:
         schedule: dict[int, tuple[Sequence, int]] = {}
         self._timed(part, lambda: schedule.update(self._scheduler.schedule()))
@@ -130,10 +136,11 @@ def measured(
     for _ in range(num_rounds):
         queue.arrive()
         queue.end_one()
+        queue.order()
         queue.step("event step")
         queue.step("idle step")
     for part, times in queue.times.items():
-        p50_ms, p99_ms = np.percentile(times, (50, 99)).tolist()
+        p50_ms, p99_ms = np.percentile(times or [0.0], (50, 99)).tolist()
         yield Row(order or "none", part, p50_ms, p99_ms)
 
 

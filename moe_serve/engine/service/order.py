@@ -143,11 +143,10 @@ def behind_the_others(
     keys: Floats, is_ahead: NDArray[np.bool_], tier: NDArray[np.int64], bucket_s: float
 ) -> Floats:
     """Put the rows of tenants that are ahead behind the last other row of their tier."""
-    keys = keys.copy()
-    for index in np.unique(tier[is_ahead]):
-        is_in_tier = tier == index
-        others = keys[is_in_tier & ~is_ahead]
-        if len(others):
-            moved = is_in_tier & is_ahead
-            keys[moved] = np.maximum(keys[moved], others.max() + 2 * bucket_s)
+    keys, rows, others = keys.copy(), np.flatnonzero(is_ahead), ~is_ahead
+    tiers = tier[rows]
+    for index in np.unique(tiers):
+        last = keys.max(where=others & (tier == index), initial=-math.inf)
+        moved = rows[tiers == index]
+        keys[moved] = np.maximum(keys[moved], last + 2 * bucket_s)
     return keys

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.forecast import QueueSnapshot
 from moe_serve.engine.service.order import Floats
@@ -156,6 +156,8 @@ class ServiceQueue:
 
     def expired(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Return the strict sequences whose deadlines have passed."""
+        if not self.state.num_strict:
+            return []
         now_s = self.state.steady()
         rows = np.flatnonzero(self.table.due <= now_s)
         late = [self.table.sequences[row] for row in rows]
@@ -166,11 +168,9 @@ class ServiceQueue:
         first_due_s = standing.first_due_s if standing.first_token_at is None else math.inf
         return min(first_due_s, standing.last_due_s) <= now_s
 
-    def charge(self, schedule: Schedule) -> None:
-        """Charge the tenants for a step that is about to run."""
+    def charge(self, places: list[int], counts: list[int]) -> None:
+        """Charge tenants, by their places, for a step that computes `counts` tokens of requests."""
         row_s, token_s = self.state.work.decode_row, self.state.work.prompt_token
-        places = [standing_of(sequence).tenant for sequence, _ in schedule.values()]
-        counts = [count for _, count in schedule.values()]
         seconds = [row_s if count == 1 else token_s * count for count in counts]
         self.state.shares.charge_all(places, seconds)
 
