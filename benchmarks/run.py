@@ -51,6 +51,9 @@ BENCHMARKS = {
     "mtp": "speculation.mtp",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",
+    "deadlines": "deadlines.deadlines",
+    "length_answers": "lengths.answers",
+    "lengths": "lengths.lengths",
     "gpu_engine": "gpu_bench.gpu_engine",
     "gpu_all": "gpu_bench.gpu_all",
 }

@@ -133,6 +133,9 @@ class SchedulerConfig:
     min_prefill_tokens: int = 64  # least prefill of a step, however little slack there is
 
 
+DEFAULT_SCHEDULER = SchedulerConfig()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
     """The split of a step into micro-batches."""
@@ -287,6 +290,8 @@ class ServerConfig:
     key_requests_per_minute: int | None = None  # per API key
     key_tokens_per_minute: int | None = None  # per API key, prompts and answers
     key_min_priority: int = 0  # the most urgent that a request may be; lower is more urgent
+    key_tiers: tuple[str, ...] = ()  # tiers that a request may name, the default first; empty: all
+    key_may_tighten: bool = False  # requests may ask for tighter targets than their tier's
     allow_open: bool = False  # serve other machines without any API key
     allowed_hosts: tuple[str, ...] = ()  # besides loopback names, in the Host header
     cors_origins: tuple[str, ...] = ()  # web pages that may call the server; empty: none
