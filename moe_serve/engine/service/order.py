@@ -26,9 +26,9 @@ _LEAST_WORK_S = 1e-6
 _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond every key
 
 
-def is_aged(key: float) -> bool:
-    """Return whether a key is that of a request that has its place by age alone."""
-    return key < _AGED / 2
+def is_aged(keys: Floats) -> NDArray[np.bool_]:
+    """Return whether keys are those of requests that have their places by age alone."""
+    return np.asarray(keys < _AGED / 2)
 
 
 class Rule(Protocol):
@@ -36,7 +36,7 @@ class Rule(Protocol):
     its prompt (`work`) and the logarithm of its weight. All are arrays, or all are numbers."""
 
     def __call__(
-        self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats
+        self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats, /
     ) -> Floats: ...
 
 
@@ -108,7 +108,7 @@ class Order:
         if age_s >= self._max_wait_s:
             return -math.inf
         values = (age_s, slack_s, work_s, math.log(weight), float(priority))
-        key = float(self._rule(*[np.float64(value) for value in values]))  # type: ignore[arg-type]
+        key = float(self._rule(*[np.float64(value) for value in values]))
         return key + _DEMOTED if self._demotes and slack_s < 0.0 else key
 
     def keys_over_time(
@@ -130,11 +130,10 @@ class Order:
 
 def behind_the_others(keys: Floats, is_ahead: NDArray[np.bool_], tier: NDArray[np.int64]) -> Floats:
     """Put the rows of tenants that are ahead behind the last other row of their tier."""
-    keys = keys.copy()
-    for index in np.unique(tier[is_ahead]):
-        is_in_tier = tier == index
-        others = keys[is_in_tier & ~is_ahead]
-        if len(others):
-            moved = is_in_tier & is_ahead
-            keys[moved] = np.maximum(keys[moved], others.max() + 2 * BUCKET_S)
+    keys, rows, others = keys.copy(), np.flatnonzero(is_ahead), ~is_ahead
+    tiers = tier[rows]
+    for index in np.unique(tiers):
+        last = keys.max(where=others & (tier == index), initial=-math.inf)
+        moved = rows[tiers == index]
+        keys[moved] = np.maximum(keys[moved], last + 2 * BUCKET_S)
     return keys
