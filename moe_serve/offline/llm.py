@@ -115,6 +115,10 @@ class LLM:
             low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
             max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs,
         )  # fmt: skip
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
+            batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"),
+        )  # fmt: skip
         cluster_config = ClusterConfig(
             attention_ranks=attention_ranks, expert_ranks=expert_ranks,
             attention_tp=attention_tp, placement=placement,
@@ -124,12 +128,7 @@ class LLM:
             cache=CacheConfig(
                 num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
             ),
-            scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_batched_tokens=max_batched_tokens,
-                batch_policy=batch_policy,
-                tiers=check_tiers(tiers or {}, "tiers", "LLM"),
-            ),
+            scheduler=scheduler_config,
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor),
             speculation=SpeculationConfig(method=speculation),
