@@ -124,16 +124,14 @@ class LLM:
             attention_tp=attention_tp, placement=placement,
         )  # fmt: skip
         config = EngineConfig(
-            model=model_config,
+            model=model_config, scheduler=scheduler_config, cluster=cluster_config,
             cache=CacheConfig(
                 num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
             ),
-            scheduler=scheduler_config,
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor),
             speculation=SpeculationConfig(method=speculation),
-            cluster=cluster_config,
-        )
+        )  # fmt: skip
         checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
