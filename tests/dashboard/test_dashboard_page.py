@@ -55,7 +55,7 @@ def test_every_panel_shows_its_figures(browser: webdriver.Chrome, fake: FakeServ
         "#ttft": "141 ms",
         "#tpot": "198 in 60 s",
         "#throughput": "generated",
-        "#kv": "900 of 8,000",
+        "#kv": "900 MiB",
         "#experts": "layer 2, expert 5 with",
         "#ranks": "57% · 1.14×",
         "#step": "2 micro-batches (planned)",

@@ -132,6 +132,7 @@ class FakeEngine:
                 num_evicted_pages=2,
                 num_queried_tokens=70,
                 num_hit_tokens=30,
+                num_missed_tokens=40,
                 step_tokens=self.step_tokens,
                 drafts=self.drafts,
             ),

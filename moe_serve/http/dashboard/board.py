@@ -17,6 +17,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from moe_serve import __version__
+from moe_serve.cache.tiers.store import TierStats
 from moe_serve.config.sections import SpeculationConfig
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
@@ -211,8 +212,10 @@ def latency_part(recent: RecentRequests) -> Part:
 
 def kv_part(stats: EngineStats, page_size: int) -> Part:
     """The KV cache. `used`: pages of sequences; `cached`: pages in the prefix cache, in use or
-    not."""
-    queried = stats.counts.num_queried_tokens
+    not. `store`: copies of pages on a disk or in shared memory. `prompt_tokens`: by where their
+    keys and values came from."""
+    counts, tier = stats.counts, stats.tier
+    queried, loaded = counts.num_queried_tokens, 0 if tier is None else tier.hit_tokens
     memory = {
         "name": "memory",
         "pages": stats.load.num_pages,
@@ -222,7 +225,23 @@ def kv_part(stats: EngineStats, page_size: int) -> Part:
     return {
         "page_tokens": page_size,
         "tiers": [memory],
-        "prefix_hit_rate": stats.counts.num_hit_tokens / queried if queried else None,
+        "store": None if tier is None else _store_part(tier),
+        "prompt_tokens": {
+            "prefix_cache": max(0, counts.num_hit_tokens - loaded),
+            "store": loaded,
+            "computed": counts.num_missed_tokens,
+        },
+        "prefix_hit_rate": counts.num_hit_tokens / queried if queried else None,
+    }
+
+
+def _store_part(tier: TierStats) -> Part:
+    return {
+        "name": tier.name,
+        "pages": tier.num_pages,
+        "bytes": tier.num_bytes,
+        "capacity_bytes": tier.capacity_bytes,
+        "state": tier.state,
     }
 
 

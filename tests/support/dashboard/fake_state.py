@@ -44,8 +44,15 @@ def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, A
             "page_tokens": 16,
             "tiers": [
                 {"name": "memory", "pages": 1000, "used": 420, "cached": 130},
-                {"name": "disk", "pages": 8000, "used": 900, "cached": 0},
             ],
+            "store": {
+                "name": "disk",
+                "pages": 900,
+                "bytes": 900 * 2**20,
+                "capacity_bytes": 8 * 2**30,
+                "state": "",
+            },
+            "prompt_tokens": {"prefix_cache": 200_000, "store": 60_000, "computed": 390_000},
             "prefix_hit_rate": 0.4,
         },
         "experts": _experts(),
@@ -84,7 +91,13 @@ def idle_state(now: float, started: float) -> dict[str, Any]:
     state["server"]["layout"] = "one process"
     state["requests"] = dict.fromkeys(state["requests"], 0) | {"max_running": 64}
     state["latency"] = {"window_s": 60, "ttft_ms": None, "tpot_ms": None}
-    state["kv"] = {"page_tokens": 16, "tiers": [], "prefix_hit_rate": None}
+    state["kv"] = {
+        "page_tokens": 16,
+        "tiers": [],
+        "store": None,
+        "prompt_tokens": {"prefix_cache": 0, "store": 0, "computed": 0},
+        "prefix_hit_rate": None,
+    }
     state["experts"]["num_tokens"] = 0
     state["experts"]["load"] = [[0] * NUM_EXPERTS for _ in range(NUM_LAYERS)]
     state["experts"]["activated_mean"] = None
