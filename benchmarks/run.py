@@ -37,6 +37,7 @@ BENCHMARKS = {
     "ahead": "pingpong.ahead",
     "placement": "placement.placement",
     "batching": "batching.batching",
+    "decisions": "batching.decisions",
     "request_prediction": "batching.request_prediction",
     "expert_memory": "expert_memory.expert_memory",
     "replica_choice": "expert_memory.replica_choice",

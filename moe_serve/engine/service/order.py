@@ -26,9 +26,9 @@ _LEAST_WORK_S = 1e-6
 _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond every key
 
 
-def is_aged(key: float) -> bool:
-    """Return whether a key is that of a request that has its place by age alone."""
-    return key < _AGED / 2
+def is_aged(keys: Floats) -> NDArray[np.bool_]:
+    """Return whether keys are those of requests that have their places by age alone."""
+    return np.asarray(keys < _AGED / 2)
 
 
 class Rule(Protocol):
@@ -130,11 +130,10 @@ class Order:
 
 def behind_the_others(keys: Floats, is_ahead: NDArray[np.bool_], tier: NDArray[np.int64]) -> Floats:
     """Put the rows of tenants that are ahead behind the last other row of their tier."""
-    keys = keys.copy()
-    for index in np.unique(tier[is_ahead]):
-        is_in_tier = tier == index
-        others = keys[is_in_tier & ~is_ahead]
-        if len(others):
-            moved = is_in_tier & is_ahead
-            keys[moved] = np.maximum(keys[moved], others.max() + 2 * BUCKET_S)
+    keys, rows, others = keys.copy(), np.flatnonzero(is_ahead), ~is_ahead
+    tiers = tier[rows]
+    for index in np.unique(tiers):
+        last = keys.max(where=others & (tier == index), initial=-math.inf)
+        moved = rows[tiers == index]
+        keys[moved] = np.maximum(keys[moved], last + 2 * BUCKET_S)
     return keys
