@@ -47,6 +47,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "scheduler.max_passed_over": (0, 2**20),
     "scheduler.max_passed_over_s": (0.0, 3600.0),
     "scheduler.max_held_s": (0.0, 3600.0),
+    "scheduler.parked_bytes": (1, 2**40),
     "pipeline.micro_batches": (1, 4),
     "predictor.min_recall": (0.0, 1.0),
     "predictor.refresh_tokens": (1, 2**20),

@@ -27,6 +27,7 @@ BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
 OrderName = Literal["auto", "fifo", "priority", "edf", "atc"]
 PreemptName = Literal["memory", "deadline"]
 LateName = Literal["keep", "demote"]
+LayeredPrefillName = Literal["auto", "on", "off"]
 StepBudgetName = Literal["auto", "fixed", "slack"]
 PredictorMode = Literal["off", "observe", "act"]
 SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp", "self"]
@@ -131,6 +132,10 @@ class SchedulerConfig:
     preempt: PreemptName = "memory"  # deadline: also for an urgent request when seats are full
     step_budget: StepBudgetName = "auto"  # prefill of a step; auto: slack if a tier sets tpot_s
     min_prefill_tokens: int = 64  # least prefill of a step, however little slack there is
+    layered_prefill: LayeredPrefillName = "auto"  # long prompts pass groups of layers, not chunks
+    parked_bytes: int = (
+        64 * 1024 * 1024
+    )  # states of a prompt between two groups, per attention rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

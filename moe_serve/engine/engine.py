@@ -15,14 +15,7 @@ from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.execute.step_executor import ExecutorLostError, StepExecutor
-from moe_serve.engine.execute.step_outcome import (
-    NAN,
-    NO_TOKEN,
-    TOO_COSTLY,
-    RowFailure,
-    StepOutcome,
-    delta_of,
-)
+from moe_serve.engine.execute.step_outcome import NAN, TOO_COSTLY, RowFailure, StepOutcome, delta_of
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, sequences_of
 from moe_serve.engine.request.stats import EngineCounts, EngineStats
@@ -30,6 +23,7 @@ from moe_serve.engine.routes.route_records import Made, RouteListeners, experts_
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.engine.schedule.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.schedule.kv_tier import MakeTier
+from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.arrival_order import FIFO
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
@@ -67,12 +61,14 @@ class Engine:
         make_tier: MakeTier | None = None,
         window: int | None = None,
         clock: Clock = REAL_CLOCK,
+        layered: LayeredPrefill | None = None,
     ) -> None:
         assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
         cache = PrefixCache(num_pages, page_size, sampled_pages)
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier, window)
-        self._policy, self._scheduler = policy, Scheduler(scheduler, cache, sharing, policy, clock)
+        self._policy = policy
+        self._scheduler = Scheduler(scheduler, cache, sharing, policy, clock, layered=layered)
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
         self._executor, self._routes = executor, RouteListeners() if routes is None else routes
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
@@ -166,7 +162,8 @@ class Engine:
     def make_plan(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
         """Plan the step that has begun. `number` is the step's if several engines step together."""
         most, drafts = micro_batches or self._micro_batches, self.drafts.running
-        plan = make_step_plan(self._schedule, most, self._policy, drafts)
+        layered = self._scheduler.layered
+        plan = make_step_plan(self._schedule, most, self._policy, drafts, layered)
         return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
@@ -236,13 +233,14 @@ class Engine:
             self._publish(schedule, outcome)
             return
         _log.error("step %d failed: %d sequences", self._num_steps, len(schedule), exc_info=outcome)
+        is_parted = self._scheduler.layered.give_up(schedule)
         schedule = self.drafts.put_off(schedule)
-        if len(schedule) == 1:
+        if len(schedule) == 1 and not is_parted:
             why = RowFailure(f"its step failed: {outcome}")
             self._pending += [self._fail(sequence, why) for sequence, _ in schedule.values()]
             return
         for part in [{key: item} for key, item in schedule.items()]:
-            plan = make_step_plan(part, 1, self._policy)
+            plan = make_step_plan(part, 1, self._policy, layered=self._scheduler.layered)
             plan = self._routes.with_requests(plan, self._num_steps, part)
             self._finish(part, self._try(plan, part))
 
@@ -275,6 +273,10 @@ class Engine:
         ended, made = [], made_tokens(schedule, outcome.choices, outcome.sampled)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
+            if self._scheduler.layered.parks(sequence, count):
+                if key in outcome.failures:
+                    self._pending.append(self._fail(sequence, outcome.failures[key]))
+                continue
             self._num_prompt_tokens += sequence.num_unread(count)
             sequence.prompt_logprobs += outcome.prompt_logprobs.get(key, ())
             sequence.num_computed_tokens += count
@@ -286,16 +288,14 @@ class Engine:
 
     def _advance(self, sequence: Sequence, outcome: StepOutcome, made: Made) -> bool:
         """Append a sequence's run and return whether it has ended. A failed one ends in here."""
-        run, failure = outcome.sampled.get(sequence.id, ()), outcome.failures.get(sequence.id)
-        if run and not run[-1].is_valid:
-            self._num_corrupted += 1
-            run, failure = run[:-1], NAN
+        run, failure = outcome.run_of(sequence.id)
+        self._num_corrupted += failure is NAN
         if run:
             self._pending.append(self._append(sequence, run, made))
             if self._pending[-1].finish_reason is not None:
                 return True
-        if failure is not None or not (run or sequence.id in outcome.spoiled):
-            self._pending.append(self._fail(sequence, failure or NO_TOKEN))
+        if failure is not None:
+            self._pending.append(self._fail(sequence, failure))
         return False
 
     def _append(self, sequence: Sequence, run: tuple[Sampled, ...], made: Made) -> TokenDelta:

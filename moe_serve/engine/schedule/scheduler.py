@@ -24,6 +24,7 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.stats import EngineCounts, EngineLoad
 from moe_serve.engine.request.step_tokens import StepTokenCounter
 from moe_serve.engine.sampling.mask_share import MaskShare
+from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
 from moe_serve.engine.schedule.urgency import Urgency
@@ -41,14 +42,16 @@ class Scheduler:
         policy: BatchPolicy,
         clock: Clock,
         urgency: Urgency | None = None,
+        layered: LayeredPrefill | None = None,
     ) -> None:
-        """`urgency` replaces the configured rule."""
+        """`urgency` replaces the configured rule. `layered` None: prompts are cut into chunks."""
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self._urgency = urgency = urgency or Urgency(config.max_passed_over_s)
         self._clock, self.tier = clock, sharing.tier
         self.waiting = WaitingQueue(urgency, clock)
         self.running: list[Sequence] = []  # in the order in which they started
         self.skipped = Skipped()
+        self.layered = LayeredPrefill(None, "off", 0, 0) if layered is None else layered
         self.mask_share = MaskShare(config.max_held_s, clock)
         self.num_preemptions = 0
         self.num_missed_tokens = 0  # prompt tokens of started sequences, not found in the cache
@@ -143,6 +146,7 @@ class Scheduler:
             self.sharing.give(self.running)
         self.tier.update()
         self.policy.prepare(self.waiting.line, self.running)
+        self.layered.begin()
         chosen: Schedule = {}
         budget = self._config.max_batched_tokens
         num_preempted = self.num_preemptions
@@ -150,16 +154,16 @@ class Scheduler:
         is_alone = not (reading or self.waiting and self._has_seat)
         decoding = self.mask_share.affordable(decoding, is_alone=is_alone)
         for sequence in (*decoding, *reading):
-            count = min(sequence.num_pending_tokens, budget)
-            if count and self._make_room(sequence, count, chosen):
-                chosen[sequence.id] = (sequence, count)
-                budget -= count
+            share = self.layered.share(sequence, budget, chosen)
+            if share.count and self._make_room(sequence, share.count, chosen):
+                chosen[sequence.id] = (sequence, share.count)
+                budget -= self.layered.take(sequence, share)
             if self.num_preemptions > num_preempted:  # the victims' budget is free again
-                budget = self._config.max_batched_tokens - sum(n for _, n in chosen.values())
+                budget = self.layered.left(self._config.max_batched_tokens, chosen)
         if self.num_preemptions == num_preempted:
             self._admit(budget, chosen)
-        self._num_left = self._config.max_batched_tokens - sum(n for _, n in chosen.values())
-        self.tier.step_begins(chosen)
+        self._num_left = self.layered.left(self._config.max_batched_tokens, chosen)
+        self.tier.step_begins(self.layered.costs(chosen))
         return chosen
 
     def step_ended(self, num_tokens: int) -> None:
@@ -202,6 +206,8 @@ class Scheduler:
         is_open = self.waiting and self._has_seat
         if len(schedule) != len(self.running) or is_open or self.tier.is_due:
             return None
+        if self.layered.is_busy:
+            return None
         if any(count != s.num_pending_tokens for s, count in schedule.values()):
             return None  # still reading
         sequences = [s for s, _ in schedule.values()]
@@ -224,7 +230,8 @@ class Scheduler:
         for group in self.waiting.groups():
             num_waiting = len(group)
             started = self._start(group, budget, chosen)
-            budget -= sum(chosen[sequence.id][1] for sequence in started)
+            costs = self.layered.costs(chosen)
+            budget -= sum(costs[sequence.id][1] for sequence in started)
             if len(started) < num_waiting or not (budget and self._has_seat):
                 return
 
@@ -258,10 +265,10 @@ class Scheduler:
                     sequence.started_at = self._clock()
                     self.num_missed_tokens += sequence.num_pending_tokens
                 self.policy.started(sequence)
-                count = min(sequence.num_pending_tokens, budget)
-                self._grow(sequence, count)
-                chosen[sequence.id] = (sequence, count)
-                budget -= count
+                share = self.layered.share(sequence, budget, chosen)
+                self._grow(sequence, share.count)
+                chosen[sequence.id] = (sequence, share.count)
+                budget -= self.layered.take(sequence, share)
                 if not (budget and self._has_seat):
                     break
         finally:
@@ -315,6 +322,7 @@ class Scheduler:
         victim.num_preemptions += 1
         self.waiting.put_back(victim)
         chosen.pop(victim.id, None)
+        self.layered.drop(victim)
         self.num_preemptions += 1
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
