@@ -106,7 +106,7 @@ def build_engine(
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
         make_tier=tier_maker(config, model, part.cache, report),
         window=None if part.mtp else spec.window,  # its own layers may have none
-        layered=LayeredPrefill.of(config, spec, loader.device.type, loader.dtype.itemsize),
+        layered=LayeredPrefill.of(config, spec, report.device, report.dtype),
     )
     layout = EngineFacts.of(
         model,

@@ -62,12 +62,12 @@ class LayeredPrefill:
         self._spent: dict[int, int] = {}
 
     @classmethod
-    def of(
-        cls, config: EngineConfig, spec: ModelSpec, device: str, item_bytes: int
-    ) -> LayeredPrefill:
-        """Build it for one attention rank; `item_bytes`: of a value of the residual stream."""
+    def of(cls, config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> LayeredPrefill:
+        """Build it for one attention rank, from the names of its device and data type."""
         scheduler = config.scheduler
-        costs = LayerCosts.of(spec, device, max(1, config.cluster.attention_ranks))
+        costs = LayerCosts.of(
+            spec, device.partition(":")[0], max(1, config.cluster.attention_ranks)
+        )
         refusal = None
         if costs is None:
             refusal = "the model has no layer with routed experts"
@@ -75,7 +75,7 @@ class LayeredPrefill:
             refusal = "drafts of the model's MTP layer need the states of all rows of a step"
         if refusal is not None and scheduler.layered_prefill != "off":
             _log.info("scheduler.layered_prefill is off: %s.", refusal)
-        state_bytes = spec.width * item_bytes
+        state_bytes = spec.width * (4 if dtype == "float32" else 2)
         return cls(
             None if refusal is not None else costs,
             scheduler.layered_prefill,
