@@ -43,10 +43,10 @@ from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.groups.parked_states import ParkedStates
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.shard_group import LeaderTransport, ShardLostError
 from moe_serve.pipeline.links.transfer import PeerLostError
-from moe_serve.pipeline.parked_states import ParkedStates
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import Operation, StageLog

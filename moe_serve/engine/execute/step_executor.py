@@ -26,7 +26,7 @@ from moe_serve.engine.sampling.sampling_backend import SamplingBackend
 from moe_serve.engine.sampling.sampling_point import SamplingPoint
 from moe_serve.errors import MoeServeError
 from moe_serve.model.step_plan import SequenceSlice, StepPlan
-from moe_serve.pipeline.parked_states import ParkedStates
+from moe_serve.pipeline.groups.parked_states import ParkedStates
 from moe_serve.pipeline.route_tap import RouteTap
 
 _log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 A layer with x rows costs, in units of a row of one expert:
 
-    A(x) max(r, x k / A(x)) + x d        A(x) = E (1 - (1 - k/E)^x) activated experts
+    A(x) r + x (k + d)        A(x) = E (1 - (1 - k/E)^x) activated experts
 
 E experts, k choices of a row, r rows whose products take as long as reading an expert, d the size
 of the layer's dense weights relative to an expert's.
@@ -14,7 +14,11 @@ from dataclasses import dataclass
 
 from moe_serve.model.spec import ModelSpec
 
-_READ_ROWS = {"cpu": 12.0, "cuda": 250.0}  # r in bf16, measured on a CPU, from data sheets on a GPU
+# r in bf16: measured on a CPU (docs/measured/layered-prefill.md), from data sheets on a GPU
+_READ_ROWS = {"cpu": 6.5, "cuda": 250.0}
+_CACHED_ROWS = 1.0  # r on a CPU if its caches can hold all experts
+_CACHE_BYTES = 64 * 1024 * 1024
+_TOLERANCE = 1.03  # a group of layers may cost so much more than the chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +40,16 @@ class LayerCosts:
         """Return the costs of a model; None if it has no layer with routed experts."""
         if not spec.num_sparse_layers:
             return None
-        shape = spec.attention
+        shape, read_rows = spec.attention, _READ_ROWS.get(device, _READ_ROWS["cuda"])
+        num_weights = 3 * spec.width * spec.expert_width * spec.router.num_experts
+        if device == "cpu" and 2 * num_weights * spec.num_sparse_layers < _CACHE_BYTES:
+            read_rows = _CACHED_ROWS
         dense = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / 3
         return cls(
             num_layers=spec.num_layers,
             num_experts=spec.router.num_experts,
             top_k=spec.router.top_k,
-            read_rows=_READ_ROWS.get(device, _READ_ROWS["cuda"]),
+            read_rows=read_rows,
             dense_rows=dense / spec.expert_width,
             num_attention_ranks=num_attention_ranks,
         )
@@ -51,7 +58,7 @@ class LayerCosts:
         """Return the cost of one layer with these rows."""
         missed = (1 - self.top_k / self.num_experts) ** num_rows
         activated = self.num_experts * (1 - missed)
-        return max(activated * self.read_rows, num_rows * self.top_k) + num_rows * self.dense_rows
+        return activated * self.read_rows + num_rows * (self.top_k + self.dense_rows)
 
     def more(self, num_rows: int, num_more: int) -> float:
         """Return the additional cost of a layer with `num_more` rows beside `num_rows` of each
@@ -63,7 +70,7 @@ class LayerCosts:
         """Return the number of layers with `count` tokens that cost as much as all layers with
         `budget` tokens."""
         whole = self.num_layers * self.more(num_rows, budget)
-        return int(whole / self.more(num_rows, count) + 1e-9)
+        return int(_TOLERANCE * whole / self.more(num_rows, count))
 
     def most_tokens(self, group: int, most: int, budget: int, num_rows: int) -> int:
         """Return the largest number of tokens, at most `most`, of which `group` layers are

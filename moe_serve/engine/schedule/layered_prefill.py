@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_TOKENS = 8192  # of a prompt that pass a layer together: their frames have to fit into memory
 _STATES = 2  # of a parked token: before the last step's layers, and behind them
-_LEAST_GAIN = 0.03  # predicted, for `auto`
+_LEAST_GAIN = 0.05  # predicted, for `auto`
 _GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # layers of a step that are considered
 
 
@@ -203,10 +203,10 @@ class LayeredPrefill:
             most = min(self._most, costs.most_tokens(group, pending, budget, num_rows))
             if most <= budget:
                 break  # larger groups take fewer tokens together
-            count = -(-pending // -(-pending // most))
-            offer = _Offer(count, costs.layered(pending, count, budget, num_rows))
-            if best is None or offer.cost < best.cost:
-                best = offer
+            for count in (most, -(-pending // -(-pending // most))):  # the last one small, or equal
+                offer = _Offer(count, costs.layered(pending, count, budget, num_rows))
+                if best is None or offer.cost < best.cost:
+                    best = offer
         if best is None:
             return 0
         chunked = costs.chunked(pending, budget, num_rows)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
-from moe_serve.pipeline.parked_states import ParkedStates
+from moe_serve.pipeline.groups.parked_states import ParkedStates
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
-from moe_serve.pipeline.segments import SegmentRows
+from moe_serve.pipeline.groups.segments import SegmentRows
 
 MakeInputs = Callable[[MicroBatch], StepInputs]
 

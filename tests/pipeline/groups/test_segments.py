@@ -14,10 +14,10 @@ from moe_kernels.kernel_choice import native_refusal
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.step_plan import LayerRange, MicroBatch, RouteAsk, SequenceSlice, StepPlan
-from moe_serve.pipeline.parked_states import ParkedStateError
+from moe_serve.pipeline.groups.parked_states import ParkedStateError
+from moe_serve.pipeline.groups.segments import segments
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap, StepChoices
-from moe_serve.pipeline.segments import segments
 from moe_serve.pipeline.stacked_layers import StackedLayers
 from moe_serve.pipeline.transport import LocalTransport
 from tests.support.families.all_cases import CASES
