@@ -3,10 +3,10 @@
     python benchmarks/run.py layered_prefill moe_serve/demo_model build/random-128x8
 
 One engine reads a prompt while B requests decode. `scheduler.layered_prefill` takes turns: off, on,
-auto, at the same step budget. Reads are counted exactly, as the different experts of each product in
-the steps from the prompt's arrival to its first token. Seconds are those of the process on its one
-thread, so that a busy machine does not count; ratios are medians of the ratios of neighbouring runs.
-Tokens are compared.
+auto, at the same step budget. Reads are counted exactly, as the different experts of each product
+in the steps from the prompt's arrival to its first token. Seconds are those of the process on its
+one thread, so that a busy machine does not count; ratios are medians of the ratios of neighbouring
+runs. Tokens are compared.
 """
 
 from __future__ import annotations

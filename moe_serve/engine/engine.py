@@ -289,7 +289,6 @@ class Engine:
     def _advance(self, sequence: Sequence, outcome: StepOutcome, made: Made) -> bool:
         """Append a sequence's run and return whether it has ended. A failed one ends in here."""
         run, failure = outcome.run_of(sequence.id)
-        self._num_corrupted += failure is NAN
         if run:
             self._pending.append(self._append(sequence, run, made))
             if self._pending[-1].finish_reason is not None:
@@ -336,6 +335,7 @@ class Engine:
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> TokenDelta:
         """End one request with an error. Its pages are zeroed before they are used again."""
+        self._num_corrupted += failure == NAN
         del self._sequences[sequence.request.request_id]
         if sequence.id in self._schedule:
             self._leaving[sequence.id] = True
