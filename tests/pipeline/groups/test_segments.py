@@ -13,12 +13,15 @@ from torch import Tensor
 from moe_kernels.kernel_choice import native_refusal
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.stage.step_inputs import is_decode
 from moe_serve.model.step_plan import LayerRange, MicroBatch, RouteAsk, SequenceSlice, StepPlan
 from moe_serve.pipeline.groups.parked_states import ParkedStateError
 from moe_serve.pipeline.groups.segments import segments
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap, StepChoices
 from moe_serve.pipeline.stacked_layers import StackedLayers
+from moe_serve.pipeline.timeline.stage_log import StageLog
+from moe_serve.pipeline.timeline.timeline_recorder import Stage, decode_records
 from moe_serve.pipeline.transport import LocalTransport
 from tests.support.families.all_cases import CASES
 from tests.support.families.case import VOCAB_SIZE
@@ -26,6 +29,7 @@ from tests.support.families.parity import write_checkpoint
 
 CPU = torch.device("cpu")
 NATIVE = native_refusal(CPU, torch.float32) is None
+needs_native = pytest.mark.skipif(not NATIVE, reason="the native kernels are not available")
 # dense first layers, sliding windows and sinks, latents, shared experts with a gate, multipliers
 NAMES = ("qwen3_moe-dense-layers", "gpt_oss", "deepseek_v3-groups", "qwen2_moe", "granitemoe")
 TOKENS = np.random.default_rng(3).integers(1, VOCAB_SIZE, (3, 60))
@@ -116,6 +120,7 @@ def rows_by_sequence(choices: list[StepChoices | None], sequence: int) -> list[n
     return [np.concatenate(ids), np.concatenate(weights)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_split", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["by layer", "stacked"])
 @pytest.mark.parametrize("name", NAMES)
@@ -125,25 +130,18 @@ def test_groups_of_layers_have_the_bits_of_chunks(
     kernels = "native" if NATIVE else "torch"
     loader = ModelLoader(folders[name], kernels=kernels, num_threads=1)
     num_layers = loader.spec.num_layers
-    runs = [Run.of(loader, is_stacked=is_stacked) for _ in range(2)]
-    logits, choices = chunked(runs[0])
-    for run, borders in zip(runs[1:], [(0, 1, num_layers)], strict=True):
-        mine, my_choices = layered(run, num_layers, borders, is_split=is_split)
-        assert [len(each) for each in mine] == [1, 1, 1, 2]
-        assert torch.equal(torch.cat(mine)[:3], torch.cat(logits)[:3]), "decoding"
-        assert torch.equal(torch.cat(mine)[3:], torch.cat(logits)[3:]), "the prompt's first token"
-        for layer, (one, other) in enumerate(
-            zip(run.cache.layers, runs[0].cache.layers, strict=True)
-        ):
-            assert torch.equal(one.keys, other.keys), f"keys of layer {layer}"
-            assert torch.equal(one.values, other.values), f"values of layer {layer}"
-        for sequence in (0, PROMPT):
-            for found, wanted in zip(
-                rows_by_sequence(my_choices, sequence),
-                rows_by_sequence(choices, sequence),
-                strict=True,
-            ):
-                assert np.array_equal(found, wanted), f"choices of sequence {sequence}"
+    plain, run = (Run.of(loader, is_stacked=is_stacked) for _ in range(2))
+    logits, choices = chunked(plain)
+    mine, my_choices = layered(run, num_layers, (0, 1, num_layers), is_split=is_split)
+    assert [len(each) for each in mine] == [1, 1, 1, 2]
+    assert torch.equal(torch.cat(mine), torch.cat(logits))
+    for layer, (one, other) in enumerate(zip(run.cache.layers, plain.cache.layers, strict=True)):
+        assert torch.equal(one.keys, other.keys), f"keys of layer {layer}"
+        assert torch.equal(one.values, other.values), f"values of layer {layer}"
+    for sequence in (0, PROMPT):
+        found = rows_by_sequence(my_choices, sequence)
+        for each, wanted in zip(found, rows_by_sequence(choices, sequence), strict=True):
+            assert np.array_equal(each, wanted), f"choices of sequence {sequence}"
 
 
 def test_segments_cover_all_layers() -> None:
@@ -207,3 +205,27 @@ def test_choices_of_some_groups_only_are_not_returned(run: Run) -> None:
     run.step(replace(plan([group(0, 1, total)]), routes=None))
     _, choices = run.step(plan([group(1, total, total), piece(0, 0, 4, 1)], parked=(PROMPT,)))
     assert choices is not None and choices.sequence_ids == (0,)
+
+
+@pytest.mark.parametrize("is_stacked", [False, pytest.param(True, marks=needs_native)])
+def test_the_timeline_shows_the_rows_of_each_layer(
+    folders: dict[str, Path], is_stacked: bool
+) -> None:
+    kernels = "native" if NATIVE else "torch"
+    loader = ModelLoader(folders["gpt_oss"], kernels=kernels, num_threads=1)
+    run, total = Run.of(loader, is_stacked=is_stacked), loader.spec.num_layers
+    log = run.pipeline._log = StageLog(is_recording=True)
+    run.step(plan([piece(0, 0, 5, 1)]))
+    log.begin(0)
+    run.step(plan([piece(0, 5, 6, 1), group(0, 1, total)]))
+    records = decode_records(log.take()).records
+    for stage in (Stage.ATTENTION, Stage.DISPATCH, Stage.COMBINE):
+        rows = {r["layer"]: r["rows"] for r in records if r["stage"] == stage}
+        assert rows == {layer: 46 if layer == 0 else 1 for layer in range(total)}, stage
+    assert [r["rows"] for r in records if r["stage"] == Stage.LOGITS] == [1]
+
+
+def test_a_group_of_one_token_is_not_recorded_as_a_graph() -> None:
+    one = piece(0, 0, 1, 0, LayerRange(0, 1, 4))
+    assert is_decode(MicroBatch((piece(0, 0, 1, 1),)))
+    assert not is_decode(MicroBatch((one,)))
