@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from moe_serve.model.spec import ModelSpec
 
 # r in bf16: measured on a CPU (docs/measured/layered-prefill.md), from data sheets on a GPU
-_READ_ROWS = {"cpu": 6.5, "cuda": 250.0}
+_READ_ROWS = {"cpu": 5.0, "cuda": 250.0}
 _CACHED_ROWS = 1.0  # r on a CPU if its caches can hold all experts
 _CACHE_BYTES = 64 * 1024 * 1024
-_TOLERANCE = 1.03  # a group of layers may cost so much more than the chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class LayerCosts:
         """Return the number of layers with `count` tokens that cost as much as all layers with
         `budget` tokens."""
         whole = self.num_layers * self.more(num_rows, budget)
-        return int(_TOLERANCE * whole / self.more(num_rows, count))
+        return int((1 + 1e-9) * whole / self.more(num_rows, count))
 
     def most_tokens(self, group: int, most: int, budget: int, num_rows: int) -> int:
         """Return the largest number of tokens, at most `most`, of which `group` layers are
