@@ -94,6 +94,12 @@ class LayerCosts:
             total += self.num_layers * (num_steps * beside + self.more(num_rows, tokens))
         return total
 
+    def least(self, pending: int, budget: int, num_rows: int) -> float:
+        """Return a bound below `layered`, whatever tokens pass the layers together."""
+        num_steps = self.more(num_rows, pending) / self.more(num_rows, budget)
+        beside = self.cost(num_rows * self.num_attention_ranks)
+        return self.num_layers * (num_steps * beside + self.more(num_rows, pending))
+
     def chunked(self, pending: int, budget: int, num_rows: int) -> float:
         """Predict the cost of reading `pending` tokens in chunks, with the rows beside them."""
         num_whole, rest = divmod(pending, budget)

@@ -196,6 +196,10 @@ class LayeredPrefill:
     ) -> int:
         """Return how many tokens of a prompt pass the layers together; 0: it is cut into chunks."""
         pending = sequence.num_pending_tokens
+        chunked = costs.chunked(pending, budget, num_rows)
+        most_cost = float("inf") if self._is_always else (1 - _LEAST_GAIN) * chunked
+        if costs.least(pending, budget, num_rows) > most_cost:
+            return 0
         best: _Offer | None = None
         for group in _GROUPS:
             if group >= costs.num_layers:
@@ -207,8 +211,4 @@ class LayeredPrefill:
                 offer = _Offer(count, costs.layered(pending, count, budget, num_rows))
                 if best is None or offer.cost < best.cost:
                     best = offer
-        if best is None:
-            return 0
-        chunked = costs.chunked(pending, budget, num_rows)
-        is_good = self._is_always or best.cost <= (1 - _LEAST_GAIN) * chunked
-        return best.count if is_good else 0
+        return 0 if best is None or best.cost > most_cost else best.count

@@ -269,6 +269,9 @@ def test_a_group_costs_what_the_chunk_would_cost(
     )
     layered, sequence = LayeredPrefill(costs, "on", 1 << 30, 4), sequence_of(pending)
     running = {9: (sequence_of(1), num_rows)} if num_rows else {}
+    for count in (pending, 1 + pending // 2, min(pending, budget)):
+        offer = costs.layered(pending, count, budget, num_rows)
+        assert costs.least(pending, budget, num_rows) <= 1.001 * offer
     following, num_steps = 0, 0
     while sequence.num_pending_tokens > budget and num_steps < 3 * num_layers:
         layered.begin()
