@@ -81,6 +81,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "sampling",
         "routes",
         "drafting",
+        "service",
         "schedule",
         "execute",
         "watch",

@@ -145,7 +145,7 @@ class ReadCounter:
 
         self.num_reads = 0
         built.routes.add(listener)  # type: ignore[arg-type]
-        RouteTap.take = counted  # type: ignore[method-assign]
+        RouteTap.take = counted  # type: ignore[assignment,method-assign]
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from moe_serve.cache.page_times import SampledPages
+from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.control.listener import Listener
 from moe_serve.cluster.control.meeting_store import StoreServer
 from moe_serve.cluster.control.messages import Configure, Loaded, Report
@@ -48,6 +49,7 @@ from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
+from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
@@ -129,9 +131,12 @@ class StartedRanks:
             self._model.checkpoint.stop_rule,
         )
 
+        service = ServiceState.of(self._model.config.scheduler, REAL_CLOCK)
+
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
             drafting = make_drafting()
-            return self._engine(executor, ids, identity, routes, make_policy(), drafting)
+            policy = make_policy()
+            return self._engine(executor, ids, identity, routes, policy, drafting, service)
 
         def close() -> None:
             rebalancer.close()
@@ -139,7 +144,9 @@ class StartedRanks:
             watch.close()
 
         is_ahead = self._model.config.pipeline.ahead
-        engine = ClusterEngine(coordinator, make_engine, watch, close, is_ahead=is_ahead)
+        engine = ClusterEngine(
+            coordinator, make_engine, watch, close, is_ahead=is_ahead, service=service
+        )
         rebalancer = make_rebalancer(self._model, self.current, mover, routes, plan)
         rebalancer.start(lambda: self._membership.on_event())
         self.rebalancer = rebalancer
@@ -184,6 +191,7 @@ class StartedRanks:
         routes: RouteListeners,
         policy: BatchPolicy,
         drafting: Drafting | None,
+        service: ServiceState | None,
     ) -> Engine:
         """Makes the engine of one attention rank: scheduler, pages and prefixes."""
         config, checkpoint = self._model.config, self._model.checkpoint
@@ -205,6 +213,7 @@ class StartedRanks:
             routes=routes,
             drafting=drafting,
             make_tier=self._arena.tier_maker(executor, loaded.report),
+            service=service,
             layered=LayeredPrefill.of(
                 config, checkpoint.spec, loaded.report.device, loaded.report.dtype
             ),

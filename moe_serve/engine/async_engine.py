@@ -22,6 +22,7 @@ from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.engine.request.delta_queue import DeltaQueue
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.stats import EngineLoad, EngineStats
+from moe_serve.engine.service.admission import Admission
 from moe_serve.errors import EngineDeadError, InvalidRequestError, ServerOverloadedError
 
 _log = logging.getLogger(__name__)
@@ -62,6 +63,11 @@ class AsyncEngine:
     @property
     def vocab_size(self) -> int:
         return self.layout.vocab_size
+
+    @property
+    def admission(self) -> Admission | None:
+        """See `EngineClient.admission`."""
+        return self._engine.admission
 
     @property
     def num_open_requests(self) -> int:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.engine.request.stats import EngineStats
+from moe_serve.engine.service.admission import Admission
 
 
 class DrivenEngine(Protocol):
@@ -24,6 +25,11 @@ class DrivenEngine(Protocol):
     @property
     def num_seats(self) -> int:
         """Number of sequences that may run at once."""
+        ...
+
+    @property
+    def admission(self) -> Admission | None:
+        """Decides on new requests, on the event loop's thread; None: no service tiers."""
         ...
 
     def add(self, request: GenerationRequest) -> None: ...

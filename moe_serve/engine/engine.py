@@ -15,7 +15,15 @@ from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.execute.step_executor import ExecutorLostError, StepExecutor
-from moe_serve.engine.execute.step_outcome import NAN, TOO_COSTLY, RowFailure, StepOutcome, delta_of
+from moe_serve.engine.execute.step_outcome import (
+    DEADLINE_EXCEEDED,
+    NAN,
+    TOO_COSTLY,
+    RowFailure,
+    StepOutcome,
+    delta_of,
+)
+from moe_serve.engine.leaving import LeavingSequences
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, sequences_of
 from moe_serve.engine.request.stats import EngineCounts, EngineStats
@@ -29,6 +37,9 @@ from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
 from moe_serve.engine.schedule.scheduler import Scheduler
 from moe_serve.engine.schedule.step_drafts import StepDrafts
+from moe_serve.engine.schedule.step_service import StepService
+from moe_serve.engine.service.admission import Admission
+from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -61,25 +72,30 @@ class Engine:
         make_tier: MakeTier | None = None,
         window: int | None = None,
         clock: Clock = REAL_CLOCK,
+        service: ServiceState | None = None,
         layered: LayeredPrefill | None = None,
     ) -> None:
+        """`service` is shared by engines that step together; None: this engine has its own."""
         assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
         cache = PrefixCache(num_pages, page_size, sampled_pages)
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier, window)
-        self._policy = policy
-        self._scheduler = Scheduler(scheduler, cache, sharing, policy, clock, layered=layered)
+        self._ids = itertools.count() if ids is None else ids  # sequence ids
+        self.service = StepService.of(scheduler, clock, page_size, service)  # None: no tiers
+        self._scheduler = Scheduler(
+            scheduler, cache, sharing, policy, clock, service=self.service, layered=layered
+        )
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
-        self._executor, self._routes = executor, RouteListeners() if routes is None else routes
+        self._policy, self._executor = policy, executor
+        self._routes = RouteListeners() if routes is None else routes
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
         self.stop_rule = StopRule(eos_token_ids, max_model_len)
-        self._ids = itertools.count() if ids is None else ids  # sequence ids
         self._sequences: dict[str, Sequence] = {}
         self._pending: list[TokenDelta] = []  # not returned yet
         self._schedule: Schedule = {}  # the step that has begun
         self._ahead: Schedule = {}  # the step after it, if it has begun too
         self._ending: Schedule = {}  # the step that is being published
-        self._leaving: dict[int, bool] = {}  # ended sequences in a step -> whether they failed
+        self._leaving = LeavingSequences(self._scheduler, self.drafts, executor)
         self._num_steps = self._num_corrupted = 0
         self._num_prompt_tokens = self._num_generated_tokens = 0
 
@@ -100,6 +116,11 @@ class Engine:
         assert 0 < len(request.prompt_token_ids) < self.max_model_len, "the prompt is too long"
         assert request.request_id not in self._sequences, f"{request.request_id} is running"
         self.adopt(Sequence(next(self._ids), request))
+
+    @property
+    def admission(self) -> Admission | None:
+        """See `DrivenEngine.admission`."""
+        return None if self.service is None else self.service.state.admission
 
     def abort(self, request_id: str) -> None:
         """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
@@ -135,13 +156,20 @@ class Engine:
         self.drafts.forget(sequences)
         for sequence in sequences:
             sequence.leave_engine()
-        self._sequences, self._schedule, self._ahead, self._leaving = {}, {}, {}, {}
+        self._sequences, self._schedule, self._ahead = {}, {}, {}
+        self._leaving.forget()
         return sequences
 
     def adopt(self, sequence: Sequence) -> None:
         """Queue a sequence: a new one, or one that another engine surrendered."""
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence)
+
+    def release(self, sequence: Sequence) -> Sequence:
+        """Give up a sequence that never ran, for another engine to adopt."""
+        del self._sequences[sequence.request.request_id]
+        self._scheduler.release(sequence)
+        return sequence
 
     def step(self) -> list[TokenDelta]:
         """Schedule, run, publish."""
@@ -150,8 +178,8 @@ class Engine:
 
     def begin_step(self, most: int | None = None, number: int | None = None) -> StepPlan | None:
         """Schedule a step and plan it in at most `most` micro-batches; None: nothing to do."""
-        for sequence in self._scheduler.overdue():
-            self._pending.append(self._fail(sequence, TOO_COSTLY))
+        self._pending += [self._fail(s, TOO_COSTLY) for s in self._scheduler.overdue()]
+        self._pending += [self._fail(s, DEADLINE_EXCEEDED) for s in self._scheduler.expired()]
         self._schedule = self._scheduler.schedule()
         self.drafts.begin(self._schedule)
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
@@ -162,8 +190,7 @@ class Engine:
     def make_plan(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
         """Plan the step that has begun. `number` is the step's if several engines step together."""
         most, drafts = micro_batches or self._micro_batches, self.drafts.running
-        layered = self._scheduler.layered
-        plan = make_step_plan(self._schedule, most, self._policy, drafts, layered)
+        plan = make_step_plan(self._schedule, most, self._policy, drafts, self._scheduler.layered)
         return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
@@ -199,14 +226,14 @@ class Engine:
         self._ending = schedule
         if schedule:
             assert outcome is not None, f"{len(schedule)} sequences ran without an outcome"
-            left = {key: item for key, item in schedule.items() if key not in self._leaving}
+            left = self._leaving.staying(schedule)
             if left:
                 self._finish(left, outcome)
             self._num_steps += 1
             self._scheduler.step_ended(self._num_prompt_tokens + self._num_generated_tokens)
             ended = {key: item for key, item in schedule.items() if key not in left}
             self.drafts.give_back(ended, ended.keys())
-            self._release_finished([s for s, _ in ended.values()], outcome)
+            self._leaving.release([s for s, _ in ended.values()], outcome)
             self.drafts.end(schedule, getattr(outcome, "proposals", None))
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
         return self.take_pending()
@@ -258,18 +285,18 @@ class Engine:
             tier=self._scheduler.tier.stats(),
             expert_memory=self._executor.expert_memory,
             batching=self._policy.stats(),
+            service=None if self.service is None else self.service.state.stats(),
         )
 
     def check_integrity(self) -> None:
         """Assert that pages, reference counts, page tables and requests agree."""
         scheduler, known = self._scheduler, {s.id for s in self._sequences.values()}
         scheduler.check_integrity()
-        scheduled = {s.id for s in (*scheduler.running, *scheduler.waiting)} - self._leaving.keys()
+        scheduled = {s.id for s in (*scheduler.running, *scheduler.waiting)} - self._leaving.ids
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
-        """Advance the sequences and add their deltas to those pending. Only then end the finished
-        ones, as ending may raise ExecutorLostError."""
+        """Advance sequences and add their deltas. Only then end some: that may lose the executor."""
         ended, made = [], made_tokens(schedule, outcome.choices, outcome.sampled)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
@@ -308,43 +335,16 @@ class Engine:
         reason = self.stop_rule.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
         experts = experts_of(sequence, made, len(run))
         drafted = self.drafts.result(sequence, len(run)) if self.drafts.running else None
+        if self.service is not None:
+            self.service.got_tokens(sequence, reason)
         return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)
 
     def _end(self, sequences: list[Sequence]) -> None:
-        """End requests. Sequences in the running step are removed when that step ends."""
-        self.drafts.finish(sequences)
         for sequence in sequences:
             del self._sequences[sequence.request.request_id]
-        self._leaving |= {s.id: False for s in sequences if s.id in self._schedule}
-        self._remove([s for s in sequences if s.id not in self._leaving])
-
-    def _remove(self, sequences: list[Sequence]) -> None:
-        self._scheduler.remove(sequences)
-        self.drafts.forget(sequences)
-        self._executor.forget([s.id for s in sequences])
-
-    def _release_finished(self, ended: list[Sequence], outcome: StepOutcome | Exception) -> None:
-        """Remove ended sequences. Without a valid token their last pages are not proven."""
-        for sequence in ended:
-            if not (isinstance(outcome, StepOutcome) and outcome.is_sound(sequence.id)):
-                sequence.is_proven = False
-        has_failed = [s for s in ended if self._leaving.pop(s.id)]
-        for sequence in has_failed:
-            self._discard_failed(sequence)
-        self._remove([s for s in ended if s not in has_failed])
+        self._leaving.end(sequences, self._schedule)
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> TokenDelta:
-        """End one request with an error. Its pages are zeroed before they are used again."""
         self._num_corrupted += failure == NAN
         del self._sequences[sequence.request.request_id]
-        if sequence.id in self._schedule:
-            self._leaving[sequence.id] = True
-        else:
-            self._discard_failed(sequence)
-        return failure.delta_of(sequence)
-
-    def _discard_failed(self, sequence: Sequence) -> None:
-        self._scheduler.discard(sequence)
-        self.drafts.forget([sequence])
-        self._executor.clear_pages(self._scheduler.take_unproven_pages())
-        self._executor.forget([sequence.id])
+        return self._leaving.fail(sequence, failure, self._schedule)

@@ -14,6 +14,7 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import StepExecutor
 from moe_serve.engine.schedule.policy.arrival_order import BALANCED, FIFO
+from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, MicroBatchChooser
 from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts
@@ -76,14 +77,18 @@ def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: CellLimits
         engine = _engine(executor, itertools.count(), limits, clock)
         return Cell(engine, clock, limits.page_size, executor)
 
+    service = ServiceState.of(limits.scheduler, clock)
+
     def make_engine(executor: RemoteExecutor, ids: Iterator[int]) -> Engine:
-        return _engine(executor, ids, limits, clock)
+        return _engine(executor, ids, limits, clock, service)
 
     watch = _watch(costs, ranks, limits)
     if not layout.is_split:
         ranks = replace(ranks, num_experts=1)  # one report on the experts of all devices
     coordinator = InstantCoordinator(clock, costs, ranks, watch)
-    cluster = ClusterEngine(coordinator, make_engine, watch, lambda: None, is_ahead=True)
+    cluster = ClusterEngine(
+        coordinator, make_engine, watch, lambda: None, is_ahead=True, service=service
+    )
     return Cell(cluster, clock, limits.page_size)
 
 
@@ -94,7 +99,11 @@ def _watch(costs: StepCosts, ranks: Ranks, limits: CellLimits) -> PoolWatch:
 
 
 def _engine(
-    executor: StepExecutor, ids: Iterator[int], limits: CellLimits, clock: VirtualClock
+    executor: StepExecutor,
+    ids: Iterator[int],
+    limits: CellLimits,
+    clock: VirtualClock,
+    service: ServiceState | None = None,
 ) -> Engine:
     return Engine(
         executor,
@@ -108,4 +117,5 @@ def _engine(
         ids=ids,
         policy=SIMULATED_POLICIES[limits.scheduler.batch_policy],
         clock=clock,
+        service=service,
     )

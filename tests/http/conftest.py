@@ -21,6 +21,7 @@ from moe_serve.cache.tiers.store import TierStats
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.request.delta_queue import DeltaQueue
 from moe_serve.engine.request.draft_counts import DraftCounts
+from moe_serve.engine.request.first_token import AdmissionCheck
 from moe_serve.engine.request.request import (
     DraftResult,
     FinishReason,
@@ -91,6 +92,7 @@ class FakeEngine:
     # token were accepted
     drafts: DraftCounts = DraftCounts()
     tier: TierStats | None = None
+    admission: AdmissionCheck | None = None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         if self.is_draining:

@@ -20,7 +20,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
-from moe_serve.engine.schedule.scheduler import Scheduler
+from moe_serve.engine.schedule.starter import Starter
 from moe_serve.engine.schedule.waiting_queue import WaitingQueue
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.micro_batch_choice import MicroBatchChooser
@@ -129,7 +129,7 @@ def test_steps_are_those_of_a_real_engine(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_bug_in_the_scheduler_shows_in_both_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     sound, _ = simulated_steps(monkeypatch)
-    monkeypatch.setattr(Scheduler, "_has_seat", property(lambda self: len(self.running) < 2))
+    monkeypatch.setattr(Starter, "has_seat", property(lambda self: len(self._running) < 2))
     wrong, _ = simulated_steps(monkeypatch)
     assert wrong != sound
     assert wrong == real_steps()

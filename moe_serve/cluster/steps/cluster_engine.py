@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from moe_serve.cluster.control.messages import StepDone
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.roster import statuses
+from moe_serve.cluster.steps.lockstep_service import LockstepService
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor, as_outcome
 from moe_serve.cluster.steps.step_in_flight import (
     MAX_MOVES,
@@ -22,6 +23,8 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.request.stats import EngineLoad, EngineStats, RankLoad
+from moe_serve.engine.service.admission import Admission
+from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ class _Begun:
 
     flight: StepInFlight
     engines: dict[str, Engine]
+    at: float = 0.0  # when it was sent out, with service tiers
 
 
 MakeEngine = Callable[[RemoteExecutor, "itertools.count[int]"], Engine]
@@ -50,9 +54,12 @@ class ClusterEngine:
         close: Callable[[], None],
         *,
         is_ahead: bool,
+        service: ServiceState | None = None,
     ) -> None:
+        """`service`: what the engines share to keep the targets of service tiers."""
         self._coordinator, self._make, self._close = coordinator, make_engine, close
         self._watch, self._is_ahead = watch, is_ahead
+        self._service = None if service is None else LockstepService(service)
         self._begun: _Begun | None = None  # a step sent out ahead
         self._ids, self._num_launches = itertools.count(), 0
         self._engines: dict[str, Engine] = {}
@@ -103,6 +110,11 @@ class ClusterEngine:
         assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
         self._homeless.append(EngineSequence(next(self._ids), request))
 
+    @property
+    def admission(self) -> Admission | None:
+        """See `DrivenEngine.admission`."""
+        return None if self._service is None else self._service.state.admission
+
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
         for name, engine in list(self._engines.items()):
@@ -110,7 +122,8 @@ class ClusterEngine:
                 engine.abort(request_id)
             except RankLostError:
                 self._evacuate(name)
-        if any(s.request.request_id == request_id for s in self._homeless):
+        for sequence in [s for s in self._homeless if s.request.request_id == request_id]:
+            self._forget(sequence)
             self._homeless = [s for s in self._homeless if s.request.request_id != request_id]
             aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             self._pending.append(aborted)
@@ -142,6 +155,13 @@ class ClusterEngine:
             except RankLostError:
                 self._evacuate(name)
 
+        if self._service is not None and begun is not None:
+            self._service.step_ended(begun.at, has_work=bool(self.num_running or self.num_waiting))
+
+    @property
+    def _now(self) -> float:
+        return 0.0 if self._service is None else self._service.state.clock()
+
     def stats(self) -> EngineStats:
         """Returns the sums over all ranks."""
         by_rank = {name: engine.stats() for name, engine in self._engines.items()}
@@ -156,6 +176,7 @@ class ClusterEngine:
             pools=pools,
             expert_memory=self._watch.expert_memory,
             outage_s=self._coordinator.outage_s,
+            service=None if self._service is None else self._service.state.stats(),
             ranks=tuple(RankLoad(name=n, load=stats.load) for n, stats in by_rank.items()),
         )
 
@@ -175,6 +196,9 @@ class ClusterEngine:
         """Plans all ranks' steps with the same number of micro-batches and sends them out
         together."""
         self._num_launches += 1
+        if self._service is not None:
+            self._service.move_waiting(self._engines.values())
+            self._service.share_budget(self._engines.values())
         plans = {name: plan for name in list(self._engines) if (plan := self._begin(name))}
         if not plans:
             return None
@@ -185,7 +209,7 @@ class ClusterEngine:
             plan = engine.make_plan(count, self._num_launches)
             works[name] = self._executors[name].prepare(plan, engine.step_sequences)
         engines = {name: self._engines[name] for name in works}
-        return _Begun(self._coordinator.launch(works), engines)
+        return _Begun(self._coordinator.launch(works), engines, self._now)
 
     def _launch_after(self, begun: _Begun) -> _Begun | None:
         """Sends out the next step before this one has ended, if every engine can plan it
@@ -204,7 +228,8 @@ class ClusterEngine:
         for name, engine in begun.engines.items():
             plan = engine.make_plan_ahead(count, number)
             works[name] = self._executors[name].prepare(plan, engine.step_sequences)
-        return _Begun(self._coordinator.launch_after(begun.flight, works), begun.engines)
+        flight = self._coordinator.launch_after(begun.flight, works)
+        return _Begun(flight, begun.engines, self._now)
 
     def _can_follow(self, begun: _Begun) -> bool:
         """Returns True if all engines with work are in the step, and none of its ranks is lost."""
@@ -234,7 +259,7 @@ class ClusterEngine:
                 self._engines = {**self._engines, name: self._make(executor, self._ids)}
         homeless, self._homeless = self._homeless, []
         for sequence in homeless:
-            self._lightest().adopt(sequence)
+            self._home_of(sequence).adopt(sequence)
         return True
 
     def _evacuate(self, name: str) -> None:
@@ -251,10 +276,17 @@ class ClusterEngine:
         for sequence in sequences:
             if sequence.id in computed and not self._moves.is_allowed(sequence):
                 self._pending.append(_given_up(sequence))
+                self._forget(sequence)
             else:
                 self._homeless.append(sequence)
 
-    def _lightest(self) -> Engine:
+    def _forget(self, sequence: EngineSequence) -> None:
+        if self._service is not None:
+            self._service.state.leave(sequence)
+
+    def _home_of(self, sequence: EngineSequence) -> Engine:
+        if self._service is not None:
+            return self._service.choose(self._engines, sequence)
         return min(self._engines.values(), key=lambda e: e.num_pending_tokens)
 
 

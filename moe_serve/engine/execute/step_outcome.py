@@ -29,6 +29,7 @@ class RowFailure:
 
     why: str
     is_of_request: bool = False
+    code: str | None = None  # for clients
 
     def delta_of(self, sequence: Sequence) -> TokenDelta:
         """Return the last delta of the failed sequence."""
@@ -38,6 +39,7 @@ class RowFailure:
             num_preemptions=sequence.num_preemptions,
             error=self.why,
             is_of_request=self.is_of_request,
+            error_code=self.code,
         )
 
 
@@ -47,6 +49,12 @@ TOO_COSTLY = RowFailure(
     "its grammar is too costly to follow while other requests wait for a seat; use one that is "
     "less ambiguous, or try again later",
     is_of_request=True,
+)
+DEADLINE_EXCEEDED = RowFailure(
+    "its deadline passed before the answer was complete, and it asks to be ended then (strict); "
+    "send it again, or with a longer target",
+    is_of_request=True,
+    code="deadline_exceeded",
 )
 
 

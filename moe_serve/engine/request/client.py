@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from moe_serve.engine.request.delta_queue import DeltaQueue
+from moe_serve.engine.request.first_token import AdmissionCheck
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.engine.request.stats import EngineStats
 
@@ -26,6 +27,11 @@ class EngineClient(Protocol):
     @property
     def is_alive(self) -> bool:
         """The same value as in `stats`, cheap enough to read at every request."""
+        ...
+
+    @property
+    def admission(self) -> AdmissionCheck | None:
+        """Decides on new requests before `submit`; None: the server has no service tiers."""
         ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:

@@ -153,4 +153,5 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     error: str | None = None
     routed_experts: tuple[TokenExperts, ...] | None = None  # one per token, if asked for
     is_of_request: bool = False  # the request caused the error, so the client is told why
+    error_code: str | None = None  # deadline_exceeded; None: the error has no code of its own
     drafted: DraftResult | None = None  # the draft that this step verified

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from moe_serve.cache.page_key import following_keys, token_array
 from moe_serve.engine.request.matcher import SequenceMatcher
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenLogprob
+from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.request.thought_counter import ThoughtCounter
 
 
@@ -51,6 +52,7 @@ class Sequence:
         "rules",
         "seed",
         "seen",
+        "standing",
         "started_at",
         "thoughts",
         "token_ids",
@@ -70,6 +72,7 @@ class Sequence:
         self.num_restarts = 0  # preemptions, and moves away from a lost rank
         self.is_running = False  # kept by the scheduler
         self.started_at: float | None = None  # when it first joined a step, on the engine's clock
+        self.standing: Standing | None = None  # with service tiers only; kept by the scheduler
         self.waits_since = request.arrival_time  # or when it was last put back, same clock
         self.is_proven = True  # nothing computed since the last valid sampled token
         self.is_sound = True  # no NaN or infinity was found in its pages

@@ -13,6 +13,7 @@ from experts.memory.memory_stats import MemoryStats
 from moe_serve.cache.page_times import PageTimes
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.engine.request.draft_counts import DraftCounts
+from moe_serve.engine.request.service_stats import ServiceStats
 from moe_serve.engine.request.step_tokens import StepTokens
 
 PolicyName = Literal["fifo", "balanced", "expert-aware"]
@@ -199,6 +200,7 @@ class EngineStats:
     tier: TierStats | None = None  # None: no KV tier
     expert_memory: MemoryStats | None = None  # None: all experts are in memory
     batching: PolicyStats | None = None  # None: no policy has run yet
+    service: ServiceStats | None = None  # None: no service tiers
     pools: PoolStats | None = None  # None when attention and experts share a process
     ranks: tuple[RankLoad, ...] = ()  # attention ranks; empty in one process
     members: tuple[RankStatus, ...] = ()  # ranks of both pools, present or not
@@ -216,6 +218,7 @@ class EngineStats:
             counts=self.counts + other.counts,
             tier=self.tier or other.tier,  # ranks share one
             batching=sum(policies[1:], policies[0]) if policies else None,
+            service=self.service or other.service,  # ranks share one
         )
 
     def lost(self) -> EngineStats:

@@ -55,7 +55,7 @@ class LayerCosts:
 
     def cost(self, num_rows: float) -> float:
         """Return the cost of one layer with these rows."""
-        missed = (1 - self.top_k / self.num_experts) ** num_rows
+        missed: float = (1 - self.top_k / self.num_experts) ** num_rows
         activated = self.num_experts * (1 - missed)
         return activated * self.read_rows + num_rows * (self.top_k + self.dense_rows)
 

@@ -86,6 +86,8 @@ class LayeredPrefill:
     @property
     def ranges(self) -> Mapping[int, LayerRange]:
         """The layers of the sequences in the scheduled step that take part in some only."""
+        if self._parked is not None and not self._parked.is_running:
+            return {}  # it was preempted after it got its share
         return self._ranges
 
     @property
@@ -100,7 +102,7 @@ class LayeredPrefill:
     def is_busy(self) -> bool:
         """Return whether the scheduled step has tokens that take part in some layers only, or some
         are parked."""
-        return bool(self._ranges or self.parked)
+        return bool(self.ranges or self.parked)
 
     def begin(self) -> None:
         """Begin to schedule a step."""
@@ -127,13 +129,9 @@ class LayeredPrefill:
     def take(self, sequence: Sequence, share: Share) -> int:
         """Note that a sequence is in the step with its share, and return what it costs."""
         if share.layers is not None:
-            self._ranges[sequence.id], self._spent[sequence.id] = share.layers, share.cost
+            self._ranges, self._spent = {sequence.id: share.layers}, {sequence.id: share.cost}
             self._parked = sequence
         return share.cost
-
-    def drop(self, sequence: Sequence) -> None:
-        """Note that a sequence is not in the step after all."""
-        self._ranges.pop(sequence.id, None)
 
     def costs(self, schedule: Schedule) -> Schedule:
         """Return the schedule with the cost of each sequence instead of its tokens."""

@@ -71,6 +71,14 @@ class PrefixSharing:
         sequence.awaited_key = keys[len(pages)] if len(pages) < num_wanted else None
         return None if sequence.awaited_key in self._computing else pages
 
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens of a waiting sequence are in the cache now."""
+        if not sequence.can_share or sequence.wants_prompt_logprobs:
+            return 0
+        num_wanted = (sequence.num_tokens - 1) // self._page_size
+        sequence.extend_keys(num_wanted)
+        return len(self._cache.find(sequence.page_keys[1 : num_wanted + 1])) * self._page_size
+
     def take(
         self, sequence: Sequence, pages: list[int], running: Iterable[Sequence], *, can_copy: bool
     ) -> None:

@@ -15,7 +15,6 @@ within bounds.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.clock import Clock
@@ -27,8 +26,10 @@ from moe_serve.engine.sampling.mask_share import MaskShare
 from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
+from moe_serve.engine.schedule.starter import Starter
+from moe_serve.engine.schedule.step_service import StepService
 from moe_serve.engine.schedule.urgency import Urgency
-from moe_serve.engine.schedule.waiting_queue import Skipped, WaitingQueue
+from moe_serve.engine.schedule.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -42,22 +43,33 @@ class Scheduler:
         policy: BatchPolicy,
         clock: Clock,
         urgency: Urgency | None = None,
+        service: StepService | None = None,
         layered: LayeredPrefill | None = None,
     ) -> None:
-        """`urgency` replaces the configured rule. `layered` None: prompts are cut into chunks."""
+        """`urgency` replaces the configured rule. `service`: with tiers; `layered`: not chunks."""
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
-        self._urgency = urgency = urgency or Urgency(config.max_passed_over_s)
-        self._clock, self.tier = clock, sharing.tier
+        self.service, self.tier, self._clock = service, sharing.tier, clock
+        if urgency is None:
+            urgency = Urgency(config.max_passed_over_s) if service is None else service.urgency
+        self._urgency = urgency
         self.waiting = WaitingQueue(urgency, clock)
         self.running: list[Sequence] = []  # in the order in which they started
-        self.skipped = Skipped()
         self.layered = LayeredPrefill(None, "off", 0, 0) if layered is None else layered
+        self._starter = Starter(
+            self.waiting,
+            self.running,
+            self.layered,
+            sharing,
+            policy,
+            clock,
+            cache=cache,
+            num_seats=config.max_num_seqs,
+            is_strict=urgency.is_strict,
+        )
         self.mask_share = MaskShare(config.max_held_s, clock)
-        self.num_preemptions = 0
-        self.num_missed_tokens = 0  # prompt tokens of started sequences, not found in the cache
+        self.num_preemptions = self._num_left = 0  # _num_left: of the last step's budget
         self.step_tokens = StepTokenCounter()
         self._unproven_pages: list[int] = []
-        self._num_left = 0  # of the last step's budget
 
     @property
     def num_seats(self) -> int:
@@ -75,10 +87,8 @@ class Scheduler:
     @property
     def oldest_arrival(self) -> float | None:
         """Arrival time of the first waiting sequence; None if none waits. Safe from any thread."""
-        try:
-            return self.waiting.line[0].request.arrival_time
-        except IndexError:
-            return None
+        first = self.waiting.line.first
+        return None if first is None else first.request.arrival_time
 
     @property
     def load(self) -> EngineLoad:
@@ -86,7 +96,7 @@ class Scheduler:
         return EngineLoad(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            num_left_aside=len(self.skipped),
+            num_left_aside=len(self._starter.skipped),
             num_pages=self.cache.num_pages,
             num_free_pages=self.cache.num_available,
             num_cached_pages=self.cache.num_cached,
@@ -101,7 +111,7 @@ class Scheduler:
             num_evicted_pages=self.cache.num_evicted,
             num_queried_tokens=self.sharing.num_queried_tokens,
             num_hit_tokens=self.sharing.num_hit_tokens,
-            num_missed_tokens=self.num_missed_tokens,
+            num_missed_tokens=self._starter.num_missed_tokens,
             page_times=self.cache.sampled.snapshot(),
             step_tokens=self.step_tokens.snapshot(),
         )
@@ -109,6 +119,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         sequence.page_size = self.cache.page_size
         self.sharing.register(sequence)
+        if self.service is not None:
+            self.service.enter(sequence, self.sharing.num_cached_tokens(sequence))
         self.waiting.add(sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
@@ -118,14 +130,23 @@ class Scheduler:
             return
         self.sharing.give((s for s in sequences if s.is_proven), is_end=True)
         for sequence in sequences:
-            if sequence.is_running:
+            if had_seat := sequence.is_running:
                 self._stop(sequence)
             else:
                 self.waiting.remove(sequence)
             self._release(sequence)
-        self.skipped.forget(sequences)
+            if self.service is not None:
+                self.service.leave(sequence, had_seat=had_seat)
+        self._starter.skipped.forget(sequences)
         self.mask_share.forget(sequences)
         self.policy.forget(s.id for s in sequences)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a waiting sequence that never ran, as it goes to another engine."""
+        self.waiting.remove(sequence)
+        self._starter.skipped.forget([sequence])
+        self.policy.forget([sequence.id])
+        sequence.page_keys, sequence.awaited_key = [], None
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a failed sequence. The pages it computed leave the cache too, except those that
@@ -139,6 +160,8 @@ class Scheduler:
         """Forget sequences that leave with what was computed, as their rank is lost."""
         self.policy.forget(s.id for s in (*sequences, *self.running))
         self.tier.abandon()
+        if self.service is not None:
+            self.service.abandon(self.waiting)
 
     def schedule(self) -> Schedule:
         """Choose the step's sequences and give them the pages that they need."""
@@ -147,37 +170,72 @@ class Scheduler:
         self.tier.update()
         self.policy.prepare(self.waiting.line, self.running)
         self.layered.begin()
+        if self.service is not None:
+            self.service.begin_step()
+            self._yield_seat()
         chosen: Schedule = {}
-        budget = self._config.max_batched_tokens
         num_preempted = self.num_preemptions
         decoding, reading = self._urgency.in_step(self.running)
-        is_alone = not (reading or self.waiting and self._has_seat)
+        is_alone = not (reading or self.waiting and self._starter.has_seat)
         decoding = self.mask_share.affordable(decoding, is_alone=is_alone)
-        for sequence in (*decoding, *reading):
+        most, later = self._config.max_batched_tokens, list[Sequence]()
+        if self.service is not None:
+            most = self.service.num_tokens(decoding)
+            if self.waiting and self._starter.has_seat:
+                reading, later = self.service.split(reading)
+        budget = self._serve((*decoding, *reading), most, most, chosen)
+        if later:
+            if self.num_preemptions == num_preempted:
+                until = self.service.key_of(later[0]) if self.service is not None else 0.0
+                budget = self._starter.admit(budget, chosen, until)
+            budget = self._serve(later, budget, most, chosen)
+        if self.num_preemptions == num_preempted:
+            self._starter.admit(budget, chosen)
+        self._num_left, costs = self.layered.left(most, chosen), self.layered.costs(chosen)
+        if self.service is not None:
+            self.service.step_begins(costs)
+        self.tier.step_begins(costs)
+        return chosen
+
+    def _serve(self, line: Iterable[Sequence], budget: int, most: int, chosen: Schedule) -> int:
+        """Give running sequences their tokens and pages, as far as the budget allows. Returns what
+        is left of it. `most`: the budget of the whole step."""
+        num_preempted = self.num_preemptions
+        for sequence in line:
             share = self.layered.share(sequence, budget, chosen)
             if share.count and self._make_room(sequence, share.count, chosen):
                 chosen[sequence.id] = (sequence, share.count)
                 budget -= self.layered.take(sequence, share)
             if self.num_preemptions > num_preempted:  # the victims' budget is free again
-                budget = self.layered.left(self._config.max_batched_tokens, chosen)
-        if self.num_preemptions == num_preempted:
-            self._admit(budget, chosen)
-        self._num_left = self.layered.left(self._config.max_batched_tokens, chosen)
-        self.tier.step_begins(self.layered.costs(chosen))
-        return chosen
+                budget = self.layered.left(most, chosen)
+        return budget
+
+    def _yield_seat(self) -> None:
+        """Let a running sequence wait for a more urgent one that has no seat."""
+        if self.service is None or not self.waiting or self._starter.has_seat:
+            return
+        share_lost = 1 - self.cache.num_available / max(1, self.cache.num_pages)
+        if victim := self.service.seat_victim(self.running, share_lost):
+            self._preempt(victim, {})
 
     def step_ended(self, num_tokens: int) -> None:
         """Note the end of the step that was scheduled last. `num_tokens`: computed since the
         start."""
         self.step_tokens.count_to(num_tokens)
         self.tier.step_ended()
+        if self.service is not None:
+            self.service.step_ended(self.running, num_tokens, has_work=self.has_work)
 
     def overdue(self) -> list[Sequence]:
         """Return running sequences that hold seats others need because their grammars are too
         costly."""
-        if not self.waiting or self._has_seat:
+        if not self.waiting or self._starter.has_seat:
             return []
         return self.mask_share.overdue(self.running, len(self.waiting))
+
+    def expired(self) -> list[Sequence]:
+        """Return strict sequences whose deadlines have passed."""
+        return [] if self.service is None else self.service.expired(self.running)
 
     @property
     def num_spare_rows(self) -> int:
@@ -203,10 +261,10 @@ class Scheduler:
         It is certain if all running sequences are in the step and get a token from it, there are
         pages for these tokens, and no waiting sequence could start.
         """
-        is_open = self.waiting and self._has_seat
+        is_open = self.layered.is_busy or self.waiting and self._starter.has_seat
         if len(schedule) != len(self.running) or is_open or self.tier.is_due:
             return None
-        if self.layered.is_busy:
+        if self.service is not None and self.service.is_due(self.running):
             return None
         if any(count != s.num_pending_tokens for s, count in schedule.values()):
             return None  # still reading
@@ -219,79 +277,10 @@ class Scheduler:
         self.policy.prepare(self.waiting.line, self.running)
         for sequence in sequences:
             self._grow(sequence, sequence.num_pending_tokens + 1)
-        return {s.id: (s, 1) for s in sequences}
-
-    def _admit(self, budget: int, chosen: Schedule) -> None:
-        """Start waiting sequences while there is budget, a seat, and pages for the whole prompt.
-        Less urgent ones start only when no more urgent one waits."""
-        if not (self.waiting and budget and self._has_seat):
-            return
-        self.sharing.give(self.running)  # make the last steps' pages visible
-        for group in self.waiting.groups():
-            num_waiting = len(group)
-            started = self._start(group, budget, chosen)
-            costs = self.layered.costs(chosen)
-            budget -= sum(costs[sequence.id][1] for sequence in started)
-            if len(started) < num_waiting or not (budget and self._has_seat):
-                return
-
-    def _start(self, group: Items[Sequence], budget: int, chosen: Schedule) -> list[Sequence]:
-        """Start the sequences of an equally urgent group that can start, in the policy's order."""
-        started: list[Sequence] = []
-        awaiting: list[Sequence] = []
-        lacking: list[Sequence] = []
-        try:
-            for sequence in self.policy.candidates(group, self.running):
-                found = self.sharing.find(sequence)
-                if found is None:
-                    awaiting.append(sequence)
-                    continue
-                num_spare = self._num_spare_pages(sequence, found)
-                if num_spare < 0:
-                    lacking.append(sequence)
-                    if self.policy.is_next(sequence):
-                        break
-                    continue
-                if self._loads_pages(sequence, found):
-                    awaiting.append(sequence)
-                    continue
-                num_spare = self._num_spare_pages(sequence, found)
-                # A copy needs a spare page, as its source is held until the copy is made.
-                self.sharing.take(sequence, found, self.running, can_copy=num_spare > 0)
-                self.running.append(sequence)
-                started.append(sequence)
-                sequence.is_running = True
-                if sequence.started_at is None:
-                    sequence.started_at = self._clock()
-                    self.num_missed_tokens += sequence.num_pending_tokens
-                self.policy.started(sequence)
-                share = self.layered.share(sequence, budget, chosen)
-                self._grow(sequence, share.count)
-                chosen[sequence.id] = (sequence, share.count)
-                budget -= self.layered.take(sequence, share)
-                if not (budget and self._has_seat):
-                    break
-        finally:
-            self.skipped.note(self.waiting, started=started, lacking=lacking, awaiting=awaiting)
-            for sequence in started:
-                self.waiting.remove(sequence)
-        return started
-
-    def _loads_pages(self, sequence: Sequence, found: list[int]) -> bool:
-        """Begin to load more pages for a sequence that could start; False if it need not wait."""
-        is_wanted = sequence.can_share and not sequence.wants_prompt_logprobs
-        return is_wanted and self.tier.begin_load(sequence, found)
-
-    @property
-    def _has_seat(self) -> bool:
-        return len(self.running) < self._config.max_num_seqs
-
-    def _num_spare_pages(self, sequence: Sequence, found: list[int]) -> int:
-        """Return the pages left after a sequence takes those for its prompt and one token, and the
-        running prompts take those they still need."""
-        missing = sequence.num_missing_pages(sequence.num_tokens + 1) - len(found)
-        promised = sum(max(0, s.num_missing_pages(s.num_tokens)) for s in self.running)
-        return self.cache.num_available - promised - missing - self.cache.num_idle(found)
+        following = {s.id: (s, 1) for s in sequences}
+        if self.service is not None:
+            self.service.step_begins(following)
+        return following
 
     def _make_room(self, sequence: Sequence, count: int, chosen: Schedule) -> bool:
         """Allocate pages for `count` more tokens, preempting the least urgent. Returns False if
@@ -320,9 +309,10 @@ class Scheduler:
         self._release(victim)
         victim.restart()
         victim.num_preemptions += 1
+        if self.service is not None:
+            self.service.restart(victim, self.sharing.num_cached_tokens(victim))
         self.waiting.put_back(victim)
         chosen.pop(victim.id, None)
-        self.layered.drop(victim)
         self.num_preemptions += 1
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
@@ -350,7 +340,9 @@ class Scheduler:
         self.cache.check_integrity(s.held_pages for s in self.running)
         self.sharing.check_integrity(self.running)
         self.waiting.check_integrity()
-        self.skipped.check_integrity(self.waiting)
+        self._starter.skipped.check_integrity(self.waiting)
+        if self.service is not None:
+            self.service.check_integrity(self.waiting)
         for sequence in self.waiting:
             assert not sequence.page_table, f"waiting sequence {sequence.id} holds pages"
         for sequence in self.running:

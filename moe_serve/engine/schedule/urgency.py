@@ -22,6 +22,13 @@ class Urgency:
         """With `step_s` 0, waiting counts for more than any priority: sequences start in order of
         arrival."""
         self._step_s = step_s
+        self.is_strict = True  # less urgent ones start only when no more urgent one waits
+
+    def joined(self, sequence: Sequence) -> None:
+        """Note a sequence that begins to wait."""
+
+    def left(self, sequence: Sequence) -> None:
+        """Note a sequence that waits no longer."""
 
     def key(self, sequence: Sequence, now: float) -> int:
         """Return the urgency of a waiting sequence; the lowest starts first."""
@@ -49,6 +56,11 @@ class Urgency:
             groups.setdefault(self.key(sequence, now), []).append(sequence)
         for key in sorted(groups):
             yield groups[key]
+
+    def groups_before(self, until: float) -> Iterator[Items[Sequence]]:
+        """Yield the groups whose keys are below `until`, in orders by deadlines. This rule has
+        none."""
+        return iter(())
 
     def in_step(self, running: Items[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """Return the running sequences in the order in which a step serves them: those that decode,

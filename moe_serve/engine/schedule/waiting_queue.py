@@ -7,7 +7,8 @@ of them start first; equally urgent ones start in the line's order.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 
@@ -16,13 +17,56 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.urgency import Urgency
 
 
+class Line(Items[Sequence]):
+    """Sequences in an order that only changes at its ends and by removals, each in O(1). Other
+    threads may read the length and the first one."""
+
+    def __init__(self) -> None:
+        self._by_id: OrderedDict[int, Sequence] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_id.values())
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._by_id.values())
+
+    def __contains__(self, sequence: object) -> bool:
+        return isinstance(sequence, Sequence) and sequence.id in self._by_id
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        """Return one sequence, or a list for a slice. Fast for the first one only."""
+        return list(self._by_id.values())[index]
+
+    @property
+    def first(self) -> Sequence | None:
+        """The first sequence; None if there is none. Safe from any thread."""
+        while True:
+            try:
+                return next(iter(self._by_id.values()), None)
+            except RuntimeError:  # another thread changed the line in between
+                continue
+
+    def append(self, sequence: Sequence) -> None:
+        self._by_id[sequence.id] = sequence
+
+    def appendleft(self, sequence: Sequence) -> None:
+        self._by_id[sequence.id] = sequence
+        self._by_id.move_to_end(sequence.id, last=False)
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._by_id[sequence.id]
+
+
 class WaitingQueue:
-    """The scheduler's waiting sequences. Only the length and `line` may be read from other
+    """The scheduler's waiting sequences. Only the length and `line.first` may be read from other
     threads."""
 
     def __init__(self, urgency: Urgency, clock: Clock) -> None:
         self._urgency, self._clock = urgency, clock
-        self._line: deque[Sequence] = deque()
+        self._line = Line()
         self._num_of: Counter[int] = Counter()  # waiting sequences by their level
 
     def __len__(self) -> int:
@@ -32,21 +76,22 @@ class WaitingQueue:
         return iter(self._line)
 
     @property
-    def line(self) -> Items[Sequence]:
-        """The sequences in order of arrival, after those that were put back. Safe from any
-        thread."""
+    def line(self) -> Line:
+        """The sequences in order of arrival, after those that were put back."""
         return self._line
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence at the end."""
         self._line.append(sequence)
         self._num_of[self._urgency.level(sequence)] += 1
+        self._urgency.joined(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """Add a preempted sequence, ahead of all equally urgent ones."""
         sequence.waits_since = self._clock()
         self._line.appendleft(sequence)
         self._num_of[self._urgency.level(sequence)] += 1
+        self._urgency.joined(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         self._line.remove(sequence)
@@ -54,9 +99,13 @@ class WaitingQueue:
         self._num_of[level] -= 1
         if not self._num_of[level]:
             del self._num_of[level]
+        self._urgency.left(sequence)
 
-    def groups(self) -> Iterator[Items[Sequence]]:
-        """Yield groups of equally urgent sequences, see `Urgency.groups`."""
+    def groups(self, until: float = math.inf) -> Iterator[Items[Sequence]]:
+        """Yield groups of equally urgent sequences, see `Urgency.groups`. `until`: only those with
+        smaller keys, for orders by deadlines."""
+        if until < math.inf:
+            return self._urgency.groups_before(until)
         return self._urgency.groups(self._line, self._num_of, self._clock())
 
     def check_integrity(self) -> None:

@@ -56,8 +56,9 @@ class SegmentedState(MicroBatchState):
             if self.pieces:
                 self.inputs = self._make_inputs(segment.batch)
                 joined_TD = self._rows.join(segment)
-                embeds = joined_TD is None
-                self.hidden_TD = self._stage.embed(self.inputs) if embeds else joined_TD
+                if joined_TD is None:
+                    joined_TD = self._stage.embed(self.inputs)
+                self.hidden_TD = joined_TD
         return bool(self.pieces)
 
     def end(self) -> Tensor | None:

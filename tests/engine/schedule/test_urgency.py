@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.leaving import LeavingSequences
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
@@ -139,6 +140,7 @@ def use_old_rule(engine: Engine) -> None:
     engine._scheduler = Scheduler(
         config, now.cache, now.sharing, FIFO, now._clock, urgency=OldRule(STEP_S)
     )
+    engine._leaving = LeavingSequences(engine._scheduler, engine.drafts, engine._executor)
 
 
 @settings(deadline=None, max_examples=40)

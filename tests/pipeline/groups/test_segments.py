@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_kernels.kernel_choice import native_refusal
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.config.sections import KernelsName
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.step_inputs import is_decode
 from moe_serve.model.step_plan import LayerRange, MicroBatch, RouteAsk, SequenceSlice, StepPlan
@@ -127,8 +128,7 @@ def rows_by_sequence(choices: list[StepChoices | None], sequence: int) -> list[n
 def test_groups_of_layers_have_the_bits_of_chunks(
     folders: dict[str, Path], name: str, is_stacked: bool, is_split: bool
 ) -> None:
-    kernels = "native" if NATIVE else "torch"
-    loader = ModelLoader(folders[name], kernels=kernels, num_threads=1)
+    loader = ModelLoader(folders[name], kernels="native" if NATIVE else "torch", num_threads=1)
     num_layers = loader.spec.num_layers
     plain, run = (Run.of(loader, is_stacked=is_stacked) for _ in range(2))
     logits, choices = chunked(plain)
@@ -211,8 +211,8 @@ def test_choices_of_some_groups_only_are_not_returned(run: Run) -> None:
 def test_the_timeline_shows_the_rows_of_each_layer(
     folders: dict[str, Path], is_stacked: bool
 ) -> None:
-    kernels = "native" if NATIVE else "torch"
-    loader = ModelLoader(folders["gpt_oss"], kernels=kernels, num_threads=1)
+    kind: KernelsName = "native" if NATIVE else "torch"
+    loader = ModelLoader(folders["gpt_oss"], kernels=kind, num_threads=1)
     run, total = Run.of(loader, is_stacked=is_stacked), loader.spec.num_layers
     log = run.pipeline._log = StageLog(is_recording=True)
     run.step(plan([piece(0, 0, 5, 1)]))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.cluster.control.messages import (
     PageWork,
     QueryPages,
@@ -25,6 +26,7 @@ from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.sampling.sampler import Sampler
+from moe_serve.engine.service.service_state import ServiceState
 from tests.support.engine.fake_runner import FakeRunner
 
 
@@ -156,19 +158,33 @@ class FakeCoordinator:
         return self.ranks[name].run(order)
 
 
-def fake_cluster(coordinator: FakeCoordinator, *, is_ahead: bool = True) -> ClusterEngine:
-    """Return an engine over fake ranks, with 20 pages and 4 seats each."""
+PLAIN = SchedulerConfig(max_num_seqs=4, max_batched_tokens=32)
+
+
+def fake_cluster(
+    coordinator: FakeCoordinator,
+    *,
+    is_ahead: bool = True,
+    scheduler: SchedulerConfig = PLAIN,
+    clock: Clock = REAL_CLOCK,
+) -> ClusterEngine:
+    """Return an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise."""
+    service = ServiceState.of(scheduler, clock)
 
     def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
         return Engine(
             executor,
-            scheduler=SchedulerConfig(max_num_seqs=4, max_batched_tokens=32),
+            scheduler=scheduler,
             num_pages=20,
             micro_batches=1,
             max_model_len=160,
             eos_token_ids=frozenset(),
             ids=ids,
+            clock=clock,
+            service=service,
         )
 
     watch = PoolWatch(None, 2, None)
-    return ClusterEngine(coordinator, make_engine, watch, lambda: None, is_ahead=is_ahead)
+    return ClusterEngine(
+        coordinator, make_engine, watch, lambda: None, is_ahead=is_ahead, service=service
+    )

@@ -1,0 +1,28 @@
+"""The state of a request that decides when it is served: its deadline, its age and its past.
+
+It stays with the sequence when a rank is lost. Times named `_s` are on the steady clock
+(`moe_serve/engine/service/steady_clock.py`), those named `_at` on the engine's clock.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Standing:
+    """Made when a request is queued in a server with service tiers."""
+
+    queued_s: float
+    deadline_s: float  # virtual: of the first token, or the latest start of the answer
+    first_due_s: float = math.inf  # when a strict request without a first token ends
+    last_due_s: float = math.inf  # when a strict request ends in any case
+    tier: int = 0  # its place in the configuration
+    tenant: int = 0  # its place in `Shares`
+    num_left: int = 0  # prompt tokens to compute that were not in the cache when it was queued
+    predicted_s: float | None = None  # seconds to the first token; None: not measured yet
+    is_promised: bool = False  # it was accepted with a target that it might have been refused for
+    first_token_at: float | None = None
+    num_urgent_preemptions: int = 0
+    is_relegated: bool = False

@@ -1,0 +1,212 @@
+"""The part of a scheduler that keeps the targets of service tiers. Other servers have none."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from moe_serve.clock import Clock
+from moe_serve.config.sections import SchedulerConfig
+from moe_serve.engine.request.request import FinishReason
+from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.schedule.tier_urgency import TierUrgency
+from moe_serve.engine.service.order import BUCKET_S
+from moe_serve.engine.service.preemption import Preemption
+from moe_serve.engine.service.service_queue import ServiceQueue, standing_of
+from moe_serve.engine.service.service_state import ServiceState
+from moe_serve.engine.service.step_model import StepRows
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that has begun: its rows, when, and the tokens that it adds to the engine's count."""
+
+    rows: StepRows
+    at: float
+    num_tokens: int
+
+
+class StepService:
+    """The service of one engine. `is_lockstep`: a coordinator steps several engines and measures
+    their steps; otherwise this engine does."""
+
+    def __init__(
+        self, state: ServiceState, engine: int, page_size: int, *, is_lockstep: bool
+    ) -> None:
+        self.state, self._is_lockstep = state, is_lockstep
+        self.queue = ServiceQueue(state, engine, page_size)
+        self._preemption = Preemption(self.queue)
+        config = state.config
+        self.urgency = TierUrgency(config.max_passed_over_s, self.queue, self._preemption)
+        self._begun: deque[_Begun] = deque()  # steps under way, in order
+        self._ended_at = 0.0
+        self._running: Items[Sequence] = ()  # the scheduler's own list
+        self._num_tokens = 0  # that the engine had computed when the last step ended
+
+    @classmethod
+    def of(
+        cls,
+        config: SchedulerConfig,
+        clock: Clock,
+        page_size: int,
+        shared: ServiceState | None = None,
+    ) -> StepService | None:
+        """Return the service of an engine; None for a server without tiers. `shared` is the state
+        of engines that step together."""
+        state = ServiceState.of(config, clock) if shared is None else shared
+        if state is None:
+            return None
+        return cls(state, state.next_engine(), page_size, is_lockstep=shared is not None)
+
+    def enter(self, sequence: Sequence, num_cached: int) -> None:
+        """Note a sequence that will wait: a new one, or one that another engine surrendered."""
+        num_left = sequence.num_tokens - num_cached
+        if sequence.standing is None:
+            self.state.enter(sequence, num_left)
+        else:
+            sequence.standing.num_left = num_left
+
+    def restart(self, sequence: Sequence, num_cached: int) -> None:
+        """Note a preempted sequence that will wait."""
+        standing_of(sequence).num_left = sequence.num_tokens - num_cached
+
+    def leave(self, sequence: Sequence, *, had_seat: bool) -> None:
+        """Note a sequence that has ended."""
+        if had_seat:
+            self.queue.freed_seat()
+        self.state.leave(sequence)
+
+    def abandon(self, waiting: Iterable[Sequence]) -> None:
+        """Forget the waiting sequences, as they go to other engines with their standings."""
+        for sequence in list(waiting):
+            self.queue.left(sequence)
+        self.queue.withdraw()
+
+    def begin_step(self) -> None:
+        """Prepare for a step that is about to be scheduled."""
+        self.queue.begin_step()
+
+    def num_tokens(self, decoding: Items[Sequence]) -> int:
+        """Return the token budget of a step in which these sequences decode."""
+        most = self.state.config.max_batched_tokens
+        num_prompt = self.queue.num_prompt_tokens(decoding, max(0, most - len(decoding)))
+        return min(most, len(decoding) + num_prompt)
+
+    def split(self, reading: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the prompts that go on before any waiting sequence starts, and those that are less
+        urgent than the first waiting one."""
+        first = self.queue.first() if reading and self.queue.is_ordered else None
+        if first is None:
+            return reading, []
+        key, _ = first
+        place = next((i for i, s in enumerate(reading) if self.key_of(s) > key), len(reading))
+        return reading[:place], reading[place:]
+
+    def key_of(self, sequence: Sequence) -> float:
+        """Return the key of a prompt that is being read, as one that yields only to sequences that
+        are more urgent by a bucket."""
+        return self.queue.reading_key(sequence) - BUCKET_S
+
+    def seat_victim(self, running: Items[Sequence], share_lost: float) -> Sequence | None:
+        """Return the running sequence that gives its seat to a waiting one; None: none does.
+        `share_lost`: see `Preemption.for_seat`."""
+        found = self._preemption.for_seat(running, share_lost)
+        if found is None:
+            return None
+        newcomer, victim = found
+        self.queue.put_first(newcomer)
+        standing = standing_of(victim)
+        standing.num_urgent_preemptions += 1
+        self.state.ledger.add(standing.tier, "num_urgent_preemptions")
+        return victim
+
+    def is_due(self, running: Items[Sequence]) -> bool:
+        """Return whether a step must be scheduled anew: a sequence may have to end or to yield."""
+        return self._preemption.may_preempt() or bool(self.queue.expired(running))
+
+    def expired(self, running: Items[Sequence]) -> list[Sequence]:
+        """Return the strict sequences whose deadlines have passed, which the engine then ends."""
+        found = self.queue.expired(running)
+        for sequence in found:
+            self.state.expired(sequence)
+        return found
+
+    def step_begins(self, schedule: Schedule) -> None:
+        """Note the contents of a step, and charge the tenants for it."""
+        if not schedule:
+            return
+        rows = rows_of(schedule)
+        self.queue.charge(schedule)
+        num_ready = sum([count == s.num_pending_tokens for s, count in schedule.values()])
+        num_unread = sum([s.num_unread(count) for s, count in schedule.values()])
+        self._begun.append(_Begun(rows, self.state.clock(), num_unread + num_ready))
+
+    def step_ended(self, running: Items[Sequence], num_tokens: int, *, has_work: bool) -> None:
+        """Learn from the oldest step under way. `num_tokens`: computed by the engine so far."""
+        now = self.state.clock()
+        begun = self._begun.popleft() if self._begun else None
+        num_new, self._num_tokens = num_tokens - self._num_tokens, num_tokens
+        self._running = running
+        if begun is not None:
+            is_typical = num_new == begun.num_tokens  # otherwise it failed, or it had drafts
+            if self._is_lockstep:
+                self.state.add_rows(begun.rows, is_typical=is_typical)
+            elif is_typical:
+                self.state.observe(begun.rows, now - max(begun.at, self._ended_at))
+        self._ended_at = now
+        if not self._is_lockstep:
+            self.state.turn(has_work=has_work)
+        self.queue.step_ended(running, has_work=has_work)
+
+    def got_tokens(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        """Note that a sequence got tokens, and why it ended, if it did."""
+        now = self.state.clock()
+        self.state.got_token(sequence, now)
+        if reason is not None:
+            self.state.finished(sequence, now)
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running sequences that have one token left to compute."""
+        return [s for s in self._running if s.num_pending_tokens == 1]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens that the next step could read here, as far as its budget goes."""
+        reading = sum([s.num_pending_tokens for s in self._running if s.num_pending_tokens > 1])
+        waiting = 0
+        if len(self._running) < self.state.config.max_num_seqs:
+            waiting = int(self.queue.table.num_left.sum())
+        return min(reading + waiting, self.state.config.max_batched_tokens)
+
+    def predicted_s(self, sequence: Sequence) -> float:
+        """Return the predicted seconds to the first token of a sequence that would wait here."""
+        state, request = self.state, sequence.request
+        service, num_left = request.service, sequence.num_tokens
+        if sequence.standing is None:
+            slack_s = state.admission.slack_s(service, request.priority)
+        else:
+            slack_s = sequence.standing.deadline_s - state.steady()
+        work_s = num_left * state.token_s
+        keys_at = state.order.keys_over_time(
+            slack_s - work_s, work_s, service.weight, request.priority
+        )
+        return self.queue.snapshot(self._running).first_token_s(num_left, keys_at)
+
+    def movable(self, most: int) -> list[Sequence]:
+        """Return up to `most` waiting sequences that may go to another rank: the most urgent ones
+        of those that never ran."""
+        return self.queue.fresh(most)
+
+    def check_integrity(self, waiting: Iterable[Sequence]) -> None:
+        """Assert that the service knows the waiting sequences."""
+        self.queue.check_integrity(waiting)
+
+
+def rows_of(schedule: Schedule) -> StepRows:
+    """Return the work of a step."""
+    decoding = [s.num_tokens for s, count in schedule.values() if count == 1]
+    num_all = sum([count for _, count in schedule.values()])
+    return StepRows(len(decoding), num_all - len(decoding), sum(decoding))

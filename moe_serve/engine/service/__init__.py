@@ -1,0 +1,1 @@
+"""Keeps the targets of service tiers: order, shares, preemption, step budget and admission."""

@@ -1,0 +1,126 @@
+"""Decides whether a new request can keep its target for the first token, before it is queued.
+
+The decision uses the last snapshots that the engines published, plus the requests that were
+accepted since. With several attention ranks the one with the earliest first token counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from moe_serve.engine.request.first_token import FirstTokenForecast, Refusal
+from moe_serve.engine.request.service import Service
+from moe_serve.engine.service.forecast import QueueSnapshot
+from moe_serve.engine.service.order import Order
+
+LEAST_RETRY_S = 0.1
+_LIFE = 2  # turns after which an accepted request is in a snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """A request that may not be in a snapshot yet."""
+
+    turn: int
+    num_tokens: int
+
+
+class Admission:
+    """Implements AdmissionCheck. `publish` and `withdraw` are the engine thread's, everything
+    else is the event loop's."""
+
+    def __init__(
+        self,
+        order: Order,
+        priority_s: float,
+        default_s: float,
+        p90_ratio: Callable[[str], float],
+    ) -> None:
+        """`priority_s`: seconds by which one level of priority moves the deadline. `default_s`: the
+        target of a request that has none. `p90_ratio`: what makes the forecasts of a tier cautious,
+        read from any thread."""
+        self._order, self._priority_s, self._default_s = order, priority_s, default_s
+        self._p90_ratio = p90_ratio
+        self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
+        self._accepted: deque[_Accepted] = deque()
+        self._refused: Counter[str] = Counter()
+
+    def publish(self, engine: int, snapshot: QueueSnapshot) -> None:
+        """Replace the snapshot of an engine."""
+        self._snapshots = {**self._snapshots, engine: snapshot}
+
+    def withdraw(self, engine: int) -> None:
+        """Drop the snapshot of an engine that is lost."""
+        self._snapshots = {key: each for key, each in self._snapshots.items() if key != engine}
+
+    @property
+    def num_snapshots(self) -> int:
+        """Number of engines that have published."""
+        return len(self._snapshots)
+
+    def num_refused(self, tier: str) -> int:
+        """Return how many requests of a tier were refused. Safe from any thread."""
+        return self._refused[tier]
+
+    def forecast(
+        self, service: Service, num_prompt_tokens: int, priority: int = 0
+    ) -> FirstTokenForecast | None:
+        """See `AdmissionCheck.forecast`."""
+        snapshots = self._snapshots
+        if not snapshots:
+            return None
+        predicted_s = math.inf
+        num_more, num_more_tokens = self._since(max(each.turn for each in snapshots.values()))
+        for snapshot in snapshots.values():
+            work_s = num_prompt_tokens * snapshot.token_s
+            slack_s = self.slack_s(service, priority) - work_s
+            found_s = snapshot.first_token_s(
+                num_prompt_tokens,
+                self._order.keys_over_time(slack_s, work_s, service.weight, priority),
+                num_more=num_more // len(snapshots),
+                num_more_tokens=num_more_tokens // len(snapshots),
+            )
+            predicted_s = min(predicted_s, found_s)
+        ratio = self._p90_ratio(service.tier)
+        return FirstTokenForecast(predicted_s=predicted_s, p90_s=predicted_s * ratio)
+
+    def check(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> Refusal | None:
+        """See `AdmissionCheck.check`."""
+        target_s = service.targets.ttft_s
+        if target_s is not None and (service.targets.is_strict or service.is_sheddable):
+            forecast = self.forecast(service, num_prompt_tokens, priority)
+            if forecast is not None and forecast.p90_s > target_s:
+                self._refused[service.tier] += 1
+                return self._refusal(forecast, target_s)
+        turn = max((each.turn for each in self._snapshots.values()), default=0)
+        self._since(turn)
+        self._accepted.append(_Accepted(turn, num_prompt_tokens))
+        return None
+
+    def _refusal(self, forecast: FirstTokenForecast, target_s: float) -> Refusal:
+        """Name the time after which the forecast fits, as the queue becomes shorter by a second in
+        each second."""
+        excess_s = (forecast.p90_s - target_s) * forecast.predicted_s / forecast.p90_s
+        return Refusal(
+            predicted_ttft_s=forecast.p90_s,
+            target_ttft_s=target_s,
+            retry_after_s=max(LEAST_RETRY_S, excess_s),
+        )
+
+    def slack_s(self, service: Service, priority: int) -> float:
+        """Return the seconds from the arrival to the virtual deadline."""
+        targets = service.targets
+        target_s = targets.ttft_s if targets.ttft_s is not None else targets.e2e_s
+        if target_s is None:
+            target_s = self._default_s
+        return target_s + self._priority_s * priority
+
+    def _since(self, turn: int) -> tuple[int, int]:
+        """Return the number of requests that were accepted lately, and their prompt tokens."""
+        while self._accepted and self._accepted[0].turn + _LIFE <= turn:
+            self._accepted.popleft()
+        accepted = tuple(self._accepted)
+        return len(accepted), sum([each.num_tokens for each in accepted])

@@ -1,0 +1,140 @@
+"""Orders waiting requests by their deadlines: the keys of `fifo`, `priority`, `edf` and `atc`.
+
+Keys are seconds, and the smallest goes first. On top of every rule:
+
+    preempted, oldest first  <  waited for max_wait_s, oldest first  <  the rule  <  demoted
+
+docs/internals/deadlines.md has the theory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.config.sections import LateName, OrderName, SchedulerConfig
+from moe_serve.engine.service.waiting_table import WaitingTable
+
+Floats = NDArray[np.float64]
+BUCKET_S = 0.25  # keys that differ by at most this are equally urgent
+_MOST_RATIO = 4.0  # of the longest and the shortest reading time that atc tells apart
+_LEAST_WORK_S = 1e-6
+_PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond every key
+
+
+def is_aged(key: float) -> bool:
+    """Return whether a key is that of a request that has its place by age alone."""
+    return key < _AGED / 2
+
+
+class Rule(Protocol):
+    """The key of a request, from its age, the time until it must start (`slack`), the time to read
+    its prompt (`work`) and the logarithm of its weight. All are arrays, or all are numbers."""
+
+    def __call__(
+        self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats
+    ) -> Floats: ...
+
+
+def resolved_order(config: SchedulerConfig) -> OrderName:
+    """Return the name of the order that `scheduler.order` stands for."""
+    if config.order != "auto":
+        return config.order
+    return "atc" if config.tiers else "priority"
+
+
+def rule_of(config: SchedulerConfig, usual_work_s: Callable[[], float]) -> Rule:
+    """Return the configured rule. `usual_work_s`: the usual time to read a prompt."""
+    name, step_s = resolved_order(config), config.max_passed_over_s
+
+    def atc(age: Floats, slack: Floats, work: Floats, weight: Floats, priority: Floats) -> Floats:
+        spread, usual_s = math.sqrt(_MOST_RATIO), max(_LEAST_WORK_S, usual_work_s())
+        bounded = np.clip(work, usual_s / spread, usual_s * spread)
+        index = weight - np.log(bounded / usual_s)
+        return np.asarray(np.maximum(0.0, slack) - config.patience_s * index)
+
+    def edf(age: Floats, slack: Floats, work: Floats, weight: Floats, priority: Floats) -> Floats:
+        return slack + work
+
+    def fifo(age: Floats, slack: Floats, work: Floats, weight: Floats, priority: Floats) -> Floats:
+        return -age
+
+    def by_priority(
+        age: Floats, slack: Floats, work: Floats, weight: Floats, priority: Floats
+    ) -> Floats:
+        return step_s * priority - age
+
+    rules: dict[str, Rule] = {"atc": atc, "edf": edf, "fifo": fifo, "priority": by_priority}
+    return rules[name]
+
+
+class Order:
+    """A rule with the age bound, and with demotion if it is configured."""
+
+    def __init__(self, rule: Rule, max_wait_s: float, late: LateName) -> None:
+        self._rule, self._max_wait_s, self._demotes = rule, max_wait_s, late == "demote"
+
+    def keys(
+        self, table: WaitingTable, now_s: float, token_s: float, is_ahead: NDArray[np.bool_] | None
+    ) -> Floats:
+        """Return the keys of all rows. `token_s`: seconds to read a token; `is_ahead`: rows whose
+        tenants have had more than their share (None: none)."""
+        age, work = now_s - table.queued, table.num_left * token_s
+        slack = table.deadline - now_s - work
+        keys = self._rule(age, slack, work, table.log_weight, table.priority)
+        if self._demotes:
+            is_late = (slack < 0.0) & ~table.is_preempted
+            table.is_late |= is_late
+            keys = np.where(is_late, keys + _DEMOTED, keys)
+        is_aged = age >= self._max_wait_s
+        if is_ahead is not None and is_ahead.any():
+            keys = behind_the_others(keys, is_ahead, table.tier)
+            is_aged &= ~is_ahead
+        if is_aged.any():
+            keys = np.where(is_aged, _AGED + table.queued, keys)
+        if table.num_preempted:
+            keys = np.where(table.is_preempted, _PREEMPTED + table.queued, keys)
+        return np.asarray(keys)
+
+    def key(
+        self, age_s: float, slack_s: float, work_s: float, weight: float, priority: int
+    ) -> float:
+        """Return the key of one request that was not preempted. `slack_s` is from now to the latest
+        start that keeps its deadline."""
+        if age_s >= self._max_wait_s:
+            return -math.inf
+        values = (age_s, slack_s, work_s, math.log(weight), float(priority))
+        key = float(self._rule(*[np.float64(value) for value in values]))  # type: ignore[arg-type]
+        return key + _DEMOTED if self._demotes and slack_s < 0.0 else key
+
+    def keys_over_time(
+        self, slack_s: float, work_s: float, weight: float, priority: int
+    ) -> Callable[[Floats], Floats]:
+        """Return a function from seconds of waiting to the keys that a newcomer then has. `slack_s`
+        is from its arrival to the latest start that keeps its deadline."""
+
+        def keys_at(ages: Floats) -> Floats:
+            ones = np.ones_like(ages)
+            slack = slack_s - ages
+            keys = self._rule(ages, slack, work_s * ones, math.log(weight) * ones, priority * ones)
+            if self._demotes:
+                keys = np.where(slack < 0.0, keys + _DEMOTED, keys)
+            return np.where(ages >= self._max_wait_s, _AGED, keys)
+
+        return keys_at
+
+
+def behind_the_others(keys: Floats, is_ahead: NDArray[np.bool_], tier: NDArray[np.int64]) -> Floats:
+    """Put the rows of tenants that are ahead behind the last other row of their tier."""
+    keys = keys.copy()
+    for index in np.unique(tier[is_ahead]):
+        is_in_tier = tier == index
+        others = keys[is_in_tier & ~is_ahead]
+        if len(others):
+            moved = is_in_tier & is_ahead
+            keys[moved] = np.maximum(keys[moved], others.max() + 2 * BUCKET_S)
+    return keys

@@ -1,0 +1,268 @@
+"""Serves one engine's requests by their targets: order, reading, expiry and the forecast.
+
+The scheduler asks; nothing here changes a sequence's pages or tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.request.standing import Standing
+from moe_serve.engine.service.forecast import QueueSnapshot
+from moe_serve.engine.service.order import BUCKET_S, Floats, is_aged
+from moe_serve.engine.service.service_state import ServiceState
+from moe_serve.engine.service.step_budget import StepBudget
+from moe_serve.engine.service.step_model import StepRows
+from moe_serve.engine.service.waiting_table import WaitingTable
+
+_NUM_FIRST = 64  # waiting requests that are sorted at once; all of them only if these do not do
+_NUM_ENDS = 33  # ends of requests from which the time between two free seats is known
+_LEAST_NUM_ENDS = 4
+
+
+def standing_of(sequence: Sequence) -> Standing:
+    """Return the standing of a sequence that was queued in a server with tiers."""
+    assert sequence.standing is not None, f"sequence {sequence.id} was not given a standing"
+    return sequence.standing
+
+
+class ServiceQueue:
+    """The queue of one engine, whose number is `engine`."""
+
+    def __init__(self, state: ServiceState, engine: int, page_size: int) -> None:
+        self.state, self._engine = state, engine
+        self.table = WaitingTable()
+        self._ranked: _Ranked | None = None  # the order in the present step
+        self._ends: deque[float] = deque(maxlen=_NUM_ENDS)  # of running requests, steady clock
+        self._last_end_at: float | None = None  # of a step, engine's clock
+        self.prompt_limit: int | None = None  # of the next step, set by a coordinator
+        config = state.config
+        self.is_ordered = state.order_name in ("edf", "atc")
+        has_tpot = any(tier.tpot_s is not None for tier in config.tiers)
+        is_slack = config.step_budget == "slack" or (config.step_budget == "auto" and has_tpot)
+        self.budget = (
+            StepBudget(state.model, config.min_prefill_tokens, page_size) if is_slack else None
+        )
+
+    def joined(self, sequence: Sequence) -> None:
+        """Add a sequence that waits."""
+        self.table.add(sequence)
+        self.state.shares.wait(standing_of(sequence).tenant)
+
+    def left(self, sequence: Sequence) -> None:
+        """Remove a sequence that started or ended."""
+        self.table.remove(sequence)
+        self.state.shares.stop_waiting(standing_of(sequence).tenant)
+
+    def freed_seat(self) -> None:
+        """Note that a running sequence ended."""
+        self._ends.append(self.state.steady())
+
+    def begin_step(self) -> None:
+        """Forget the order of the last step."""
+        if self.state.steady.is_resting:
+            self.state.steady.turn()
+        self._ranked = None
+
+    def keys(self) -> Floats:
+        """Return the keys of all waiting sequences by their rows."""
+        state = self.state
+        ahead = state.shares.are_ahead(state.delta_s)
+        is_ahead = None if ahead is None else ahead[self.table.tenant]
+        return state.order.keys(self.table, state.steady(), state.token_s, is_ahead)
+
+    def groups(self, until: float = math.inf) -> Iterator[Items[Sequence]]:
+        """Yield groups of equally urgent waiting sequences, the most urgent first and in each the
+        one that is read fastest; only those with keys below `until`."""
+        ranked = self._rank()
+        while (found := ranked.next_group(until)) is not None:
+            found.sort(key=lambda s: (standing_of(s).num_left, standing_of(s).queued_s))
+            yield found
+
+    def first(self) -> tuple[float, Sequence] | None:
+        """Return the most urgent waiting sequence and its key."""
+        return self._rank().first
+
+    def fresh(self, most: int) -> list[Sequence]:
+        """Return up to `most` waiting sequences that never ran, the most urgent first."""
+        sequences = self.table.sequences
+        order = [sequences[row] for row in np.argsort(self.keys(), kind="stable")]
+        return [sequence for sequence in order if sequence.started_at is None][:most]
+
+    def put_first(self, sequence: Sequence) -> None:
+        """Let a waiting sequence start before all others in the present step."""
+        self._rank().put_first(sequence)
+
+    def _rank(self) -> _Ranked:
+        if self._ranked is None:
+            keys = self.keys()
+            self._count_late()
+            self._ranked = _Ranked(keys, list(self.table.sequences))
+        return self._ranked
+
+    def _count_late(self) -> None:
+        if self.state.config.late != "demote":
+            return
+        for row in np.flatnonzero(self.table.is_late):
+            standing = standing_of(self.table.sequences[row])
+            if not standing.is_relegated:
+                standing.is_relegated = True
+                self.state.ledger.add(standing.tier, "num_relegated")
+
+    def reading_key(self, sequence: Sequence) -> float:
+        """Return the key of a sequence that is being read, for its remaining tokens."""
+        standing, state = standing_of(sequence), self.state
+        if sequence.num_output_tokens:
+            return -math.inf  # it is computed again
+        now_s, work_s = state.steady(), sequence.num_pending_tokens * state.token_s
+        slack_s = standing.deadline_s - now_s - work_s
+        request = sequence.request
+        age_s = now_s - standing.queued_s
+        return state.order.key(age_s, slack_s, work_s, request.service.weight, request.priority)
+
+    def reading_order(self, reading: list[Sequence]) -> list[Sequence]:
+        """Return prompts that are being read, the most urgent first; in a bucket, the one with the
+        fewest tokens left."""
+
+        def place(sequence: Sequence) -> tuple[float, float]:
+            key = self.reading_key(sequence)
+            if key == -math.inf:
+                return -math.inf, standing_of(sequence).queued_s
+            return key // BUCKET_S, float(sequence.num_pending_tokens)
+
+        return sorted(reading, key=place)
+
+    def num_prompt_tokens(self, decoding: Items[Sequence], most: int) -> int:
+        """Return how many prompt tokens the next step may read beside those that decode."""
+        if self.prompt_limit is not None:
+            return min(most, self.prompt_limit)
+        if self.budget is None:
+            return most
+        return self.budget.prompt_tokens(rows_of_decoding(decoding), self.slack_s(decoding), most)
+
+    def slack_s(self, decoding: Iterable[Sequence]) -> float | None:
+        """Return the seconds that the next step may take; None: no sequence that decodes has a
+        target for the time between tokens."""
+        targets = [s.request.service.targets.tpot_s for s in decoding]
+        least_s = min((each for each in targets if each is not None), default=None)
+        if least_s is None:
+            return None
+        now = self.state.clock()
+        return least_s - (0.0 if self._last_end_at is None else now - self._last_end_at)
+
+    def expired(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Return the strict sequences whose deadlines have passed."""
+        now_s = self.state.steady()
+        rows = np.flatnonzero(self.table.due <= now_s)
+        late = [self.table.sequences[row] for row in rows]
+        return late + [s for s in running if self._is_due(standing_of(s), now_s)]
+
+    @staticmethod
+    def _is_due(standing: Standing, now_s: float) -> bool:
+        first_due_s = standing.first_due_s if standing.first_token_at is None else math.inf
+        return min(first_due_s, standing.last_due_s) <= now_s
+
+    def charge(self, schedule: Schedule) -> None:
+        """Charge the tenants for a step that is about to run."""
+        work, shares = self.state.work, self.state.shares
+        for sequence, count in schedule.values():
+            seconds = work.decode_row if count == 1 else work.prompt_token * count
+            shares.charge(standing_of(sequence).tenant, seconds)
+
+    @property
+    def seat_s(self) -> float:
+        """Seconds between two seats that become free, as seen lately; infinite: unknown."""
+        if len(self._ends) < _LEAST_NUM_ENDS:
+            return math.inf
+        return (self.state.steady() - self._ends[0]) / len(self._ends)
+
+    def snapshot(self, running: Items[Sequence]) -> QueueSnapshot:
+        """Return what a newcomer would find now."""
+        state, seat_s = self.state, self.seat_s
+        reading = [s.num_pending_tokens for s in running if s.num_pending_tokens > 1]
+        return QueueSnapshot(
+            turn=state.num_turns,
+            token_s=state.token_s,
+            step_s=state.step_s,
+            num_free_seats=state.config.max_num_seqs - len(running),
+            seat_s=state.step_s if math.isinf(seat_s) else seat_s,
+            num_reading=sum(reading),
+            keys=self.keys(),
+            num_left=self.table.num_left.copy(),
+            arrivals=state.arrivals.rates,
+            share=1 / max(1, state.num_live_engines),
+        )
+
+    def step_ended(self, running: Items[Sequence], *, has_work: bool) -> None:
+        """Publish what a newcomer would find."""
+        self._last_end_at = self.state.clock() if running else None
+        if not has_work:
+            self._ends.clear()
+        if self.state.model.is_measured:
+            self.state.admission.publish(self._engine, self.snapshot(running))
+
+    def withdraw(self) -> None:
+        """Forget the engine, as it is lost."""
+        self.state.admission.withdraw(self._engine)
+
+    def check_integrity(self, waiting: Iterable[Sequence]) -> None:
+        """Assert that the table holds the waiting sequences."""
+        self.table.check_integrity(waiting)
+        self.state.shares.check_integrity()
+
+
+class _Ranked:
+    """The waiting sequences of one step by their keys, sorted as far as they are asked for."""
+
+    def __init__(self, keys: Floats, sequences: list[Sequence]) -> None:
+        self._keys, self._sequences = keys, sequences
+        count = len(keys)
+        self._is_partial = count > _NUM_FIRST
+        if self._is_partial:
+            rows = np.flatnonzero(keys <= np.partition(keys, _NUM_FIRST - 1)[_NUM_FIRST - 1])
+            self._rows = rows[np.argsort(keys[rows], kind="stable")].tolist()
+        else:
+            self._rows = np.argsort(keys, kind="stable").tolist()
+        self._next = 0
+
+    def put_first(self, sequence: Sequence) -> None:
+        """Move a sequence to the front."""
+        row = next(row for row, each in enumerate(self._sequences) if each is sequence)
+        self._keys[row] = -math.inf
+        self._rows = [row, *[other for other in self._rows if other != row]]
+
+    @property
+    def first(self) -> tuple[float, Sequence] | None:
+        """The first one that was not yielded in a group yet."""
+        row = self._row(self._next)
+        return None if row is None else (float(self._keys[row]), self._sequences[row])
+
+    def next_group(self, until: float) -> list[Sequence] | None:
+        """Return the next sequences whose keys lie in one bucket; None: none below `until`."""
+        row = self._row(self._next)
+        if row is None or self._keys[row] >= until:
+            return None
+        width = 0.0 if is_aged(self._keys[row]) else BUCKET_S
+        end, found = self._keys[row] + width, list[Sequence]()
+        while row is not None and self._keys[row] <= end:
+            found.append(self._sequences[row])
+            self._next += 1
+            row = self._row(self._next)
+        return found
+
+    def _row(self, place: int) -> int | None:
+        if place >= len(self._rows) and self._is_partial:
+            self._rows = np.argsort(self._keys, kind="stable").tolist()
+            self._is_partial = False
+        return self._rows[place] if place < len(self._rows) else None
+
+
+def rows_of_decoding(decoding: Items[Sequence]) -> StepRows:
+    """Return the work of a step in which these sequences decode."""
+    return StepRows(len(decoding), 0, sum([s.num_tokens for s in decoding]))

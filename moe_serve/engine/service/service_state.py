@@ -1,0 +1,244 @@
+"""Holds what all engines of a server share: measured times, shares, counts and the forecast.
+
+Attention ranks have an engine each. They run in lockstep, so the time of a step depends on the rows
+of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_serve.clock import Clock
+from moe_serve.config.sections import SchedulerConfig
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.service import Service
+from moe_serve.engine.request.service_stats import ServiceStats
+from moe_serve.engine.request.standing import Standing
+from moe_serve.engine.service.admission import Admission
+from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
+from moe_serve.engine.service.arrivals import RecentArrivals
+from moe_serve.engine.service.calibration import Calibration, error_of
+from moe_serve.engine.service.ledger import Ledger
+from moe_serve.engine.service.order import Order, resolved_order, rule_of
+from moe_serve.engine.service.shares import Shares
+from moe_serve.engine.service.steady_clock import SteadyClock
+from moe_serve.engine.service.step_model import (
+    FittedSteps,
+    StepModel,
+    StepRows,
+    prompt_token_s,
+    work_s,
+)
+from moe_serve.engine.service.workflows import Workflows
+
+_WEIGHT = 0.05  # of a new prompt in the usual number of tokens
+_UNMEASURED_TOKEN_S = 1e-3  # before any step was measured, for the order only
+
+
+@dataclass(frozen=True, slots=True)
+class WorkSeconds:
+    """The seconds that work counts for shares."""
+
+    prompt_token: float
+    decode_row: float
+
+
+class ServiceState:
+    """Used by the engine's thread, except `admission` and `stats`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Clock,
+        model: StepModel | None = None,
+        lengths: AnswerLengths | None = None,
+    ) -> None:
+        """`model` None: steps are measured. `lengths` None: the tiers' recent answers."""
+        self.config, self.clock = config, clock
+        self.steady = SteadyClock(clock)
+        self.model: StepModel = FittedSteps() if model is None else model
+        self.shares, self.workflows, self.arrivals = Shares(), Workflows(), RecentArrivals()
+        names = [tier.name for tier in config.tiers] or [""]
+        self._tier_of = {name: index for index, name in enumerate(names)}
+        self.tier_names = tuple(names)
+        self.ledger = Ledger(names)
+        self._calibrations = [Calibration() for _ in names]
+        self.lengths: AnswerLengths = TierLengths(len(names)) if lengths is None else lengths
+        self._usual_tokens = 0.0
+        self.order_name = resolved_order(config)
+        rule = rule_of(config, lambda: self._usual_tokens * self.token_s)
+        self.order = Order(rule, config.max_wait_s, config.late)
+        self.admission = Admission(
+            self.order, config.max_passed_over_s, config.max_wait_s, self._p90_ratio
+        )
+        self.num_turns = self._num_engines = 0
+        self._rows, self._is_typical = StepRows(), True  # of a step of several engines
+        self.token_s = _UNMEASURED_TOKEN_S  # to read a prompt token, as steps are now
+        self.step_s = 0.0  # of a step that reads nothing
+        self.work = WorkSeconds(0.0, 0.0)
+
+    @classmethod
+    def of(
+        cls, config: SchedulerConfig, clock: Clock, model: StepModel | None = None
+    ) -> ServiceState | None:
+        """Return the state of a server with tiers or an order by deadlines, else None."""
+        if not config.tiers and resolved_order(config) in ("priority",):
+            return None
+        return cls(config, clock, model)
+
+    def _p90_ratio(self, tier: str) -> float:
+        return self._calibrations[self._tier_of.get(tier, 0)].p90_ratio
+
+    def next_engine(self) -> int:
+        """Return a number for one more engine."""
+        self._num_engines += 1
+        return self._num_engines
+
+    def tier(self, service: Service) -> int:
+        """Return the place of a request's tier; that of the first one if it is unknown."""
+        return self._tier_of.get(service.tier, 0)
+
+    def enter(self, sequence: Sequence, num_left: int) -> Standing:
+        """Give a new sequence its standing. `num_left`: prompt tokens that are not cached."""
+        request = sequence.request
+        service, targets = request.service, request.service.targets
+        queued_s, tier = self.steady.at(request.arrival_time), self.tier(service)
+        self._usual_tokens += (_WEIGHT if self._usual_tokens else 1.0) * (
+            num_left - self._usual_tokens
+        )
+        standing = Standing(
+            queued_s=queued_s,
+            deadline_s=self._deadline(sequence, tier, queued_s),
+            tier=tier,
+            tenant=self.shares.enter(tier, service.tenant),
+            num_left=num_left,
+        )
+        if targets.is_strict:
+            if targets.ttft_s is not None:
+                standing.first_due_s = queued_s + targets.ttft_s
+            if targets.e2e_s is not None:
+                standing.last_due_s = queued_s + targets.e2e_s
+        may_refuse = targets.is_strict or service.is_sheddable
+        standing.is_promised = may_refuse and targets.ttft_s is not None
+        work_s = num_left * self.token_s
+        slack_s = standing.deadline_s - self.steady() - work_s
+        key = self.order.key(0.0, slack_s, work_s, service.weight, request.priority)
+        self.arrivals.note(queued_s, key, num_left)
+        if self.model.is_measured:
+            forecast = self.admission.forecast(service, num_left, request.priority)
+            standing.predicted_s = None if forecast is None else forecast.predicted_s
+        sequence.standing = standing
+        return standing
+
+    def _deadline(self, sequence: Sequence, tier: int, queued_s: float) -> float:
+        """Return the virtual deadline of the first token."""
+        request = sequence.request
+        service, targets = request.service, request.service.targets
+        shift_s = self.config.max_passed_over_s * request.priority
+        if targets.e2e_s is not None:
+            whole_s = queued_s + targets.e2e_s
+            if service.workflow:
+                whole_s = self.workflows.due_s(
+                    service.tenant, service.workflow, service.stage, targets.e2e_s, queued_s
+                )
+            answer_s = self.lengths.p90(sequence, tier) * self.step_s
+            latest_s = whole_s - answer_s
+        else:
+            latest_s = math.inf
+        if targets.ttft_s is not None:
+            latest_s = min(latest_s, queued_s + targets.ttft_s)
+        elif latest_s == math.inf:
+            latest_s = queued_s + self.config.max_wait_s
+        return latest_s + shift_s
+
+    def got_token(self, sequence: Sequence, now: float) -> None:
+        """Note the first token of a request."""
+        standing = sequence.standing
+        assert standing is not None, f"sequence {sequence.id} was not given a standing"
+        if standing.first_token_at is None:
+            self.ledger.first_token(sequence, standing, now)
+            if standing.predicted_s is not None:
+                actual_s = now - sequence.request.arrival_time
+                self._calibrations[standing.tier].compare(standing.predicted_s, actual_s)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Note that a sequence has ended, in whatever way."""
+        if sequence.standing is not None:
+            self.shares.leave(sequence.standing.tenant)
+
+    def finished(self, sequence: Sequence, now: float) -> None:
+        """Note that the answer of a request is complete."""
+        standing, service = sequence.standing, sequence.request.service
+        assert standing is not None, f"sequence {sequence.id} was not given a standing"
+        is_good = self.ledger.finished(sequence, standing, now)
+        self.shares.finished(standing.tenant, is_good=is_good)
+        is_cut = sequence.num_output_tokens == sequence.rules.max_tokens
+        self.lengths.note(sequence, standing.tier, is_complete=not is_cut)
+        if service.workflow:
+            self.workflows.ended(
+                service.tenant, service.workflow, service.stage, self.steady.at(now)
+            )
+
+    def expired(self, sequence: Sequence) -> None:
+        """Note that a strict request is ended, as its deadline has passed."""
+        assert sequence.standing is not None, f"sequence {sequence.id} was not given a standing"
+        self.ledger.expired(sequence, sequence.standing)
+
+    @property
+    def num_live_engines(self) -> int:
+        return self.admission.num_snapshots
+
+    def add_rows(self, rows: StepRows, *, is_typical: bool) -> None:
+        """Add one engine's part of a step of all engines. `is_typical`: it ran as it was begun."""
+        self._rows += rows
+        self._is_typical &= is_typical
+
+    def take_rows(self) -> StepRows | None:
+        """Return the rows of the step that has ended on all engines; None if its time says
+        nothing."""
+        rows, self._rows = self._rows, StepRows()
+        is_typical, self._is_typical = self._is_typical, True
+        return rows if is_typical and rows != StepRows() else None
+
+    def turn(self, *, has_work: bool) -> None:
+        """Note the end of a step, or of a step of all engines."""
+        self.num_turns += 1
+        if has_work:
+            self.steady.turn()
+        else:
+            self.steady.rest()
+
+    def observe(self, rows: StepRows, seconds: float) -> None:
+        """Learn from a step that ran: of one engine, or of all that step together."""
+        self.model.observe(rows, seconds)
+        self.refresh(rows.num_decoding)
+
+    def refresh(self, num_decoding: int) -> None:
+        """Derive what the order and the forecast need from the model."""
+        most, seats = self.config.max_batched_tokens, self.config.max_num_seqs
+        if self.model.is_measured:
+            self.token_s = prompt_token_s(self.model, num_decoding, max(1, most - num_decoding))
+            self.step_s = self.model.seconds(StepRows(max(1, num_decoding)))
+            self.work = WorkSeconds(*work_s(self.model, (most, seats)))
+
+    @property
+    def delta_s(self) -> float:
+        """How far a tenant may be ahead of another one of its tier, in seconds of work."""
+        if not self.model.is_measured:
+            return math.inf
+        most, seats = self.config.max_batched_tokens, self.config.max_num_seqs
+        chunk_s = self.work.prompt_token * most
+        return 2 * max(chunk_s, self.work.decode_row * seats) + chunk_s
+
+    def stats(self) -> ServiceStats:
+        """Return a snapshot. Safe from any thread."""
+        refused = [self.admission.num_refused(name) for name in self.tier_names]
+        return ServiceStats(
+            order=self.order_name,
+            tiers=self.ledger.snapshot(refused),
+            tenants=self.shares.top(self.tier_names),
+            num_tenants=self.shares.num_remembered,
+            jain_index=self.shares.jain_index,
+            forecast=error_of(self._calibrations),
+        )

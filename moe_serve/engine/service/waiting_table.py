@@ -1,0 +1,132 @@
+"""The waiting requests of one engine as columns, so that thousands are ordered in one go.
+
+Rows are in no order: a row that is removed is replaced by the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.engine.request.sequence import Sequence
+
+_FLOATS = ("queued", "deadline", "due", "num_left", "log_weight", "priority")
+_FIRST_CAPACITY = 64
+
+
+class WaitingTable:
+    """The columns. `version` changes with every row that comes or goes."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self._row_of: dict[int, int] = {}  # by sequence id
+        self._floats = np.zeros((len(_FLOATS), _FIRST_CAPACITY))
+        self._ints = np.zeros((2, _FIRST_CAPACITY), dtype=np.int64)
+        self._flags = np.zeros((2, _FIRST_CAPACITY), dtype=np.bool_)
+        self.num_preempted = 0
+        self.version = 0
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def _column(self, index: int) -> NDArray[np.float64]:
+        return self._floats[index, : len(self.sequences)]
+
+    @property
+    def queued(self) -> NDArray[np.float64]:
+        return self._column(0)
+
+    @property
+    def deadline(self) -> NDArray[np.float64]:
+        return self._column(1)
+
+    @property
+    def due(self) -> NDArray[np.float64]:
+        """When each request ends as strict; infinite for others."""
+        return self._column(2)
+
+    @property
+    def num_left(self) -> NDArray[np.float64]:
+        """Tokens that each has to compute before its next token."""
+        return self._column(3)
+
+    @property
+    def log_weight(self) -> NDArray[np.float64]:
+        return self._column(4)
+
+    @property
+    def priority(self) -> NDArray[np.float64]:
+        return self._column(5)
+
+    @property
+    def tier(self) -> NDArray[np.int64]:
+        return self._ints[0, : len(self.sequences)]
+
+    @property
+    def tenant(self) -> NDArray[np.int64]:
+        return self._ints[1, : len(self.sequences)]
+
+    @property
+    def is_preempted(self) -> NDArray[np.bool_]:
+        """Those that ran before: they go first."""
+        return self._flags[0, : len(self.sequences)]
+
+    @property
+    def is_late(self) -> NDArray[np.bool_]:
+        """Those that were demoted. Written by `Order`."""
+        return self._flags[1, : len(self.sequences)]
+
+    @is_late.setter
+    def is_late(self, value: NDArray[np.bool_]) -> None:
+        self._flags[1, : len(self.sequences)] = value
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a row."""
+        standing, request, row = sequence.standing, sequence.request, len(self.sequences)
+        assert standing is not None, f"sequence {sequence.id} was not given a standing"
+        if row == self._floats.shape[1]:
+            self._grow()
+        has_first = standing.first_token_at is not None
+        self._floats[:, row] = (
+            standing.queued_s,
+            standing.deadline_s,
+            standing.last_due_s if has_first else min(standing.first_due_s, standing.last_due_s),
+            standing.num_left,
+            math.log(request.service.weight),
+            request.priority,
+        )
+        self._ints[:, row] = standing.tier, standing.tenant
+        is_preempted = sequence.num_preemptions > 0 or sequence.num_output_tokens > 0
+        self._flags[:, row] = is_preempted, standing.is_relegated
+        self.num_preempted += is_preempted
+        self.sequences.append(sequence)
+        self._row_of[sequence.id] = row
+        self.version += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a row: O(1)."""
+        row, last = self._row_of.pop(sequence.id), len(self.sequences) - 1
+        self.num_preempted -= int(self._flags[0, row])
+        if row != last:
+            for block in (self._floats, self._ints, self._flags):
+                block[:, row] = block[:, last]
+            moved = self.sequences[row] = self.sequences[last]
+            self._row_of[moved.id] = row
+        self.sequences.pop()
+        self.version += 1
+
+    def check_integrity(self, waiting: Iterable[Sequence]) -> None:
+        """Assert that the rows are those of the waiting sequences."""
+        ids = {sequence.id for sequence in waiting}
+        assert ids == self._row_of.keys(), f"{ids ^ self._row_of.keys()} wait or have rows"
+        for key, row in self._row_of.items():
+            assert self.sequences[row].id == key, f"row {row} is not that of sequence {key}"
+        assert self.num_preempted == int(self.is_preempted.sum()), "preempted rows are miscounted"
+
+    def _grow(self) -> None:
+        self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)], axis=1)
+        self._ints = np.concatenate([self._ints, np.zeros_like(self._ints)], axis=1)
+        self._flags = np.concatenate([self._flags, np.zeros_like(self._flags)], axis=1)

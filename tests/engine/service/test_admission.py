@@ -1,0 +1,140 @@
+"""Forecasts and refusals from snapshots of a queue."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_serve.config.sections import SchedulerConfig
+from moe_serve.engine.request.service import Service, Targets
+from moe_serve.engine.service.admission import Admission
+from moe_serve.engine.service.arrivals import RecentArrivals
+from moe_serve.engine.service.calibration import Calibration, error_of
+from moe_serve.engine.service.forecast import QueueSnapshot
+from moe_serve.engine.service.order import Order, rule_of
+
+EDF = Order(rule_of(SchedulerConfig(order="edf"), lambda: 0.1), 90.0, "keep")
+IDLE = QueueSnapshot(turn=1, token_s=0.001, step_s=0.01, num_free_seats=4, seat_s=0.5)
+STRICT = Service(tier="a", targets=Targets(ttft_s=1.0, is_strict=True))
+
+
+def admission(ratio: float = 1.0) -> Admission:
+    return Admission(EDF, 5.0, 90.0, lambda tier: ratio)
+
+
+def test_nothing_is_forecast_or_refused_before_a_step_was_measured() -> None:
+    made = admission()
+    assert made.forecast(STRICT, 10_000) is None and made.check(STRICT, 10_000) is None
+
+
+def test_an_idle_engine_takes_the_time_of_the_prompt() -> None:
+    made = admission(1.5)
+    made.publish(0, IDLE)
+    found = made.forecast(STRICT, 400)
+    assert found is not None
+    assert found.predicted_s == pytest.approx(0.4) and found.p90_s == pytest.approx(0.6)
+    short = made.forecast(STRICT, 1)
+    assert short is not None and short.predicted_s == 0.01, "at least a step"
+
+
+def test_only_what_is_more_urgent_counts() -> None:
+    """Deadlines of 0.5 s and 3 s wait. The newcomer is due in 1 s, so it passes the second."""
+    made = admission()
+    queue = replace(IDLE, keys=np.array([0.5, 3.0]), num_left=np.array([200.0, 5000.0]))
+    made.publish(0, replace(queue, num_reading=100))
+    found = made.forecast(STRICT, 400)
+    assert found is not None and found.predicted_s == pytest.approx(0.7)
+    relaxed = replace(STRICT, targets=Targets(ttft_s=9.0))
+    found = made.forecast(relaxed, 400)
+    assert found is not None and found.predicted_s == pytest.approx(5.7)
+    shifted = made.forecast(STRICT, 400, priority=1)
+    assert shifted is not None and shifted.predicted_s == pytest.approx(5.7), "5 s for a level"
+
+
+def test_a_seat_is_waited_for() -> None:
+    made = admission()
+    queue = replace(IDLE, num_free_seats=0, keys=np.array([0.1, 0.2]), num_left=np.ones(2))
+    made.publish(0, queue)
+    found = made.forecast(STRICT, 100)
+    assert found is not None and found.predicted_s == pytest.approx(3 * 0.5 + 0.1)
+
+
+def test_arrivals_that_will_go_first_are_foreseen() -> None:
+    """Half of the engine's time goes to later requests that are more urgent, so 10 s become 20."""
+    arrivals = RecentArrivals()
+    for number in range(64):
+        arrivals.note(number * 0.1, -100.0, 50)
+    queue = replace(IDLE, num_reading=10_000, arrivals=arrivals.rates)
+    made = admission()
+    made.publish(0, replace(queue, num_free_seats=1000))
+    relaxed = Service(tier="a", targets=Targets(ttft_s=80.0))
+    found = made.forecast(relaxed, 10)
+    assert found is not None and found.predicted_s == pytest.approx(20.0, rel=0.25)
+    urgent = Service(tier="a", targets=Targets(ttft_s=-200.0))
+    found = made.forecast(urgent, 10)
+    assert found is not None and found.predicted_s == pytest.approx(10.0, rel=0.25)
+
+
+def test_a_strict_request_is_refused_with_an_honest_time_to_come_back() -> None:
+    made = admission(1.5)
+    made.publish(0, replace(IDLE, num_reading=2000))
+    refusal = made.check(STRICT, 100)
+    assert refusal is not None and made.num_refused("a") == 1
+    assert refusal.predicted_ttft_s == pytest.approx(2.1 * 1.5) and refusal.target_ttft_s == 1.0
+    later = replace(IDLE, num_reading=2000 - math.ceil(refusal.retry_after_s / 0.001))
+    made.publish(0, later)
+    assert made.check(STRICT, 100) is None, "the work of that time is done"
+
+
+def test_a_refusal_never_says_to_come_back_at_once() -> None:
+    made = admission()
+    made.publish(0, replace(IDLE, num_reading=901))
+    refusal = made.check(STRICT, 100)
+    assert refusal is not None and refusal.retry_after_s == 0.1
+
+
+def test_requests_that_may_be_late_are_not_refused() -> None:
+    made = admission()
+    made.publish(0, replace(IDLE, num_reading=10**6))
+    assert made.check(Service(tier="a", targets=Targets(ttft_s=1.0)), 100) is None
+    assert made.check(Service(tier="a", is_sheddable=True), 100) is None, "it has no target"
+    sheddable = Service(tier="a", targets=Targets(ttft_s=1.0), is_sheddable=True)
+    assert made.check(sheddable, 100) is not None
+
+
+def test_accepted_requests_count_until_they_are_in_a_snapshot() -> None:
+    made = admission()
+    made.publish(0, IDLE)
+    accepted = [made.check(STRICT, 300) is None for _ in range(5)]
+    assert accepted == [True, True, True, False, False], "the fourth would take 1.2 s"
+    made.publish(0, replace(IDLE, turn=2))
+    assert made.check(STRICT, 300) is not None, "they may still be in the inbox"
+    made.publish(0, replace(IDLE, turn=3))
+    assert made.check(STRICT, 300) is None
+
+
+def test_the_rank_with_the_earliest_first_token_counts() -> None:
+    made = admission()
+    made.publish(0, replace(IDLE, num_reading=5000))
+    made.publish(1, replace(IDLE, num_reading=200))
+    found = made.forecast(STRICT, 100)
+    assert found is not None and found.predicted_s == pytest.approx(0.3)
+    made.withdraw(1)
+    found = made.forecast(STRICT, 100)
+    assert found is not None and found.predicted_s == pytest.approx(5.1)
+
+
+def test_the_cautious_factor_covers_nine_of_ten() -> None:
+    rng, calibration = np.random.default_rng(0), Calibration()
+    assert calibration.p90_ratio == 1.5
+    for actual in rng.lognormal(0.0, 0.6, 600):
+        calibration.compare(1.0, float(actual))
+    covered = (rng.lognormal(0.0, 0.6, 4000) <= calibration.p90_ratio).mean()
+    assert 0.85 < covered < 0.96
+    assert error_of([calibration]).num_compared == 600
+    for _ in range(300):
+        calibration.compare(1.0, 0.5)
+    assert calibration.p90_ratio == 1.0, "a forecast that is never too short needs no factor"
