@@ -115,26 +115,23 @@ class LLM:
             low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
             max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs,
         )  # fmt: skip
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
+            batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"),
+        )  # fmt: skip
         cluster_config = ClusterConfig(
             attention_ranks=attention_ranks, expert_ranks=expert_ranks,
             attention_tp=attention_tp, placement=placement,
         )  # fmt: skip
         config = EngineConfig(
-            model=model_config,
+            model=model_config, scheduler=scheduler_config, cluster=cluster_config,
             cache=CacheConfig(
                 num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
-            ),
-            scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_batched_tokens=max_batched_tokens,
-                batch_policy=batch_policy,
-                tiers=check_tiers(tiers or {}, "tiers", "LLM"),
             ),
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor),
             speculation=SpeculationConfig(method=speculation),
-            cluster=cluster_config,
-        )
+        )  # fmt: skip
         checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)

@@ -37,7 +37,7 @@ class Rule(Protocol):
     its prompt (`work`) and the logarithm of its weight. All are arrays, or all are numbers."""
 
     def __call__(
-        self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats
+        self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats, /
     ) -> Floats: ...
 
 
@@ -113,7 +113,7 @@ class Order:
         if age_s >= self._max_wait_s:
             return -math.inf
         values = (age_s, slack_s, work_s, math.log(weight), float(priority))
-        key = float(self._rule(*[np.float64(value) for value in values]))  # type: ignore[arg-type]
+        key = float(self._rule(*[np.float64(value) for value in values]))
         return key + _DEMOTED if self._demotes and slack_s < 0.0 else key
 
     def keys_over_time(
