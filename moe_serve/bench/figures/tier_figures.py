@@ -58,7 +58,7 @@ class ServiceFigures:
 
     `weighted_tardiness_s`: mean over answered requests of the tier's weight times the tardiness.
     `jain`: evenness of the tenants' service, 1 if equal; None with fewer than two tenants.
-    A request that was accepted with a forecast is a promise, which its TTFT target keeps or breaks.
+    A request that was accepted with a forecast is a promise, kept if it met its TTFT target.
     """
 
     tiers: tuple[TierFigures, ...]
@@ -83,7 +83,7 @@ class ServiceFigures:
         of_name = {tier.name: tier for tier in tiers}
         pairs = [(r, of_name[r.tier]) for r in records if r.tier in of_name]
         num_good = sum(_slo(tier).is_met(r) for r, tier in pairs)
-        promised = [(r, tier) for r, tier in pairs if r.is_ok and _is_promise(r, tier)]
+        promised = [(r, tier) for r, tier in pairs if _is_promise(r, tier)]
         waits = [r.ttft_s for r in records if r.ttft_s is not None]
         tenants = _tenants(records)
         return cls(
@@ -162,7 +162,9 @@ def _share(records: Sequence[RequestRecord], slo: Slo) -> float:
 
 
 def _is_promise(record: RequestRecord, tier: TierConfig) -> bool:
-    return record.predicted_ttft_s is not None and tier.ttft_s is not None
+    """Return whether a request was accepted with a forecast. It is broken if it then failed."""
+    is_accepted = record.predicted_ttft_s is not None and record.error != REFUSED
+    return is_accepted and tier.ttft_s is not None
 
 
 def _forecast_error(records: Sequence[RequestRecord]) -> float | None:
