@@ -39,6 +39,7 @@ BENCHMARKS = {
     "batching": "batching.batching",
     "decisions": "batching.decisions",
     "request_prediction": "batching.request_prediction",
+    "layered_prefill": "batching.layered_prefill",
     "expert_memory": "expert_memory.expert_memory",
     "replica_choice": "expert_memory.replica_choice",
     "live_balancing": "expert_memory.live_balancing",

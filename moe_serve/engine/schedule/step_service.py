@@ -13,7 +13,6 @@ from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.service_stats import ServiceStats
 from moe_serve.engine.schedule.tier_urgency import TierUrgency
-from moe_serve.engine.service.order import BUCKET_S
 from moe_serve.engine.service.preemption import Preemption
 from moe_serve.engine.service.service_queue import ServiceQueue, standing_of
 from moe_serve.engine.service.service_state import ServiceState
@@ -109,7 +108,7 @@ class StepService:
         if first is None:
             return reading, [], 0.0
         keys = self.queue.reading_keys(reading)
-        limits = [key - BUCKET_S for key in keys]
+        limits = [key - self.state.order.bucket_s for key in keys]
         place = next((i for i, limit in enumerate(limits) if limit > first[0]), len(reading))
         return reading[:place], reading[place:], limits[place] if place < len(reading) else 0.0
 

@@ -140,13 +140,7 @@ def responses_router(server: ServerContext) -> APIRouter:
         with renamed_fields(OWN_NAMES):
             options = translated.options()
         options = with_entitlement(server, options, request.headers)
-        record = ResponseRecord(
-            id=new_id("resp"),
-            created_at=int(time.time()),
-            model=server.model.name,
-            body=body,
-            service_tier=options.entitlement.shown_tier or "default",
-        )
+        record = _record(server, body, options.entitlement.shown_tier)
         with renamed_fields(OWN_NAMES):
             unheeded = server.assistant.check(translated.chat, server.model)
             chat = await start_chat(server, translated.chat, options, record.id, splits_runs=True)
@@ -186,6 +180,16 @@ def responses_router(server: ServerContext) -> APIRouter:
 
     router.include_router(stored_router(store, runs))
     return router
+
+
+def _record(server: ServerContext, body: ResponsesBody, tier: str | None) -> ResponseRecord:
+    return ResponseRecord(
+        id=new_id("resp"),
+        created_at=int(time.time()),
+        model=server.model.name,
+        body=body,
+        service_tier=tier or "default",
+    )
 
 
 def _store(config: ServerConfig, runs: BackgroundRuns) -> ResponseStore:
