@@ -22,7 +22,7 @@ from moe_serve.engine.service.step_budget import StepBudget
 from moe_serve.engine.service.step_model import StepRows
 from moe_serve.engine.service.waiting_table import WaitingTable
 
-_NUM_ENDS = 33  # ends of requests from which the time between two free seats is known
+_NUM_ENDS = 129  # ends of requests from which the time between two free seats is known
 _LEAST_NUM_ENDS = 4
 _LEAST_PAUSE_S = 0.05  # between two snapshots of a queue in which nothing comes or goes
 
