@@ -37,6 +37,7 @@ BENCHMARKS = {
     "ahead": "pingpong.ahead",
     "placement": "placement.placement",
     "batching": "batching.batching",
+    "decisions": "batching.decisions",
     "request_prediction": "batching.request_prediction",
     "layered_prefill": "batching.layered_prefill",
     "expert_memory": "expert_memory.expert_memory",
@@ -51,6 +52,9 @@ BENCHMARKS = {
     "mtp": "speculation.mtp",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",
+    "deadlines": "deadlines.deadlines",
+    "length_answers": "lengths.answers",
+    "lengths": "lengths.lengths",
     "gpu_engine": "gpu_bench.gpu_engine",
     "gpu_all": "gpu_bench.gpu_all",
 }

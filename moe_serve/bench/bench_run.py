@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import ssl
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -19,8 +20,9 @@ from moe_serve.bench.client.connection import Target
 from moe_serve.bench.client.endpoint import Endpoint, RunPlan
 from moe_serve.bench.client.load_client import LoadClient, allow_open_files
 from moe_serve.bench.client.server_metrics import Metrics, ServerSide
-from moe_serve.bench.figures.request_record import RunTimeline
+from moe_serve.bench.figures.request_record import RequestRecord, RunTimeline
 from moe_serve.bench.figures.summary import Samples, notes_of, quantiles_ms, summarize
+from moe_serve.bench.figures.tier_figures import ServiceFigures
 from moe_serve.bench.load import Load, OnStart, WallTimer, make_requests, warm_up
 from moe_serve.bench.report.report import Report
 from moe_serve.bench.workload.prompt_maker import PromptMaker, TextScale, probe_prompts
@@ -209,9 +211,17 @@ def _report(
         },
         server=ServerSide.between(*metrics),
         notes=notes + load.health.warnings(),
+        service=_service(records, workload, summary.duration_s),
         is_interrupted=load.is_interrupted,
         records=tuple(records),
     )
+
+
+def _service(
+    records: Sequence[RequestRecord], workload: Workload, duration_s: float
+) -> ServiceFigures | None:
+    tiers = workload.tiers
+    return None if tiers is None else ServiceFigures.of(records, tiers.tiers, duration_s)
 
 
 def _workload_json(plan: RunPlan, endpoint: Endpoint) -> dict[str, object]:

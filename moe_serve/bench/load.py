@@ -19,7 +19,8 @@ from typing import Protocol
 from moe_serve.bench.client.endpoint import Endpoint, RunPlan
 from moe_serve.bench.client.load_client import ClientHealth, HealthMeter, LoadClient, RunProgress
 from moe_serve.bench.figures.request_record import RequestRecord
-from moe_serve.bench.workload.prompt_maker import PromptMaker, Ready, TextScale
+from moe_serve.bench.workload.prompt_maker import PromptMaker, Ready, Slot, TextScale
+from moe_serve.bench.workload.tier_mix import TierMix
 from moe_serve.bench.workload.workload import Workload
 from moe_serve.errors import BenchServerError
 
@@ -212,8 +213,23 @@ class Load:
             )
 
 
+def own_fields(slot: Slot, tiers: TierMix | None) -> dict[str, object]:
+    """Returns the fields that name a request's tier and tenant, and its priority if its tier has
+    one."""
+    if tiers is None:
+        return {}
+    fields: dict[str, object] = {"service_tier": slot.tier}
+    if slot.tenant:
+        fields["user"] = slot.tenant
+    if priority := tiers.priority_of(slot.tier):
+        fields["priority"] = priority
+    return fields
+
+
 def make_requests(workload: Workload, endpoint: Endpoint, maker: PromptMaker) -> Iterator[Ready]:
     """Builds requests before the run if they fit into memory, else each when it is needed."""
+
+    tiers = workload.tiers
 
     def made() -> Iterator[Ready]:
         for slot in workload.slots():
@@ -221,7 +237,10 @@ def make_requests(workload: Workload, endpoint: Endpoint, maker: PromptMaker) ->
                 index=slot.index,
                 at_s=slot.at_s,
                 output_tokens=slot.output_tokens,
-                body=endpoint.body(maker.prompt(slot), slot.output_tokens),
+                body=endpoint.body(maker.prompt(slot), slot.output_tokens, own_fields(slot, tiers)),
+                tier=slot.tier,
+                tenant=slot.tenant,
+                session=slot.session,
             )
 
     if workload.planned is None and not workload.is_open:

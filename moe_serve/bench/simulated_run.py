@@ -11,11 +11,15 @@ from functools import partial
 from moe_serve import __version__
 from moe_serve.bench.client.load_client import ClientHealth
 from moe_serve.bench.client.server_metrics import ServerSide
-from moe_serve.bench.figures.request_record import RequestRecord, RunTimeline
+from moe_serve.bench.figures.request_record import REFUSED, RequestRecord, RunTimeline
 from moe_serve.bench.figures.summary import Samples, Slo, quantiles_ms, summarize
+from moe_serve.bench.figures.tier_figures import ServiceFigures
 from moe_serve.bench.report.report import Report
 from moe_serve.bench.workload.prompt_maker import PromptMaker, Slot
+from moe_serve.bench.workload.tier_mix import TierMix
 from moe_serve.bench.workload.workload import Workload
+from moe_serve.config.tiers import TierConfig
+from moe_serve.engine.request.service import NO_SERVICE, Service, Targets
 from moe_serve.engine.request.stats import EngineCounts, EngineStats
 from moe_serve.errors import BenchError
 from moe_serve.simulate.cell import Cell
@@ -40,6 +44,7 @@ class SimulatedRun:
     workload: Workload
     slo: Slo | None = None
     timeline: SimulatedTimeline | None = None
+    is_strict: bool = False  # requests are refused if their targets cannot be met
 
 
 def run_simulation(run: SimulatedRun) -> Report:
@@ -49,7 +54,8 @@ def run_simulation(run: SimulatedRun) -> Report:
     _check(slots, longest)
     cells = make_cells(run.model, run.settings)
     world = World(cells, timeline=run.timeline)
-    times = world.run(jobs_of(slots, run.workload.seed), run.workload.concurrency)
+    jobs = jobs_of(slots, run.workload.seed, run.workload.tiers, is_strict=run.is_strict)
+    times = world.run(jobs, run.workload.concurrency)
     if run.timeline is not None:
         run.timeline.append_requests(times)
     for cell in cells:
@@ -74,8 +80,11 @@ def _check(slots: Sequence[Slot], longest: int) -> None:
             )
 
 
-def jobs_of(slots: Sequence[Slot], seed: int) -> Iterator[SimulatedRequest]:
-    """Yield the requests of a workload for the simulator."""
+def jobs_of(
+    slots: Sequence[Slot], seed: int, tiers: TierMix | None = None, *, is_strict: bool = False
+) -> Iterator[SimulatedRequest]:
+    """Yield the requests of a workload for the simulator. `is_strict`: all requests of tiers with a
+    target are."""
     maker = PromptMaker(kind="tokens", seed=seed, vocab_size=_VOCABULARY)
     for slot in slots:
         yield SimulatedRequest(
@@ -83,7 +92,29 @@ def jobs_of(slots: Sequence[Slot], seed: int) -> Iterator[SimulatedRequest]:
             at_s=slot.at_s,
             num_output=slot.output_tokens,
             make_prompt=partial(_token_ids, maker, slot),
+            service=_service(slot, tiers, is_strict),
+            priority=0 if tiers is None else tiers.priority_of(slot.tier),
+            session=slot.session,
         )
+
+
+def _service(slot: Slot, tiers: TierMix | None, is_strict: bool) -> Service:
+    if tiers is None:
+        return Service(tenant=slot.tenant) if slot.tenant else NO_SERVICE
+    return service_of(tiers.named(slot.tier), slot.tenant, is_strict=is_strict)
+
+
+def service_of(tier: TierConfig, tenant: str, *, is_strict: bool) -> Service:
+    """Return what a tier entitles a request of a tenant to."""
+    return Service(
+        tier=tier.name,
+        weight=tier.weight,
+        targets=Targets(
+            ttft_s=tier.ttft_s, tpot_s=tier.tpot_s, e2e_s=tier.e2e_s, is_strict=is_strict
+        ),
+        is_sheddable=tier.is_sheddable,
+        tenant=tenant,
+    )
 
 
 def _token_ids(maker: PromptMaker, slot: Slot) -> list[int]:
@@ -108,8 +139,12 @@ def record_of(times: RequestTimes) -> RequestRecord:
         prompt_tokens=times.num_prompt,
         output_tokens=len(at),
         cached_tokens=times.num_cached,
-        error=None if times.error is None else "engine",
+        error=None if times.error is None else REFUSED if times.is_refused else "engine",
         detail=times.error or "",
+        tier=times.service.tier,
+        tenant=times.service.tenant,
+        session=times.session,
+        predicted_ttft_s=times.predicted_ttft_s,
     )
 
 
@@ -119,6 +154,7 @@ def _report(
     records.sort(key=lambda record: record.index)
     summary = summarize(records, slo=run.slo, peak_in_flight=world.peak_in_flight)
     samples, layout = Samples.of(records), run.settings.layout
+    tiers, seconds = run.workload.tiers, summary.duration_s
     return Report(
         url=f"simulation of {layout.num_devices} x {run.model.device_name}, {layout.name}",
         model=run.model.size.name,
@@ -138,6 +174,7 @@ def _report(
         server=_server([cell.engine.stats() for cell in cells], world.num_repeated),
         notes=[NOT_MODELLED],
         records=tuple(records),
+        service=None if tiers is None else ServiceFigures.of(records, tiers.tiers, seconds),
     )
 
 

@@ -213,6 +213,7 @@ class StartedRanks:
             routes=routes,
             drafting=drafting,
             make_tier=self._arena.tier_maker(executor, loaded.report),
+            window=None if checkpoint.mtp_layer(config) else checkpoint.spec.window,
             service=service,
             layered=LayeredPrefill.of(
                 config, checkpoint.spec, loaded.report.device, loaded.report.dtype

@@ -19,10 +19,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from moe_serve.config.sections import ClusterConfig, Config, EngineConfig
+from moe_serve.config.tiers import TIERS_TAKE, TierConfig, check_tiers, plain_tiers, tiers_json
 from moe_serve.errors import ConfigError, shortened
 
 Scalar = bool | int | float | str
-Value = Scalar | tuple[str, ...] | None
+Value = Scalar | tuple[str, ...] | tuple[TierConfig, ...] | None
 
 _MANY = 2**31 - 1
 _UNIONS = (types.UnionType, typing.Union)
@@ -47,6 +48,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "scheduler.max_passed_over": (0, 2**20),
     "scheduler.max_passed_over_s": (0.0, 3600.0),
     "scheduler.max_held_s": (0.0, 3600.0),
+    "scheduler.patience_s": (0.01, 3600.0),
+    "scheduler.max_wait_s": (0.1, 604800.0),
+    "scheduler.min_prefill_tokens": (1, 2**20),
     "scheduler.parked_bytes": (1, 2**40),
     "pipeline.micro_batches": (1, 4),
     "predictor.min_recall": (0.0, 1.0),
@@ -99,7 +103,7 @@ class ConfigKey:
 
     section: str
     name: str
-    kind: type  # bool, int, float, str, or tuple (of strings)
+    kind: type  # bool, int, float, str, tuple (of strings), or TierConfig (a tuple of these)
     is_optional: bool
     choices: tuple[str | int, ...]  # all of one kind; empty: any value
     words: tuple[str, ...]  # allowed beside the values of its kind
@@ -116,7 +120,9 @@ class ConfigKey:
     @property
     def allowed(self) -> str:
         """The allowed values in words, such as "an integer in [1, 4]"."""
-        if self.choices:
+        if self.kind is TierConfig:
+            text = TIERS_TAKE
+        elif self.choices:
             text = f"one of {', '.join(map(str, self.choices))}"
         elif self.kind is bool:
             text = "true or false"
@@ -134,9 +140,18 @@ class ConfigKey:
         text += "".join(f" or {word}" for word in self.words)
         return text + (", or null" if self.is_optional else "")
 
+    def plain(self, value: Value) -> object:
+        """Return a value of this key as lists and mappings, as YAML and JSON have them."""
+        if self.kind is TierConfig:
+            assert isinstance(value, tuple), f"{self.path}: tiers are a tuple"
+            return plain_tiers([tier for tier in value if isinstance(tier, TierConfig)])
+        return list(value) if isinstance(value, tuple) else value
+
     def check(self, value: object, source: str) -> Value:
         """Return the value in its type, or raise ConfigError. `source` completes "... (from
         {source})"."""
+        if self.kind is TierConfig:
+            return check_tiers(value, self.path, source)
         if value is None and self.is_optional:
             return None
         if isinstance(value, str) and value in self.words:
@@ -165,6 +180,8 @@ class ConfigKey:
             return None
         if self.kind is tuple:
             return self.check(self._listed(text, source), source)
+        if self.kind is TierConfig:
+            return self.check(tiers_json(text, self.path, source), source)
         if self.kind is bool:
             is_true = text.lower() in ("true", "1", *_YES)
             is_false = text.lower() in ("false", "0", *_NO)
@@ -290,6 +307,8 @@ def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
             continue
         arms = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
         core, *others = (arm for arm in arms if arm is not types.NoneType)
+        if TierConfig in typing.get_args(core):
+            core = TierConfig
         origin = typing.get_origin(core)
         yield ConfigKey(
             section=section,

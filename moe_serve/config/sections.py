@@ -29,6 +29,7 @@ PreemptName = Literal["memory", "deadline"]
 LateName = Literal["keep", "demote"]
 LayeredPrefillName = Literal["auto", "on", "off"]
 StepBudgetName = Literal["auto", "fixed", "slack"]
+SwitchName = Literal["off", "on"]
 PredictorMode = Literal["off", "observe", "act"]
 SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp", "self"]
 TransportName = Literal["auto", "host", "nccl"]
@@ -132,10 +133,12 @@ class SchedulerConfig:
     preempt: PreemptName = "memory"  # deadline: also for an urgent request when seats are full
     step_budget: StepBudgetName = "auto"  # prefill of a step; auto: slack if a tier sets tpot_s
     min_prefill_tokens: int = 64  # least prefill of a step, however little slack there is
+    length_prediction: SwitchName = "off"  # learns how long answers will be; needs scikit-learn
     layered_prefill: LayeredPrefillName = "auto"  # long prompts pass groups of layers, not chunks
-    parked_bytes: int = (
-        64 * 1024 * 1024
-    )  # states of a prompt between two groups, per attention rank
+    parked_bytes: int = 64 * 2**20  # states of a prompt between two groups, per attention rank
+
+
+DEFAULT_SCHEDULER = SchedulerConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +295,8 @@ class ServerConfig:
     key_requests_per_minute: int | None = None  # per API key
     key_tokens_per_minute: int | None = None  # per API key, prompts and answers
     key_min_priority: int = 0  # the most urgent that a request may be; lower is more urgent
+    key_tiers: tuple[str, ...] = ()  # tiers that a request may name, the default first; empty: all
+    key_may_tighten: bool = False  # requests may ask for tighter targets than their tier's
     allow_open: bool = False  # serve other machines without any API key
     allowed_hosts: tuple[str, ...] = ()  # besides loopback names, in the Host header
     cors_origins: tuple[str, ...] = ()  # web pages that may call the server; empty: none

@@ -31,8 +31,9 @@ from moe_serve.config.keys import (
     unknown_name,
 )
 from moe_serve.config.sections import Config
+from moe_serve.config.tiers import TierConfig, Written
 from moe_serve.config.yaml_nodes import plain_value, read_yaml, yaml_line
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, shortened
 from moe_serve.regular_file import regular_file
 
 PREFIX = "MOE_SERVE_"
@@ -59,8 +60,7 @@ class ConfigEntry:
         if self.key.is_secret and self.value:
             assert isinstance(self.value, tuple), f"{self.key.path}: secrets are lists"
             return f"{len(self.value)} set, not shown"
-        plain = list(self.value) if isinstance(self.value, tuple) else self.value
-        return yaml_line(plain)
+        return yaml_line(self.key.plain(self.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,18 @@ def load_config(
     entries = tuple(_with_secrets_read(entry) for entry in chosen.values())
     config = _build(Config, {entry.key.path: entry.value for entry in entries})
     check_engine_config(config.engine)
+    _check_key_tiers(config)
     return LoadedConfig(config=config, entries=entries)
+
+
+def _check_key_tiers(config: Config) -> None:
+    known = [tier.name for tier in config.engine.scheduler.tiers]
+    for name in config.server.key_tiers:
+        if name not in known:
+            raise ConfigError(
+                f"server.key_tiers has {shortened(repr(name))}, which is not a tier of "
+                f"scheduler.tiers ({', '.join(known) or 'empty'}): name one of those, or add it."
+            )
 
 
 def wants_json_log(
@@ -175,7 +186,9 @@ def _file_entries(
             if path not in keys:
                 known = {key.name for key in keys.values() if key.section == section}
                 raise unknown_name("key", path, place, {f"{section}.{other}" for other in known})
-            value = keys[path].check_yaml(_plain_value(node, place), place)
+            is_tiers = keys[path].kind is TierConfig and isinstance(node, yaml.MappingNode)
+            written = _written(node, place, file) if is_tiers else _plain_value(node, place)
+            value = keys[path].check_yaml(written, place)
             yield ConfigEntry(key=keys[path], value=value, source=place)
 
 
@@ -197,6 +210,14 @@ def _parse_yaml(file: Path) -> yaml.Node | None:
         raise ConfigError(
             f"the configuration {file} has values nested too deeply to be read."
         ) from None
+
+
+def _written(node: yaml.Node, place: str, file: Path) -> Written:
+    """Return the value of a node, in which every part keeps the place of its own line."""
+    if not isinstance(node, yaml.MappingNode):
+        return Written(value=_plain_value(node, place), source=place)
+    parts = _mapping(node, file, "it")
+    return Written(value={name: _written(part, at, file) for name, part, at in parts}, source=place)
 
 
 def _plain_value(node: yaml.Node, place: str) -> object:
@@ -223,7 +244,7 @@ def _with_secrets_read(entry: ConfigEntry) -> ConfigEntry:
     if not entry.key.is_secret or not isinstance(entry.value, tuple):
         return entry
     secrets: list[str] = []
-    for item in entry.value:
+    for item in map(str, entry.value):
         secrets += read_secret_file(item[1:]) if item.startswith("@") else [item]
     checked = entry.key.check(secrets, entry.source)
     return dataclasses.replace(entry, value=checked)

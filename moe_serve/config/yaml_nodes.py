@@ -114,7 +114,9 @@ def plain_value(node: yaml.Node | None) -> Any:
 def yaml_line(value: object) -> str:
     """Return a plain value on one line, which `read_yaml` and other YAML readers read back
     unchanged."""
-    text: str = yaml.dump(value, Dumper=_QuotingDumper, default_flow_style=True, width=10_000)
+    text: str = yaml.dump(
+        value, Dumper=_QuotingDumper, default_flow_style=True, width=10_000, sort_keys=False
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 

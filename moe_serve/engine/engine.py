@@ -335,7 +335,9 @@ class Engine:
         reason = self.stop_rule.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
         experts = experts_of(sequence, made, len(run))
         drafted = self.drafts.result(sequence, len(run)) if self.drafts.running else None
-        if self.service is not None:
+        standing = sequence.standing  # with service tiers only
+        if standing is not None and (reason is not None or standing.first_token_at is None):
+            assert self.service is not None, "a standing is given by a service"
             self.service.got_tokens(sequence, reason)
         return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)
 

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from moe_serve import __version__
-from moe_serve.config.sections import LogConfig, ServerConfig
+from moe_serve.config.sections import DEFAULT_SCHEDULER, LogConfig, SchedulerConfig, ServerConfig
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
@@ -37,13 +37,20 @@ from moe_serve.http.anthropic.message_routes import messages_router
 from moe_serve.http.dashboard.board import Board, dashboard_router
 from moe_serve.http.dashboard.facts import NO_FACTS, DashboardFacts
 from moe_serve.http.edge import AccessLog, EdgeMiddleware
-from moe_serve.http.gate.auth import ADMIN_PREFIX, OPEN_PATHS, ApiKeyMiddleware, KeyRing
+from moe_serve.http.gate.auth import (
+    ADMIN_PREFIX,
+    OPEN_PATHS,
+    ApiKeyMiddleware,
+    KeyRing,
+    api_keys,
+)
 from moe_serve.http.gate.key_limits import KeyLimitMiddleware
 from moe_serve.http.gate.origins import ConfiguredCors, HostMiddleware
 from moe_serve.http.generation.assistant_formats import assistant_formats
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.http.generation.service_tiers import ServiceTiers
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.metrics.page import MetricsPage
 from moe_serve.http.metrics.scrape import ScrapeSources
@@ -184,8 +191,12 @@ def create_app(
     spans: SpanExport | None = None,
     grammars: Grammars | None = None,
     operations: Operations | None = None,
+    scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
 ) -> FastAPI:
-    """Creates the application for one engine and one model. The server reads `app.state`."""
+    """Creates the application for one engine and one model. The server reads `app.state`.
+
+    `scheduler` is that of the engine: the application needs its service tiers.
+    """
     operations = operations or Operations()
     assistant = assistant_formats(model, config)
     metrics = ServerMetrics(model.name, assistant.tool_parser)
@@ -210,18 +221,12 @@ def create_app(
         generations=generations,
         gate=GrammarGate(grammars or _own_grammars(engine, model)),
         assistant=assistant,
+        tiers=ServiceTiers(scheduler, config),
         speculates=facts.speculation.is_on,
         separates_keys=facts.cache.separates_keys and config.has_api_keys,
     )
     board = Board(server, placement, facts)
-    app = FastAPI(
-        title="moe-serve",
-        lifespan=board.lifespan,
-        version=__version__,
-        docs_url=None,  # the pages of /docs load scripts from a CDN
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    app = _empty_app(board)
     app.state.generations, app.state.gate, app.state.metrics = generations, server.gate, metrics
     _add_routes(app, server)
     if tracing is not None:
@@ -232,8 +237,21 @@ def create_app(
     app.openapi = honest_openapi(app)  # type: ignore[method-assign]
     for kind in HANDLED_ERRORS:
         app.add_exception_handler(kind, error_handler(config.overload_status))
-    _add_middleware(app, config, engine, metrics, AccessLog(operations.log.access_exclude), spans)
+    access = AccessLog(operations.log.access_exclude)
+    keys = api_keys(config, scheduler)
+    _add_middleware(app, config, engine, metrics, access, spans, keys)
     return app
+
+
+def _empty_app(board: Board) -> FastAPI:
+    return FastAPI(
+        title="moe-serve",
+        lifespan=board.lifespan,
+        version=__version__,
+        docs_url=None,  # the pages of /docs load scripts from a CDN
+        redoc_url=None,
+        redirect_slashes=False,
+    )
 
 
 def _sources(
@@ -278,10 +296,11 @@ def _add_middleware(
     metrics: ServerMetrics,
     access: AccessLog,
     spans: SpanExport | None,
+    keys: KeyRing,
 ) -> None:
     """Adds the middleware. The last one added is the outermost."""
     app.add_middleware(LoadReportMiddleware, stats=engine.stats)
-    keys, admin_keys = KeyRing(config.api_keys, config.api_key_file), KeyRing(config.admin_keys)
+    admin_keys = KeyRing(config.admin_keys)
     app.add_middleware(KeyLimitMiddleware, config=config, count=metrics.count_rejection)
     app.add_middleware(ApiKeyMiddleware, keys=keys, admin_keys=admin_keys)
     app.add_middleware(HostMiddleware, allowed=config.allowed_hosts, has_keys=config.has_api_keys)

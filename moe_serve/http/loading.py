@@ -14,11 +14,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moe_serve.config.sections import ServerConfig
+from moe_serve.config.sections import DEFAULT_SCHEDULER, SchedulerConfig, ServerConfig
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.admin.status import startup_json
 from moe_serve.http.edge import request_id_of
-from moe_serve.http.gate.auth import ApiKeyMiddleware, KeyRing
+from moe_serve.http.gate.auth import ApiKeyMiddleware, KeyRing, api_keys
 from moe_serve.http.gate.origins import ConfiguredCors, HostMiddleware
 from moe_serve.http.schema.api_error import ApiError, retry_headers
 from moe_serve.http.wire.httptools_protocol import GuardedHttpToolsProtocol
@@ -27,10 +27,12 @@ from moe_serve.http.wire.uvicorn_server import ClosingServer, Tls, uvicorn_confi
 _RETRY_S = 2.0
 
 
-def loading_app(config: ServerConfig, startup: Startup) -> ASGIApp:
+def loading_app(
+    config: ServerConfig, startup: Startup, scheduler: SchedulerConfig = DEFAULT_SCHEDULER
+) -> ASGIApp:
     """The application for the time of loading, with the same checks of keys and hosts as the real
     one."""
-    keys, admin_keys = KeyRing(config.api_keys, config.api_key_file), KeyRing(config.admin_keys)
+    keys, admin_keys = api_keys(config, scheduler), KeyRing(config.admin_keys)
     guarded = ApiKeyMiddleware(_LoadingApp(startup), keys, admin_keys)
     app: ASGIApp = HostMiddleware(guarded, config.allowed_hosts, has_keys=config.has_api_keys)
     if config.cors_origins:  # a page can only wait for an answer that it may read
@@ -89,8 +91,15 @@ class LoadingServer:
     its queue.
     """
 
-    def __init__(self, listener: socket.socket, config: ServerConfig, startup: Startup) -> None:
-        self._server = _Server(uvicorn_config(loading_app(config, startup), Tls.of(config)))
+    def __init__(
+        self,
+        listener: socket.socket,
+        config: ServerConfig,
+        startup: Startup,
+        scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
+    ) -> None:
+        app = loading_app(config, startup, scheduler)
+        self._server = _Server(uvicorn_config(app, Tls.of(config)))
         self._socket = listener.dup()
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="loading-server", daemon=True

@@ -40,17 +40,15 @@ from moe_serve.config.sections import (
     SpeculationMethod,
     WeightsName,
 )
+from moe_serve.config.tiers import TierConfig, check_tiers
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.opened_model import model_folder
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.service import Service
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
-from moe_serve.errors import (
-    EngineDeadError,
-    GenerationError,
-    InvalidRequestError,
-)
+from moe_serve.errors import EngineDeadError, GenerationError, InvalidRequestError
 from moe_serve.model.hub.named_model import local_engine_config
 from moe_serve.offline.job import (
     GrowingAnswer,
@@ -59,8 +57,10 @@ from moe_serve.offline.job import (
     as_prompts,
     check_prompt,
     check_text_length,
+    limited,
     make_output,
     resolve_rules,
+    tiers_of,
 )
 from moe_serve.offline.outputs import RequestOutput
 from moe_serve.text.assistant.formats import (
@@ -103,6 +103,7 @@ class LLM:
         placement: str | None = None,
         micro_batches: int | Literal["auto"] = "auto",
         batch_policy: BatchPolicyName = "fifo",
+        tiers: Mapping[str, Mapping[str, object]] | None = None,
         predictor: str | None = None,
         num_threads: int | None = None,
         cuda_graphs: CudaGraphsName = "auto",
@@ -114,31 +115,30 @@ class LLM:
             low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
             max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs,
         )  # fmt: skip
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
+            batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"),
+        )  # fmt: skip
         cluster_config = ClusterConfig(
             attention_ranks=attention_ranks, expert_ranks=expert_ranks,
             attention_tp=attention_tp, placement=placement,
         )  # fmt: skip
         config = EngineConfig(
-            model=model_config,
+            model=model_config, scheduler=scheduler_config, cluster=cluster_config,
             cache=CacheConfig(
                 num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
-            ),
-            scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_batched_tokens=max_batched_tokens,
-                batch_policy=batch_policy,
             ),
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor),
             speculation=SpeculationConfig(method=speculation),
-            cluster=cluster_config,
-        )
+        )  # fmt: skip
         checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
         self._open_engine, self.layout = built.engine, built.layout
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
         self._gate = GrammarGate(built.grammars)
+        self._tiers = config.scheduler.tiers
 
     def __enter__(self) -> LLM:
         return self
@@ -187,16 +187,20 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
+        service_tier: str | Sequence[str] = "",
         use_progress_bar: bool = True,
     ) -> list[RequestOutput]:
         """Complete one or many prompts (text or token ids); results in the prompts' order.
 
-        Prompts reuse cached prefixes of calls with the same `cache_salt` only.
+        Prompts reuse cached prefixes of calls with the same `cache_salt` only. `service_tier` names
+        one of the LLM's `tiers` for all prompts, or one for each: prompts of urgent tiers go first.
 
         Raises InvalidRequestError before anything runs if a prompt or parameter is wrong, and
         GenerationError if a request failed inside the engine.
         """
-        return self._generate(prompts, params, cache_salt, use_progress_bar, continues=True)
+        return self._generate(
+            prompts, params, cache_salt, use_progress_bar, continues=True, tiers=service_tier
+        )
 
     def _generate(
         self,
@@ -206,6 +210,7 @@ class LLM:
         use_progress_bar: bool,
         *,
         continues: bool,
+        tiers: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete prompts. `continues` means that the answers continue the prompts' text."""
         listed = as_prompts(prompts)
@@ -223,8 +228,9 @@ class LLM:
             raise InvalidRequestError(
                 f"cache_salt must be a string, got {cache_salt!r}.", param="cache_salt"
             )
-        pairs = zip(listed, each, strict=True)
-        jobs = [self._job(prompt, p, cache_salt, continues) for prompt, p in pairs]
+        named = tiers_of(tiers, len(listed), self._tiers)
+        triples = zip(listed, each, named, strict=True)
+        jobs = [self._job(prompt, p, cache_salt, continues, tier) for prompt, p, tier in triples]
         for job in jobs:
             for answer in job.answers:
                 self._engine.add(answer.request)
@@ -262,12 +268,15 @@ class LLM:
         check_text_length(text, self.tokenizer, self.layout.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _job(self, prompt: Prompt, params: SamplingParams, cache_salt: str, continues: bool) -> Job:
+    def _job(
+        self, prompt: Prompt, params: SamplingParams, salt: str, continues: bool, tier: TierConfig
+    ) -> Job:
         is_text = isinstance(prompt, str)
         ids = tuple(self._encoded(prompt) if isinstance(prompt, str) else prompt)
         check_prompt(ids, params, self.layout.vocab_size, self.layout.max_model_len)
         vocab_size, gate = self.layout.vocab_size, self._gate
         rules = resolve_rules(params, ids, self.tokenizer, vocab_size, gate, self._reasoning)
+        rules = limited(rules, tier)
         others = replace(rules, prompt_logprobs=None)  # equal for every choice
         stem = f"offline-{next(self._ids)}"
         answers = [
@@ -279,7 +288,8 @@ class LLM:
                     resolved=others if choice else rules,
                     choice=choice,
                     arrival_time=time.monotonic(),
-                    cache_salt=cache_salt,
+                    cache_salt=salt,
+                    service=Service.of_tier(tier),
                 ),
                 TextStream(
                     self.tokenizer, params, follows=ids[-1] if continues else None, rules=rules

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from moe_serve.engine.request.request import TokenDelta
+from moe_serve.engine.request.service import NO_SERVICE, Service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,9 @@ class SimulatedRequest:
     at_s: float  # unused in a closed loop
     num_output: int
     make_prompt: Callable[[], Sequence[int]]
+    service: Service = NO_SERVICE
+    priority: int = 0
+    session: str = ""
 
 
 def _no_times() -> array[float]:
@@ -41,6 +45,10 @@ class RequestTimes:
     num_cached: int = 0
     token_times: array[float] = field(default_factory=_no_times)  # one for each token
     error: str | None = None
+    service: Service = NO_SERVICE
+    session: str = ""
+    predicted_ttft_s: float | None = None  # the forecast at its arrival; None: there was none
+    is_refused: bool = False  # it never reached the queue
 
     @property
     def end_s(self) -> float:

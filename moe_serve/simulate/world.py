@@ -101,6 +101,19 @@ class World:
         prompt = tuple(job.make_prompt())
         index = self._balancer.cell_of(len(prompt), self._num_in_cell)
         self._cut_ahead(at_s, index)
+        times = RequestTimes(
+            index=job.index,
+            cell=index,
+            due_s=at_s,
+            num_prompt=len(prompt),
+            num_output=job.num_output,
+            service=job.service,
+            session=job.session,
+        )
+        if self._is_refused(job, times):
+            self._done.append(times)
+            self._send_next(at_s)
+            return
         request_id = str(job.index)
         request = GenerationRequest(
             request_id=request_id,
@@ -109,17 +122,13 @@ class World:
                 max_tokens=job.num_output, temperature=0.0, ignore_eos=True, seed=job.index
             ),
             arrival_time=at_s,
+            priority=job.priority,
+            service=job.service,
         )
         self._cells[index].engine.add(request)
         self._num_in_cell[index] += 1
         self._is_steady[index] = False
-        self._running[index][request_id] = RequestTimes(
-            index=job.index,
-            cell=index,
-            due_s=at_s,
-            num_prompt=len(prompt),
-            num_output=job.num_output,
-        )
+        self._running[index][request_id] = times
         self._num_running += 1
         self.peak_in_flight = max(self.peak_in_flight, self._num_running)
         if not self._is_busy[index]:
@@ -127,6 +136,23 @@ class World:
             self._push(at_s, _START, index)
         if not self._is_closed:
             self._send_next(at_s)
+
+    def _is_refused(self, job: SimulatedRequest, times: RequestTimes) -> bool:
+        """Ask the cell whether it accepts a request, as the HTTP server does, and note its
+        forecast."""
+        admission = self._cells[times.cell].engine.admission
+        if admission is None:
+            return False
+        forecast = admission.forecast(job.service, times.num_prompt, job.priority)
+        refusal = admission.check(job.service, times.num_prompt, job.priority)
+        times.predicted_ttft_s = None if forecast is None else forecast.predicted_s
+        times.is_refused = refusal is not None
+        if refusal is not None:
+            times.error = (
+                f"its first token would come after {refusal.predicted_ttft_s:.3f} s, its target is "
+                f"{refusal.target_ttft_s:g} s: retry after {refusal.retry_after_s:.3f} s"
+            )
+        return times.is_refused
 
     def _start(self, at_s: float, index: int) -> None:
         """Run a cell's next step. Its tokens are known now, and come out when it ends."""
@@ -143,9 +169,10 @@ class World:
         self._push(cell.clock.now, _END, index, StepsDone(at_s, (cell.clock.now,), deltas))
 
     def _foreseen(self, index: int, cell: Cell) -> StepsAhead | None:
-        """Return the next steps of a cell, if they are alike as long as no request comes."""
+        """Return the next steps of a cell, if they are alike as long as no request comes. With
+        service tiers none are: the engine measures every step for its forecasts."""
         is_possible = self._jumps and self._is_steady[index] and cell.executor is not None
-        if not is_possible or cell.engine.num_waiting:
+        if not is_possible or cell.engine.num_waiting or cell.engine.admission is not None:
             return None
         running = self._running[index].values()
         num_steps = num_alike(running, cell.page_size)

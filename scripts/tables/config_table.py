@@ -92,8 +92,7 @@ def render() -> str:
 
 
 def _row(key: ConfigKey, flag: str, meaning: str) -> str:
-    plain = list(key.default) if isinstance(key.default, tuple) else key.default
-    default = yaml.safe_dump(plain, default_flow_style=True).split("\n")[0]
+    default = yaml.safe_dump(key.plain(key.default), default_flow_style=True).split("\n")[0]
     names = f"`{key.name}`<br>`{variable_name(key)}`"
     cells = (names, f"`{flag}`" if flag else "", f"`{default}`", key.allowed, meaning)
     return f"| {' | '.join(cells)} |"

@@ -48,9 +48,9 @@ def _rate(name: str, by: str = "instance") -> str:
     return f"sum by ({by}) (rate(<{name}>[$__rate_interval]))"
 
 
-def _per(part: str, whole: str) -> str:
+def _per(part: str, whole: str, by: str = "instance") -> str:
     """Returns a query that divides the growth of one counter by that of another."""
-    return f"{_rate(part)} / {_rate(whole)}"
+    return f"{_rate(part, by)} / {_rate(whole, by)}"
 
 
 def _quantiles(name: str) -> dict[str, str]:
@@ -138,10 +138,7 @@ _LATENCY = (
         unit="s",
         queries={name: _p90(f"request_{name}_time_seconds") for name in _STAGES},
     ),
-    Panel(
-        title="Tokens of a step",
-        queries=_quantiles("iteration_tokens_total"),
-    ),
+    Panel(title="Tokens of a step", queries=_quantiles("iteration_tokens_total")),
     Panel(
         title="HTTP requests by route, p90",
         unit="s",
@@ -301,9 +298,50 @@ _PLACEMENT = (
         queries={"{{when}} {{instance}}": "<placement_step_p99_seconds>"},
     ),
 )
+_SERVICE = (
+    Panel(
+        title="Requests that kept all their targets, by tier",
+        unit="percentunit",
+        about="Empty without service tiers, as all panels of this row.",
+        queries={"{{tier}}": _per("tier_good_requests_total", "tier_requests_total", "tier")},
+    ),
+    Panel(
+        title="Requests that kept a target",
+        unit="percentunit",
+        queries={
+            "{{tier}} {{target}}": _per(
+                "tier_target_met_total", "tier_target_requests_total", "tier, target"
+            )
+        },
+    ),
+    Panel(
+        title="Refused, relegated, expired; promises",
+        unit="reqps",
+        queries={
+            "refused: {{tier}}": _rate("tier_refused_total", "tier"),
+            "relegated: {{tier}}": _rate("tier_relegated_total", "tier"),
+            "expired: {{tier}}": _rate("tier_expired_total", "tier"),
+            "promises {{outcome}}": _rate("tier_promises_total", "outcome"),
+        },
+    ),
+    Panel(
+        title="Shares of the tenants",
+        unit="percentunit",
+        queries={
+            "{{tier}} {{tenant}}": "<tenant_share>",
+            "evenness (Jain) {{instance}}": "<tenant_jain_index>",
+        },
+    ),
+    Panel(
+        title="Error of the forecasts of the first token",
+        unit="percentunit",
+        queries={"{{instance}}": "<first_token_forecast_error_ratio>"},
+    ),
+)
 ROWS: Mapping[str, tuple[Panel, ...]] = {
     "Requests": _REQUESTS,
     "Latency": _LATENCY,
+    "Service tiers": _SERVICE,
     "KV cache": _CACHE,
     "Attention and expert ranks": _RANKS,
     "Experts": _EXPERTS,

@@ -243,3 +243,27 @@ def test_an_endless_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BenchStreamError, match="larger than 100 bytes"):
         for _ in range(30):
             parser.feed(b"data: abcdef\n")  # lines that never become an event
+
+
+class TestDeadlines:
+    REFUSAL = json.dumps({"error": {"code": "deadline_unmeetable", "message": "too late"}}).encode()
+
+    def test_a_refusal_has_a_kind_of_its_own(self) -> None:
+        record = read((2.0, self.REFUSAL), status=429)
+        assert (record.error, record.detail) == ("deadline_unmeetable", "too late")
+        others = json.dumps({"error": {"code": "server_overloaded", "message": "full"}}).encode()
+        assert read((2.0, others), status=429).error == "HTTP 429"
+        assert read((2.0, b"[1"), status=429).error == "HTTP 429"
+
+    def test_an_answer_that_is_ended_at_its_deadline(self) -> None:
+        late = {"error": {"code": "deadline_exceeded", "message": "it is over"}}
+        record = read((2.0, event(text("a")) + event(late) + DONE))
+        assert (record.error, record.detail) == ("deadline_exceeded", "it is over")
+
+    @pytest.mark.parametrize(
+        ("value", "seconds"), [("250", 0.25), ("2.5", 0.0025), ("soon", None), ("", None)]
+    )
+    def test_the_forecast_comes_in_a_header(self, value: str, seconds: float | None) -> None:
+        header = f"\r\nX-Predicted-TTFT-ms: {value}\r\n\r\n".encode()
+        record = through_http([WHOLE.replace(b"\r\n\r\n", header, 1)])
+        assert record.is_ok and record.predicted_ttft_s == seconds

@@ -286,6 +286,7 @@ def test_steps_that_fail_as_a_whole(attention: int, experts: int) -> None:
     assert any(not flight.is_sound for flight in sent), "nothing was void"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("victim", ["expert-1", "attention-1", "attention-0"])
 @pytest.mark.parametrize("after_steps", [8, 14])
 def test_a_rank_is_killed_while_a_step_is_ahead(victim: str, after_steps: int) -> None:

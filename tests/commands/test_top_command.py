@@ -39,6 +39,7 @@ from moe_serve.cli.top.top_tables import (
 )
 from moe_serve.cli.top.top_view import frame
 from moe_serve.errors import ConfigError
+from tests.support.dashboard.fake_state import fake_state
 
 ROOT = Path(__file__).resolve().parents[2]
 ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -146,6 +147,21 @@ def test_drafts_are_shown_if_the_server_has_any() -> None:
     assert "2.25 per step" in drawn(state() | {"speculation": drafts, "history": lately})
     unknown = {"drafted_total": 0, "acceptance": None, "tokens_per_step": None}
     assert "? per step, 0 drafted" in drawn(state() | {"speculation": unknown})
+
+
+def test_tiers_are_shown_if_the_server_has_any() -> None:
+    assert "tier" not in drawn(state())
+    content = state() | {"service": fake_state(9.0, 0.0)["service"]}
+    lines = drawn(content, width=150).splitlines()
+    (heading,) = (line for line in lines if "service tiers, order atc" in line)
+    (chat,) = (line for line in lines if "interactive" in line and "ttft 1 s tpot 0.1 s" in line)
+    assert "1234" in chat and "96%" in chat and "98%" in chat and "0.04 s" in chat
+    (flex,) = (line for line in lines if "e2e 600 s" in line)
+    assert "?" in flex and " - " in flex
+    assert any("tenants   acme 63%  user:<b>bob</b> 30%" in line for line in lines)
+    assert any("evenness 0.62" in line for line in lines)
+    assert all(len(line) <= 80 for line in drawn(content, width=80).splitlines())
+    assert "tenants" not in drawn({"service": {"tiers": [{"name": "a"}], "tenants": "?"}})
 
 
 def test_pages_that_are_away() -> None:

@@ -27,6 +27,7 @@ from tests.support.dashboard.page_checks import (
 
 PANELS = [
     "experts",
+    "service",
     "requests",
     "ttft",
     "tpot",
@@ -54,13 +55,17 @@ def test_every_panel_shows_its_figures(browser: webdriver.Chrome, fake: FakeServ
         "#ttft": "141 ms",
         "#tpot": "198 in 60 s",
         "#throughput": "generated",
-        "#kv": "900 of 8,000",
+        "#kv": "900 MiB",
         "#experts": "layer 2, expert 5 with",
         "#ranks": "57% · 1.14×",
         "#step": "2 micro-batches (planned)",
         "#placement": "from expert-0 to expert-1",
         "#predictor": "62%",
         "#events": "2 experts moved.",
+        "#service": "last 5 min; forecasts of the first token are off by 14%",
+        "#service tbody": "interactive weight 4: first token 1.0 s, per token 100 ms",
+        "#service tbody tr:nth-child(2)": "71%",
+        "#service .tenants": "user:<b>bob</b> (interactive)",
     }
     for selector, words in expected.items():
         assert words in text(browser, selector), selector
@@ -172,6 +177,7 @@ def test_what_is_missing_is_said(browser: webdriver.Chrome, fake: FakeServer) ->
     }
     for selector, words in expected.items():
         assert words in text(browser, selector), selector
+    assert not browser.find_element(By.ID, "service").is_displayed(), "there are no tiers"
     assert console_errors(browser) == []
 
 

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from tokenizers import decoders, models, pre_tokenizers
 
 from moe_serve.cache.tiers.store import TierStats
-from moe_serve.config.sections import ServerConfig
+from moe_serve.config.sections import DEFAULT_SCHEDULER, SchedulerConfig, ServerConfig
 from moe_serve.engine.request.delta_queue import DeltaQueue
 from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.first_token import AdmissionCheck
@@ -31,6 +31,7 @@ from moe_serve.engine.request.request import (
     TokenLogprob,
 )
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.service_stats import ServiceStats
 from moe_serve.engine.request.stats import EngineCounts, EngineLoad, EngineStats, PoolStats
 from moe_serve.engine.request.step_tokens import StepTokens
 from moe_serve.errors import ServerOverloadedError
@@ -77,6 +78,7 @@ class FakeEngine:
     at_readers_pace: bool = False
     max_requests: int = 1000
     error_after: int | None = None
+    error_code: str | None = None  # of that error
     submitted: list[GenerationRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -93,6 +95,7 @@ class FakeEngine:
     drafts: DraftCounts = DraftCounts()
     tier: TierStats | None = None
     admission: AdmissionCheck | None = None
+    service: ServiceStats | None = None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         if self.is_draining:
@@ -129,6 +132,7 @@ class FakeEngine:
                 num_evicted_pages=2,
                 num_queried_tokens=70,
                 num_hit_tokens=30,
+                num_missed_tokens=40,
                 step_tokens=self.step_tokens,
                 drafts=self.drafts,
             ),
@@ -136,6 +140,7 @@ class FakeEngine:
             last_turn_age_s=self.last_turn_age_s,
             pools=self.pools,
             tier=self.tier,
+            service=self.service,
             outage_s=self.outage_s,
         )
 
@@ -173,6 +178,7 @@ class FakeEngine:
                     request_id=request.request_id,
                     finish_reason=FinishReason.ERROR,
                     error="secret internals",
+                    error_code=self.error_code,
                 )
                 return
             is_stop = token == EOS_ID or token in params.stop_token_ids
@@ -333,8 +339,13 @@ def model(tokenizer: Tokenizer) -> ServedModel:
 
 @pytest.fixture
 def make_app(engine: FakeEngine, model: ServedModel) -> Callable[..., FastAPI]:
-    def make(facts: DashboardFacts = NO_FACTS, **config: Any) -> FastAPI:
-        return create_app(engine, model, ServerConfig(**config), facts=facts)
+    def make(
+        facts: DashboardFacts = NO_FACTS,
+        scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
+        **config: Any,
+    ) -> FastAPI:
+        server = ServerConfig(**config)
+        return create_app(engine, model, server, facts=facts, scheduler=scheduler)
 
     return make
 
@@ -427,9 +438,12 @@ def new_server() -> Callable[..., LiveServer]:
 def new_client() -> Callable[..., tuple[TestClient, FakeEngine]]:
     """Clients with an application and an engine of their own, for tests that share them."""
 
-    def new(**config: Any) -> tuple[TestClient, FakeEngine]:
+    def new(
+        scheduler: SchedulerConfig = DEFAULT_SCHEDULER, **config: Any
+    ) -> tuple[TestClient, FakeEngine]:
         engine = FakeEngine(byte_tokenizer())
-        app = create_app(engine, tiny_model(engine.tokenizer), ServerConfig(**config))
+        model, server = tiny_model(engine.tokenizer), ServerConfig(**config)
+        app = create_app(engine, model, server, scheduler=scheduler)
         return TestClient(app), engine
 
     return new

@@ -20,6 +20,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.engine.schedule.scheduler import Scheduler
 from moe_serve.engine.schedule.starter import Starter
 from moe_serve.engine.schedule.waiting_queue import WaitingQueue
 from moe_serve.model.step_plan import StepPlan
@@ -198,4 +199,4 @@ def test_the_room_makes_no_decision_of_the_server() -> None:
                 is_own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
                 is_private = node.attr.startswith("_") and not node.attr.startswith("__")
                 assert is_own or not is_private, f"{name} reaches into {node.attr}"
-    assert used <= {"add", "step", "has_work", "num_running", "num_waiting"}
+    assert used <= {"add", "step", "has_work", "num_running", "num_waiting", "admission"}

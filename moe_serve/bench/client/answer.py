@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.bench.figures.request_record import RequestRecord
+from moe_serve.bench.figures.request_record import EXPIRED, REFUSED, RequestRecord
 from moe_serve.errors import BenchStreamError, plain
 
 MAX_EVENT_BYTES = 16 * 2**20
@@ -138,6 +138,12 @@ class AnswerReader:
         self._gaps: array[float] = array("d")
         self._counts: list[int | None] = []  # completion_tokens so far, of each event with tokens
         self._has_answer = False
+        self._predicted_s: float | None = None
+
+    def predicted(self, header: bytes) -> None:
+        """Takes the time to the first token that the server expects, in milliseconds."""
+        with contextlib.suppress(ValueError):
+            self._predicted_s = float(header) / 1e3
 
     def head(self, status: int) -> None:
         self._status = status
@@ -162,7 +168,8 @@ class AnswerReader:
         if self.is_done:
             return
         if self._status != 200:
-            self.fail(at, f"HTTP {self._status}", _shown(bytes(self._content)))
+            kind = _own_code(bytes(self._content)) or f"HTTP {self._status}"
+            self.fail(at, kind, _shown(bytes(self._content)))
         elif self._is_stream:
             self._read_events(at, self._sse.finish())
             if not self.is_done:
@@ -196,6 +203,7 @@ class AnswerReader:
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
             cached_tokens=details.cached_tokens,
+            predicted_ttft_s=self._predicted_s,
             error=self.error,
             detail=self._detail,
         )
@@ -213,7 +221,8 @@ class AnswerReader:
                 self.fail(at, "broken answer", f"{error}: {_shown(event)}")
                 return
             if chunk.error is not None:
-                self.fail(at, "error in stream", _shown(msgspec.json.encode(chunk.error)))
+                content = msgspec.json.encode({"error": chunk.error})
+                self.fail(at, _own_code(content) or "error in stream", _shown(content))
                 return
             self._read_chunk(at, chunk)
 
@@ -266,6 +275,16 @@ class AnswerReader:
             return array("L"), 1
         steps = (after - before for before, after in zip(counts, counts[1:], strict=False))
         return array("L", steps), max(1, counts[0])
+
+
+def _own_code(content: bytes) -> str | None:
+    """Returns the code of an error that is a kind of its own: a missed or unreachable deadline."""
+    with contextlib.suppress(*_NO_JSON):
+        answer = msgspec.json.decode(content)
+        inner = answer.get("error") if isinstance(answer, dict) else None
+        code = inner.get("code") if isinstance(inner, dict) else None
+        return code if code in (REFUSED, EXPIRED) else None
+    return None
 
 
 def _shown(content: bytes) -> str:

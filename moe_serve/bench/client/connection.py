@@ -18,6 +18,7 @@ import httptools
 from moe_serve.bench.client.answer import AnswerReader
 from moe_serve.errors import BenchError
 
+_PREDICTED = b"x-predicted-ttft-ms"  # when the server expects the first token
 _LINGER_S = 0.5  # after [DONE] the body should end at once; if it does not, the connection goes
 
 Clock = Callable[[], float]
@@ -135,8 +136,11 @@ class Connection(asyncio.Protocol):
     # httptools calls these
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() in (b"content-length", b"transfer-encoding"):
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
             self._has_length = True
+        elif name == _PREDICTED and self._answer is not None:
+            self._answer.predicted(value)
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None and self._answer is not None, "inside an exchange"

@@ -17,6 +17,7 @@ EndpointName = Literal["completions", "chat"]
 
 # Fields that the measurement itself sets.
 _OWN_FIELDS = frozenset({"model", "prompt", "messages", "stream", "stream_options", "n", "best_of"})
+NO_FIELDS: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,8 @@ class Endpoint:
     def path(self) -> str:
         return "/v1/chat/completions" if self.name == "chat" else "/v1/completions"
 
-    def body(self, prompt: Prompt, max_tokens: int) -> bytes:
+    def body(self, prompt: Prompt, max_tokens: int, own: Mapping[str, object] = NO_FIELDS) -> bytes:
+        """Returns a request. `own` are further fields of this request alone."""
         fields: dict[str, Any] = {"model": self.model, **self._prompt(prompt)}
         fields |= {"max_tokens": max_tokens, "temperature": 0}
         if self.ignore_eos:
@@ -49,6 +51,7 @@ class Endpoint:
             if self.counts_each_event:
                 options["continuous_usage_stats"] = True
             fields |= {"stream": True, "stream_options": options}
+        fields |= own
         fields |= self.extra
         try:
             return msgspec.json.encode({k: v for k, v in fields.items() if v is not None})

@@ -9,7 +9,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -70,12 +70,13 @@ class LoadClient:
             progress.num_in_flight -= 1
         progress.num_ok += answer.error is None
         progress.num_failed += answer.error is not None
-        return answer.record(
+        record = answer.record(
             index=request.index,
             scheduled_s=started if scheduled_s is None else scheduled_s,
             started_s=started,
             wanted_tokens=request.output_tokens,
         )
+        return replace(record, tier=request.tier, tenant=request.tenant, session=request.session)
 
     def close(self) -> None:
         self._pool.close()

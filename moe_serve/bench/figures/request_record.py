@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+REFUSED = "deadline_unmeetable"  # the kind of a request whose target could not be met
+EXPIRED = "deadline_exceeded"  # the kind of a strict request that was ended at its deadline
 _MAX_BINS = 300
 _MIN_BIN_S = 0.1
 
@@ -48,6 +50,10 @@ class RequestRecord:
     cached_tokens: int | None = None
     error: str | None = None  # the kind: a short name, the same for the same cause
     detail: str = ""  # message of the server or the system
+    tier: str = ""  # these three as the workload has them
+    tenant: str = ""
+    session: str = ""
+    predicted_ttft_s: float | None = None  # what the server promised when it accepted the request
 
     @property
     def is_ok(self) -> bool:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_serve.bench.figures.request_record import RequestRecord
-from moe_serve.bench.figures.summary import Samples, Summary, itl_of
+from moe_serve.bench.figures.summary import Samples, Slo, Summary, itl_of
 from moe_serve.bench.report.report import Report
 
 _NUM_RESAMPLES = 1000
@@ -119,7 +119,7 @@ class Difference:
 
 def compare(a: Report, b: Report, seed: int = 0) -> list[Difference]:
     rng = np.random.default_rng(seed)
-    return [*_rates(a, b), *_latencies(a, b, rng)]
+    return [*_rates(a, b), *_latencies(a, b, rng), *_tiers(a, b, rng)]
 
 
 def differing_settings(a: Report, b: Report) -> list[str]:
@@ -194,6 +194,63 @@ def _latencies(a: Report, b: Report, rng: np.random.Generator) -> list[Differenc
                 )
             )
     return rows
+
+
+def _tiers(a: Report, b: Report, rng: np.random.Generator) -> Iterator[Difference]:
+    """Yields rows of the runs' tiers: goodput and tardiness of all, then each tier's share of
+    requests that met its targets, and its TTFT."""
+    x, y = a.service, b.service
+    if x is None or y is None:
+        return
+    for label, name, is_less_better in (
+        ("met their tier's targets, requests/s", "goodput_per_s", False),
+        ("weighted tardiness, s", "weighted_tardiness_s", True),
+        ("refused", "num_refused", True),
+    ):
+        old, new = getattr(x, name), getattr(y, name)
+        yield Difference(label=label, unit="", a=old, b=new, is_less_better=is_less_better)
+    others = {tier.name: tier for tier in y.tiers}
+    for old in x.tiers:
+        new = others.get(old.name)
+        if new is None or new.targets != old.targets:
+            continue
+        yield Difference(
+            label=f"{old.name}: met {old.targets or 'its targets'}",
+            unit="%",
+            a=100 * old.attained,
+            b=100 * new.attained,
+            is_less_better=False,
+            interval=_interval(a, b, old.name, "attained", rng).get("mean"),
+        )
+        found = _interval(a, b, old.name, "ttft", rng)
+        for statistic in ("p50", "p99"):
+            yield Difference(
+                label=f"{old.name}: TTFT {statistic}",
+                unit="ms",
+                a=None if old.ttft_ms is None else getattr(old.ttft_ms, statistic),
+                b=None if new.ttft_ms is None else getattr(new.ttft_ms, statistic),
+                is_less_better=True,
+                interval=found.get(statistic),
+            )
+
+
+def _interval(
+    a: Report, b: Report, tier: str, name: str, rng: np.random.Generator
+) -> dict[str, tuple[float, float]]:
+    """Returns the intervals of one tier's values; none without saved requests."""
+    old, new = _tier_values(a, tier, name), _tier_values(b, tier, name)
+    return change_intervals(old, new, rng) if old and new else {}
+
+
+def _tier_values(report: Report, tier: str, name: str) -> list[np.ndarray]:
+    """Returns the values of a tier's requests: its TTFT, or 1 if it met all targets, else 0."""
+    records = [record for record in report.records if record.tier == tier]
+    if name == "ttft":
+        return _groups(records, "ttft")
+    rows = report.workload.get("tiers") or {}
+    limits = rows.get(tier, {}) if isinstance(rows, dict) else {}
+    slo = Slo(**{target: limits.get(target) for target in ("ttft_s", "tpot_s", "e2e_s")})
+    return [np.array([float(slo.is_met(record))]) for record in records]
 
 
 def _groups(records: Sequence[RequestRecord], name: str) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ from moe_serve.bench.client.load_client import ClientHealth
 from moe_serve.bench.client.server_metrics import ServerSide
 from moe_serve.bench.figures.request_record import RequestRecord, RunTimeline
 from moe_serve.bench.figures.summary import Goodput, Spread, Summary
+from moe_serve.bench.figures.tier_figures import ServiceFigures
 from moe_serve.errors import BenchError
 from moe_serve.regular_file import regular_file
 
@@ -42,6 +43,7 @@ class Report:
     server: ServerSide | None = None
     notes: list[str] = field(default_factory=list)
     is_interrupted: bool = False
+    service: ServiceFigures | None = None  # by tier and tenant; None: the run had no tiers
     records: tuple[RequestRecord, ...] = ()
 
     @property
@@ -92,7 +94,8 @@ def read_report(path: Path) -> Report:
 
 
 def _report(content: Mapping[str, Any]) -> Report:
-    values = {f.name: content[f.name] for f in fields(Report) if f.name != "records"}
+    added = ("records", "service")  # the first version had no tiers
+    values = {f.name: content[f.name] for f in fields(Report) if f.name not in added}
     health, timeline = dict(values["health"]), dict(values["timeline"])
     for name in ("loop_lag", "lateness"):
         health[name] = _spread(health[name])
@@ -103,6 +106,7 @@ def _report(content: Mapping[str, Any]) -> Report:
         "health": ClientHealth(**health),
         "timeline": RunTimeline(**timeline),
         "server": None if values["server"] is None else ServerSide(**values["server"]),
+        "service": _service(content.get("service")),
         "records": tuple(_record(row) for row in content.get("requests", ())),
     }
     return Report(**values)
@@ -116,6 +120,10 @@ def _summary(content: Mapping[str, Any]) -> Summary:
     if values["goodput"] is not None:
         values["goodput"] = Goodput(**values["goodput"])
     return Summary(**values)
+
+
+def _service(content: Mapping[str, Any] | None) -> ServiceFigures | None:
+    return None if content is None else ServiceFigures.from_json(content)
 
 
 def _spread(content: Mapping[str, Any] | None) -> Spread | None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from moe_serve.bench.client.load_client import RunProgress
 from moe_serve.bench.client.server_metrics import ServerSide
 from moe_serve.bench.figures.summary import Spread
+from moe_serve.bench.figures.tier_figures import ServiceFigures
 from moe_serve.bench.report.report import Report
 
 _REFRESH_PER_S = 4
@@ -27,6 +28,8 @@ def print_report(console: Console, report: Report) -> None:
     console.print(facts)
     if latency_rows(report):
         console.print(_latencies(report))
+    if report.service is not None:
+        console.print(_tiers(report.service))
     for note in report.notes:
         console.print(Text(f"note: {note}"), style="yellow")
 
@@ -52,6 +55,8 @@ def report_facts(report: Report) -> Iterator[tuple[str, str]]:
     if s.goodput is not None:
         good = s.goodput
         yield "goodput", f"{good.requests_per_s:.2f} requests/s, {good.share:.1%} met {good.slo}"
+    if report.service is not None:
+        yield from service_facts(report.service)
     yield "client", _client(report)
     yield "seed", str(report.workload.get("seed"))
     if report.server is not None:
@@ -104,6 +109,48 @@ def _latencies(report: Report) -> Table:
         values = (spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.max)
         table.add_row(name, *(f"{value:,.2f}" for value in values))
     return table
+
+
+def service_facts(service: ServiceFigures) -> Iterator[tuple[str, str]]:
+    """Yield the figures of all tiers and tenants together."""
+    text = f"{service.attained:.1%} met their tier's targets, {service.goodput_per_s:.2f} a second"
+    text += f"; weighted tardiness {service.weighted_tardiness_s:.2f} s"
+    if service.longest_wait_s is not None:
+        text += f"; longest wait {service.longest_wait_s:.1f} s"
+    yield "tiers", text
+    if service.num_promised or service.num_refused:
+        text = f"{service.num_kept} of {service.num_promised} promises kept"
+        text += f", {service.num_refused} requests refused"
+        if service.forecast_error is not None:
+            text += f"; median error of the forecasts {service.forecast_error:.0%}"
+        yield "promises", text
+    if service.jain is not None:
+        top = service.tenants[0]
+        text = f"Jain index {service.jain:.2f}; most service: {top.name} with "
+        yield "tenants", text + f"{top.service_tokens:,} tokens of {top.num} requests"
+
+
+def _tiers(service: ServiceFigures) -> Table:
+    table = Table("tier")
+    for name in ("requests", "refused", "met", "TTFT p50", "p99", "longest", "tardiness"):
+        table.add_column(name, justify="right")
+    for tier in service.tiers:
+        p50, p99 = ("-", "-") if tier.ttft_ms is None else _seconds(tier.ttft_ms)
+        table.add_row(
+            f"{tier.name}, weight {tier.weight:g}, {tier.targets or 'no target'}",
+            str(tier.num),
+            str(tier.num_refused),
+            f"{tier.attained:.1%}",
+            p50,
+            p99,
+            "-" if tier.longest_wait_s is None else f"{tier.longest_wait_s:,.2f} s",
+            f"{tier.mean_tardiness_s:,.2f} s",
+        )
+    return table
+
+
+def _seconds(spread: Spread) -> tuple[str, str]:
+    return f"{spread.p50 / 1e3:,.2f} s", f"{spread.p99 / 1e3:,.2f} s"
 
 
 class LiveLine:

@@ -41,6 +41,9 @@ class Slot:
     output_tokens: int
     blocks: tuple[Block, ...] = ()  # how the prompt begins
     prompt: Prompt | None = None  # its own text, where the workload has one
+    tier: str = ""  # the name of its service tier
+    tenant: str = ""  # who sends it
+    session: str = ""  # requests of one conversation or task have the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,9 @@ class Ready:
     at_s: float
     output_tokens: int
     body: bytes
+    tier: str = ""
+    tenant: str = ""
+    session: str = ""
 
 
 DataKind = Literal["words", "tokens"]

@@ -34,6 +34,11 @@ _PROMPTS = (
 _OUTPUTS = (
     "GeneratedTokens", "Response tokens", "output_length", "output_tokens", "num_decode_tokens"
 )  # fmt: skip
+# Columns that a trace may have.
+_TENANTS = ("tenant", "client", "user", "tenant_id", "client_id")
+_TIERS = ("tier", "service_tier")
+_SESSIONS = ("session", "session_id", "Session ID", "conversation_id")
+_LONGEST_LABEL = 200
 _COARSE_MS = 1000  # times that are all multiples of a second or more were rounded
 
 
@@ -46,6 +51,9 @@ class TraceRow:
     output_tokens: int
     blocks: tuple[Block, ...] = ()
     prompt: Prompt | None = None
+    tenant: str = ""
+    tier: str = ""
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +111,9 @@ def _csv_rows(file: Iterable[str], path: Path) -> Iterator[TraceRow]:
                 at_s=_seconds(row[time]),
                 prompt_tokens=int(float(row[prompt])),
                 output_tokens=int(float(row[output])),
+                tenant=_label(row, _TENANTS),
+                tier=_label(row, _TIERS),
+                session=_label(row, _SESSIONS),
             )
         except (ValueError, TypeError, OverflowError):
             raise BenchError(
@@ -166,7 +177,18 @@ def _json_row(row: Mapping[str, Any]) -> tuple[int, TraceRow]:
         output_tokens=num_output,
         blocks=_blocks(row, num_prompt),
         prompt=prompt,
+        tenant=_label(row, _TENANTS),
+        tier=_label(row, _TIERS),
+        session=_label(row, _SESSIONS),
     )
+
+
+def _label(row: Mapping[str, Any], known: Sequence[str]) -> str:
+    """Read an optional name, which may be written as a number; empty: none."""
+    value = next((row[name] for name in known if row.get(name) is not None), "")
+    if not isinstance(value, str | int) or len(str(value)) > _LONGEST_LABEL:
+        raise ValueError(value)
+    return str(value)
 
 
 def _blocks(row: Mapping[str, Any], num_prompt: int) -> tuple[Block, ...]:

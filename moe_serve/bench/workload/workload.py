@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 
 import numpy as np
 
 from moe_serve.bench.workload.prompt_maker import Block, FilePrompt, Slot
+from moe_serve.bench.workload.tier_mix import TierMix
 from moe_serve.bench.workload.trace_rows import Trace, TraceCut
 from moe_serve.errors import BenchError
 
@@ -61,7 +62,7 @@ class GammaArrivals:
             yield at
 
 
-_TIMES, _LENGTHS = 3, 4  # streams of random numbers; 1 and 2 are the prompts'
+_TIMES, _LENGTHS, _TIERS = 3, 4, 5  # streams of random numbers; 1 and 2 are the prompts'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,7 @@ class Workload:
     prefixes: SharedPrefixes = field(default_factory=SharedPrefixes)
     num_requests: int | None = None
     duration_s: float | None = None
+    tiers: TierMix | None = None  # None: requests have the tiers of the trace, if any
 
     @property
     def is_open(self) -> bool:
@@ -148,11 +150,13 @@ class Workload:
             "num_prefixes": self.prefixes.num_prefixes,
             "num_requests": self.num_requests,
             "duration_s": self.duration_s,
+            "tiers": self.tiers and self.tiers.facts(),
         }
 
     def slots(self) -> Iterator[Slot]:
         times = self._times()
         rng = np.random.default_rng([self.seed, _LENGTHS])
+        tier_rng = np.random.default_rng([self.seed, _TIERS])
         for index in count():
             if self.planned is not None and index >= self.planned:
                 return
@@ -160,14 +164,12 @@ class Workload:
             at_s = next(times) if times is not None else slot.at_s
             if self.is_open and self.duration_s is not None and at_s >= self.duration_s:
                 return
-            yield Slot(
-                index=index,
-                at_s=at_s,
-                prompt_tokens=slot.prompt_tokens,
-                output_tokens=slot.output_tokens,
-                blocks=slot.blocks,
-                prompt=slot.prompt,
-            )
+            yield replace(slot, at_s=at_s, tier=self._tier(slot.tier, float(tier_rng.random())))
+
+    def _tier(self, own: str, place: float) -> str:
+        if self.tiers is None:
+            return own
+        return (self.tiers.named(own) if own else self.tiers.at(place)).name
 
     def _times(self) -> Iterator[float] | None:
         if self.arrivals is None:
@@ -184,6 +186,9 @@ class Workload:
                 output_tokens=row.output_tokens,
                 blocks=row.blocks,
                 prompt=row.prompt,
+                tier=row.tier,
+                tenant=row.tenant,
+                session=row.session,
             )
         num_output = self.output_tokens.draw(rng)
         if self.files:

@@ -100,7 +100,14 @@ def _keep(report: Report, path: Path | None, has_records: bool) -> None:
 
 
 def _is_bad(report: Report, max_error_rate: float) -> bool:
-    return report.summary.error_rate > max_error_rate or not report.summary.num_ok
+    """Returns whether too many requests failed. A refusal because of a deadline is an answer, not a
+    failure."""
+    summary, service = report.summary, report.service
+    num_refused = 0 if service is None else service.num_refused
+    if not summary.num_ok + num_refused:
+        return True
+    num_ended = max(1, summary.num_ok + summary.num_failed)
+    return (summary.num_failed - num_refused) / num_ended > max_error_rate
 
 
 def _measure(plan: RunPlan) -> Report:

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from moe_serve.cli.bench.load_options import LOAD, PROMPTS, RESULTS, LoadOptions, ReportOptions
+from moe_serve.cli.bench.load_options import (
+    LOAD,
+    PROMPTS,
+    RESULTS,
+    LoadOptions,
+    ReportOptions,
+    TierOptions,
+)
 from moe_serve.cli.options import REQUIRED, argument, option
 from moe_serve.config.sources import API_KEY_VARIABLE
 
@@ -177,6 +184,7 @@ class BenchOptions:
 
     server: ServerOptions
     load: LoadOptions
+    tiers: TierOptions
     sending: SendingOptions
     content: ContentOptions
     results: ResultOptions

@@ -13,6 +13,7 @@ import typer
 from moe_serve.bench.client.endpoint import Endpoint, RunPlan
 from moe_serve.bench.figures.summary import Slo
 from moe_serve.bench.workload.prompt_maker import read_prompts
+from moe_serve.bench.workload.tier_mix import read_tier_mix
 from moe_serve.bench.workload.trace_rows import Trace, TraceCut, read_trace
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
 from moe_serve.cli.bench.bench_options import BenchOptions
@@ -38,7 +39,7 @@ def plan_of(options: BenchOptions) -> RunPlan:
     _check_key(key)
     return RunPlan(
         url=server.url,
-        workload=workload_of(options.load, sending.seed, content.prompts),
+        workload=workload_of(options.load, sending.seed, content.prompts, options.tiers.tiers),
         endpoint=Endpoint(
             name=server.endpoint.value,
             model=server.model or "",
@@ -130,9 +131,11 @@ def _check_key(key: str | None) -> None:
         )
 
 
-def workload_of(load: LoadOptions, seed: int | None, prompts: Path | None = None) -> Workload:
-    """Returns the workload of these options, with its trace and a file of prompts read. `seed`
-    None: a new one. Raises BenchError."""
+def workload_of(
+    load: LoadOptions, seed: int | None, prompts: Path | None = None, tiers: Path | None = None
+) -> Workload:
+    """Returns the workload of these options, with its trace, a file of prompts and one of tiers
+    read. `seed` None: a new one. Raises BenchError."""
     arrivals, lengths, path = load.arrivals, load.lengths, load.trace.trace
     num_requests, rate = arrivals.requests, arrivals.rate
     if num_requests is None and arrivals.duration is None and path is None:
@@ -159,6 +162,7 @@ def workload_of(load: LoadOptions, seed: int | None, prompts: Path | None = None
         ),
         num_requests=num_requests,
         duration_s=arrivals.duration,
+        tiers=None if tiers is None else read_tier_mix(tiers),
     )
 
 

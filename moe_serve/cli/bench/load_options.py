@@ -132,6 +132,21 @@ class TraceOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierOptions:
+    """The option about service tiers."""
+
+    tiers: Path | None = option(
+        None,
+        "--tiers",
+        metavar="FILE",
+        help="YAML file with `tiers`, as the server's scheduler.tiers, and optionally `shares` and "
+        "`priorities` by tier. Rows of a trace keep their own tiers; those of other requests are "
+        "drawn by the shares. The report then has the figures of each tier.",
+        rich_help_panel=LOAD,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """Options about the requests of a load."""
 

@@ -65,7 +65,8 @@ class ServiceStart:
         server = self._config.server
         with contextlib.ExitStack() as stack:
             self._listener = stack.enter_context(bind(server.host, server.port))
-            loading = LoadingServer(self._listener, server, self.startup)
+            scheduler = self._config.engine.scheduler
+            loading = LoadingServer(self._listener, server, self.startup, scheduler)
             stack.enter_context(_ending_at_sigterm())
             self._loading.enter_context(loading)
             self._stack = stack.pop_all()
@@ -197,6 +198,7 @@ def _serve(
             spans=spans,
             grammars=built.grammars,
             operations=Operations(log=config.log, startup=start.startup, hangs=hangs),
+            scheduler=config.engine.scheduler,
         )
         opened.callback(app.state.gate.close)
 
@@ -322,10 +324,14 @@ def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterat
             key_min_priority=MIN_PRIORITY,  # the whole file belongs to one user
             force_include_usage=config.server.force_include_usage,
             request_metrics=config.server.request_metrics,
+            key_may_tighten=True,
         )
         model = files.served(engine, built, config)
         facts = DashboardFacts(speculation=config.engine.speculation)
-        app = create_app(engine, model, server, facts=facts, grammars=built.grammars)
+        scheduler = config.engine.scheduler
+        app = create_app(
+            engine, model, server, facts=facts, grammars=built.grammars, scheduler=scheduler
+        )
         try:
             yield app
         finally:

@@ -149,6 +149,48 @@ def ranks_table(ranks: Sequence[StateView]) -> Table:
     return table
 
 
+def tiers_table(service: StateView) -> Table:
+    """Returns one line for each service tier: its targets, and what became of its requests."""
+    table = Table.grid(padding=(0, 2))
+    for justify in ("left", "left", "right", "left", *("right",) * 7):
+        table.add_column(justify=justify, no_wrap=True)
+    heads = ("tier", "targets", "ended", "kept all targets", "TTFT", "TPOT", "E2E", "late by")
+    table.add_row(*heads, "refused", "expired", "broken", style="dim")
+    for tier in service.at("tiers").items:
+        late = tier.number("mean_tardiness_s")
+        counts = [tier.number(f"{name}_total") for name in ("refused", "expired", "broken")]
+        table.add_row(
+            Text(tier.text("name") or "?", style="bold"),
+            _targets(tier),
+            _plain(tier.number("finished")),
+            _share(tier.number("good")),
+            *(_percent(tier.number("attained", name)) for name in ("ttft", "tpot", "e2e")),
+            "-" if late is None else f"{late:.2f} s",
+            *(Text(_plain(each), style="red" if each else "dim") for each in counts),
+        )
+    return table
+
+
+def tenants_line(service: StateView) -> Text | None:
+    """Returns the shares of the tenants with the most service; None if there are none."""
+    tenants = service.at("tenants").items
+    if not tenants:
+        return None
+    parts = [f"{each.text('name')} {_percent(each.number('share'))}" for each in tenants]
+    jain = service.number("jain_index")
+    end = [] if jain is None else [f"evenness {jain:.2f}"]
+    return _line("tenants", [*parts, *end])
+
+
+def _targets(tier: StateView) -> str:
+    found = ((name, tier.number("targets", name)) for name in ("ttft", "tpot", "e2e"))
+    return " ".join(f"{name} {seconds:g} s" for name, seconds in found if seconds is not None)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
 def placement_lines(state: StateView) -> list[Text]:
     """Returns one line each for the placement and the predictor, if the server has them."""
     lines = []

@@ -11,7 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_serve.cli.top.top_source import StateView
-from moe_serve.cli.top.top_tables import bar, experts_table, placement_lines, ranks_table, sparkline
+from moe_serve.cli.top.top_tables import (
+    bar,
+    experts_table,
+    placement_lines,
+    ranks_table,
+    sparkline,
+    tenants_line,
+    tiers_table,
+)
 
 _NARROW = 130  # columns below which the figures are one column, not two
 _MAX_EVENTS = 4
@@ -35,7 +43,7 @@ def frame(
     for i in range(0, len(figures), columns):
         grid.add_row(*figures[i : i + columns])
     above: list[RenderableType] = [_title(state, trouble), _panel("load", grid)]
-    below: list[RenderableType] = [*_ranks(state), *_events(state)]
+    below: list[RenderableType] = [*_tiers(state), *_ranks(state), *_events(state)]
     if state.at("experts").is_there:
         while is_bounded and below and _room(console, above, below) < _MIN_EXPERT_LINES:
             below.pop()
@@ -178,6 +186,16 @@ def _experts_title(state: StateView) -> str:
         f"top {_count(top_k)}; {_count(experts.number('num_tokens'))} tokens in "
         f"{_count(experts.number('window_s'))} s"
     )
+
+
+def _tiers(state: StateView) -> list[Panel]:
+    """Returns the panel of the service tiers; none if the server has no tiers."""
+    service = state.at("service")
+    if not service.at("tiers").items:
+        return []
+    tenants = tenants_line(service)
+    content = Group(tiers_table(service), *([] if tenants is None else [tenants]))
+    return [_panel(f"service tiers, order {service.text('order') or '?'}", content)]
 
 
 def _ranks(state: StateView) -> list[Panel]:

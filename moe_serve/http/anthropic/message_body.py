@@ -19,7 +19,6 @@ _IGNORED = frozenset(
         "diagnostics",
         "inference_geo",
         "metadata",
-        "service_tier",
         "speed",
         "user_profile_id",
         "workspace_id",

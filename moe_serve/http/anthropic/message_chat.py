@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_serve.errors import InvalidRequestError
@@ -24,6 +24,7 @@ _IGNORED = frozenset(
         "input_examples",
     }
 )
+_STANDARD_ONLY = "standard_only"  # Anthropic's name of the default tier
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -108,9 +109,13 @@ class TranslatedMessages:
     fields: ChatFields
     chat: Chat
     ignored: tuple[str, ...]
+    user: object = None  # `metadata.user_id`
 
     def options(self, *, is_streamed: bool | None) -> AnswerOptions:
-        return self.fields.options(max_tokens_field="max_tokens", is_streamed=is_streamed)
+        options = self.fields.options(max_tokens_field="max_tokens", is_streamed=is_streamed)
+        tier = "default" if options.wish.tier == _STANDARD_ONLY else options.wish.tier
+        wish = replace(options.wish, tier=tier, user=self.user, user_field="metadata.user_id")
+        return replace(options, wish=wish)
 
 
 def translate(body: CountTokensBody, *, is_strict: bool, has_reasoning: bool) -> TranslatedMessages:
@@ -136,7 +141,9 @@ def translate(body: CountTokensBody, *, is_strict: bool, has_reasoning: bool) ->
         fields = parse_body(ChatFields, {k: v for k, v in content.items() if v is not None})
         chat = fields.chat(is_parallel=is_parallel, continues=continues)
     ignored += [*reader.ignored, *of_tools]
-    return TranslatedMessages(fields=fields, chat=chat, ignored=tuple(ignored))
+    metadata = (body.model_extra or {}).get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return TranslatedMessages(fields=fields, chat=chat, ignored=tuple(ignored), user=user)
 
 
 def _sampling(body: CountTokensBody) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from moe_serve.http.generation.chat_generation import (
 from moe_serve.http.generation.chat_request import AnswerOptions, Chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.prompts import render_prompt
+from moe_serve.http.generation.requests import with_entitlement
 from moe_serve.http.generation.respond import (
     SseResponse,
     SseStyle,
@@ -171,9 +172,16 @@ class MessageRun:
     """
 
     def __init__(
-        self, message_id: str, model: str, chat: ChatGeneration, *, is_cut_by_context: bool
+        self,
+        message_id: str,
+        model: str,
+        chat: ChatGeneration,
+        *,
+        is_cut_by_context: bool,
+        service_tier: str | None = None,
     ) -> None:
         self.chat = chat
+        self._tier = {} if service_tier is None else {"service_tier": service_tier}
         self.result: dict[str, Any] = {}
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._is_cut_by_context = is_cut_by_context
@@ -183,7 +191,8 @@ class MessageRun:
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events. One chunk may hold several."""
         num_tokens = len(self.chat.prompt.token_ids)
-        usage = usage_json(Usage(prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0))
+        none_yet = Usage(prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
+        usage = usage_json(none_yet) | self._tier
         start: dict[str, Any] = {**self._head, "content": [], **_NO_REASON, "usage": usage}
         yield _write([{"type": "message_start", "message": start}])
         async for pieces in self.chat:
@@ -197,7 +206,7 @@ class MessageRun:
 
     def _finish(self) -> list[Event]:
         events = self._content.finish()
-        usage = usage_json(self.chat.usage())
+        usage = usage_json(self.chat.usage()) | self._tier
         blocks = self._content.blocks
         self.result = {**self._head, "content": blocks, **self._reason, "usage": usage}
         end = {"type": "message_delta", "delta": self._reason, "usage": usage}
@@ -258,10 +267,19 @@ def messages_router(server: ServerContext) -> APIRouter:
         with _own_words():
             unheeded = server.assistant.check(translated.chat, server.model)
             options = translated.options(is_streamed=body.stream)
+            options = with_entitlement(server, options, request.headers)
             chat, is_cut = await _start(server, translated.chat, options, message_id)
-        run = MessageRun(message_id, server.model.name, chat, is_cut_by_context=is_cut)
+        entitlement = options.entitlement
+        run = MessageRun(
+            message_id,
+            server.model.name,
+            chat,
+            is_cut_by_context=is_cut,
+            service_tier=entitlement.shown_tier,
+        )
         of_chat = own_ignored([*unheeded, *chat.ignored], OWN_IGNORED)
-        headers = ignored_header([*translated.ignored, *of_chat])
+        ignored = entitlement.unheeded([*translated.ignored, *of_chat])
+        headers = {**ignored_header(ignored), **chat.headers}
         if body.stream:
             ping_s = server.config.sse_ping_s
             return SseResponse(

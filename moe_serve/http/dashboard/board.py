@@ -17,12 +17,14 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from moe_serve import __version__
+from moe_serve.cache.tiers.store import TierStats
 from moe_serve.config.sections import SpeculationConfig
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
+from moe_serve.http.dashboard.service_part import ServiceWindow
 from moe_serve.http.dashboard.snapshot import (
     INTERVAL_S,
     EventLog,
@@ -54,6 +56,7 @@ class Board:
         self._events, self._history = EventLog(), History()
         self._watch = EventWatch(self._events)
         self._sharer = RankSharer()
+        self._service = ServiceWindow(server.tiers.tiers)
         self._started = time.time()
         self._lock = asyncio.Lock()  # guards the fields below and the sampler
         self._sampled_at = self._built_at = float("-inf")
@@ -97,6 +100,7 @@ class Board:
             self._sampled_at = time.monotonic()
             self._watch.look(now)
             self._history.add(now)
+            self._service.add(now.at, now.stats.service)
         return now
 
     def _build(self) -> bytes:
@@ -125,6 +129,7 @@ class Board:
             "placement": placement_part(now.placement, shares),
             "predictor": predictor_part(stats, facts.predictor),
             "speculation": speculation_part(stats, facts.speculation),
+            "service": self._service.part(stats.service),
             "step": None if facts.last_step is None else facts.last_step(),
             "history": self._history.columns(),
         }
@@ -207,8 +212,10 @@ def latency_part(recent: RecentRequests) -> Part:
 
 def kv_part(stats: EngineStats, page_size: int) -> Part:
     """The KV cache. `used`: pages of sequences; `cached`: pages in the prefix cache, in use or
-    not."""
-    queried = stats.counts.num_queried_tokens
+    not. `store`: copies of pages on a disk or in shared memory. `prompt_tokens`: by where their
+    keys and values came from."""
+    counts, tier = stats.counts, stats.tier
+    queried, loaded = counts.num_queried_tokens, 0 if tier is None else tier.hit_tokens
     memory = {
         "name": "memory",
         "pages": stats.load.num_pages,
@@ -218,7 +225,23 @@ def kv_part(stats: EngineStats, page_size: int) -> Part:
     return {
         "page_tokens": page_size,
         "tiers": [memory],
-        "prefix_hit_rate": stats.counts.num_hit_tokens / queried if queried else None,
+        "store": None if tier is None else _store_part(tier),
+        "prompt_tokens": {
+            "prefix_cache": max(0, counts.num_hit_tokens - loaded),
+            "store": loaded,
+            "computed": counts.num_missed_tokens,
+        },
+        "prefix_hit_rate": counts.num_hit_tokens / queried if queried else None,
+    }
+
+
+def _store_part(tier: TierStats) -> Part:
+    return {
+        "name": tier.name,
+        "pages": tier.num_pages,
+        "bytes": tier.num_bytes,
+        "capacity_bytes": tier.capacity_bytes,
+        "state": tier.state,
     }
 
 

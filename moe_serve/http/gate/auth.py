@@ -2,7 +2,7 @@
 
 Routes under /admin need an admin key instead. They are disabled if none is configured. Keys come
 from the configuration and from a file, and are kept as digests. A key may be followed by its own
-settings on the same line, as in `s3cret min_priority=-10`.
+settings on the same line, as in `s3cret min_priority=-10 tier=interactive,flex tenant=acme`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.config.keys import RANGES
+from moe_serve.config.sections import SchedulerConfig, ServerConfig
 from moe_serve.config.sources import read_secret_file, split_key
 from moe_serve.errors import ConfigError
 from moe_serve.http.pages.page_files import PAGE_FILES
@@ -30,6 +31,13 @@ from moe_serve.http.schema.file_watch import FileWatch
 _LOGGER = logging.getLogger(__name__)
 _LOOK_S = 1.0  # seconds between two checks of the file
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
+_TENANT = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_SETTINGS = {
+    "min_priority": "min_priority=NUMBER",
+    "tier": "tier=NAME,NAME",
+    "tenant": "tenant=NAME",
+    "tighten": "tighten=yes or no",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +45,9 @@ class KeySettings:
     """Settings of one key that replace those of the configuration; None: not set."""
 
     min_priority: int | None = None
+    tiers: tuple[str, ...] = ()  # those that it may name, its default first; empty: not set
+    tenant: str | None = None  # keys of the same tenant share
+    may_tighten: bool | None = None  # whether targets may be tighter than those of the tier
 
 
 NO_SETTINGS = KeySettings()
@@ -50,10 +61,14 @@ class KeyRing:
     admits clients.
     """
 
-    def __init__(self, keys: Sequence[str], file: str | None = None) -> None:
-        self._fixed, self._file = _parsed(keys), file
+    def __init__(
+        self, keys: Sequence[str], file: str | None = None, tiers: Sequence[str] | None = None
+    ) -> None:
+        """`tiers` are the names that a key may have; None: they are not checked."""
+        self._tiers = tiers
+        self._fixed, self._file = self._parsed(keys), file
         self._watch = FileWatch(() if file is None else (file,))
-        self._keys = self._fixed | ({} if file is None else _parsed(read_secret_file(file)))
+        self._keys = self._fixed | ({} if file is None else self._parsed(read_secret_file(file)))
         self._next_look = time.monotonic() + _LOOK_S
 
     @property
@@ -72,6 +87,9 @@ class KeyRing:
         """The settings of a key that `find` has returned."""
         return self._keys.get(digest, NO_SETTINGS)
 
+    def _parsed(self, lines: Iterable[str]) -> dict[bytes, KeySettings]:
+        return dict(_parse(line, self._tiers) for line in lines)
+
     def _look(self) -> None:
         now = time.monotonic()
         if self._file is None or now < self._next_look:
@@ -80,27 +98,28 @@ class KeyRing:
         if not self._watch.has_changed():
             return
         try:
-            self._keys = self._fixed | _parsed(read_secret_file(self._file))
+            self._keys = self._fixed | self._parsed(read_secret_file(self._file))
         except ConfigError as error:
             _LOGGER.error("the API keys stay unchanged: %s", error)
             return
         _LOGGER.warning("%s has changed: %d API keys are accepted", self._file, len(self._keys))
 
 
-def _parsed(lines: Iterable[str]) -> dict[bytes, KeySettings]:
-    return dict(_parse(line) for line in lines)
-
-
-def _parse(line: str) -> tuple[bytes, KeySettings]:
+def _parse(line: str, tiers: Sequence[str] | None) -> tuple[bytes, KeySettings]:
     """The digest of a line's key, and its settings. Error messages never show the key."""
     key, settings = split_key(line)
     values = dict(settings)
-    if len(values) < len(settings) or values.keys() - {"min_priority"}:
+    if len(values) < len(settings) or values.keys() - set(_SETTINGS):
         raise ConfigError(
             f"API keys: {', '.join(f'{name}=' for name, _ in settings)} after a key is not "
-            "valid: the only setting is min_priority=NUMBER, given once."
+            f"valid: the only settings are {', '.join(_SETTINGS.values())}, each given once."
         )
-    own = KeySettings(min_priority=_min_priority(values.get("min_priority")))
+    own = KeySettings(
+        min_priority=_min_priority(values.get("min_priority")),
+        tiers=_tiers(values.get("tier"), tiers),
+        tenant=_tenant(values.get("tenant")),
+        may_tighten=_may_tighten(values.get("tighten")),
+    )
     return hashlib.sha256(key.encode()).digest(), own
 
 
@@ -114,6 +133,40 @@ def _min_priority(text: str | None) -> int | None:
             f"{text[:40]!r}."
         )
     return int(text)
+
+
+def _tiers(text: str | None, known: Sequence[str] | None) -> tuple[str, ...]:
+    if text is None:
+        return ()
+    names = tuple(text.split(","))
+    for name in names:
+        if known is not None and name not in known:
+            tiers = f"one of {', '.join(known)}" if known else "left out: scheduler.tiers is empty"
+            raise ConfigError(f"API keys: tier of a key must be {tiers}; got {name[:40]!r}.")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"API keys: tier of a key names a tier twice: {text[:80]!r}.")
+    return names
+
+
+def _tenant(text: str | None) -> str | None:
+    if text is not None and not _TENANT.fullmatch(text):
+        raise ConfigError(
+            "API keys: tenant of a key must have 1 to 64 of the characters A-Z, a-z, 0-9, _, . and "
+            f"-, got {text[:80]!r}."
+        )
+    return text
+
+
+def _may_tighten(text: str | None) -> bool | None:
+    if text not in (None, "yes", "no"):
+        raise ConfigError(f"API keys: tighten of a key must be yes or no, got {text[:40]!r}.")
+    return None if text is None else text == "yes"
+
+
+def api_keys(config: ServerConfig, scheduler: SchedulerConfig) -> KeyRing:
+    """The keys of clients. Raises ConfigError, also for a key with a tier that does not exist."""
+    names = [tier.name for tier in scheduler.tiers]
+    return KeyRing(config.api_keys, config.api_key_file, names)
 
 
 # Probes of orchestrators, and the dashboard's pages, which contain no data.

@@ -24,7 +24,13 @@ _PRIVATE = (".localhost", ".internal")
 # Not health and models: they only show a name, and proxies of clients without keys read them.
 COUNTS = frozenset({"/metrics", "/dashboard/state", "/load", "/startup"})
 _METHODS = ("GET", "POST", "DELETE")
-_EXPOSED = ("X-Request-Id", "X-Ignored-Parameters", "Retry-After", "Retry-After-Ms")
+_EXPOSED = (
+    "X-Request-Id",
+    "X-Ignored-Parameters",
+    "X-Predicted-Ttft-Ms",
+    "Retry-After",
+    "Retry-After-Ms",
+)
 
 
 class HostMiddleware:

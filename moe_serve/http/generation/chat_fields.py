@@ -24,6 +24,7 @@ from moe_serve.http.schema.field_types import (
     StopTokenIds,
     StrictSchema,
 )
+from moe_serve.http.schema.service_fields import Label, ServiceTierName, ServiceWish, SloFields
 from moe_serve.http.schema.structured import ResponseFormat, wished_constraint
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
 
@@ -39,11 +40,15 @@ EXTENSIONS = (
     "presence_penalty",
     "repetition_penalty",
     "seed",
+    "service_tier",
+    "slo",
     "speculation",
+    "stage",
     "stop",
     "stop_token_ids",
     "thinking_token_budget",
     "top_k",
+    "workflow",
 )
 
 
@@ -77,6 +82,10 @@ class ChatFields(StrictSchema):
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: TemplateOptions | None = None
     thinking_token_budget: Int | None = None
+    service_tier: ServiceTierName | None = None
+    slo: SloFields | None = None
+    workflow: Label | None = None
+    stage: Label | None = None
 
     def chat(self, *, is_parallel: bool | None, continues: bool = False) -> Chat:
         """Raises InvalidRequestError if the tools do not fit each other or the choice."""
@@ -92,7 +101,9 @@ class ChatFields(StrictSchema):
             adds_generation_prompt=not continues,
         )
 
-    def options(self, *, max_tokens_field: str, is_streamed: bool | None) -> AnswerOptions:
+    def options(
+        self, *, max_tokens_field: str, is_streamed: bool | None, user: object = None
+    ) -> AnswerOptions:
         """Raises InvalidRequestError for a value out of range."""
         format_ = self.response_format
         constraint, field = wished_constraint(() if format_ is None else format_.wishes())
@@ -108,6 +119,7 @@ class ChatFields(StrictSchema):
             cache_salt=self.cache_salt or "",
             is_streamed=bool(is_streamed),
             may_draft=self.speculation is not False,
+            wish=ServiceWish.of(self, user=user),
         )
 
 

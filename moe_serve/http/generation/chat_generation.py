@@ -130,6 +130,7 @@ class ChatGeneration:
         self._echoed = dict.fromkeys(range(self.num_choices), chat.echoed) if chat.echoed else {}
         self._hides_reasoning = not chat.shows_reasoning  # it is generated and counted all the same
         self._generation = generation
+        self.headers = generation.headers
         self._parsers = [resolved.plan.make() for _ in resolved.requests]
         self._count_outcome = count_outcome if resolved.plan.looks_for_calls else None
         self._has_calls = [False] * self.num_choices

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.http.generation.service_tiers import NO_ENTITLEMENT, Entitlement
 from moe_serve.http.schema.chat_messages import (
     ChatMessage,
     ReasoningEffort,
     template_messages,
     template_options,
 )
+from moe_serve.http.schema.service_fields import NO_WISH, ServiceWish
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolDefinition, tool_dicts
 from moe_serve.text.chat_template import join_text_parts
 
@@ -120,3 +122,5 @@ class AnswerOptions:
     wants_routed_experts: bool = False
     may_draft: bool = True  # drafted tokens may be verified for it
     prediction: str | None = None  # the answer that the client expects
+    wish: ServiceWish = NO_WISH
+    entitlement: Entitlement = NO_ENTITLEMENT  # what became of the wish

@@ -10,6 +10,7 @@ from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.http.generation.assistant_formats import AssistantFormats
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.http.generation.service_tiers import ServiceTiers
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.metrics.page import MetricsPage
 
@@ -32,6 +33,7 @@ class ServerContext:
     generations: GenerationService
     gate: GrammarGate  # for every constrained answer
     assistant: AssistantFormats
+    tiers: ServiceTiers
     speculates: bool = False  # drafted tokens are verified
     separates_keys: bool = False  # requests with different API keys share no pages
 

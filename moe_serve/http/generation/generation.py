@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -16,17 +16,22 @@ from moe_serve.engine.request.request import (
     TokenDelta,
     TokenLogprob,
 )
-from moe_serve.errors import ServerOverloadedError
 from moe_serve.http.gate.key_limits import KeyAccount, current_account
 from moe_serve.http.generation.answer_sequence import Piece, SequenceProgress
+from moe_serve.http.generation.request_admission import (
+    DEADLINE_EXCEEDED,
+    RequestAdmission,
+    exceeded,
+)
 from moe_serve.http.generation.usage import PredictionUsage, Usage, llama_timings, timing_of
 from moe_serve.http.metrics.finished_sequence import DraftTally, FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
-from moe_serve.http.schema.api_error import ApiError, draining_error, engine_dead_error
+from moe_serve.http.schema.api_error import ApiError, engine_dead_error
 from moe_serve.text.stop_strings import StopStrings
 from moe_serve.text.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 class Generation:
@@ -42,6 +47,7 @@ class Generation:
         *,
         has_timing: bool = False,
         splits_runs: bool = False,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> None:
         self._metrics, self._has_timing, self._splits_runs = metrics, has_timing, splits_runs
         self._engine = engine
@@ -52,6 +58,7 @@ class Generation:
         self._on_close = on_close
         self._cut_error: ApiError | None = None
         self._is_closed = False
+        self.headers = headers  # of the answer
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         while not self.is_ended:
@@ -151,6 +158,8 @@ class Generation:
         Internal causes go to the log only. The client is told if its own request caused the
         failure.
         """
+        if delta.error_code == DEADLINE_EXCEEDED:
+            return exceeded(delta)
         if delta.is_of_request:
             message = f"The answer cannot be continued: {delta.error}."
             return ApiError(400, message, code="constraint_failed")
@@ -226,6 +235,7 @@ class GenerationService:
         self.is_draining = False
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._admission = RequestAdmission(engine, metrics)
         self._open: set[Generation] = set()
 
     @property
@@ -250,10 +260,10 @@ class GenerationService:
         account = current_account()
         self._claim(account, len(requests))
         try:
-            self._check_open()
-            queue = self.engine.submit(requests)
-        except Exception as error:
-            self._release(account, len(requests), error)
+            admitted = self._admission.submit(requests, is_draining=self.is_draining)
+        except Exception:
+            if account is not None:
+                account.release(len(requests))
             raise
         stops = StopStrings(requests[0].params.stop)
         sequences = [
@@ -280,11 +290,12 @@ class GenerationService:
         generation = Generation(
             self.engine,
             sequences,
-            queue,
+            admitted.queue,
             on_close,
             self._metrics,
             has_timing=self._has_timing,
             splits_runs=splits_runs,
+            headers=admitted.headers,
         )
         self._open.add(generation)
         return generation
@@ -305,21 +316,6 @@ class GenerationService:
         if refused is not None:
             self._metrics.count_rejection(refused.reason)
             raise refused.error()
-
-    def _check_open(self) -> None:
-        if not self.engine.is_alive:
-            self._metrics.count_rejection("engine_dead")
-            raise engine_dead_error()
-        if self.is_draining:
-            self._metrics.count_rejection("draining")
-            raise draining_error("The server is shutting down and accepts no new requests.")
-
-    def _release(self, account: KeyAccount | None, count: int, error: Exception) -> None:
-        """Takes back the claim of a request that was not accepted."""
-        if account is not None:
-            account.release(count)
-        if isinstance(error, ServerOverloadedError):
-            self._metrics.count_rejection("draining" if error.is_draining else "queue_full")
 
 
 def _by_request(deltas: list[TokenDelta]) -> Iterable[tuple[str, list[TokenDelta]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from moe_serve.engine.request.constraint import Constraint
@@ -61,6 +61,17 @@ def admit_priority(server: ServerContext, priority: int | None) -> int:
             param="priority",
         )
     return priority
+
+
+def with_entitlement(
+    server: ServerContext, options: AnswerOptions, headers: Mapping[str, str]
+) -> AnswerOptions:
+    """Adds the service that the client gets. `headers` are those of its request.
+
+    Raises InvalidRequestError for a tier or target that it may not have.
+    """
+    wish = options.wish.with_headers(headers)
+    return replace(options, entitlement=server.tiers.admit(wish, current_client()))
 
 
 def client_salt(server: ServerContext, cache_salt: str) -> str:
@@ -121,6 +132,7 @@ def build_engine_requests(
                     wants_routed_experts=options.wants_routed_experts,
                     may_draft=options.may_draft,
                     prediction=prediction[: limits.max_model_len - len(prompt.token_ids)],
+                    service=options.entitlement.service,
                 )
             )
     if not options.is_streamed:
@@ -184,6 +196,23 @@ def _check_prompt_logprobs(prompts: Sequence[Prompt], options: AnswerOptions) ->
 
 
 def _max_tokens(prompt: Prompt, options: AnswerOptions, limits: EngineLimits) -> int | None:
+    """The limit of an answer, which fits the context and the tier; None: up to the end of the
+    context."""
+    most = options.entitlement.max_output_tokens
+    limit = _context_limit(prompt, options, limits)
+    if most is None:
+        return limit
+    if options.params.min_tokens > most:
+        raise InvalidRequestError(
+            f"min_tokens ({options.params.min_tokens}) must not exceed {most}, the longest answer "
+            f"of tier {options.entitlement.service.tier}.",
+            param="min_tokens",
+        )
+    room = limits.max_model_len - len(prompt.token_ids)
+    return min(most, room if limit is None else limit)
+
+
+def _context_limit(prompt: Prompt, options: AnswerOptions, limits: EngineLimits) -> int | None:
     """The limit of an answer, which fits the context; None: up to the end of the context."""
     asked, min_tokens = options.params.max_tokens, options.params.min_tokens
     count, field = len(prompt.token_ids), options.max_tokens_field

@@ -58,7 +58,9 @@ _ROUTES = frozenset(
 )
 
 CallOutcome = Literal["calls", "none", "malformed"]  # the result of parsing a message for calls
-RejectionReason = Literal["queue_full", "draining", "engine_dead"] | KeyRefusal
+RejectionReason = (
+    Literal["queue_full", "draining", "engine_dead", "deadline_unmeetable"] | KeyRefusal
+)
 
 
 class ServerMetrics:

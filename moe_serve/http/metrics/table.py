@@ -30,6 +30,7 @@ from moe_serve.http.metrics.scrape import (
     Scrape,
     ScrapePart,
 )
+from moe_serve.http.metrics.service_rows import SERVICE_ROWS
 
 _trace = ScrapePart[TracingStatus](lambda scrape: scrape.tracing, "trace_")
 _TRACE_ROWS = (
@@ -340,6 +341,7 @@ _EXPERT_ROWS = (
 
 METRICS: tuple[MetricRow, ...] = (
     *ENGINE_ROWS,
+    *SERVICE_ROWS,
     *_TRACE_ROWS,
     *_PLACEMENT_ROWS,
     *_REQUEST_ROWS,

@@ -145,14 +145,17 @@ class ResponseHead:
     created: int
     model: str
     system_fingerprint: str | None = None
+    service_tier: str | None = None  # None: the answer has no such field
 
     def fields(self) -> dict[str, Any]:
+        tier = {} if self.service_tier is None else {"service_tier": self.service_tier}
         return {
             "id": self.id,
             "object": self.object,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.system_fingerprint,
+            **tier,
         }
 
 

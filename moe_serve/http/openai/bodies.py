@@ -34,6 +34,7 @@ from moe_serve.http.schema.field_types import (
     WordList,
 )
 from moe_serve.http.schema.parameters import check_extra_fields, check_fields
+from moe_serve.http.schema.service_fields import Label, ServiceTierName, ServiceWish, SloFields
 from moe_serve.http.schema.structured import StructuredFields
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
 from moe_serve.text.chat_template import join_text_parts
@@ -96,6 +97,10 @@ class GenerationBody(StructuredFields):
     request_id: RequestId | None = None
     priority: Priority | None = None
     speculation: bool | None = None
+    service_tier: ServiceTierName | None = None
+    slo: SloFields | None = None
+    workflow: Label | None = None
+    stage: Label | None = None
 
     @property
     def truncation(self) -> Truncation | None:
@@ -157,6 +162,7 @@ class GenerationBody(StructuredFields):
             is_streamed=bool(self.stream),
             wants_routed_experts=bool(self.return_routed_experts),
             may_draft=self.speculation is not False,
+            wish=ServiceWish.of(self, user=(self.model_extra or {}).get("user")),
         )
 
 

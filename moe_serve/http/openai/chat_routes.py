@@ -20,6 +20,7 @@ from moe_serve.http.generation.logprob_format import (
     routed_fields,
     routed_json,
 )
+from moe_serve.http.generation.requests import with_entitlement
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
 from moe_serve.http.generation.usage import Usage
 from moe_serve.http.openai.answers import (
@@ -199,7 +200,7 @@ def chat_router(server: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=request_body_schema(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
         content = await read_json_object(request, server.config.max_body_bytes)
-        call = read_chat(server, content)
+        call = read_chat(server, content, request.headers)
         generation = await start_chat(server, call.chat, call.options, call.internal_id)
         return await answer_chat(server, call, generation, request)
 
@@ -218,7 +219,9 @@ class ChatCall:
     ignored: tuple[str, ...]
 
 
-def read_chat(server: ServerContext, content: Mapping[str, Any]) -> ChatCall:
+def read_chat(
+    server: ServerContext, content: Mapping[str, Any], headers: Mapping[str, str]
+) -> ChatCall:
     """Checks a request. `content` is its parsed body."""
     body = parse_body(ChatBody, content)
     ignored = body.check(is_strict=server.config.is_strict)
@@ -227,20 +230,22 @@ def read_chat(server: ServerContext, content: Mapping[str, Any]) -> ChatCall:
     unheeded = server.assistant.check(chat, server.model)
     if body.prediction is not None and not server.speculates:
         ignored.append("prediction")
+    options = with_entitlement(server, body.options(), headers)
     head = ResponseHead(
         id=f"chatcmpl-{body.request_id}" if body.request_id else internal_id,
         object="chat.completion.chunk" if body.stream else "chat.completion",
         created=int(time.time()),
         model=server.model.name,
         system_fingerprint=server.model.fingerprint,
+        service_tier=options.entitlement.shown_tier,
     )
     return ChatCall(
         body=body,
         chat=chat,
-        options=body.options(),
+        options=options,
         head=head,
         internal_id=internal_id,
-        ignored=(*ignored, *unheeded),
+        ignored=tuple(options.entitlement.unheeded([*ignored, *unheeded])),
     )
 
 
@@ -249,7 +254,7 @@ async def answer_chat(
 ) -> Response:
     """Sends the answer, streamed or complete."""
     body, tokenizer = call.body, server.model.tokenizer
-    headers = ignored_header([*call.ignored, *generation.ignored])
+    headers = {**ignored_header([*call.ignored, *generation.ignored]), **generation.headers}
     is_forced = server.config.force_include_usage
     has_usage, has_usage_in_chunks = body.stream_usage(is_forced=is_forced)
     token_ids = generation.prompt.token_ids if body.return_token_ids else None

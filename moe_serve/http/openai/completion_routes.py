@@ -32,6 +32,7 @@ from moe_serve.http.generation.requests import (
     build_engine_requests,
     client_salt,
     resolve_rules,
+    with_entitlement,
 )
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
 from moe_serve.http.generation.served_model import ServedModel
@@ -256,7 +257,7 @@ def completion_router(server: ServerContext) -> APIRouter:
         content = await read_json_object(request, server.config.max_body_bytes)
         if not is_chat(content):
             return await answer_completion(server, content, request)
-        call = read_chat(server, content)
+        call = read_chat(server, content, request.headers)
         generation = await start_chat(server, call.chat, call.options, call.internal_id)
         return await answer_chat(server, call, generation, request)
 
@@ -268,10 +269,10 @@ async def answer_completion(
 ) -> Response:
     """Answers a completion, streamed or complete. `content` is the parsed body of the request."""
     body = parse_body(CompletionBody, content)
-    headers = ignored_header(body.check(is_strict=server.config.is_strict))
+    ignored = body.check(is_strict=server.config.is_strict)
     server.model.check_name(body.model)
     tokenizer = server.model.tokenizer
-    options = body.options()
+    options = with_entitlement(server, body.options(), request.headers)
     rules = await resolve_rules(
         server,
         options.params,
@@ -292,10 +293,12 @@ async def answer_completion(
         created=int(time.time()),
         model=server.model.name,
         system_fingerprint=server.model.fingerprint,
+        service_tier=options.entitlement.shown_tier,
     )
     generation = server.generations.start(
         requests, is_prompt_only=body.is_prompt_only, continues=True
     )
+    headers = {**ignored_header(options.entitlement.unheeded(ignored)), **generation.headers}
     is_forced = server.config.force_include_usage
     has_usage, has_usage_in_chunks = body.stream_usage(is_forced=is_forced)
     formatter = CompletionFormat(

@@ -8,6 +8,7 @@ import { KvPanel } from "./panels/kv_panel.js";
 import { PlacementPanel, PredictorPanel } from "./panels/placement_panel.js";
 import { Poller } from "./shared/poller.js";
 import { RanksPanel } from "./panels/ranks_panel.js";
+import { ServicePanel } from "./panels/service_panel.js";
 import { StepPanel } from "./panels/step_panel.js";
 import { Tiles } from "./panels/tiles.js";
 import { LatencyPanel, RequestsPanel, ThroughputPanel } from "./panels/traffic_panels.js";
@@ -17,6 +18,7 @@ const notice = document.getElementById("notice");
 const tiles = new Tiles(document.getElementById("tiles"));
 const parts = [
   new ExpertsPanel(),
+  new ServicePanel(),
   new RequestsPanel(),
   new LatencyPanel({ id: "ttft", title: "TTFT", meaning: "time to the first token", field: "ttft_ms" }),
   new LatencyPanel({ id: "tpot", title: "TPOT", meaning: "time per output token", field: "tpot_ms" }),

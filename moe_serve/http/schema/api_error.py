@@ -26,7 +26,8 @@ from moe_serve.errors import (
 )
 
 _NO_HEADERS: Mapping[str, str] = {}
-_NO_RETRY = {"x-should-retry": "false"}  # the official clients obey it
+_NO_DETAILS: Mapping[str, object] = {}
+NO_RETRY = {"x-should-retry": "false"}  # the official clients obey it
 _ENGINE_RETRY_S = 5.0
 _ANTHROPIC_PREFIX = "/v1/messages"
 _ANTHROPIC_TYPES: Mapping[int, str] = {
@@ -37,6 +38,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -51,13 +53,16 @@ class ApiError(Exception):
         code: str,
         param: str | None = None,
         headers: Mapping[str, str] = _NO_HEADERS,
+        details: Mapping[str, object] = _NO_DETAILS,
     ) -> None:
+        """`details` are further fields of the error."""
         self.message = printable(message)
         super().__init__(self.message)
         self.status = status
         self.code = code
         self.param = param
         self.headers = dict(headers)
+        self.details = details
 
     @property
     def type(self) -> str:
@@ -75,6 +80,7 @@ class ApiError(Exception):
             "type": self.type,
             "param": self.param,
             "code": self.code,
+            **self.details,
         }
         return msgspec.json.encode({"error": error})
 
@@ -95,7 +101,7 @@ def _anthropic_body(error: ApiError) -> bytes:
     fields = {
         "type": _ANTHROPIC_TYPES.get(error.status, other),
         "message": error.message,
-        "details": {"error_code": error.code, "param": error.param},
+        "details": {"error_code": error.code, "param": error.param, **error.details},
     }
     return msgspec.json.encode({"type": "error", "error": fields})
 
@@ -143,7 +149,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RebalanceError):
         return ApiError(409, str(error), code="rebalance_conflict")
     if isinstance(error, TokenizerError):
-        return ApiError(500, str(error), code="tokenizer_failed", headers=_NO_RETRY)
+        return ApiError(500, str(error), code="tokenizer_failed", headers=NO_RETRY)
     if isinstance(error, GenerationError):
         return ApiError(500, str(error), code="generation_failed")
     return internal_error()

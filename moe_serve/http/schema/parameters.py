@@ -23,7 +23,6 @@ IGNORED_FIELDS = frozenset(
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
-        "service_tier",
         "store",
         "user",
         "verbosity",

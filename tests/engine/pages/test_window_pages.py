@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from moe_kernels.kernel_choice import KernelsName
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.opened_model import ServedCheckpoint
-from tests.support.cluster.layouts import config, requests, serve
+from tests.support.cluster.layouts import colocated, config, requests, serve
+from tests.support.cluster.thread_starter import ThreadStarter
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 NUM_TOKENS = 70
@@ -39,6 +41,29 @@ def test_fewer_sequences_are_put_back_and_no_answer_changes(
         engine.check_integrity()
         assert engine.stats().load.num_free_pages == 18
         counts.append(engine.stats().counts.num_preemptions)
+    assert counts[0] < counts[1], counts
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_ranks_take_them_back_too(checkpoints: dict[str, Path], shards: int) -> None:
+    of = config(1, 1, folder=checkpoints["mixtral-window"], attention_tp=shards)
+    of = replace(of, model=replace(of.model, max_model_len=192))
+    wanted = requests(6, 300, num_tokens=NUM_TOKENS)
+    expected = colocated(of, wanted)
+    counts = []
+    for frees in (True, False):
+        small = replace(of, cache=replace(of.cache, num_pages=18))
+        engine = build_cluster(small, make_starter=ThreadStarter).engine
+        try:
+            if not frees:
+                for own in engine._engines.values():
+                    own._scheduler.sharing._window = None
+            assert serve(engine, wanted) == expected, f"{frees=}"
+            engine.check_integrity()
+            assert engine.stats().load.num_free_pages == 18
+            counts.append(engine.stats().counts.num_preemptions)
+        finally:
+            engine.close()
     assert counts[0] < counts[1], counts
 
 

@@ -41,7 +41,7 @@ from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
 
 KEYS = {
     *("server", "now", "requests", "tokens", "latency", "kv", "experts", "expert_memory"),
-    *("ranks", "placement", "predictor", "speculation", "step", "history", "events"),
+    *("ranks", "placement", "predictor", "speculation", "service", "step", "history", "events"),
 }
 
 
@@ -161,6 +161,8 @@ def test_a_server_that_has_little_says_null(client: TestClient) -> None:
     assert found["kv"] == {
         "page_tokens": 16,
         "tiers": [{"name": "memory", "pages": 10, "used": 0, "cached": 4}],
+        "store": None,
+        "prompt_tokens": {"prefix_cache": 30, "store": 0, "computed": 40},
         "prefix_hit_rate": 30 / 70,
     }
     (started,) = found["events"]

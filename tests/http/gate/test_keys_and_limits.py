@@ -19,7 +19,7 @@ from moe_serve.cli.server_client import sent_key
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.gate import auth
-from moe_serve.http.gate.auth import KeyRing
+from moe_serve.http.gate.auth import KeyRing, KeySettings
 from moe_serve.http.gate.key_limits import Allowance, KeyAccount
 
 MakeApp = Callable[..., FastAPI]
@@ -348,12 +348,42 @@ def test_priorities_by_key(make_app: MakeApp, engine: Any, tmp_path: Path, eager
         ("swordfish min_priority=-2147483649", "got '-2147483649'"),
         ("swordfish min_priority=1 min_priority=2", "min_priority=, min_priority= after a key"),
         ("swordfish min_prioritty=1", "min_prioritty= after a key is not valid: the only setting"),
+        ("swordfish tier=gold", "tier of a key must be one of interactive, flex; got 'gold'"),
+        ("swordfish tier=", "tier of a key must be one of interactive, flex; got ''"),
+        ("swordfish tier=flex,flex", "names a tier twice: 'flex,flex'"),
+        ("swordfish tier=flex tier=flex", "tier=, tier= after a key is not valid"),
+        ("swordfish tenant=a/b", "tenant of a key must have 1 to 64 of the characters"),
+        ("swordfish tenant=" + "a" * 65, "tenant of a key must have 1 to 64 of the characters"),
+        ("swordfish tighten=maybe", "tighten of a key must be yes or no, got 'maybe'"),
     ],
 )
 def test_wrong_settings_of_a_key_are_refused(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        KeyRing((line,))
+        KeyRing((line,), tiers=("interactive", "flex"))
     assert "swordfish" not in str(caught.value)
+
+
+def test_settings_of_a_key() -> None:
+    line = "s3cret word tier=flex,interactive tenant=acme.eu tighten=no min_priority=-2"
+    ring = KeyRing((line, "plain"), tiers=("interactive", "flex"))
+    digest, plain = ring.find(b"s3cret word"), ring.find(b"plain")
+    assert digest is not None and plain is not None
+    assert ring.settings(digest) == KeySettings(
+        min_priority=-2, tiers=("flex", "interactive"), tenant="acme.eu", may_tighten=False
+    )
+    assert ring.settings(plain) == KeySettings()
+    with pytest.raises(ConfigError, match="must be left out: scheduler.tiers is empty"):
+        KeyRing((line,), tiers=())
+
+
+def test_a_changed_file_with_an_unknown_tier_changes_nothing(tmp_path: Path, eager: None) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one tier=flex\n")
+    ring = KeyRing((), str(file), tiers=("flex",))
+    write(file, "one tier=gold\ntwo\n")
+    digest = ring.find(b"one")
+    assert digest is not None and ring.settings(digest).tiers == ("flex",)
+    assert ring.find(b"two") is None
 
 
 @pytest.mark.parametrize("key", ["a=b", "a b", "YWJj==", "min_priority=1"])

@@ -9,7 +9,9 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,20 +25,43 @@ Values = NDArray[np.float32]
 
 
 def remember_builtins() -> None:
-    """Spares the interpreter a search at every launch for the functions of `tl` that it replaces,
-    which takes about a quarter of its time: they are always the same."""
+    """Makes the interpreter replace the functions of `tl` once per launch, by functions that are
+    made once. It searches for them at every launch and every call of a kernel's own function, which
+    takes a third of its time."""
     from triton.runtime import interpreter
 
-    found: dict[object, list[tuple[str, object]]] = {}
+    replaced: dict[object, list[tuple[str, object]]] = {}
+    active = SimpleNamespace()  # an attribute for each package whose functions are replaced now
+
+    def interpreted(member: Any) -> object:
+        def call(*args: Any, _semantic: object = None, **kwargs: Any) -> Any:
+            return member(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
+
+        return call
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        if package not in found:
+        mark = f"package_{id(package)}"
+        if hasattr(active, mark):
+            return
+        scope.set_attr(active, mark, True)  # the scope also takes it back
+        if package not in replaced:
             members = inspect.getmembers(package)
-            found[package] = [each for each in members if interpreter.tl.core.is_builtin(each[1])]
-        for name, member in found[package]:
-            interpreter._patch_attr(package, name, member, builder, scope)
+            replaced[package] = [
+                (name, interpreted(each))
+                for name, each in members
+                if interpreter.tl.core.is_builtin(each)
+            ]
+        for name, member in replaced[package]:
+            scope.set_attr(package, name, member)
 
     interpreter._patch_builtin = patch_builtin
+    # This one makes a table of all types at each call.
+    of_type, of_number = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
+
+    def numpy_type(dtype: Any) -> Any:
+        return of_type(dtype) if dtype.scalar.is_ptr() else of_number(dtype.scalar)
+
+    interpreter._get_np_dtype = numpy_type
 
 
 if HAS_TRITON and not HAS_DEVICE:

@@ -19,6 +19,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_matches_the_definition_alone_and_cut(form: str, kind: str) -> None:

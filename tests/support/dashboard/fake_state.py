@@ -7,6 +7,7 @@ from typing import Any
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 6, 16, 2
 HISTORY_S = 120
+_OPTIONAL = ("expert_memory", "placement", "predictor", "speculation", "service")
 
 
 def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, Any]:
@@ -43,8 +44,15 @@ def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, A
             "page_tokens": 16,
             "tiers": [
                 {"name": "memory", "pages": 1000, "used": 420, "cached": 130},
-                {"name": "disk", "pages": 8000, "used": 900, "cached": 0},
             ],
+            "store": {
+                "name": "disk",
+                "pages": 900,
+                "bytes": 900 * 2**20,
+                "capacity_bytes": 8 * 2**30,
+                "state": "",
+            },
+            "prompt_tokens": {"prefix_cache": 200_000, "store": 60_000, "computed": 390_000},
             "prefix_hit_rate": 0.4,
         },
         "experts": _experts(),
@@ -66,6 +74,7 @@ def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, A
             "tokens_per_step": 1.9,
             "accepted_by_source": {"ngram": 3280},
         },
+        "service": _service(),
         "step": _step(num_ranks),
         "history": _history(now),
         "events": [
@@ -82,15 +91,61 @@ def idle_state(now: float, started: float) -> dict[str, Any]:
     state["server"]["layout"] = "one process"
     state["requests"] = dict.fromkeys(state["requests"], 0) | {"max_running": 64}
     state["latency"] = {"window_s": 60, "ttft_ms": None, "tpot_ms": None}
-    state["kv"] = {"page_tokens": 16, "tiers": [], "prefix_hit_rate": None}
+    state["kv"] = {
+        "page_tokens": 16,
+        "tiers": [],
+        "store": None,
+        "prompt_tokens": {"prefix_cache": 0, "store": 0, "computed": 0},
+        "prefix_hit_rate": None,
+    }
     state["experts"]["num_tokens"] = 0
     state["experts"]["load"] = [[0] * NUM_EXPERTS for _ in range(NUM_LAYERS)]
     state["experts"]["activated_mean"] = None
-    state |= dict.fromkeys(("expert_memory", "placement", "predictor", "speculation", "step"))
+    state |= dict.fromkeys((*_OPTIONAL, "step"))
     state["ranks"] = []
     state["history"] = {"interval_s": 1, **{name: [] for name in state["history"]["_names"]}}
     state["events"] = []
     return state
+
+
+def _service() -> dict[str, Any]:
+    def tier(name: str, weight: float, targets: dict[str, float], good: float) -> dict[str, Any]:
+        return {
+            "name": name,
+            "weight": weight,
+            "targets": targets,
+            "finished": 1234,
+            "good": good,
+            "attained": dict.fromkeys(targets, (1 + good) / 2),
+            "mean_tardiness_s": 1 - good,
+            "finished_total": 56_789,
+            "refused_total": 12,
+            "expired_total": 1,
+            "relegated_total": 34,
+            "kept_total": 97,
+            "broken_total": 3,
+        }
+
+    def tenant(name: str, share: float) -> dict[str, Any]:
+        counts = {"service_s": 100 * share, "finished": 7, "good": 0.9}
+        return {"tier": "interactive", "name": name, "share": share, **counts}
+
+    return {
+        "order": "atc",
+        "window_s": 300,
+        "tiers": [
+            tier("interactive", 4.0, {"ttft": 1.0, "tpot": 0.1}, 0.96),
+            tier("standard", 2.0, {"ttft": 5.0}, 0.71),
+            {
+                **tier("flex", 1.0, {"e2e": 600.0}, 0.0),
+                **{"finished": 0, "good": None, "attained": {}, "mean_tardiness_s": None},
+            },
+        ],
+        "tenants": [tenant("acme", 0.63), tenant("user:<b>bob</b>", 0.3), tenant("key:01ab", 0.07)],
+        "num_tenants": 27,
+        "jain_index": 0.62,
+        "forecast": {"num_compared": 1000, "median_error": 0.14},
+    }
 
 
 def _experts() -> dict[str, Any]:

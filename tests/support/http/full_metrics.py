@@ -13,6 +13,12 @@ from moe_serve.cache.tiers.store import TierStats
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.service_stats import (
+    ForecastError,
+    ServiceStats,
+    TenantCounts,
+    TierCounts,
+)
 from moe_serve.engine.request.stats import (
     EngineCounts,
     EngineLoad,
@@ -57,6 +63,12 @@ def full_stats() -> EngineStats:
         load=EngineLoad(num_running=1, num_waiting=1, num_pages=4, num_free_pages=2),
         counts=EngineCounts(num_preemptions=1, num_prompt_tokens=1, num_generated_tokens=1),
         tier=TierStats(name="disk", where="kv"),
+        service=ServiceStats(
+            order="atc",
+            tiers=(TierCounts(tier="interactive", num_with_ttft=1),),
+            tenants=(TenantCounts(tier="interactive", tenant="acme", service_s=1.0),),
+            forecast=ForecastError(num_compared=1),
+        ),
         expert_memory=MemoryStats(),
         batching=PolicyStats(
             policy="expert-aware",

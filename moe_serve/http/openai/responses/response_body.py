@@ -23,7 +23,6 @@ _IGNORED = frozenset(
         "prompt_cache_retention",
         "request_id",
         "safety_identifier",
-        "service_tier",
         "user",
     }
 )

@@ -122,7 +122,9 @@ class TranslatedRequest:
 
     def options(self) -> AnswerOptions:
         return self.fields.options(
-            max_tokens_field="max_output_tokens", is_streamed=self.body.stream
+            max_tokens_field="max_output_tokens",
+            is_streamed=self.body.stream,
+            user=(self.body.model_extra or {}).get("user"),
         )
 
 

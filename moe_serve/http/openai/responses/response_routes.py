@@ -17,6 +17,7 @@ from moe_serve.http.generation.chat_fields import own_ignored, renamed_fields
 from moe_serve.http.generation.chat_generation import start_chat
 from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.prompts import render_prompt
+from moe_serve.http.generation.requests import with_entitlement
 from moe_serve.http.generation.respond import (
     SseResponse,
     SseStyle,
@@ -136,16 +137,16 @@ def responses_router(server: ServerContext) -> APIRouter:
             body, msgspec.json.decode(history), is_strict=server.config.is_strict
         )
         server.model.check_name(body.model)
-        record = ResponseRecord(
-            id=new_id("resp"), created_at=int(time.time()), model=server.model.name, body=body
-        )
+        with renamed_fields(OWN_NAMES):
+            options = translated.options()
+        options = with_entitlement(server, options, request.headers)
+        record = _record(server, body, options.entitlement.shown_tier)
         with renamed_fields(OWN_NAMES):
             unheeded = server.assistant.check(translated.chat, server.model)
-            chat = await start_chat(
-                server, translated.chat, translated.options(), record.id, splits_runs=True
-            )
+            chat = await start_chat(server, translated.chat, options, record.id, splits_runs=True)
         of_chat = own_ignored([*unheeded, *chat.ignored], OWN_IGNORED)
-        headers = ignored_header([*translated.ignored, *of_chat])
+        ignored = options.entitlement.unheeded([*translated.ignored, *of_chat])
+        headers = {**ignored_header(ignored), **chat.headers}
         run = ResponseRun(record, chat, server.model.tokenizer)
         keeper = ResponseKeeper(store, owner, history[1:-1], translated.items)
         if body.background:
@@ -179,6 +180,16 @@ def responses_router(server: ServerContext) -> APIRouter:
 
     router.include_router(stored_router(store, runs))
     return router
+
+
+def _record(server: ServerContext, body: ResponsesBody, tier: str | None) -> ResponseRecord:
+    return ResponseRecord(
+        id=new_id("resp"),
+        created_at=int(time.time()),
+        model=server.model.name,
+        body=body,
+        service_tier=tier or "default",
+    )
 
 
 def _store(config: ServerConfig, runs: BackgroundRuns) -> ResponseStore:

@@ -31,6 +31,7 @@ class ResponseRecord:
     created_at: int
     model: str
     body: ResponsesBody
+    service_tier: str = "default"
 
     def as_json(
         self,
@@ -58,7 +59,7 @@ class ResponseRecord:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "service_tier": "default",
+            "service_tier": self.service_tier,
             "store": body.is_stored,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},

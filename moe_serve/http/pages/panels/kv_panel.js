@@ -1,6 +1,7 @@
-// Shows the KV pages of each tier: those of running sequences and those of the prefix cache.
+// Shows the KV pages of running sequences, of the prefix cache and of the store behind it, and where
+// the keys and values of prompts came from.
 import { element } from "../shared/element.js";
-import { compact, count, percent } from "../shared/format.js";
+import { bytes, compact, count, percent } from "../shared/format.js";
 import { BarRow, fitRows } from "../charts/bar_row.js";
 import { LineChart } from "../charts/line_chart.js";
 import { Panel } from "./panel.js";
@@ -8,13 +9,16 @@ import { whoHasThePages } from "./rank_phase.js";
 
 export class KvPanel {
   #rows = [];
+  #sourceRows = [];
 
   constructor() {
     this.panel = new Panel({ id: "kv", title: "KV pages" });
     this.tiers = element("div", {});
     const series = [{ name: "pages in use", variable: "series-1" }];
     this.chart = new LineChart({ label: "KV pages in use over five minutes", series, format: compact, height: 118 });
-    this.panel.body.append(this.tiers, element("p", { class: "group" }, "In use, 5 minutes"), this.chart.node);
+    this.sources = element("div", {});
+    const title = element("p", { class: "group" }, "Prompt tokens since the start");
+    this.panel.body.append(this.tiers, title, this.sources, element("p", { class: "group" }, "In use, 5 minutes"), this.chart.node);
   }
 
   update({ kv, history, now, ranks }) {
@@ -23,16 +27,48 @@ export class KvPanel {
     const hits = kv.prefix_hit_rate === null ? "no prompt looked up yet" : `prefix cache hits ${percent(kv.prefix_hit_rate)}`;
     this.panel.note(`${kv.page_tokens} tokens per page, ${hits}`);
     const lines = kv.tiers.flatMap((tier) => [
-      { tier, name: `${tier.name}, in use`, number: tier.used },
-      { tier, name: `${tier.name}, prefix cache`, number: tier.cached ?? 0 }, // including pages that sequences also use
+      pagesLine(`${tier.name}, in use`, tier.used, tier.pages),
+      pagesLine(`${tier.name}, cached`, tier.cached ?? 0, tier.pages), // including pages that sequences also use
     ]);
-    fitRows(this.tiers, this.#rows, lines.length);
-    lines.forEach(({ tier, name, number }, i) => this.#rows[i].update({
-      name,
-      share: number / Math.max(1, tier.pages),
-      figure: `${compact(number)} of ${compact(tier.pages)}`,
-      label: `${name}: ${count(number)} of ${count(tier.pages)} pages`,
-    }));
+    if (kv.store !== null) lines.push(storeLine(kv.store));
+    show(this.tiers, this.#rows, lines);
+    show(this.sources, this.#sourceRows, sourceLines(kv));
     this.chart.update({ t: history.t, now, values: [history.kv_used] });
   }
+}
+
+function show(host, rows, lines) {
+  fitRows(host, rows, lines.length);
+  lines.forEach((line, i) => rows[i].update(line));
+}
+
+function pagesLine(name, number, pages) {
+  return {
+    name,
+    share: number / Math.max(1, pages),
+    figure: `${compact(number)} of ${compact(pages)}`,
+    label: `${name}: ${count(number)} of ${count(pages)} pages`,
+  };
+}
+
+function storeLine(store) {
+  const name = store.state === "" ? `${store.name}, stored` : `${store.name}, ${store.state}`;
+  return {
+    name,
+    share: store.bytes / Math.max(1, store.capacity_bytes),
+    figure: bytes(store.bytes),
+    label: `${name}: ${bytes(store.bytes)} of ${bytes(store.capacity_bytes)}, ${count(store.pages)} pages`,
+  };
+}
+
+function sourceLines({ store, prompt_tokens: tokens }) {
+  const sources = [["prefix cache", tokens.prefix_cache], ["computed", tokens.computed]];
+  if (store !== null) sources.splice(1, 0, [store.name, tokens.store]);
+  const all = sources.reduce((sum, [, number]) => sum + number, 0);
+  return sources.map(([name, number]) => ({
+    name,
+    share: number / Math.max(1, all),
+    figure: compact(number),
+    label: `${name}: ${count(number)} of ${count(all)} prompt tokens`,
+  }));
 }

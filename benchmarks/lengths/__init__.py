@@ -1,0 +1,1 @@
+"""Judges predictions of answer lengths on the demonstration model's own answers."""

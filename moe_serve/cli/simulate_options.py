@@ -1,0 +1,248 @@
+"""Options of `moe-serve simulate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from moe_serve.cli.bench.load_options import (
+    LOAD,
+    RESULTS,
+    LoadOptions,
+    ReportOptions,
+    TierOptions,
+)
+from moe_serve.cli.options import option
+
+CLUSTER, LIMITS = "Cluster", "Limits of each engine"
+DEADLINES = "Service tiers"
+
+
+class PrecisionChoice(str, Enum):
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FP8 = "fp8"
+
+
+class PolicyChoice(str, Enum):
+    FIFO = "fifo"
+    BALANCED = "balanced"
+
+
+class OrderChoice(str, Enum):
+    AUTO = "auto"
+    FIFO = "fifo"
+    PRIORITY = "priority"
+    EDF = "edf"
+    ATC = "atc"
+
+
+class LateChoice(str, Enum):
+    KEEP = "keep"
+    DEMOTE = "demote"
+
+
+class PreemptChoice(str, Enum):
+    MEMORY = "memory"
+    DEADLINE = "deadline"
+
+
+class BudgetChoice(str, Enum):
+    AUTO = "auto"
+    FIXED = "fixed"
+    SLACK = "slack"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedCluster:
+    """Options about the simulated devices."""
+
+    model: str | None = option(
+        None,
+        help="Model: a folder with a config.json, a config.json, or a name from configs/models "
+        "such as qwen3-235b. No weights are needed.",
+        rich_help_panel=CLUSTER,
+    )
+    device: str | None = option(
+        None,
+        help="Device: a YAML file, or a name from configs/devices such as h100.",
+        rich_help_panel=CLUSTER,
+    )
+    calibration: Path | None = option(
+        None,
+        metavar="FILE",
+        help="Calibration of this machine by `moe-serve calibrate`, in place of --model and "
+        "--device.",
+        rich_help_panel=CLUSTER,
+    )
+    devices: int = option(1, help="Number of devices.", rich_help_panel=CLUSTER)
+    layout: str = option(
+        "colocated",
+        metavar="colocated|replicas|2A4E",
+        help="colocated: attention on every device, experts spread over the same devices; "
+        "replicas: a whole model on each; 2A4E: 2 attention ranks and 4 expert ranks. 4x2A4E and "
+        "4xcolocated are 4 independent cells.",
+        rich_help_panel=CLUSTER,
+    )
+    tensor_shards: int = option(
+        1, help="Number of devices of each attention rank.", rich_help_panel=CLUSTER
+    )
+    precision: PrecisionChoice = option(
+        PrecisionChoice.AUTO,
+        help="Weights of the layers: bfloat16 or fp8. auto: as the model's config says.",
+        rich_help_panel=CLUSTER,
+    )
+    routing: Path | None = option(
+        None,
+        metavar="FILE",
+        help="Trace of the routers' choices or file of expert loads, for the number of experts "
+        "that a batch activates. Default: equally popular experts.",
+        rich_help_panel=CLUSTER,
+    )
+    scatter: bool = option(
+        True,
+        help="Let the times of steps vary as those of the calibration did, in layouts of one "
+        "device per cell.",
+        rich_help_panel=CLUSTER,
+    )
+    memory_bytes: str | None = option(
+        None,
+        metavar="BYTES",
+        show_default="the device's; with --calibration no limit",
+        help="Memory of one device, in bytes or as a size such as 80GiB.",
+        rich_help_panel=CLUSTER,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Options about the engines, named as the server's."""
+
+    max_num_seqs: int = option(
+        256,
+        min=1,
+        help="Largest number of requests that one attention rank runs at once.",
+        rich_help_panel=LIMITS,
+    )
+    max_batched_tokens: int = option(
+        8192,
+        min=1,
+        help="Largest number of tokens that one attention rank computes in a step.",
+        rich_help_panel=LIMITS,
+    )
+    max_model_len: int | None = option(
+        None,
+        min=2,
+        show_default="the longest request",
+        help="Largest number of tokens of a request, prompt and answer together.",
+        rich_help_panel=LIMITS,
+    )
+    num_pages: int | None = option(
+        None,
+        min=1,
+        show_default="what the memory holds",
+        help="Number of KV pages of one attention rank.",
+        rich_help_panel=LIMITS,
+    )
+    page_size: int = option(
+        16, min=1, max=4096, help="Number of tokens in a KV page.", rich_help_panel=LIMITS
+    )
+    prefix_cache: bool = option(
+        True, help="Share the KV pages of common beginnings.", rich_help_panel=LIMITS
+    )
+    batch_policy: PolicyChoice = option(
+        PolicyChoice.FIFO, help="Batch policy of the scheduler.", rich_help_panel=LIMITS
+    )
+    micro_batches: int | None = option(
+        None,
+        min=1,
+        max=4,
+        show_default="chosen in each step",
+        help="Number of micro-batches of a step with several ranks.",
+        rich_help_panel=LIMITS,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineOptions:
+    """Options about service tiers, named as the server's settings."""
+
+    order: OrderChoice = option(
+        OrderChoice.AUTO,
+        help="Which waiting request starts first; auto: atc with tiers, else priority.",
+        rich_help_panel=DEADLINES,
+    )
+    patience: float = option(
+        2.0,
+        min=0.01,
+        max=3600.0,
+        help="atc: seconds before its deadline at which a request becomes urgent.",
+        rich_help_panel=DEADLINES,
+    )
+    max_wait: float = option(
+        90.0,
+        min=0.1,
+        max=604800.0,
+        help="edf and atc: seconds of waiting after which a request goes first.",
+        rich_help_panel=DEADLINES,
+    )
+    late: LateChoice = option(
+        LateChoice.KEEP,
+        help="edf and atc: what happens to requests that can no longer meet their target. keep: "
+        "their place in the order; demote: they go last.",
+        rich_help_panel=DEADLINES,
+    )
+    preempt: PreemptChoice = option(
+        PreemptChoice.MEMORY,
+        help="When running requests give way. memory: only when pages are short; deadline: also "
+        "for an urgent request when all seats are taken.",
+        rich_help_panel=DEADLINES,
+    )
+    step_budget: BudgetChoice = option(
+        BudgetChoice.AUTO,
+        help="Tokens of prompts in a step. fixed: up to --max-batched-tokens; slack: as many as "
+        "the tpot_s of running requests allows; auto: slack if a tier has tpot_s.",
+        rich_help_panel=DEADLINES,
+    )
+    strict: bool = option(
+        False,
+        help="Requests are strict: those whose targets cannot be met are refused.",
+        rich_help_panel=DEADLINES,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """Options of `simulate`."""
+
+    cluster: SimulatedCluster
+    engine: EngineOptions
+    load: LoadOptions
+    tiers: TierOptions
+    deadlines: DeadlineOptions
+    of_capacity: float | None = option(
+        None,
+        "--load",
+        min=0.001,
+        max=1000.0,
+        help="Speed of the trace, as a share of the capacity: the highest rate at which the queue "
+        "of a server in order of arrival is stable. 1.2 is more than it can serve. Replaces the "
+        "times' scale.",
+        rich_help_panel=LOAD,
+    )
+    report: ReportOptions
+    timeline: Path | None = option(
+        None,
+        metavar="FILE",
+        help="JSON file for the steps of all cells and the requests over simulated time, for "
+        "chrome://tracing or Perfetto.",
+        rich_help_panel=RESULTS,
+    )
+    seed: int = option(
+        0,
+        min=0,
+        max=2**31 - 1,
+        help="Seed of the random numbers. The same seed gives the same report.",
+        rich_help_panel=LOAD,
+    )

@@ -1,0 +1,209 @@
+"""The rows of the metrics table about service tiers, tenants and forecasts of the first token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moe_serve.engine.request.service_stats import (
+    ForecastError,
+    ServiceStats,
+    TenantCounts,
+    TierCounts,
+)
+from moe_serve.http.metrics.scrape import MetricRow, Samples, ScrapePart
+
+CLIENTS_OWN = "user:"  # tenants that clients have named: their names are no labels
+_TARGETS = ("ttft", "tpot", "e2e")
+
+
+def by_key(tenants: Sequence[TenantCounts]) -> list[TenantCounts]:
+    """The tenants whose names come from the operator or are digests of keys."""
+    return [each for each in tenants if each.tenant and not each.tenant.startswith(CLIENTS_OWN)]
+
+
+def attainment(counts: TierCounts) -> dict[str, float]:
+    """The share of the requests with a target that kept it, by target."""
+    pairs = {name: _of_target(counts, name) for name in _TARGETS}
+    return {name: met / total for name, (met, total) in pairs.items() if total}
+
+
+def _of_target(counts: TierCounts, name: str) -> tuple[int, int]:
+    """(requests that kept the target, requests that had it)."""
+    return getattr(counts, f"num_{name}_met"), getattr(counts, f"num_with_{name}")
+
+
+def _each(value: Callable[[TierCounts], float]) -> Callable[[ServiceStats], Samples]:
+    """Reads a value of every tier."""
+    return lambda stats: {(counts.tier,): value(counts) for counts in stats.tiers}
+
+
+def _targets(which: int) -> Callable[[ServiceStats], Samples]:
+    """Reads one of the counts of each target of every tier."""
+    return lambda stats: {
+        (counts.tier, name): pair[which]
+        for counts in stats.tiers
+        for name in _TARGETS
+        if (pair := _of_target(counts, name))[1]
+    }
+
+
+def _promises(stats: ServiceStats) -> Samples:
+    return {
+        (counts.tier, outcome): count
+        for counts in stats.tiers
+        for outcome, count in (
+            ("kept", counts.num_promises_kept),
+            ("broken", counts.num_promises_broken),
+        )
+    }
+
+
+def _of_tenant(value: Callable[[TenantCounts], float]) -> Callable[[ServiceStats], Samples]:
+    return lambda stats: {(each.tier, each.tenant): value(each) for each in by_key(stats.tenants)}
+
+
+def _shares(stats: ServiceStats) -> Samples:
+    """Shares of the service of all tenants in the snapshot, those that clients named included."""
+    total = sum(each.service_s for each in stats.tenants)
+    return {
+        (each.tier, each.tenant): each.service_s / total
+        for each in by_key(stats.tenants)
+        if total > 0
+    }
+
+
+_tiers = ScrapePart[ServiceStats](
+    lambda scrape: scrape.stats.service if _has_tiers(scrape.stats.service) else None, "tier_"
+)
+_service = ScrapePart[ServiceStats](lambda scrape: scrape.stats.service)
+_forecast = ScrapePart[ForecastError](
+    lambda scrape: None if scrape.stats.service is None else scrape.stats.service.forecast,
+    "first_token_forecast_",
+)
+
+
+def _has_tiers(stats: ServiceStats | None) -> bool:
+    return stats is not None and bool(stats.tiers)
+
+
+SERVICE_ROWS: tuple[MetricRow, ...] = (
+    _tiers.counter(
+        "requests",
+        "Sequences that ended, without those that clients left.",
+        _each(lambda c: c.num_finished),
+        "tier",
+    ),
+    _tiers.counter(
+        "good_requests",
+        "Sequences that kept all their targets (goodput).",
+        _each(lambda c: c.num_good),
+        "tier",
+    ),
+    _tiers.counter(
+        "goodput_tokens",
+        "Generated tokens of these sequences.",
+        _each(lambda c: c.num_goodput_tokens),
+        "tier",
+    ),
+    _tiers.counter(
+        "target_requests",
+        "Sequences that ended and had a target: ttft, tpot or e2e.",
+        _targets(1),
+        "tier",
+        "target",
+    ),
+    _tiers.counter(
+        "target_met",
+        "Those of them that kept it (attainment is this over target_requests).",
+        _targets(0),
+        "tier",
+        "target",
+    ),
+    _tiers.counter(
+        "weighted_tardiness_seconds",
+        "Delay beyond the target of the first or last token, times the tier's weight.",
+        _each(lambda c: c.tardiness_s),
+        "tier",
+    ),
+    _tiers.counter(
+        "relegated",
+        "Sequences that were moved behind the others because their target was out of reach.",
+        _each(lambda c: c.num_relegated),
+        "tier",
+    ),
+    _tiers.counter(
+        "refused",
+        "Requests refused before they were queued, because their target could not be met.",
+        _each(lambda c: c.num_refused),
+        "tier",
+    ),
+    _tiers.counter(
+        "expired",
+        "Strict requests that were ended because they missed their deadline.",
+        _each(lambda c: c.num_expired),
+        "tier",
+    ),
+    _tiers.counter(
+        "urgent_preemptions",
+        "Times that a running sequence gave its seat to a more urgent one.",
+        _each(lambda c: c.num_urgent_preemptions),
+        "tier",
+    ),
+    _tiers.counter(
+        "promises",
+        "Accepted requests that could have been refused, by whether their target was kept.",
+        _promises,
+        "tier",
+        "outcome",
+    ),
+    _service.counter(
+        "tenant_service_seconds",
+        "Predicted time of the work done for a tenant, of the 20 with the most. Tenants that only "
+        "the field user names are left out.",
+        _of_tenant(lambda each: each.service_s),
+        "tier",
+        "tenant",
+    ),
+    _service.counter(
+        "tenant_requests",
+        "Sequences of these tenants that ended.",
+        _of_tenant(lambda each: each.num_finished),
+        "tier",
+        "tenant",
+    ),
+    _service.counter(
+        "tenant_good_requests",
+        "Those of them that kept all their targets.",
+        _of_tenant(lambda each: each.num_good),
+        "tier",
+        "tenant",
+    ),
+    _service.gauge(
+        "tenant_share",
+        "Share of a tenant in the service of the 20 tenants with the most, 0 to 1.",
+        _shares,
+        "tier",
+        "tenant",
+    ),
+    _service.gauge("tenants", "Tenants that the scheduler remembers.", lambda s: s.num_tenants),
+    _service.gauge(
+        "tenant_jain_index",
+        "Evenness of the service of tenants that want any: 1 is even, 1/n if one has everything.",
+        lambda s: s.jain_index,
+    ),
+    _forecast.counter(
+        "compared",
+        "Forecasts of a first token that were compared with its time.",
+        lambda f: f.num_compared,
+    ),
+    _forecast.gauge(
+        "error_ratio",
+        "Median of |actual - predicted| over actual, of the recent ones.",
+        lambda f: f.median_error if f.num_compared else {},
+    ),
+    _forecast.gauge(
+        "p90_ratio",
+        "Factor of the cautious forecast: nine of ten first tokens came within it.",
+        lambda f: f.p90_ratio,
+    ),
+)
