@@ -68,11 +68,10 @@ def build_engine(
     progress: LoadProgress | None = None,
     open_weights: OpenWeights = open_checkpoint,
 ) -> BuiltEngine:
-    """Load the model and build the engine. `open_weights` opens the checkpoint's weights.
-
-    Sets torch's threads of this process: the configured number, or 1 if the kernels have their own.
-    """
-    clock, model = time.monotonic(), _opened(config, progress, open_weights)
+    """Load the model and build the engine. `open_weights` opens the checkpoint's weights. Sets this
+    process's number of torch threads: as configured, or 1 if the kernels have their own threads."""
+    clock = time.monotonic()
+    model = _opened(config, progress, open_weights)
     loader, spec, max_model_len = model.loader, model.spec, model.max_model_len
     eos, grammars = model.eos_token_ids, model.grammars()
     tap, routes, log = RouteTap(spec.router.num_experts), RouteListeners(), StageLog()
@@ -84,8 +83,9 @@ def build_engine(
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline, experts)
-    parts = (experts.memory, masks, watch, drafter, pipeline.parked)
-    executor = LocalExecutor(runner, sampler, tap, *parts)
+    executor = LocalExecutor(
+        runner, sampler, tap, experts.memory, masks, watch, drafter, pipeline.parked
+    )
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes, kv_dtype=part.kv_dtype)
     engine = Engine(
         executor,

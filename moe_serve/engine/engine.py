@@ -81,13 +81,13 @@ class Engine:
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier, window)
         self._ids = itertools.count() if ids is None else ids  # sequence ids
-        self.service = own = StepService.of(scheduler, clock, page_size, service)  # None: no tiers
-        parts = (scheduler, cache, sharing, policy, clock)
-        self._scheduler = Scheduler(*parts, service=own, layered=layered)
+        self.service = StepService.of(scheduler, clock, page_size, service)  # None: no tiers
+        self._scheduler = Scheduler(scheduler, cache, sharing, policy, clock, self.service, layered)
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
-        self._policy, self._executor, self._micro_batches = policy, executor, micro_batches
+        self._policy, self._executor = policy, executor
         self._routes = RouteListeners() if routes is None else routes
-        self.max_model_len, self.stop_rule = max_model_len, StopRule(eos_token_ids, max_model_len)
+        self._micro_batches, self.max_model_len = micro_batches, max_model_len
+        self.stop_rule = StopRule(eos_token_ids, max_model_len)
         self._sequences: dict[str, Sequence] = {}
         self._pending: list[TokenDelta] = []  # not returned yet
         self._schedule: Schedule = {}  # the step that has begun
@@ -193,8 +193,8 @@ class Engine:
 
     def begin_ahead(self) -> bool:
         """Begin the step after the running one; False if its contents are not certain yet."""
-        step = self._schedule.values()
-        is_last = any(self.stop_rule.is_last(s, s.num_output_tokens + 1) for s, _ in step)
+        sequences = [sequence for sequence, _ in self._schedule.values()]
+        is_last = any(self.stop_rule.is_last(s, s.num_output_tokens + 1) for s in sequences)
         if self._leaving or is_last or not self.drafts.allow_ahead(self._schedule):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
@@ -294,13 +294,13 @@ class Engine:
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
-        """Advance the sequences and add their deltas. Only then end some: it may raise."""
+        """Advance sequences, add their deltas, then end some, which may lose the executor."""
         ended, made = [], made_tokens(schedule, outcome.choices, outcome.sampled)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
             if self._scheduler.layered.parks(sequence, count):
-                failure = outcome.failures.get(key)
-                self._pending += [self._fail(sequence, failure)] if failure else []
+                if key in outcome.failures:
+                    self._pending.append(self._fail(sequence, outcome.failures[key]))
                 continue
             self._num_prompt_tokens += sequence.num_unread(count)
             sequence.prompt_logprobs += outcome.prompt_logprobs.get(key, ())
@@ -331,12 +331,12 @@ class Engine:
         sequence.num_computed_tokens += len(run) - 1
         self._num_generated_tokens += len(run)
         reason = self.stop_rule.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
+        experts = experts_of(sequence, made, len(run))
         drafted = self.drafts.result(sequence, len(run)) if self.drafts.running else None
         standing = sequence.standing  # with service tiers only
         if standing is not None and (reason is not None or standing.first_token_at is None):
             assert self.service is not None, "a standing is given by a service"
             self.service.got_tokens(sequence, reason)
-        experts = experts_of(sequence, made, len(run))
         return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)
 
     def _end(self, sequences: list[Sequence]) -> None:
