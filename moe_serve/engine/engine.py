@@ -296,7 +296,7 @@ class Engine:
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
-        """Advance sequences and add their deltas. Only then end some: that may lose the executor."""
+        """Advance sequences and add their deltas. Then end some, which may lose the executor."""
         ended, made = [], made_tokens(schedule, outcome.choices, outcome.sampled)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
