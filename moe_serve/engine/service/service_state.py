@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.sequence import Sequence
@@ -33,6 +35,7 @@ from moe_serve.engine.service.step_model import (
 )
 from moe_serve.engine.service.workflows import Workflows
 
+_NOW = np.zeros(1)
 _WEIGHT = 0.05  # of a new prompt in the usual number of tokens
 _UNMEASURED_TOKEN_S = 1e-3  # before any step was measured, for the order only
 
@@ -127,8 +130,8 @@ class ServiceState:
         standing.is_promised = may_refuse and targets.ttft_s is not None
         work_s = num_left * self.token_s
         slack_s = standing.deadline_s - self.steady() - work_s
-        key = self.order.key(0.0, slack_s, work_s, service.weight, request.priority)
-        self.arrivals.note(queued_s, key, num_left)
+        keys_at = self.order.keys_over_time(slack_s, work_s, service.weight, request.priority)
+        self.arrivals.note(queued_s, float(keys_at(_NOW)[0]), num_left)
         if self.model.is_measured:
             standing.raw_s = self.admission.raw_s(service, num_left, request.priority)
         sequence.standing = standing
