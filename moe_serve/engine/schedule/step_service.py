@@ -12,7 +12,6 @@ from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.tier_urgency import TierUrgency
-from moe_serve.engine.service.order import BUCKET_S
 from moe_serve.engine.service.preemption import Preemption
 from moe_serve.engine.service.service_queue import ServiceQueue, standing_of
 from moe_serve.engine.service.service_state import ServiceState
@@ -113,7 +112,7 @@ class StepService:
     def key_of(self, sequence: Sequence) -> float:
         """Return the key of a prompt that is being read, as one that yields only to sequences that
         are more urgent by a bucket."""
-        return self.queue.reading_key(sequence) - BUCKET_S
+        return self.queue.reading_key(sequence) - self.state.order.bucket_s
 
     def seat_victim(self, running: Items[Sequence], share_lost: float) -> Sequence | None:
         """Return the running sequence that gives its seat to a waiting one; None: none does.

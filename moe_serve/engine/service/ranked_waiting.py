@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.service.order import BUCKET_S, Floats, is_aged
+from moe_serve.engine.service.order import Floats, is_aged
 from moe_serve.engine.service.waiting_table import WaitingTable
 
 _NUM_FIRST = 64  # requests that are sorted at first, at most
@@ -34,8 +34,8 @@ class RankedWaiting:
     may leave the table, but none may come.
     """
 
-    def __init__(self, table: WaitingTable, keys: Callable[[], Floats]) -> None:
-        self._table, self._keys = table, keys
+    def __init__(self, table: WaitingTable, keys: Callable[[], Floats], bucket_s: float) -> None:
+        self._table, self._keys, self._bucket_s = table, keys, bucket_s
         first = keys()
         by_rule = first[~is_aged(first)]
         self._base = float(by_rule.min(initial=math.inf))  # where the first bucket begins
@@ -89,7 +89,7 @@ class RankedWaiting:
             rows = np.flatnonzero(by_age)
             places = keys[rows]
         else:
-            rows = np.flatnonzero(keys < self._base + BUCKET_S)
+            rows = np.flatnonzero(keys < self._base + self._bucket_s)
             ids = table.id[rows]
             places = table.num_left[rows] * _MOST_IDS + (ids - ids.min(initial=math.inf))
         if len(rows) > _NUM_FIRST:
@@ -100,7 +100,7 @@ class RankedWaiting:
         """Return the places of rows, in their order."""
         table, some = self._table, keys[rows]
         by_age = is_aged(some)
-        bucket = np.where(by_age, -1.0, np.floor((some - self._base) / BUCKET_S))
+        bucket = np.where(by_age, -1.0, np.floor((some - self._base) / self._bucket_s))
         within = np.where(by_age, some, table.num_left[rows])
         order = np.lexsort((table.id[rows], within, bucket))
         columns = some[order], bucket[order], rows[order]

@@ -15,7 +15,7 @@ import numpy as np
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.forecast import QueueSnapshot
-from moe_serve.engine.service.order import BUCKET_S, Floats
+from moe_serve.engine.service.order import Floats
 from moe_serve.engine.service.ranked_waiting import RankedWaiting
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.engine.service.step_budget import StepBudget
@@ -100,7 +100,7 @@ class ServiceQueue:
 
     def _rank(self) -> RankedWaiting:
         if self._ranked is None:
-            self._ranked = RankedWaiting(self.table, self.keys)
+            self._ranked = RankedWaiting(self.table, self.keys, self.state.order.bucket_s)
             self._count_late()
         return self._ranked
 
@@ -132,7 +132,7 @@ class ServiceQueue:
             key = self.reading_key(sequence)
             if key == -math.inf:
                 return -math.inf, standing_of(sequence).queued_s
-            return key // BUCKET_S, float(sequence.num_pending_tokens)
+            return key // self.state.order.bucket_s, float(sequence.num_pending_tokens)
 
         return sorted(reading, key=place)
 

@@ -20,7 +20,8 @@ from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
 from moe_serve.engine.service.arrivals import RecentArrivals
 from moe_serve.engine.service.calibration import Calibration, Factors, error_of
 from moe_serve.engine.service.ledger import Ledger
-from moe_serve.engine.service.order import Order, resolved_order, rule_of
+from moe_serve.engine.service.lengths.predicted_lengths import predicted_lengths
+from moe_serve.engine.service.order import Order, bucket_of, resolved_order, rule_of
 from moe_serve.engine.service.shares import Shares
 from moe_serve.engine.service.steady_clock import SteadyClock
 from moe_serve.engine.service.step_model import (
@@ -68,7 +69,7 @@ class ServiceState:
         self._usual_tokens = 0.0
         self.order_name = resolved_order(config)
         rule = rule_of(config, lambda: self._usual_tokens * self.token_s)
-        self.order = Order(rule, config.max_wait_s, config.late)
+        self.order = Order(rule, config.max_wait_s, config.late, bucket_of(config))
         self.admission = Admission(
             self.order, config.max_passed_over_s, config.max_wait_s, self._factors
         )
@@ -86,7 +87,8 @@ class ServiceState:
         """Return the state of a server with tiers or an order by deadlines, else None."""
         if not config.tiers and resolved_order(config) in ("priority",):
             return None
-        return cls(config, clock, model)
+        lengths = predicted_lengths() if config.length_prediction == "on" else None
+        return cls(config, clock, model, lengths)
 
     def _factors(self, tier: str) -> Factors:
         return self._calibrations[self._tier_of.get(tier, 0)].factors
