@@ -48,13 +48,11 @@ STATS = ServiceStats(
 
 def lines(stats: EngineStats) -> list[str]:
     """The samples of tiers, tenants and forecasts, without the model's label."""
-    named = (
-        "moe_serve:order_decision",
-        "moe_serve:tier_",
-        "moe_serve:tenant",
-        "moe_serve:first_token_forecast",
-    )
-    page = metrics_text(stats).replace('model_name="m",', "").replace('{model_name="m"}', "")
+    kinds = ("order_decision", "tier_", "tenant", "first_token_forecast")
+    page = metrics_text(stats)
+    for label in ('model_name="m",', ',model_name="m"', '{model_name="m"}'):
+        page = page.replace(label, "")
+    named = tuple(f"moe_serve:{kind}" for kind in kinds)
     return [line for line in page.splitlines() if line.startswith(named)]
 
 
