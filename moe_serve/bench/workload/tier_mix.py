@@ -14,6 +14,7 @@ draws the same tiers. Without `shares`, all tiers are equally frequent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,6 @@ def _numbers(
     if not isinstance(row, dict):
         raise BenchError(f"{key} of {path} must be a mapping of tiers to numbers.")
     for name, value in row.items():
-        if isinstance(value, bool) or not isinstance(value, kinds) or value != value:
+        if type(value) not in kinds or not math.isfinite(value):
             raise BenchError(f"{key} of {path}: {name} must be a number, got {value!r}.")
     return {str(name): value for name, value in row.items()}

@@ -100,7 +100,9 @@ class ServiceQueue:
 
     def _rank(self) -> RankedWaiting:
         if self._ranked is None:
+            began = self.state.clock()
             self._ranked = RankedWaiting(self.table, self.keys, self.state.order.bucket_s)
+            self.state.decisions.count(self.state.clock() - began)
             self._count_late()
         return self._ranked
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_serve.cache.histogram import HistogramCounter
 from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.service import Service
-from moe_serve.engine.request.service_stats import ServiceStats
+from moe_serve.engine.request.service_stats import DECISION_BOUNDS, ServiceStats
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.admission import Admission
 from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
@@ -76,6 +77,7 @@ class ServiceState:
         self.admission = Admission(
             self.order, config.max_passed_over_s, config.max_wait_s, self._factors
         )
+        self.decisions = HistogramCounter(DECISION_BOUNDS)  # seconds of ordering those that wait
         self.num_turns = self._num_engines = 0
         self.num_strict = 0  # open requests that end when their deadlines pass
         self._rows, self._is_typical = StepRows(), True  # of a step of several engines
@@ -248,4 +250,5 @@ class ServiceState:
             num_tenants=self.shares.num_remembered,
             jain_index=self.shares.jain_index,
             forecast=error_of(self._calibrations),
+            decisions=self.decisions.snapshot(),
         )
