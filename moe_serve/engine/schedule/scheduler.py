@@ -42,9 +42,9 @@ class Scheduler:
         sharing: PrefixSharing,
         policy: BatchPolicy,
         clock: Clock,
-        urgency: Urgency | None = None,
         service: StepService | None = None,
         layered: LayeredPrefill | None = None,
+        urgency: Urgency | None = None,
     ) -> None:
         """`urgency` replaces the configured rule. `service`: with tiers; `layered`: not chunks."""
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
