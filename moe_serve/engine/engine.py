@@ -283,7 +283,7 @@ class Engine:
             tier=self._scheduler.tier.stats(),
             expert_memory=self._executor.expert_memory,
             batching=self._policy.stats(),
-            service=None if self.service is None else self.service.state.stats(),
+            service=None if self.service is None else self.service.stats(),
         )
 
     def check_integrity(self) -> None:
