@@ -10,9 +10,11 @@ import torch
 
 from experts.expert_stage import ExpertStage
 from moe_kernels.kernel_choice import default_num_threads
+from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.build_adapters import check_adapters, open_adapters
 from moe_serve.engine.build_tiers import check_tiers, tier_maker
 from moe_serve.engine.drafting.drafting_maker import drafting_maker
 from moe_serve.engine.driven_engine import DrivenEngine
@@ -60,6 +62,7 @@ class BuiltEngine:
     last_step: Callable[[], StepTimeline | None] | None = None  # None: steps are not recorded
     grammars: Grammars | None = None  # for constrained answers
     activity: ActivityReport | None = None  # for hang reports
+    adapters: AdapterRegistry | None = None  # None: requests cannot name one
 
 
 def build_engine(
@@ -79,9 +82,10 @@ def build_engine(
     tap, routes, log = RouteTap(spec.router.num_experts), RouteListeners(), StageLog()
     make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
     next_layer = open_next_layer(config, model.folder, loader)
+    adapters = open_adapters(config, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = model.load_attention(config)
-    pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer))
+    pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer, adapters))
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline, experts)
@@ -121,6 +125,7 @@ def build_engine(
         last_step=watch.last_step if loader.device.type == "cpu" else None,  # else: launches
         grammars=grammars,
         activity=LocalActivity(executor, log),
+        adapters=adapters,
     )
 
 
@@ -173,6 +178,7 @@ def _opened(
 ) -> OpenedModel:
     of = config.model
     check_tiers(config)
+    check_adapters(config)
     keep_freed_memory()
     num_threads = of.num_threads or default_num_threads()
     folder, device = model_folder(of), device_of(of)
@@ -187,10 +193,10 @@ def _pipeline(
     part: AttentionPart,
     loader: ModelLoader,
     experts: ExpertStage,
-    beside: tuple[StageLog, RouteTap, NextLayer | None],
+    beside: tuple[StageLog, RouteTap, NextLayer | None, AdapterRegistry | None],
 ) -> Pipeline:
     """Build the pipeline of this process, with all layers in one call if nothing lies between."""
-    transport, (*_, next_layer) = _local_transport(loader, experts, config), beside
+    transport, (_, _, next_layer, _) = _local_transport(loader, experts, config), beside
     pipeline = Pipeline(part.stage, transport, part.cache, loader.device, *beside)
     if next_layer is None and config.cluster.wire_dtype == "auto":
         pipeline.stacked = StackedLayers.of(part.stage, experts, part.cache)

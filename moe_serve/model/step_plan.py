@@ -17,7 +17,8 @@ class SequenceSlice:
 
     `page_table` covers them. Logits are wanted for the last `num_logits` tokens: 0 while a prompt
     is still being read, 1 to sample, more for prompt log probabilities or to verify a draft. The
-    last `num_drafted` tokens are not the sequence's own yet: a drafter expects them.
+    last `num_drafted` tokens are not the sequence's own yet: a drafter expects them. `adapter` is
+    the digest of the adapter that computes them; empty: the base model.
     """
 
     sequence_id: int
@@ -26,6 +27,7 @@ class SequenceSlice:
     page_table: tuple[int, ...]
     num_logits: int
     num_drafted: int = 0
+    adapter: bytes = b""
 
     @property
     def drafted(self) -> list[int]:
@@ -68,6 +70,10 @@ class StepPlan:
     @property
     def slices(self) -> list[SequenceSlice]:
         return [s for batch in self.micro_batches for s in batch.slices]
+
+    @property
+    def has_adapters(self) -> bool:
+        return any(s.adapter for batch in self.micro_batches for s in batch.slices)
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from moe_serve.adapters.adapter import Adapter
+from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.engine.request.request import (
     DecodingRules,
     FinishReason,
@@ -182,3 +184,24 @@ def check_prompt(ids: tuple[int, ...], params: SamplingParams, vocab_size: int, 
             param="prompts",
         )
     params.check_vocabulary(vocab_size)
+
+
+def each_adapter(
+    registry: AdapterRegistry | None, adapter: str | Sequence[str | None] | None, count: int
+) -> list[Adapter | None]:
+    """Return the adapter of each of `count` prompts. Raises InvalidRequestError or
+    ModelNotFoundError."""
+    is_single = adapter is None or isinstance(adapter, str)
+    names = [adapter] * count if is_single else list(adapter or ())
+    if len(names) != count:
+        raise InvalidRequestError(
+            f"{count} prompts came with {len(names)} adapters: give one name for all prompts, or "
+            "one for each.",
+            param="adapter",
+        )
+    if registry is None and any(name is not None for name in names):
+        raise InvalidRequestError(
+            "This LLM was made without adapters: give LLM(adapters={name: folder}).",
+            param="adapter",
+        )
+    return [None if name is None or registry is None else registry.acquire(name) for name in names]

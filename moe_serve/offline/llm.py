@@ -19,9 +19,11 @@ from typing import Any, Literal
 
 from rich.progress import Progress, TextColumn
 
+from moe_serve.adapters.adapter import Adapter
 from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import (
+    AdapterConfig,
     BatchPolicyName,
     CacheConfig,
     ClusterConfig,
@@ -59,6 +61,7 @@ from moe_serve.offline.job import (
     as_prompts,
     check_prompt,
     check_text_length,
+    each_adapter,
     make_output,
     resolve_rules,
 )
@@ -107,7 +110,9 @@ class LLM:
         num_threads: int | None = None,
         cuda_graphs: CudaGraphsName = "auto",
         speculation: SpeculationMethod = "off",
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
+        """`adapters`: the folder of each adapter by its name, for `generate(adapter=...)`."""
         model_config = ModelConfig(
             path=model, dtype=dtype, device=device, kernels=kernels,
             expert_weights=expert_weights, linear_weights=linear_weights,
@@ -131,12 +136,17 @@ class LLM:
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor),
             speculation=SpeculationConfig(method=speculation),
+            adapters=AdapterConfig(
+                is_enabled=bool(adapters),
+                modules=tuple(f"{name}={path}" for name, path in (adapters or {}).items()),
+            ),
             cluster=cluster_config,
         )
         checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
         self._open_engine, self.layout = built.engine, built.layout
+        self._adapters = built.adapters
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
         self._gate = GrammarGate(built.grammars)
 
@@ -187,16 +197,20 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
+        adapter: str | Sequence[str | None] | None = None,
         use_progress_bar: bool = True,
     ) -> list[RequestOutput]:
         """Complete one or many prompts (text or token ids); results in the prompts' order.
 
-        Prompts reuse cached prefixes of calls with the same `cache_salt` only.
+        Prompts reuse cached prefixes of calls with the same `cache_salt` only. `adapter` names the
+        adapter of all prompts, or of each; None: the base model.
 
         Raises InvalidRequestError before anything runs if a prompt or parameter is wrong, and
         GenerationError if a request failed inside the engine.
         """
-        return self._generate(prompts, params, cache_salt, use_progress_bar, continues=True)
+        return self._generate(
+            prompts, params, cache_salt, use_progress_bar, adapter, continues=True
+        )
 
     def _generate(
         self,
@@ -204,6 +218,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str,
         use_progress_bar: bool,
+        adapter: str | Sequence[str | None] | None,
         *,
         continues: bool,
     ) -> list[RequestOutput]:
@@ -223,8 +238,9 @@ class LLM:
             raise InvalidRequestError(
                 f"cache_salt must be a string, got {cache_salt!r}.", param="cache_salt"
             )
-        pairs = zip(listed, each, strict=True)
-        jobs = [self._job(prompt, p, cache_salt, continues) for prompt, p in pairs]
+        held = each_adapter(self._adapters, adapter, len(listed))
+        triples = zip(listed, each, held, strict=True)
+        jobs = [self._job(prompt, p, cache_salt, a, continues) for prompt, p, a in triples]
         for job in jobs:
             for answer in job.answers:
                 self._engine.add(answer.request)
@@ -241,6 +257,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        adapter: str | None = None,
         use_progress_bar: bool = False,
     ) -> RequestOutput:
         """Answer one conversation, through the model's chat template."""
@@ -256,13 +273,22 @@ class LLM:
             )
         text = template.render(messages, add_generation_prompt=True)
         ids = self._encoded(text, add_special_tokens=False)
-        return self._generate([ids], params, cache_salt, use_progress_bar, continues=False)[0]
+        return self._generate(
+            [ids], params, cache_salt, use_progress_bar, adapter, continues=False
+        )[0]
 
     def _encoded(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         check_text_length(text, self.tokenizer, self.layout.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _job(self, prompt: Prompt, params: SamplingParams, cache_salt: str, continues: bool) -> Job:
+    def _job(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str,
+        adapter: Adapter | None,
+        continues: bool,
+    ) -> Job:
         is_text = isinstance(prompt, str)
         ids = tuple(self._encoded(prompt) if isinstance(prompt, str) else prompt)
         check_prompt(ids, params, self.layout.vocab_size, self.layout.max_model_len)
@@ -280,6 +306,7 @@ class LLM:
                     choice=choice,
                     arrival_time=time.monotonic(),
                     cache_salt=cache_salt,
+                    adapter=adapter,
                 ),
                 TextStream(
                     self.tokenizer, params, follows=ids[-1] if continues else None, rules=rules
