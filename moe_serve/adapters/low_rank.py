@@ -65,9 +65,7 @@ def _joined(
             matrices, rows = own[part], slice(first_row, first_row + shape[0])
             ranks = slice(first_rank, first_rank + len(matrices.a_RK))
             a_RK[ranks] = matrices.a_RK.float()
-            b_NR[rows, ranks] = rows_in_order(
-                matrices.b_NR.float(), _order(spec, layer, part)
-            )
+            b_NR[rows, ranks] = rows_in_order(matrices.b_NR.float(), _order(spec, layer, part))
             scale_N[rows], first_rank = matrices.scale, ranks.stop
         first_row += shape[0]
     return a_RK, b_NR, scale_N

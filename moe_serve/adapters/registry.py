@@ -213,17 +213,15 @@ class AdapterRegistry:
         used = self._used_beside(wanted)
         if used + wanted.num_bytes > limit:
             raise InvalidRequestError(
-                f"The adapter needs {wanted.num_bytes} bytes, but adapters.memory_bytes is {limit}, "
-                f"of which requests that run hold {used}: try again later, or raise the limit.",
+                f"The adapter needs {wanted.num_bytes} bytes, but adapters.memory_bytes is "
+                f"{limit}, of which running requests hold {used}: try again later, or raise it.",
                 param="model",
                 code="adapter_memory",
             )
 
     def _used_beside(self, wanted: AdapterWeights) -> int:
         return sum(
-            each.num_bytes
-            for digest, each in list(self._alive.items())
-            if digest != wanted.digest
+            each.num_bytes for digest, each in list(self._alive.items()) if digest != wanted.digest
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,13 +12,14 @@ from moe_serve.engine.request.request import (
     DecodingRules,
     FinishReason,
     GenerationRequest,
+    TokenDelta,
     TokenLogprob,
 )
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.bad_words import bad_word_ids
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.thinking_limit import limiting_markers
-from moe_serve.errors import ContextLengthError, InvalidRequestError
+from moe_serve.errors import ContextLengthError, GenerationError, InvalidRequestError
 from moe_serve.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moe_serve.text.assistant.formats import ReasoningFormat
 from moe_serve.text.text_stream import TextStream
@@ -205,3 +207,27 @@ def each_adapter(
             param="adapter",
         )
     return [None if name is None or registry is None else registry.acquire(name) for name in names]
+
+
+def take_delta(
+    job: Job, answer: GrowingAnswer, delta: TokenDelta, abort: Callable[[str], None]
+) -> bool:
+    """Add a delta to its answer, and abort a request that its text has ended. Returns True if the
+    answer is complete."""
+    if delta.finish_reason is FinishReason.ERROR:
+        raise GenerationError(f"{delta.request_id}: {delta.error}.")
+    if delta.prompt_logprobs is not None:
+        job.prompt_logprobs = delta.prompt_logprobs
+    answer.num_cached_tokens = max(answer.num_cached_tokens, delta.num_cached_tokens)
+    job.first_token_time = job.first_token_time or time.monotonic()
+    text = answer.stream.push(delta)
+    answer.text.append(text.text)
+    answer.token_ids += text.token_ids
+    answer.logprobs += text.logprobs or ()
+    if text.finish_reason is None:
+        return False
+    if text.is_stopped_by_text:
+        abort(delta.request_id)
+    answer.finish_reason, answer.stop_reason = text.finish_reason, text.stop_reason
+    job.end_time = time.monotonic()
+    return True

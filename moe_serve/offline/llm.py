@@ -44,15 +44,11 @@ from moe_serve.config.sections import (
 )
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.opened_model import model_folder
-from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
-from moe_serve.errors import (
-    EngineDeadError,
-    GenerationError,
-    InvalidRequestError,
-)
+from moe_serve.errors import EngineDeadError, InvalidRequestError
 from moe_serve.model.hub.named_model import local_engine_config
 from moe_serve.offline.job import (
     GrowingAnswer,
@@ -64,6 +60,7 @@ from moe_serve.offline.job import (
     each_adapter,
     make_output,
     resolve_rules,
+    take_delta,
 )
 from moe_serve.offline.outputs import RequestOutput
 from moe_serve.text.assistant.formats import (
@@ -335,29 +332,9 @@ class LLM:
                         continue
                     job, answer = open_answers[delta.request_id]
                     num_tokens += len(delta.token_ids)
-                    if self._take(job, answer, delta):
+                    if take_delta(job, answer, delta, self._engine.abort):
                         del open_answers[delta.request_id]
                         progress.advance(task)
                 seconds = max(time.monotonic() - clock, 1e-9)
                 progress.update(task, speed=f"{num_tokens / seconds:.0f} tok/s")
         self._engine.check_integrity()
-
-    def _take(self, job: Job, answer: GrowingAnswer, delta: TokenDelta) -> bool:
-        """Add a delta to its answer. Returns True if the answer is complete."""
-        if delta.finish_reason is FinishReason.ERROR:
-            raise GenerationError(f"{delta.request_id}: {delta.error}.")
-        if delta.prompt_logprobs is not None:
-            job.prompt_logprobs = delta.prompt_logprobs
-        answer.num_cached_tokens = max(answer.num_cached_tokens, delta.num_cached_tokens)
-        job.first_token_time = job.first_token_time or time.monotonic()
-        text = answer.stream.push(delta)
-        answer.text.append(text.text)
-        answer.token_ids += text.token_ids
-        answer.logprobs += text.logprobs or ()
-        if text.finish_reason is None:
-            return False
-        if text.is_stopped_by_text:
-            self._engine.abort(delta.request_id)
-        answer.finish_reason, answer.stop_reason = text.finish_reason, text.stop_reason
-        job.end_time = time.monotonic()
-        return True

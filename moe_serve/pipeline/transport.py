@@ -78,9 +78,7 @@ class LocalTransport:
         self._results.clear()
 
 
-def _adapted_total(
-    experts: ExpertLayer, rows: RoutedRows, adapted: Sequence[ExpertRows]
-) -> Tensor:
+def _adapted_total(experts: ExpertLayer, rows: RoutedRows, adapted: Sequence[ExpertRows]) -> Tensor:
     """Return the rows' sums [T, D] in fp32, where adapters have experts in place of others.
 
     Sums over banks are exact and rounded once (moe_kernels), so a row has the bits of a checkpoint

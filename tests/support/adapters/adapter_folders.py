@@ -24,7 +24,9 @@ EXPERTS = re.compile(r".*\.(experts\.\d+|shared_expert|shared_experts)\.\w+\.wei
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint."""
-    return {k: t for path in sorted(folder.glob("*.safetensors")) for k, t in load_file(path).items()}
+    return {
+        k: t for path in sorted(folder.glob("*.safetensors")) for k, t in load_file(path).items()
+    }
 
 
 def write_lora(
@@ -60,7 +62,9 @@ def write_peft(folder: Path, matrices: Mapping[str, Tensor], **config: Any) -> P
     folder.mkdir(parents=True, exist_ok=True)
     values = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "bias": "none", "use_dora": False}
     (folder / "adapter_config.json").write_text(json.dumps(values | config))
-    save_file({k: t.contiguous() for k, t in matrices.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {k: t.contiguous() for k, t in matrices.items()}, folder / "adapter_model.safetensors"
+    )
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -136,14 +137,15 @@ def responses_router(server: ServerContext) -> APIRouter:
         translated = translate(
             body, msgspec.json.decode(history), is_strict=server.config.is_strict
         )
-        server.model.check_name(body.model)
+        named = await server.model.named(body.model)
         with renamed_fields(OWN_NAMES):
             options = translated.options()
         options = with_entitlement(server, options, request.headers)
+        options = replace(options, adapter=named.adapter)
         record = ResponseRecord(
             id=new_id("resp"),
             created_at=int(time.time()),
-            model=server.model.name,
+            model=named.name,
             body=body,
             service_tier=options.entitlement.shown_tier or "default",
         )
