@@ -7,7 +7,7 @@ the bits, and takes the memory, of a fine-tune of whole experts (ESFT).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,9 @@ class BuiltAdapter:
     weights: AdapterWeights
     kind: AdapterKind
     rank: int
+
+
+BuildAdapter = Callable[[AdapterFiles], BuiltAdapter]
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from moe_serve.adapters.adapter import Adapter, AdapterVersion
 from moe_serve.adapters.adapter_files import open_adapter
 from moe_serve.adapters.adapter_name import check_adapter_name, folder_below
-from moe_serve.adapters.build import AdapterBuilder, BuiltAdapter
+from moe_serve.adapters.build import BuildAdapter, BuiltAdapter
 from moe_serve.config.sections import AdapterConfig
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from moe_serve.model.stage.adapter_rows import AdapterWeights
@@ -41,8 +41,8 @@ class AdapterStats:
 class AdapterRegistry:
     """Loads, finds and drops adapters. Every method may be called by any thread."""
 
-    def __init__(self, config: AdapterConfig, builder: AdapterBuilder) -> None:
-        self._config, self._builder = config, builder
+    def __init__(self, config: AdapterConfig, build: BuildAdapter) -> None:
+        self._config, self._build = config, build
         self._loading = threading.Lock()  # one load at a time
         self._lock = threading.Lock()  # guards the rest; never held while files are read
         self._versions: dict[str, AdapterVersion] = {}
@@ -185,7 +185,7 @@ class AdapterRegistry:
                 raise CheckpointError(
                     f"{folder} has changed since it was loaded: load it again under its name."
                 )
-            built = self._builder.build(files)
+            built = self._build(files)
             after = open_adapter(folder)
             after.close()
             if after.digest != files.digest:
@@ -225,9 +225,9 @@ class AdapterRegistry:
         )
 
 
-def open_registry(config: AdapterConfig, builder: AdapterBuilder) -> AdapterRegistry:
+def open_registry(config: AdapterConfig, build: BuildAdapter) -> AdapterRegistry:
     """Make the registry and load the configured adapters. Raises ConfigError for one of them."""
-    registry = AdapterRegistry(config, builder)
+    registry = AdapterRegistry(config, build)
     for item in config.modules:
         name, separator, path = item.partition("=")
         if not separator or not path:

@@ -39,4 +39,5 @@ def open_adapters(config: EngineConfig, loader: ModelLoader) -> AdapterRegistry 
     CheckpointError for an adapter that cannot be served."""
     if not config.adapters.is_enabled:
         return None
-    return open_registry(config.adapters, AdapterBuilder(loader, config.adapters.max_rank))
+    builder = AdapterBuilder(loader, config.adapters.max_rank)
+    return open_registry(config.adapters, builder.build)

@@ -17,7 +17,7 @@ class AdapterOptions:
 
     enable_lora: bool | None = option(
         None,
-        "--enable-lora/--no-enable-lora",
+        "--enable-lora",
         key="adapters.is_enabled",
         help="Serve adapters (LoRA and ESFT), which requests name in their `model` field. "
         "Default: off.",

@@ -87,11 +87,15 @@ def write_esft(
     return folder
 
 
-def write_merged(folder: Path, base: Path, adapter: Path) -> Path:
-    """Write the checkpoint with what an adapter changes."""
+def write_merged(
+    folder: Path, base: Path, adapter: Path, changed: Mapping[str, Tensor] | None = None
+) -> Path:
+    """Write the checkpoint with what an adapter changes: `changed`, or what is found by name."""
     shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     weights = tensors_of(base)
-    if (adapter / "expert_cfg.json").exists():
+    if changed is not None:
+        weights |= changed
+    elif (adapter / "expert_cfg.json").exists():
         weights |= tensors_of(adapter)
     else:
         weights |= _with_additions(weights, adapter)
