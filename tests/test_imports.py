@@ -95,6 +95,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "exchange",
         "route_tap",
         "stacked_layers",
+        "groups",
         "pipeline",
         "costs",
         "graphs",

@@ -4,6 +4,7 @@
     python benchmarks/run.py deadlines --workloads WORKLOADS --trace code --load 1.2 --seeds 1
     python benchmarks/run.py deadlines --workloads WORKLOADS --choose --trace conv --trace vtc
     python benchmarks/run.py deadlines --workloads WORKLOADS --fairness
+    python benchmarks/run.py deadlines --workloads WORKLOADS --budgets --trace conv
 
 WORKLOADS has azure2023/, mooncake/ and vtc_arena_27clients/. Loads are shares of the capacity: the
 highest rate at which the queue in order of arrival is stable. `--json` keeps every run; runs that
@@ -25,11 +26,11 @@ from rich.table import Table
 from deadlines.bars import Bench, bars_of
 from deadlines.fairness import largest_gap
 from deadlines.policies import ATC, FIFO, POLICIES, Policy
-from deadlines.setting import TRACES, Setting, make_setting
+from deadlines.setting import BUDGET, TPOT_TIMES, TRACES, Setting, make_setting
 from deadlines.verdict import Verdict, judge
 
 LOADS = (0.7, 1.0, 1.2, 1.4)
-PATIENCES, MAX_WAITS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0), (0.75, 1.0, 1.5, 3.0)
+PATIENCES, MAX_WAITS = (0.5, 2.0, 8.0, 16.0), (1.0, 1.5, 3.0)
 
 
 class Kept:
@@ -111,6 +112,32 @@ def fairness(plan: Plan, load: float) -> Table:
     return table
 
 
+def budgets(plan: Plan, load: float) -> Table:
+    """Compare fixed numbers of tokens in a step with as many as the slack allows. The top tier has
+    a target for the time between tokens."""
+    table = Table("trace", "budget", "gaps within", "P99 gap/target", "prompt tokens/s", "met")
+    for setting, seed in plan.settings():
+        slack = replace(ATC, name="slack", has_tpot=True, step_budget="slack", budget=4 * BUDGET)
+        fixed = [
+            replace(ATC, name=str(tokens), has_tpot=True, budget=tokens)
+            for tokens in (64, 128, 256, 512, 1024)
+        ]
+        target_s = TPOT_TIMES * setting.unloaded_tpot_s
+        for policy in (slack, *fixed):
+            verdict, report = judge(setting, policy, load, seed)
+            top = [r for r in report.records if r.tier == "interactive" and r.is_ok]
+            gaps = np.concatenate([np.asarray(r.gaps_s, dtype=np.float64) for r in top])
+            table.add_row(
+                setting.name,
+                policy.name,
+                f"{(gaps <= target_s).mean():.2%}",
+                f"{np.percentile(gaps, 99) / target_s:.2f}",
+                f"{report.summary.input_tok_s:,.0f}",
+                f"{verdict.attained:.1%}",
+            )
+    return table
+
+
 def figures(verdicts: Sequence[Verdict]) -> Table:
     """Return the means over seeds of every trace, load and policy."""
     names = (
@@ -130,13 +157,13 @@ def figures(verdicts: Sequence[Verdict]) -> Table:
             "tokens": np.mean([v.tokens_per_s for v in found]),
         }
         tiers = np.mean([v.by_tier for v in found], axis=0)
-        promised = sum(v.promised for v in found)
+        promised, kept = sum(v.promised for v in found), sum(v.kept for v in found)
         table.add_row(
             trace, f"{load:g}", policy, f"{mean['met']:.1%}",
             " / ".join(f"{100 * share:.0f}" for share in tiers),
             f"{mean['top']:.2f}", f"{mean['tardiness']:.3f}", f"{mean['wait']:.2f}",
             f"{mean['tokens']:,.0f}", f"{np.mean([len(v.refused) for v in found]):.0f}",
-            f"{sum(v.kept for v in found) / promised:.1%}" if promised else "-",
+            f"{kept / promised:.1%}" if promised and "refuse" in policy else "-",
             str(sum(v.num_failed for v in found)),
         )  # fmt: skip
     return table
@@ -152,6 +179,7 @@ def main() -> int:
     parser.add_argument("--rows", type=float, default=1.0, help="times the default number of rows")
     parser.add_argument("--choose", action="store_true", help="sweep the constants of atc")
     parser.add_argument("--fairness", action="store_true", help="gaps between tenants on vtc")
+    parser.add_argument("--budgets", action="store_true", help="fixed and slack step budgets")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     kept, console = Kept(arguments.json), Console(width=160)
@@ -163,6 +191,9 @@ def main() -> int:
     )
     if arguments.fairness:
         console.print(fairness(replace(plan, traces=("vtc",)), 1.3))
+        return 0
+    if arguments.budgets:
+        console.print(budgets(replace(plan, seeds=1), 1.2))
         return 0
     if arguments.choose:
         choose(plan, kept)

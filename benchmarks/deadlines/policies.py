@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from deadlines.setting import BUDGET, SEATS, TARGETS, Setting
 from moe_serve.config.sections import LateName, OrderName, SchedulerConfig, StepBudgetName
 
-PATIENCE, MAX_WAIT = 2.0, 1.5  # times the target of the top and of the slackest tier
+PATIENCE, MAX_WAIT = 8.0, 1.5  # times the target of the top and of the slackest tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@
 
 The corpus has a folder for each domain with valid.txt.xz and train.txt.xz, whose documents end with
 a line <|endoftext|>. A prompt is the beginning of a document, cut at a random word, or an
-instruction without its response. No two prompts are of the same document.
+instruction without its response. No two prompts are of the same document. An answer ends with the
+model's end of text, or at the end of a paragraph or function (a stop string).
 """
 
 from __future__ import annotations
@@ -19,9 +20,17 @@ from pathlib import Path
 
 from moe_serve import LLM, SamplingParams
 
-DOMAINS = (
-    "stories", "encyclopedia", "instruct", "math", "code_python", "code_c", "french", "german_law"
-)  # fmt: skip
+STOPS = {  # as clients that complete texts use them: most documents are longer than any answer
+    "stories": ["\n\n"],
+    "encyclopedia": ["\n\n"],
+    "instruct": [],
+    "math": [],
+    "code_python": ["\n\n\n", "\n    def ", "\ndef ", "\nclass "],
+    "code_c": ["\n}\n"],
+    "french": ["\n\n"],
+    "german_law": ["\n\n"],
+}
+DOMAINS = tuple(STOPS)
 _END, _RESPONSE = "<|endoftext|>", "### Response:"
 _MOST_CHARACTERS = 900  # of a prompt
 _SEATS, _GROUP = 96, 800  # requests at once, and requests that are given to the engine together
@@ -82,17 +91,28 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=4800)
     parser.add_argument("--max-tokens", type=int, default=384)
     parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--samples", type=int, default=1, help="answers to each prompt")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     share = -(-arguments.count // len(DOMAINS))
     pairs = [(d, p) for d in DOMAINS for p in prompts(arguments.corpus, d, share, rng)]
+    pairs *= arguments.samples
     rng.shuffle(pairs)
-    params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
+    params = {
+        domain: SamplingParams(
+            temperature=arguments.temperature, max_tokens=arguments.max_tokens, stop=tuple(stop)
+        )
+        for domain, stop in STOPS.items()
+    }
     with LLM(max_num_seqs=_SEATS) as llm, arguments.out.open("w", encoding="utf-8") as file:
         for first in range(0, len(pairs), _GROUP):
             group = pairs[first : first + _GROUP]
-            outputs = llm.generate([prompt for _, prompt in group], params, use_progress_bar=False)
+            outputs = llm.generate(
+                [prompt for _, prompt in group],
+                [params[d] for d, _ in group],
+                use_progress_bar=False,
+            )
             for (domain, _), output in zip(group, outputs, strict=True):
                 answer = output.outputs[0]
                 row = Answer(

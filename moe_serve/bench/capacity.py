@@ -24,7 +24,7 @@ def find_capacity(run: SimulatedRun) -> float:
     trace = _trace_of(run.workload)
     together = replace(trace, rows=tuple(replace(row, at_s=0.0) for row in trace.rows))
     settings = run.settings
-    scheduler = replace(settings.scheduler, order="fifo", tiers=(), max_passed_over_s=0.0)
+    scheduler = replace(settings.scheduler, order="priority", tiers=(), max_passed_over_s=0.0)
     full = replace(
         run,
         workload=replace(run.workload, trace=together, tiers=None, duration_s=None),

@@ -46,7 +46,7 @@ def show(
     if as_json:
         document = {
             entry.key.path: {
-                "value": entry.shown if entry.key.is_secret else entry.value,
+                "value": entry.shown if entry.key.is_secret else entry.key.plain(entry.value),
                 "source": entry.source,
             }
             for entry in entries

@@ -46,6 +46,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
 from moe_serve.engine.routes.route_records import RouteListeners
+from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
@@ -215,6 +216,9 @@ class StartedRanks:
             make_tier=self._arena.tier_maker(executor, loaded.report),
             window=None if checkpoint.mtp_layer(config) else checkpoint.spec.window,
             service=service,
+            layered=LayeredPrefill.of(
+                config, checkpoint.spec, loaded.report.device, loaded.report.dtype
+            ),
         )
 
 

@@ -51,6 +51,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "scheduler.patience_s": (0.01, 3600.0),
     "scheduler.max_wait_s": (0.1, 604800.0),
     "scheduler.min_prefill_tokens": (1, 2**20),
+    "scheduler.parked_bytes": (1, 2**40),
     "pipeline.micro_batches": (1, 4),
     "predictor.min_recall": (0.0, 1.0),
     "predictor.refresh_tokens": (1, 2**20),

@@ -27,7 +27,9 @@ BatchPolicyName = Literal["fifo", "balanced", "expert-aware"]
 OrderName = Literal["auto", "fifo", "priority", "edf", "atc"]
 PreemptName = Literal["memory", "deadline"]
 LateName = Literal["keep", "demote"]
+LayeredPrefillName = Literal["auto", "on", "off"]
 StepBudgetName = Literal["auto", "fixed", "slack"]
+SwitchName = Literal["off", "on"]
 PredictorMode = Literal["off", "observe", "act"]
 SpeculationMethod = Literal["off", "auto", "ngram", "suffix", "head", "mtp", "self"]
 TransportName = Literal["auto", "host", "nccl"]
@@ -131,6 +133,9 @@ class SchedulerConfig:
     preempt: PreemptName = "memory"  # deadline: also for an urgent request when seats are full
     step_budget: StepBudgetName = "auto"  # prefill of a step; auto: slack if a tier sets tpot_s
     min_prefill_tokens: int = 64  # least prefill of a step, however little slack there is
+    length_prediction: SwitchName = "off"  # learns how long answers will be; needs scikit-learn
+    layered_prefill: LayeredPrefillName = "auto"  # long prompts pass groups of layers, not chunks
+    parked_bytes: int = 64 * 2**20  # states of a prompt between two groups, per attention rank
 
 
 DEFAULT_SCHEDULER = SchedulerConfig()

@@ -49,7 +49,7 @@ class AsyncEngine:
         self._is_closing = self._is_draining = False
         self._death: str | None = None
         self._last_turn = clock()  # last pass of the engine thread's loop
-        self._last_error: float | None = None  # when a request failed
+        self._last_error: float | None = None  # when a request failed, not for being late
         self._next_check = 0.0
         self._queues: dict[str, DeltaQueue] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -206,7 +206,7 @@ class AsyncEngine:
     def _deliver(self, deltas: list[TokenDelta]) -> None:
         told: list[DeltaQueue] = []
         for delta in deltas:
-            if delta.finish_reason is FinishReason.ERROR:
+            if delta.finish_reason is FinishReason.ERROR and delta.error_code is None:
                 self._last_error = self._clock()
             queue = self._queues.get(delta.request_id)
             if queue is not None:

@@ -33,6 +33,7 @@ from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.sampling_backend import SamplingBackend, make_sampler
+from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy_maker import policy_maker
 from moe_serve.engine.watch.hang_watch import ActivityReport, LocalActivity
 from moe_serve.errors import ConfigError
@@ -85,11 +86,13 @@ def build_engine(
     adapters = open_adapters(config, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = model.load_attention(config)
-    pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer, adapters))
+    pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer), adapters)
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline, experts)
-    executor = LocalExecutor(runner, sampler, tap, experts.memory, masks, watch, drafter)
+    executor = LocalExecutor(
+        runner, sampler, tap, experts.memory, masks, watch, drafter, pipeline.parked
+    )
     report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes, kv_dtype=part.kv_dtype)
     engine = Engine(
         executor,
@@ -107,6 +110,7 @@ def build_engine(
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
         make_tier=tier_maker(config, model, part.cache, report),
         window=None if part.mtp else spec.window,  # its own layers may have none
+        layered=LayeredPrefill.of(config, spec, report.device, report.dtype),
     )
     layout = EngineFacts.of(
         model,
@@ -193,11 +197,13 @@ def _pipeline(
     part: AttentionPart,
     loader: ModelLoader,
     experts: ExpertStage,
-    beside: tuple[StageLog, RouteTap, NextLayer | None, AdapterRegistry | None],
+    beside: tuple[StageLog, RouteTap, NextLayer | None],
+    adapters: AdapterRegistry | None,
 ) -> Pipeline:
     """Build the pipeline of this process, with all layers in one call if nothing lies between."""
-    transport, (_, _, next_layer, _) = _local_transport(loader, experts, config), beside
-    pipeline = Pipeline(part.stage, transport, part.cache, loader.device, *beside)
+    transport, (*_, next_layer) = _local_transport(loader, experts, config), beside
+    parts = part.stage, transport, part.cache, loader.device
+    pipeline = Pipeline(*parts, *beside, adapters=adapters)
     if next_layer is None and config.cluster.wire_dtype == "auto":
         pipeline.stacked = StackedLayers.of(part.stage, experts, part.cache)
     return pipeline

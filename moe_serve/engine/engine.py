@@ -18,7 +18,6 @@ from moe_serve.engine.execute.step_executor import ExecutorLostError, StepExecut
 from moe_serve.engine.execute.step_outcome import (
     DEADLINE_EXCEEDED,
     NAN,
-    NO_TOKEN,
     TOO_COSTLY,
     RowFailure,
     StepOutcome,
@@ -32,6 +31,7 @@ from moe_serve.engine.routes.route_records import Made, RouteListeners, experts_
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.engine.schedule.batcher import make_next_plan, make_step_plan
 from moe_serve.engine.schedule.kv_tier import MakeTier
+from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.arrival_order import FIFO
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
@@ -73,6 +73,7 @@ class Engine:
         window: int | None = None,
         clock: Clock = REAL_CLOCK,
         service: ServiceState | None = None,
+        layered: LayeredPrefill | None = None,
     ) -> None:
         """`service` is shared by engines that step together; None: this engine has its own."""
         assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
@@ -81,7 +82,9 @@ class Engine:
         sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier, window)
         self._ids = itertools.count() if ids is None else ids  # sequence ids
         self.service = StepService.of(scheduler, clock, page_size, service)  # None: no tiers
-        self._scheduler = Scheduler(scheduler, cache, sharing, policy, clock, service=self.service)
+        self._scheduler = Scheduler(
+            scheduler, cache, sharing, policy, clock, service=self.service, layered=layered
+        )
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
         self._policy, self._executor = policy, executor
         self._routes = RouteListeners() if routes is None else routes
@@ -175,10 +178,8 @@ class Engine:
 
     def begin_step(self, most: int | None = None, number: int | None = None) -> StepPlan | None:
         """Schedule a step and plan it in at most `most` micro-batches; None: nothing to do."""
-        for sequence in self._scheduler.overdue():
-            self._pending.append(self._fail(sequence, TOO_COSTLY))
-        for sequence in self._scheduler.expired():
-            self._pending.append(self._fail(sequence, DEADLINE_EXCEEDED))
+        self._pending += [self._fail(s, TOO_COSTLY) for s in self._scheduler.overdue()]
+        self._pending += [self._fail(s, DEADLINE_EXCEEDED) for s in self._scheduler.expired()]
         self._schedule = self._scheduler.schedule()
         self.drafts.begin(self._schedule)
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
@@ -189,7 +190,7 @@ class Engine:
     def make_plan(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
         """Plan the step that has begun. `number` is the step's if several engines step together."""
         most, drafts = micro_batches or self._micro_batches, self.drafts.running
-        plan = make_step_plan(self._schedule, most, self._policy, drafts)
+        plan = make_step_plan(self._schedule, most, self._policy, drafts, self._scheduler.layered)
         return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
@@ -259,13 +260,14 @@ class Engine:
             self._publish(schedule, outcome)
             return
         _log.error("step %d failed: %d sequences", self._num_steps, len(schedule), exc_info=outcome)
+        is_parted = self._scheduler.layered.give_up(schedule)
         schedule = self.drafts.put_off(schedule)
-        if len(schedule) == 1:
+        if len(schedule) == 1 and not is_parted:
             why = RowFailure(f"its step failed: {outcome}")
             self._pending += [self._fail(sequence, why) for sequence, _ in schedule.values()]
             return
         for part in [{key: item} for key, item in schedule.items()]:
-            plan = make_step_plan(part, 1, self._policy)
+            plan = make_step_plan(part, 1, self._policy, layered=self._scheduler.layered)
             plan = self._routes.with_requests(plan, self._num_steps, part)
             self._finish(part, self._try(plan, part))
 
@@ -294,11 +296,14 @@ class Engine:
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
-        """Advance the sequences and add their deltas to those pending. Only then end the finished
-        ones, as ending may raise ExecutorLostError."""
+        """Advance sequences and add their deltas. Only then end some: that may lose the executor."""
         ended, made = [], made_tokens(schedule, outcome.choices, outcome.sampled)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
+            if self._scheduler.layered.parks(sequence, count):
+                if key in outcome.failures:
+                    self._pending.append(self._fail(sequence, outcome.failures[key]))
+                continue
             self._num_prompt_tokens += sequence.num_unread(count)
             sequence.prompt_logprobs += outcome.prompt_logprobs.get(key, ())
             sequence.num_computed_tokens += count
@@ -310,16 +315,13 @@ class Engine:
 
     def _advance(self, sequence: Sequence, outcome: StepOutcome, made: Made) -> bool:
         """Append a sequence's run and return whether it has ended. A failed one ends in here."""
-        run, failure = outcome.sampled.get(sequence.id, ()), outcome.failures.get(sequence.id)
-        if run and not run[-1].is_valid:
-            self._num_corrupted += 1
-            run, failure = run[:-1], NAN
+        run, failure = outcome.run_of(sequence.id)
         if run:
             self._pending.append(self._append(sequence, run, made))
             if self._pending[-1].finish_reason is not None:
                 return True
-        if failure is not None or not (run or sequence.id in outcome.spoiled):
-            self._pending.append(self._fail(sequence, failure or NO_TOKEN))
+        if failure is not None:
+            self._pending.append(self._fail(sequence, failure))
         return False
 
     def _append(self, sequence: Sequence, run: tuple[Sampled, ...], made: Made) -> TokenDelta:
@@ -333,7 +335,9 @@ class Engine:
         reason = self.stop_rule.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
         experts = experts_of(sequence, made, len(run))
         drafted = self.drafts.result(sequence, len(run)) if self.drafts.running else None
-        if self.service is not None:
+        standing = sequence.standing  # with service tiers only
+        if standing is not None and (reason is not None or standing.first_token_at is None):
+            assert self.service is not None, "a standing is given by a service"
             self.service.got_tokens(sequence, reason)
         return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)
 
@@ -343,5 +347,6 @@ class Engine:
         self._leaving.end(sequences, self._schedule)
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> TokenDelta:
+        self._num_corrupted += failure == NAN
         del self._sequences[sequence.request.request_id]
         return self._leaving.fail(sequence, failure, self._schedule)

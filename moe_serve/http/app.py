@@ -228,14 +228,7 @@ def create_app(
         separates_keys=facts.cache.separates_keys and config.has_api_keys,
     )
     board = Board(server, placement, facts)
-    app = FastAPI(
-        title="moe-serve",
-        lifespan=board.lifespan,
-        version=__version__,
-        docs_url=None,  # the pages of /docs load scripts from a CDN
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    app = _empty_app(board)
     app.state.generations, app.state.gate, app.state.metrics = generations, server.gate, metrics
     _add_routes(app, server)
     if tracing is not None:
@@ -250,6 +243,17 @@ def create_app(
     keys = api_keys(config, scheduler)
     _add_middleware(app, config, engine, metrics, access, spans, keys)
     return app
+
+
+def _empty_app(board: Board) -> FastAPI:
+    return FastAPI(
+        title="moe-serve",
+        lifespan=board.lifespan,
+        version=__version__,
+        docs_url=None,  # the pages of /docs load scripts from a CDN
+        redoc_url=None,
+        redirect_slashes=False,
+    )
 
 
 def _sources(

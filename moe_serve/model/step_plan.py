@@ -12,6 +12,24 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers [first, end) of a model of `total` layers."""
+
+    first: int
+    end: int
+    total: int
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the last layer is in the range."""
+        return self.end == self.total
+
+    def rows(self, count: int) -> int:
+        """Return the rows through all layers that are as much work as `count` rows here."""
+        return -(-count * (self.end - self.first) // self.total)
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSlice:
     """The tokens of one sequence that a step computes: positions [start, start + len(token_ids)).
 
@@ -19,6 +37,9 @@ class SequenceSlice:
     is still being read, 1 to sample, more for prompt log probabilities or to verify a draft. The
     last `num_drafted` tokens are not the sequence's own yet: a drafter expects them. `adapter` is
     the digest of the adapter that computes them; empty: the base model.
+
+    With `layers`, the tokens take part in these layers only. Before the others their states are
+    parked, and they want no logits before the last one.
     """
 
     sequence_id: int
@@ -27,7 +48,13 @@ class SequenceSlice:
     page_table: tuple[int, ...]
     num_logits: int
     num_drafted: int = 0
+    layers: LayerRange | None = None
     adapter: bytes = b""
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the step takes the tokens through the last layer."""
+        return self.layers is None or self.layers.is_last
 
     @property
     def drafted(self) -> list[int]:
@@ -41,6 +68,11 @@ class MicroBatch:
     """Sequences that pass a layer together."""
 
     slices: tuple[SequenceSlice, ...]
+
+    @property
+    def is_grouped(self) -> bool:
+        """Return whether some of the sequences take part in some layers only."""
+        return any(s.layers is not None for s in self.slices)
 
     @property
     def num_tokens(self) -> int:
@@ -60,12 +92,14 @@ class StepPlan:
     """All micro-batches of a step, in the order in which their logits come back.
 
     `needed_LE`: the probability that the step needs an expert, by the layers with routed experts.
-    The batch policy sets it for an expert memory only.
+    The batch policy sets it for an expert memory only. `parked`: the sequences whose parked states
+    are still needed, in this step or later.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     routes: RouteAsk | None = None
     needed_LE: NDArray[np.float32] | None = field(default=None, compare=False)
+    parked: tuple[int, ...] = ()
 
     @property
     def slices(self) -> list[SequenceSlice]:

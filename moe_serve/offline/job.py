@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_serve.adapters.adapter import Adapter
 from moe_serve.adapters.registry import AdapterRegistry
+from moe_serve.config.sections import AdapterConfig
+from moe_serve.config.tiers import TierConfig, find_tier
 from moe_serve.engine.request.request import (
     DecodingRules,
     FinishReason,
@@ -78,6 +80,41 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             )
         made.append(item)
     return made
+
+
+_NO_TIER = TierConfig(name="")
+
+
+def tiers_of(
+    names: str | Sequence[str], num_prompts: int, tiers: Sequence[TierConfig]
+) -> list[TierConfig]:
+    """Return the tier of each prompt: one name for all, or one for each; empty: the first tier."""
+    listed = [names] * num_prompts if isinstance(names, str) else list(names)
+    if len(listed) != num_prompts:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts came with {len(listed)} names in service_tier: give one for "
+            "all prompts, or one for each.",
+            param="service_tier",
+        )
+    found: list[TierConfig] = []
+    for name in listed:
+        tier = (tiers[0] if tiers else _NO_TIER) if name == "" else find_tier(tiers, name)
+        if tier is None:
+            known = ", ".join(each.name for each in tiers) or "none: give LLM its tiers"
+            raise InvalidRequestError(
+                f"service_tier cannot be {name!r:.60}; the tiers are {known}.",
+                param="service_tier",
+            )
+        found.append(tier)
+    return found
+
+
+def limited(rules: DecodingRules, tier: TierConfig) -> DecodingRules:
+    """Return the rules with the tier's limit of an answer."""
+    most = tier.max_output_tokens
+    if most is None:
+        return rules
+    return replace(rules, max_tokens=min(most, rules.max_tokens or most))
 
 
 def check_text_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
@@ -186,6 +223,12 @@ def check_prompt(ids: tuple[int, ...], params: SamplingParams, vocab_size: int, 
             param="prompts",
         )
     params.check_vocabulary(vocab_size)
+
+
+def adapter_config(adapters: Mapping[str, str]) -> AdapterConfig:
+    """Return the configuration of adapters by name: their folders."""
+    modules = tuple(f"{name}={folder}" for name, folder in adapters.items())
+    return AdapterConfig(is_enabled=bool(modules), modules=modules)
 
 
 def each_adapter(

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Literal
 
 from rich.progress import Progress, TextColumn
@@ -23,7 +22,6 @@ from moe_serve.adapters.adapter import Adapter
 from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import (
-    AdapterConfig,
     BatchPolicyName,
     CacheConfig,
     ClusterConfig,
@@ -42,10 +40,12 @@ from moe_serve.config.sections import (
     SpeculationMethod,
     WeightsName,
 )
+from moe_serve.config.tiers import TierConfig, check_tiers
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.opened_model import model_folder
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.service import Service
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.errors import EngineDeadError, InvalidRequestError
@@ -54,13 +54,16 @@ from moe_serve.offline.job import (
     GrowingAnswer,
     Job,
     Prompt,
+    adapter_config,
     as_prompts,
     check_prompt,
     check_text_length,
     each_adapter,
+    limited,
     make_output,
     resolve_rules,
     take_delta,
+    tiers_of,
 )
 from moe_serve.offline.outputs import RequestOutput
 from moe_serve.text.assistant.formats import (
@@ -103,6 +106,7 @@ class LLM:
         placement: str | None = None,
         micro_batches: int | Literal["auto"] = "auto",
         batch_policy: BatchPolicyName = "fifo",
+        tiers: Mapping[str, Mapping[str, object]] | None = None,
         predictor: str | None = None,
         num_threads: int | None = None,
         cuda_graphs: CudaGraphsName = "auto",
@@ -116,29 +120,24 @@ class LLM:
             low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
             max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs,
         )  # fmt: skip
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
+            batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"),
+        )  # fmt: skip
         cluster_config = ClusterConfig(
             attention_ranks=attention_ranks, expert_ranks=expert_ranks,
             attention_tp=attention_tp, placement=placement,
         )  # fmt: skip
         config = EngineConfig(
-            model=model_config,
+            model=model_config, scheduler=scheduler_config, cluster=cluster_config,
             cache=CacheConfig(
                 num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
-            ),
-            scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_batched_tokens=max_batched_tokens,
-                batch_policy=batch_policy,
             ),
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor),
             speculation=SpeculationConfig(method=speculation),
-            adapters=AdapterConfig(
-                is_enabled=bool(adapters),
-                modules=tuple(f"{name}={path}" for name, path in (adapters or {}).items()),
-            ),
-            cluster=cluster_config,
-        )
+            adapters=adapter_config(adapters or {}),
+        )  # fmt: skip
         checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
@@ -146,16 +145,12 @@ class LLM:
         self._adapters = built.adapters
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
         self._gate = GrammarGate(built.grammars)
+        self._tiers = config.scheduler.tiers
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -195,19 +190,22 @@ class LLM:
         *,
         cache_salt: str = "",
         adapter: str | Sequence[str | None] | None = None,
+        service_tier: str | Sequence[str] = "",
         use_progress_bar: bool = True,
     ) -> list[RequestOutput]:
         """Complete one or many prompts (text or token ids); results in the prompts' order.
 
         Prompts reuse cached prefixes of calls with the same `cache_salt` only. `adapter` names the
-        adapter of all prompts, or of each; None: the base model.
+        adapter of all prompts, or of each; None: the base model. `service_tier` names one of the
+        LLM's `tiers` for all prompts, or one for each: prompts of urgent tiers go first.
 
         Raises InvalidRequestError before anything runs if a prompt or parameter is wrong, and
         GenerationError if a request failed inside the engine.
         """
         return self._generate(
-            prompts, params, cache_salt, use_progress_bar, adapter, continues=True
-        )
+            prompts, params, cache_salt, use_progress_bar, adapter, continues=True,
+            tiers=service_tier,
+        )  # fmt: skip
 
     def _generate(
         self,
@@ -218,6 +216,7 @@ class LLM:
         adapter: str | Sequence[str | None] | None,
         *,
         continues: bool,
+        tiers: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete prompts. `continues` means that the answers continue the prompts' text."""
         listed = as_prompts(prompts)
@@ -236,8 +235,11 @@ class LLM:
                 f"cache_salt must be a string, got {cache_salt!r}.", param="cache_salt"
             )
         held = each_adapter(self._adapters, adapter, len(listed))
-        triples = zip(listed, each, held, strict=True)
-        jobs = [self._job(prompt, p, cache_salt, a, continues) for prompt, p, a in triples]
+        named = tiers_of(tiers, len(listed), self._tiers)
+        jobs = [
+            self._job(prompt, p, cache_salt, continues, tier, own)
+            for prompt, p, tier, own in zip(listed, each, named, held, strict=True)
+        ]
         for job in jobs:
             for answer in job.answers:
                 self._engine.add(answer.request)
@@ -282,15 +284,17 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        cache_salt: str,
-        adapter: Adapter | None,
+        salt: str,
         continues: bool,
+        tier: TierConfig,
+        adapter: Adapter | None,
     ) -> Job:
         is_text = isinstance(prompt, str)
         ids = tuple(self._encoded(prompt) if isinstance(prompt, str) else prompt)
         check_prompt(ids, params, self.layout.vocab_size, self.layout.max_model_len)
         vocab_size, gate = self.layout.vocab_size, self._gate
         rules = resolve_rules(params, ids, self.tokenizer, vocab_size, gate, self._reasoning)
+        rules = limited(rules, tier)
         others = replace(rules, prompt_logprobs=None)  # equal for every choice
         stem = f"offline-{next(self._ids)}"
         answers = [
@@ -302,7 +306,8 @@ class LLM:
                     resolved=others if choice else rules,
                     choice=choice,
                     arrival_time=time.monotonic(),
-                    cache_salt=cache_salt,
+                    cache_salt=salt,
+                    service=Service.of_tier(tier),
                     adapter=adapter,
                 ),
                 TextStream(

@@ -21,21 +21,14 @@ from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, StepPlan
 from moe_serve.pipeline.exchange.next_layer import NextLayer
+from moe_serve.pipeline.groups.micro_batch_state import MicroBatchState, SegmentedState
+from moe_serve.pipeline.groups.parked_states import ParkedStates
+from moe_serve.pipeline.groups.segments import SegmentRows
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.stacked_layers import StackedLayers, hidden_of_logits
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline_recorder import NO_LAYER, Stage
 from moe_serve.pipeline.transport import Transport
-
-
-class MicroBatchState:
-    """One micro-batch on its way through the layers."""
-
-    def __init__(self, inputs: StepInputs, stage: AttentionStage) -> None:
-        self.inputs = inputs
-        self.hidden_TD = stage.embed(inputs)
-        self.layer_away: int | None = None  # layer whose rows are with the experts
-        self.shared_TD: Tensor | None = None  # output of that layer's shared expert
 
 
 class Pipeline:
@@ -50,14 +43,16 @@ class Pipeline:
         log: StageLog | None = None,
         tap: RouteTap | None = None,
         next_layer: NextLayer | None = None,
+        parked: ParkedStates | None = None,
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        """`next_layer`: predicts needed experts if not all are held in memory. `adapters`: those
-        that rows may have."""
+        """`next_layer`: predicts needed experts if not all are held in memory. `parked`: states
+        that outlive this pipeline. `adapters`: those that rows may have."""
         self._stage, self._transport, self._cache, self._device = stage, transport, cache, device
         self._log = StageLog() if log is None else log  # its owner begins and ends steps
         self._tap = RouteTap(stage.spec.router.num_experts) if tap is None else tap
         self._next_layer, self._adapters = next_layer, adapters
+        self.parked = ParkedStates() if parked is None else parked
         self.stacked: StackedLayers | None = None  # if set, runs steps of one micro-batch
         self.device = device
         self.keeps_hidden = False
@@ -68,12 +63,16 @@ class Pipeline:
     def run(self, plan: StepPlan) -> Tensor:
         """Compute a step -> the requested logits [R, V] in fp32, slice after slice.
 
-        Afterwards the cache holds the keys and values of every token of the step.
+        Afterwards the cache holds the keys and values of every token of the step, in the layers
+        in which it takes part. Raises ParkedStateError.
         """
         self._tap.begin(plan)
+        self.parked.begin(plan)
         if self.stacked is None or len(plan.micro_batches) > 1 or plan.has_adapters:
             return self._run_by_layer(plan)
         since, (batch,) = time.perf_counter(), plan.micro_batches
+        if batch.is_grouped:
+            return self._run_segments(self.stacked, plan, since)
         result = self.stacked.run(batch, self._log, has_choices=plan.routes is not None)
         self._tap.take_stacked(result)
         self._log.passed_layers(since, 0.0)
@@ -82,17 +81,60 @@ class Pipeline:
         return result.logits_RV
 
     @torch.inference_mode()
+    def _run_segments(self, stacked: StackedLayers, plan: StepPlan, since: float) -> Tensor:
+        """Run a step of one micro-batch as one call per segment."""
+        (batch,), logits, hidden = plan.micro_batches, self._no_logits(), self._no_hidden()
+        rows = SegmentRows(batch, self._stage.spec.num_layers, self.parked)
+        for segment in rows.segments:
+            if not segment.batch.slices:
+                continue
+            result = stacked.run(
+                segment.batch,
+                self._log,
+                has_choices=plan.routes is not None,
+                layers=(segment.first, segment.end),
+                hidden_TD=rows.join(segment),
+            )
+            self._tap.take_stacked(result, segment.batch.slices)
+            rows.leave(segment, result.hidden_TD)
+            if segment is rows.segments[-1]:
+                logits, hidden = result.logits_RV, result.hidden_TD
+        self._log.passed_layers(since, 0.0)
+        last = rows.segments[-1].batch
+        self.hidden_RD = hidden_of_logits(last, hidden) if self.keeps_hidden else None
+        self.hidden_TD = None
+        return logits
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty(0, self._stage.spec.vocab_size, device=self._device)
+
+    def _no_hidden(self) -> Tensor:
+        return torch.empty(0, self._stage.spec.width, dtype=self._stage.dtype, device=self._device)
+
+    def _state(self, batch: MicroBatch) -> MicroBatchState:
+        """Return the state of a micro-batch before the first layer."""
+        if batch.is_grouped:
+            rows = SegmentRows(batch, self._stage.spec.num_layers, self.parked)
+            return SegmentedState(rows, self._inputs, self._stage)
+        inputs = self._inputs(batch)
+        return MicroBatchState(inputs, self._stage.embed(inputs))
+
+    @torch.inference_mode()
     def _run_by_layer(self, plan: StepPlan) -> Tensor:
         since, aside_s, parts = time.perf_counter(), 0.0, list[Tensor]()
         hidden, every_row = list[Tensor](), list[Tensor]()
-        inputs = (self._inputs(batch) for batch in plan.micro_batches)
-        for index, state in enumerate(self._finished(inputs)):
+        states = (self._state(batch) for batch in plan.micro_batches)
+        for index, state in enumerate(self._finished(states)):
             clock, start = time.perf_counter(), self._log.now()
             self._log.enter(Stage.LOGITS, NO_LAYER, index)
-            parts.append(self._stage.logits(state.hidden_TD, state.inputs.logit_rows))
+            logit_rows = state.end()
+            if logit_rows is None:
+                parts.append(self._no_logits())
+                continue
+            parts.append(self._stage.logits(state.hidden_TD, logit_rows))
             self._log.add(Stage.LOGITS, NO_LAYER, index, len(parts[-1]), start)
             if self.keeps_hidden:
-                hidden.append(state.hidden_TD.index_select(0, state.inputs.logit_rows))
+                hidden.append(state.hidden_TD.index_select(0, logit_rows))
             if self.keeps_every_row:
                 every_row.append(state.hidden_TD)
             aside_s += time.perf_counter() - clock
@@ -110,19 +152,20 @@ class Pipeline:
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:
         """Run embedding and all layers -> the residual stream [T, D] of each micro-batch."""
-        return [state.hidden_TD for state in self._finished(inputs)]
+        states = (MicroBatchState(each, self._stage.embed(each)) for each in inputs)
+        return [state.hidden_TD for state in self._finished(states)]
 
-    def _finished(self, inputs: Iterable[StepInputs]) -> Iterator[MicroBatchState]:
+    def _finished(self, begun: Iterable[MicroBatchState]) -> Iterator[MicroBatchState]:
         """Yield each micro-batch once it has left the last layer.
 
-        Inputs are consumed, and the caller's work on a yielded micro-batch runs, while the experts
+        States are consumed, and the caller's work on a yielded micro-batch runs, while the experts
         compute other micro-batches.
         """
         self._transport.reset()
         states = []
-        for index, each in enumerate(inputs):
-            states.append(MicroBatchState(each, self._stage))
-            self._start(0, index, states[-1])
+        for index, each in enumerate(begun):
+            states.append(each)
+            self._start(0, index, each)
         for layer in range(1, self._stage.spec.num_layers):
             for index, state in enumerate(states):
                 self._finish(index, state)
@@ -150,6 +193,8 @@ class Pipeline:
 
     def _start(self, layer: int, index: int, state: MicroBatchState) -> None:
         """Run a layer's attention and send its rows to the experts, unless the layer is dense."""
+        if not state.enter(layer):
+            return
         log, rows = self._log, state.hidden_TD.shape[0]
         start = log.now()
         log.enter(Stage.ATTENTION, layer, index)
@@ -159,7 +204,7 @@ class Pipeline:
         routed = advance.routed
         if routed is None:
             return
-        self._tap.take(index, routed.rows.expert_ids_TK, routed.rows.weights_TK)
+        self._tap.take(index, routed.rows.expert_ids_TK, routed.rows.weights_TK, state.pieces)
         log.enter(Stage.DISPATCH, layer, index)
         if self._next_layer is not None:
             ids_TK = routed.rows.expert_ids_TK

@@ -5,6 +5,7 @@ T tokens of a micro-batch, N requested tokens, L layers with routed experts, K c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.interface.layer_stack import StackResult
-from moe_serve.model.step_plan import MicroBatch, StepPlan
+from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 
 MAX_BYTE_EXPERTS = 256
+_Choices = tuple[Tensor, Tensor]  # expert ids and weights of a layer
 _NUMPY = {torch.uint8: np.uint8, torch.int16: np.int16, torch.float16: np.float16}
 
 
@@ -33,30 +35,59 @@ class StepChoices:
 class RouteTap:
     """Collects the choices of one pipeline. A plan that asks for nothing costs one test per layer.
 
-    It holds the routers' own outputs until the step's end and copies them once.
+    It holds the routers' own outputs until the step's end and copies them once. Those of tokens
+    that pass the layers in several steps are kept until the last of these steps, and returned then
+    if every one of the steps asked for them.
     """
 
     def __init__(self, num_experts: int) -> None:
         self._dtype = torch.uint8 if num_experts <= MAX_BYTE_EXPERTS else torch.int16
         self._is_on = False
         # ids and weights by micro-batch, one entry per layer
-        self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._rows: dict[int, list[_Choices]] = {}
+        # by sequence, one entry per layer: those of tokens that take part in some layers only, in
+        # this step, and in the steps before with the layer that comes next
+        self._in_groups: dict[int, list[_Choices]] = {}
+        self._parked: dict[int, tuple[int, list[_Choices]]] = {}
 
     def begin(self, plan: StepPlan) -> None:
         """Start a step; data left by a failed step is dropped."""
         self._is_on = plan.routes is not None
-        self._rows = {}
+        self._rows, self._in_groups = {}, {}
+        if self._parked:
+            self._parked = {k: kept for k, kept in self._parked.items() if k in plan.parked}
 
-    def take(self, micro_batch: int, expert_ids_TK: Tensor, weights_TK: Tensor) -> None:
-        """Keep a layer's choices before its rows are sent to the experts."""
-        if self._is_on:
+    def take(
+        self,
+        micro_batch: int,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        pieces: Sequence[SequenceSlice] | None = None,
+    ) -> None:
+        """Keep a layer's choices before its rows are sent to the experts. `pieces`: those of the
+        rows, if not all of the micro-batch's slices take part in the layer."""
+        if not self._is_on:
+            return
+        if pieces is None:
             self._rows.setdefault(micro_batch, []).append((expert_ids_TK, weights_TK))
+            return
+        counts = [len(piece.token_ids) for piece in pieces]
+        parts = list(zip(expert_ids_TK.split(counts), weights_TK.split(counts), strict=True))
+        for piece, choices in zip(pieces, parts, strict=True):
+            if piece.layers is not None:
+                self._in_groups.setdefault(piece.sequence_id, []).append(choices)
+        whole = [part for p, part in zip(pieces, parts, strict=True) if p.layers is None]
+        if whole:
+            ids, weights = (torch.cat(each) for each in zip(*whole, strict=True))
+            self._rows.setdefault(micro_batch, []).append((ids, weights))
 
-    def take_stacked(self, result: StackResult) -> None:
-        """Keep the choices of all layers, which one call has computed."""
+    def take_stacked(
+        self, result: StackResult, pieces: Sequence[SequenceSlice] | None = None
+    ) -> None:
+        """Keep the choices of all layers that one call has computed. `pieces`: see `take`."""
         if result.expert_ids_LTK is not None and result.weights_LTK is not None:
             for choices in zip(result.expert_ids_LTK, result.weights_LTK, strict=True):
-                self.take(0, *choices)
+                self.take(0, *choices, pieces)
 
     def end(self, plan: StepPlan) -> StepChoices | None:
         """Return the choices that the plan asked for; None if it asked for none."""
@@ -65,7 +96,10 @@ class RouteTap:
             return None
         wanted = plan.routes.sequence_ids
         sequences, counts, ids, weights = [], [], [], []
-        for index, batch in enumerate(plan.micro_batches):
+        for index, whole in enumerate(plan.micro_batches):
+            batch = whole
+            if whole.is_grouped:
+                batch = MicroBatch(tuple(s for s in whole.slices if s.layers is None))
             rows = _rows_of(batch, wanted)
             if rows is None or not kept.get(index):
                 continue
@@ -77,6 +111,15 @@ class RouteTap:
             if plan.routes.has_weights:
                 layers = [layer_weights for _, layer_weights in kept[index]]
                 weights.append(_chosen(layers, rows, torch.float16))
+        for piece in plan.slices:
+            layers = self._passed(piece) if piece.sequence_id in wanted else []
+            if layers:
+                sequences.append(piece.sequence_id)
+                counts.append(len(piece.token_ids))
+                ids.append(_chosen([each for each, _ in layers], slice(None), self._dtype))
+                if plan.routes.has_weights:
+                    beside = [each for _, each in layers]
+                    weights.append(_chosen(beside, slice(None), torch.float16))
         if not ids:
             return None
         return StepChoices(
@@ -85,6 +128,22 @@ class RouteTap:
             np.concatenate(ids),
             np.concatenate(weights) if plan.routes.has_weights else None,
         )
+
+    def _passed(self, piece: SequenceSlice) -> list[_Choices]:
+        """Return the choices of tokens that have now passed all layers, in several steps; empty if
+        they have not, or if some are missing."""
+        if piece.layers is None:
+            return []
+        following, before = self._parked.pop(piece.sequence_id, (0, []))
+        if piece.layers.first == 0:
+            following, before = 0, []
+        choices = [*before, *self._in_groups.get(piece.sequence_id, [])]
+        if following != piece.layers.first:
+            return []  # the steps before did not ask
+        if piece.layers.is_last:
+            return choices
+        self._parked[piece.sequence_id] = piece.layers.end, choices
+        return []
 
 
 def _rows_of(batch: MicroBatch, wanted: frozenset[int]) -> list[int] | slice | None:

@@ -47,23 +47,36 @@ class StackedLayers:
             tuple(layer in sparse and stage.has_mlp(layer) for layer in layers),
         )
 
-    def run(self, batch: MicroBatch, log: StageLog, *, has_choices: bool) -> StackResult:
-        """Compute a step of one micro-batch. `has_choices`: return the routers' choices too."""
+    def run(
+        self,
+        batch: MicroBatch,
+        log: StageLog,
+        *,
+        has_choices: bool,
+        layers: tuple[int, int] | None = None,
+        hidden_TD: Tensor | None = None,
+    ) -> StackResult:
+        """Compute a step of one micro-batch. `has_choices`: return the routers' choices too.
+
+        With `layers`, it computes these layers only, [first, end), from the residual stream before
+        them. Logits exist behind the last layer."""
         rows = StackRows()
         for piece in batch.slices:
             rows.add(piece.start, piece.token_ids, piece.page_table, piece.num_logits)
         start = log.now()
         log.enter(Stage.STEP, at_layer=lambda: self.call.at_layer)
-        result = self.call(rows, has_choices=has_choices, has_times=log.is_on)
+        result = self.call(
+            rows, has_choices=has_choices, has_times=log.is_on, layers=layers, hidden_TD=hidden_TD
+        )
         if result.times is not None:
-            self._note(result, log, start)
+            self._note(result, log, start, 0 if layers is None else layers[0])
         return result
 
-    def _note(self, result: StackResult, log: StageLog, start: int) -> None:
-        """Record the stages of a step whose layers began at `start`."""
+    def _note(self, result: StackResult, log: StageLog, start: int, first: int) -> None:
+        """Record the stages of layers from `first` on, which began at `start`."""
         assert result.times is not None, "the step was timed"
         num_rows = len(result.hidden_TD)
-        for layer, times in enumerate((result.times + start).tolist()):
+        for layer, times in enumerate((result.times + start).tolist(), first):
             began, front, routed, shared, end = times
             log.add(Stage.ATTENTION, layer, 0, num_rows, began, front)
             if self.is_sparse[layer]:
@@ -71,7 +84,8 @@ class StackedLayers:
             if self.is_shared[layer]:
                 log.add(Stage.SHARED, layer, 0, num_rows, routed, shared)
             log.add(Stage.COMBINE, layer, 0, num_rows, shared, end)
-        log.add(Stage.LOGITS, NO_LAYER, 0, len(result.logits_RV), log.end)
+        if first + len(result.times) == len(self.is_sparse):
+            log.add(Stage.LOGITS, NO_LAYER, 0, len(result.logits_RV), log.end)
 
 
 def hidden_of_logits(batch: MicroBatch, hidden_TD: Tensor) -> Tensor:
@@ -81,4 +95,4 @@ def hidden_of_logits(batch: MicroBatch, hidden_TD: Tensor) -> Tensor:
     for piece in batch.slices:
         end += len(piece.token_ids)
         rows.extend(range(end - piece.num_logits, end))
-    return hidden_TD.index_select(0, torch.tensor(rows))
+    return hidden_TD.index_select(0, torch.tensor(rows, dtype=torch.int64))

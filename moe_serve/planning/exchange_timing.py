@@ -145,7 +145,7 @@ def _attention_side(setup: ExchangeSetup, group: DataGroup, store: Any) -> list[
     try:
         clocks: dict[int, list[tuple[float, float, float]]] = {}
         for shape in _shapes(setup):
-            count = shape.planned(0, 0)
+            count = shape.planned(0, 0, 0)
             routed = _rows(setup, count)
             wall, own = time.perf_counter(), time.process_time()
             transport.begin(shape)

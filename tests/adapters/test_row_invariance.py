@@ -5,6 +5,7 @@ adapters."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.adapters.answers import adapters_of, content
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=2)
+LONGER = replace(PARAMS, max_tokens=30)
 NAMES = [None, "lora", "esft", "other"]
 
 
@@ -37,10 +39,15 @@ def prompts() -> list[list[int]]:
     return [rng.integers(1, 300, int(n)).tolist() for n in rng.integers(1, 60, 12)]
 
 
-def run(llm: LLM, which: Sequence[int], names: Sequence[str | None]) -> list[object]:
+def run(
+    llm: LLM,
+    which: Sequence[int],
+    names: Sequence[str | None],
+    params: SamplingParams = PARAMS,
+) -> list[object]:
     chosen, all_prompts = [names[i] for i in which], prompts()
     outputs = llm.generate(
-        [all_prompts[i] for i in which], PARAMS, adapter=chosen, use_progress_bar=False
+        [all_prompts[i] for i in which], params, adapter=chosen, use_progress_bar=False
     )
     return content(outputs)
 
@@ -69,15 +76,15 @@ def test_cut_preempted_and_warm(base: Path, adapters: dict[str, str]) -> None:
     names = names_of(12)
     settings: dict[str, Any] = {"dtype": "bfloat16", "adapters": adapters}
     with LLM(str(base), **settings) as llm:
-        wanted = run(llm, range(12), names)
-        assert run(llm, range(12), names) == wanted  # warm
+        wanted = run(llm, range(12), names, LONGER)
+        assert run(llm, range(12), names, LONGER) == wanted  # warm
     few = {"max_model_len": 96, "num_pages": 14, "max_batched_tokens": 16}
     with LLM(str(base), **few, **settings) as llm:
-        assert run(llm, range(12), names) == wanted
+        assert run(llm, range(12), names, LONGER) == wanted
         assert llm.stats().counts.num_preemptions > 0
     with LLM(str(base), speculation="suffix", **settings) as llm:
-        assert run(llm, range(12), names) == wanted
-        assert run(llm, range(12), names) == wanted
+        assert run(llm, range(12), names, LONGER) == wanted
+        assert run(llm, range(12), names, LONGER) == wanted
 
 
 def test_no_page_is_shared_between_adapters(base: Path, adapters: dict[str, str]) -> None:

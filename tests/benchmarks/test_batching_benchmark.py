@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batching import batching, cost, queue, request_prediction
+from batching import batching, cost, layered_prefill, queue, request_prediction
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from pictures import predictor_figure
 
@@ -98,3 +98,20 @@ def test_benchmark_prints_every_cell(
     for line, batch in ((first, "1"), (second, "2")):
         cells = line.split()
         assert cells[0] == batch and all(int(cell) > 0 for cell in cells[1:])
+
+
+def test_reads_of_layered_prefill_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A chunk of 64 rows of random tokens activates most experts of a layer, so a prompt of three
+    chunks reads them three times, and once in groups of layers."""
+    path = tmp_path / "layered.json"
+    few = ["--decoding", "1", "--prompts", "190", "--chunk", "64", "--rounds", "1"]
+    assert layered_prefill.main([str(demo_model_folder()), *few, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text("utf-8"))["rows"]
+    assert row["num_steps"]["off"] == 3
+    most = 6 * 32 / 190
+    assert 2 * most < row["reads"]["off"] <= 3 * most
+    assert most / 2 < row["reads"]["on"] < 0.75 * row["reads"]["off"]
+    assert row["ttft_ratio"]["off"] == [1.0, 1.0, 1.0]
+    assert "demo_model   1   190" in capsys.readouterr().out

@@ -166,11 +166,13 @@ def test_a_model_without_a_template(folder: Path) -> None:
 
 def test_config_show(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("scheduler:\n  max_num_seqs: 7\nserver:\n  api_keys: [very-secret]\n", "utf-8")
+    text = "scheduler:\n  max_num_seqs: 7\n  tiers: {chat: {weight: 2}}\n"
+    file.write_text(f"{text}server:\n  api_keys: [very-secret]\n", "utf-8")
     monkeypatch.setenv("MOE_SERVE_SERVER_PORT", "8123")
     assert run("config", "show", "--config", str(file), "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["scheduler.max_num_seqs"] == {"value": 7, "source": f"{file}:2"}
+    assert shown["scheduler.tiers"]["value"] == {"chat": {"weight": 2.0}}
     assert shown["server.port"] == {"value": 8123, "source": "MOE_SERVE_SERVER_PORT"}
     assert shown["server.api_keys"]["value"] == "1 set, not shown"
     assert shown["model.dtype"] == {"value": "auto", "source": "default"}

@@ -23,6 +23,8 @@ from moe_serve.cluster.launch.launchers import HostCommand
 from moe_serve.cluster.launch.node_layout import fill_nodes
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import Config
+from moe_serve.config.sources import load_config
+from moe_serve.config.tiers import TierConfig
 from moe_serve.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,6 +200,8 @@ def test_manifests_of_a_cluster_file(capsys: Capture, tmp_path: Path) -> None:
     even = TWO_NODES.read_text()
     even = even.replace(split.format("0, 1"), "attention_ranks: [0, 1, 2, 3]")
     even = even.replace(split.format("2, 3"), "expert_ranks: [0, 1, 2, 3]")
+    limit = "    max_num_seqs: 256\n"
+    even = even.replace(limit, f"{limit}    tiers: {{chat: {{weight: 2, ttft_s: 1}}}}\n")
     path = tmp_path / "even.yaml"
     path.write_text(even + "  log: {access_exclude: []}\n")
     assert run("--cluster", str(path), "--emit", "kubernetes") == 0
@@ -207,6 +211,9 @@ def test_manifests_of_a_cluster_file(capsys: Capture, tmp_path: Path) -> None:
     (container,) = template["containers"]
     variables = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert variables["MOE_SERVE_SCHEDULER_MAX_NUM_SEQS"] == "256"
+    tiers = variables["MOE_SERVE_SCHEDULER_TIERS"]
+    read = load_config(flags={}, environ={"MOE_SERVE_SCHEDULER_TIERS": tiers})
+    assert read.config.engine.scheduler.tiers == (TierConfig(name="chat", weight=2, ttft_s=1),)
     assert variables["MOE_SERVE_LOG_ACCESS_EXCLUDE"] == "[]", "an empty one would not be set"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     words = container["command"]

@@ -441,9 +441,12 @@ def new_server() -> Callable[..., LiveServer]:
 def new_client() -> Callable[..., tuple[TestClient, FakeEngine]]:
     """Clients with an application and an engine of their own, for tests that share them."""
 
-    def new(**config: Any) -> tuple[TestClient, FakeEngine]:
+    def new(
+        scheduler: SchedulerConfig = DEFAULT_SCHEDULER, **config: Any
+    ) -> tuple[TestClient, FakeEngine]:
         engine = FakeEngine(byte_tokenizer())
-        app = create_app(engine, tiny_model(engine.tokenizer), ServerConfig(**config))
+        model, server = tiny_model(engine.tokenizer), ServerConfig(**config)
+        app = create_app(engine, model, server, scheduler=scheduler)
         return TestClient(app), engine
 
     return new

@@ -92,6 +92,34 @@ def test_one_params_per_prompt(llm: LLM) -> None:
         llm.generate(["a"], params, use_progress_bar=False)
 
 
+def test_prompts_of_an_urgent_tier_go_first(llm: LLM, tiny: str) -> None:
+    """With one seat the order is the tiers'; the tokens are those of an LLM without tiers."""
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    prompts = ["abc", "bcd", "cde"]
+    plain = llm.generate(prompts, params, use_progress_bar=False)
+    tiers = {"flex": {"e2e_s": 600, "max_output_tokens": 4}, "chat": {"weight": 9, "ttft_s": 0.5}}
+    with LLM(tiny, tiers=tiers, max_num_seqs=1) as tiered:
+        found = tiered.generate(
+            prompts, params, service_tier=["", "flex", "chat"], use_progress_bar=False
+        )
+        counts = tiered.stats().service
+        for wrong, words in (
+            ("gold", "the tiers are flex, chat"),
+            (["chat"], "3 prompts .* 1 name"),
+        ):
+            with pytest.raises(InvalidRequestError, match=words):
+                tiered.generate(prompts, params, service_tier=wrong, use_progress_bar=False)
+    lengths = [len(output.outputs[0].token_ids) for output in found]
+    assert lengths == [4, 4, 6], "flex, the first tier, has a limit"
+    for output, same in zip(found, plain, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert tokens == same.outputs[0].token_ids[: len(tokens)]
+    assert counts is not None
+    assert {each.tier: each.num_finished for each in counts.tiers} == {"flex": 2, "chat": 1}
+    first = [output.metrics.ttft_s for output in found]
+    assert first[2] < first[1], "chat came last and began before the second of flex"
+
+
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate("a", SamplingParams(max_tokens=2))
     assert "Generating" in capsys.readouterr().out
@@ -110,6 +138,8 @@ def test_mistakes_are_told_before_anything_runs(llm: LLM) -> None:
     steps = llm.stats().num_steps
     with pytest.raises(InvalidRequestError):
         llm.generate(["fine", [300]], use_progress_bar=False)
+    with pytest.raises(InvalidRequestError, match="the tiers are none: give LLM its tiers"):
+        llm.generate("fine", service_tier="chat", use_progress_bar=False)
     with pytest.raises(InvalidRequestError, match="cache_salt must be a string, got None"):
         llm.generate("fine", cache_salt=None, use_progress_bar=False)  # type: ignore[arg-type]
     assert llm.stats().num_steps == steps
@@ -131,6 +161,10 @@ def test_wrong_settings(tiny: str) -> None:
         LLM(tiny, max_model_len=513)
     with pytest.raises(ConfigError, match="2 pages"):
         LLM(tiny, num_pages=2)
+    with pytest.raises(
+        ConfigError, match=r"unknown key tiers\.a\.tft_s \(LLM\): did you mean ttft_s"
+    ):
+        LLM(tiny, tiers={"a": {"tft_s": 1}})
 
 
 def test_without_a_tokenizer_no_rank_is_started(

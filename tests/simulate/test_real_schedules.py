@@ -20,6 +20,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
+from moe_serve.engine.schedule.scheduler import Scheduler
 from moe_serve.engine.schedule.starter import Starter
 from moe_serve.engine.schedule.waiting_queue import WaitingQueue
 from moe_serve.model.step_plan import StepPlan

@@ -137,3 +137,62 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: Capture) -> None:
         error = capsys.readouterr().err
         last = error.splitlines()[-1]
         assert message in last and last.startswith("error: ") and "Traceback" not in error, error
+
+
+TIERS = """
+tiers:
+  fast: {weight: 4, ttft_s: 0.2}
+  slow: {weight: 1, ttft_s: 20}
+priorities: {slow: 3}
+"""
+
+
+def burst(folder: Path, num: int) -> str:
+    """Write a trace of requests in even gaps, from three tenants."""
+    path = folder / "trace.csv"
+    rows = [f"{0.5 * i},{300 + 37 * (i % 5)},{12 + i % 7},t{i % 3}" for i in range(num)]
+    path.write_text("at_s,prompt_tokens,output_tokens,tenant\n" + "\n".join(rows), "utf-8")
+    return str(path)
+
+
+def test_tiers_reach_the_scheduler_and_the_report(tmp_path: Path, capsys: Capture) -> None:
+    """At twice the capacity the order decides which tier keeps its target."""
+    tiers = tmp_path / "tiers.yaml"
+    tiers.write_text(TIERS, "utf-8")
+    common = (
+        *QWEN, "--layout", "colocated", "--tensor-shards", "8", "--trace", burst(tmp_path, 90),
+        "--tiers", str(tiers), "--load", "2", "--max-num-seqs", "2", "--max-batched-tokens", "256",
+    )  # fmt: skip
+    met = {}
+    for order in ("fifo", "atc"):
+        report = report_of(tmp_path / f"{order}.json", *common, "--order", order)
+        assert report.service is not None and report.summary.num_ok == 90
+        assert [tier.name for tier in report.service.tiers] == ["fast", "slow"]
+        assert {tenant.name for tenant in report.service.tenants} == {"t0", "t1", "t2"}
+        met[order] = report.service.tiers[0].attained
+    assert met["atc"] > 2 * met["fifo"]
+    assert "weighted tardiness" in capsys.readouterr().out
+    strict = report_of(tmp_path / "s.json", *common, "--order", "atc", "--strict")
+    assert strict.service is not None and strict.service.num_refused > 0
+    assert strict.summary.errors["deadline_unmeetable"] == strict.service.num_refused
+    assert (
+        "its first token would come after" in strict.summary.error_examples["deadline_unmeetable"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--strict",), "--strict belongs to --tiers FILE"),
+        (("--patience", "3"), "--patience belongs to --tiers FILE"),
+        (("--load", "1.2"), "--load sets the speed of --trace FILE"),
+        (("--load", "1.2", "--trace", "TRACE", "--rate", "3"), "leave out --scale-time, --rate"),
+        (("--load", "1.2", "--trace", "TRACE"), "a trace of 20 requests or more, got 3"),
+    ],
+)
+def test_options_that_would_do_nothing(
+    tmp_path: Path, capsys: Capture, arguments: tuple[str, ...], said: str
+) -> None:
+    given = [burst(tmp_path, 3) if each == "TRACE" else each for each in arguments]
+    assert run(*QWEN, *given) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

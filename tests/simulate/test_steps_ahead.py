@@ -11,7 +11,9 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.config.sections import SchedulerConfig
+from moe_serve.bench.simulated_run import service_of
+from moe_serve.config.sections import OrderName, SchedulerConfig
+from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import StepPlan
@@ -25,6 +27,7 @@ from tests.support.cluster.calibrations import cpu_calibration
 
 COSTS = cpu_calibration().costs
 LONGEST = 120
+TIERS = (TierConfig(name="fast", weight=4.0, ttft_s=0.01), TierConfig(name="slow", ttft_s=0.2))
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Load:
     num_cells: int
     concurrency: int | None
     scatter: tuple[float, ...]
+    order: OrderName = "auto"
 
     def jobs(self) -> list[SimulatedRequest]:
         at_s, made = 0.0, []
@@ -46,7 +50,12 @@ class Load:
             ids = [index % 3 + 7] * (prompt // 2) + list(range(100, 100 + prompt - prompt // 2))
             made.append(
                 SimulatedRequest(
-                    index=index, at_s=at_s, num_output=output, make_prompt=partial(list, ids)
+                    index=index,
+                    at_s=at_s,
+                    num_output=output,
+                    make_prompt=partial(list, ids),
+                    service=service_of(TIERS[index % 2], str(index % 3), is_strict=False),
+                    priority=index % 2,
                 )
             )
         return made
@@ -64,6 +73,7 @@ LOADS = st.builds(
     num_cells=st.integers(1, 3),
     concurrency=st.sampled_from([None, 1, 3, 8]),
     scatter=st.sampled_from([(), (0.5, 1.0, 2.5)]),
+    order=st.sampled_from(["auto", "priority", "fifo", "edf", "atc"]),
 )  # fmt: skip
 Step = tuple[float, tuple[tuple[int, int, int, int], ...]]  # its end, (id, start, count, pages)
 
@@ -71,7 +81,12 @@ Step = tuple[float, tuple[tuple[int, int, int, int], ...]]  # its end, (id, star
 def served(load: Load, *, jumps: bool) -> tuple[list[RequestTimes], list[list[Step]], World]:
     """Serve the load -> requests in the order of their ends, and the steps of each cell."""
     limits = CellLimits(
-        scheduler=SchedulerConfig(max_num_seqs=load.num_seqs, max_batched_tokens=48),
+        scheduler=SchedulerConfig(
+            max_num_seqs=load.num_seqs,
+            max_batched_tokens=48,
+            order=load.order,
+            tiers=() if load.order in ("auto", "priority") else TIERS,
+        ),
         num_pages=-(-LONGEST // load.page_size) + load.num_pages,
         page_size=load.page_size,
         max_model_len=LONGEST,

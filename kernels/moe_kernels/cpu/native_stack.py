@@ -9,6 +9,7 @@ import ctypes
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Float, Int, NativeLibrary, Pointer, address
 from moe_kernels.cpu.native_attention import PlanStruct, pages_struct, plan_struct
@@ -47,7 +48,7 @@ class _StepStruct(ctypes.Structure):
         *((name, Pointer) for name in (
             "slices", "tokens", "pages", "logits", "hidden", "ids", "weights", "times", "at_layer",
         )),
-        *((name, Int) for name in ("num_slices", "num_tokens", "num_logits")),
+        *((name, Int) for name in ("num_slices", "num_tokens", "num_logits", "first", "end")),
     )  # fmt: skip
 
 
@@ -65,7 +66,7 @@ class NativeStack:
         structs = [plan_struct(shape, parts.page_size, native.threads) for shape in shapes]
         self._shapes = (PlanStruct * len(shapes))(*structs)
         self._layers = (_LayerStruct * len(parts.layers))()
-        self._num_sparse = sum(layer.experts is not None for layer in parts.layers)
+        self._is_sparse = [layer.experts is not None for layer in parts.layers]
         self._pages = [pages_struct(layer.pages) for layer in parts.layers]
         for struct, layer, pages in zip(self._layers, parts.layers, self._pages, strict=True):
             assert isinstance(layer.front, NativeFront), "a native front"
@@ -99,25 +100,38 @@ class NativeStack:
         return self._at_layer.value
 
     def __call__(
-        self, rows: StackRows, *, has_choices: bool = False, has_times: bool = False
+        self,
+        rows: StackRows,
+        *,
+        has_choices: bool = False,
+        has_times: bool = False,
+        layers: tuple[int, int] | None = None,
+        hidden_TD: Tensor | None = None,
     ) -> StackResult:
         step, num_tokens = self._step, len(rows.tokens)
-        hidden_TD = torch.empty(num_tokens, self._width, dtype=self._dtype)
-        logits_RV = torch.empty(rows.num_logits, self._vocab_size, dtype=torch.float32)
+        first, end = (0, len(self._layers)) if layers is None else layers
+        if hidden_TD is None:
+            assert first == 0, f"layer {first} needs the rows of the layer before"
+            hidden_TD = torch.empty(num_tokens, self._width, dtype=self._dtype)
+        else:
+            assert hidden_TD.shape == (num_tokens, self._width), "a state for each token"
+            assert hidden_TD.is_contiguous() and hidden_TD.dtype == self._dtype, "in one piece"
+        num_logits = rows.num_logits if end == len(self._layers) else 0
+        logits_RV = torch.empty(num_logits, self._vocab_size, dtype=torch.float32)
         ids_LTK = weights_LTK = times = None
         if has_choices:
-            shape = (self._num_sparse, num_tokens, self._parts.top_k)
+            shape = (sum(self._is_sparse[first:end]), num_tokens, self._parts.top_k)
             ids_LTK = torch.empty(shape, dtype=torch.int64)
             weights_LTK = torch.empty(shape, dtype=torch.float32)
         if has_times:
-            times = np.empty((len(self._layers), CLOCKS), dtype=np.int64)
+            times = np.empty((end - first, CLOCKS), dtype=np.int64)
         step.slices, num_numbers = rows.slices.buffer_info()
         step.tokens, step.pages = rows.tokens.buffer_info()[0], rows.pages.buffer_info()[0]
         step.logits, step.hidden = logits_RV.data_ptr(), hidden_TD.data_ptr()
         step.ids, step.weights = address(ids_LTK), address(weights_LTK)
         step.times = None if times is None else times.ctypes.data
         step.num_slices, step.num_tokens = num_numbers // 4, num_tokens
-        step.num_logits = rows.num_logits
+        step.num_logits, step.first, step.end = num_logits, first, end
         absent = self._function(*self._pointers)
         assert not absent, absence(absent)
         return StackResult(logits_RV, hidden_TD, ids_LTK, weights_LTK, times)

@@ -93,7 +93,16 @@ class LayerStack(Protocol):
         ...
 
     def __call__(
-        self, rows: StackRows, *, has_choices: bool = False, has_times: bool = False
+        self,
+        rows: StackRows,
+        *,
+        has_choices: bool = False,
+        has_times: bool = False,
+        layers: tuple[int, int] | None = None,
+        hidden_TD: Tensor | None = None,
     ) -> StackResult:
-        """`has_choices`: return the routers' choices. `has_times`: return the times of stages."""
+        """`has_choices`: return the routers' choices. `has_times`: return the times of stages.
+
+        `layers`: compute only layers [first, end), from the residual stream before them. There are
+        logits only if the last layer is among them. L and Ls of the result count these layers."""
         ...

@@ -144,7 +144,7 @@ def _variables(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | dict):
         return json.dumps(value)  # with commas an empty list would count as not set
     if value is None:
         return "null"

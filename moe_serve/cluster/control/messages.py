@@ -14,11 +14,11 @@ from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.step_outcome import RowFailure
 from moe_serve.engine.opened_model import LoadReport
-from moe_serve.engine.request.request import DecodingRules, TokenLogprob
-from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.sampling.answer_masks import MaskCost
 from moe_serve.engine.sampling.sampler import Sampled
-from moe_serve.model.step_plan import RouteAsk
+from moe_serve.model.step_plan import LayerRange, RouteAsk
+from moe_serve.pipeline.exchange.step_shape import RowsOfLayers
 
 RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ranks of the epoch
 
@@ -62,10 +62,8 @@ class Join(ControlMessage, frozen=True):
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, start + count) of a sequence; its page table from `first_page` on is new.
-
-    The last of these tokens may be drafted: only they are sent, as the rank knows the others.
-    """
+    """Tokens [start, start + count) of a sequence; its page table from `first_page` on is new. The
+    last of these tokens may be drafted: only they are sent, as the rank knows the others."""
 
     sequence_id: int
     start: int
@@ -74,6 +72,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     first_page: int
     pages: Sequence[int]
     drafted: bytes = b""  # int32, little-endian
+    layers: LayerRange | None = None  # None: all
 
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -87,17 +86,6 @@ class OpenSequence(msgspec.Struct, frozen=True, array_like=True):
     seed: int
 
 
-def pack_params(params: SamplingParams, rules: DecodingRules) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.msgpack.encode((params, rules), enc_hook=dict))  # frozen mappings
-
-
-_PARAMS = msgspec.msgpack.Decoder(tuple[SamplingParams, DecodingRules])
-
-
-def unpack_params(packed: msgspec.Raw) -> tuple[SamplingParams, DecodingRules]:
-    return _PARAMS.decode(packed)
-
-
 class PageWork(msgspec.Struct, frozen=True, array_like=True):
     """Pages to zero, then pages to copy. `save`, `load`: to and from slots of the memory tier."""
 
@@ -108,9 +96,9 @@ class PageWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunStep(ControlMessage, frozen=True):
-    """Tells an attention rank to run a step. `rows`: of each micro-batch, for every attention rank
-    of the epoch. `after`: a step that had not ended when this was sent; this one goes on with its
-    tokens, and fails if that step failed on this rank."""
+    """Tells an attention rank to run a step. `rows`, `some_layers`: see `StepShape`. `after`: a
+    step that had not ended when this was sent; this one goes on with its tokens, and fails if that
+    step failed on this rank."""
 
     epoch: int
     step: int
@@ -122,6 +110,8 @@ class RunStep(ControlMessage, frozen=True):
     after: int = 0
     routes: RouteAsk | None = None
     placement: int = 0  # a rank with another version ends
+    some_layers: Sequence[Sequence[Sequence[RowsOfLayers]]] = ()
+    parked: Sequence[int] = ()  # see `StepPlan`
 
 
 class ServeStep(ControlMessage, frozen=True):
@@ -133,6 +123,7 @@ class ServeStep(ControlMessage, frozen=True):
     rows: Sequence[Sequence[int]]
     needed: bytes = b""
     placement: int = 0  # a rank with another version ends
+    some_layers: Sequence[Sequence[Sequence[RowsOfLayers]]] = ()
 
 
 class QueryPages(ControlMessage, frozen=True):

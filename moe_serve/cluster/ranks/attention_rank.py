@@ -43,6 +43,7 @@ from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.groups.parked_states import ParkedStates
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.shard_group import LeaderTransport, ShardLostError
 from moe_serve.pipeline.links.transfer import PeerLostError
@@ -87,7 +88,7 @@ class AttentionRank:
         eos = self._model.eos_token_ids
         self._sampler = make_sampler(eos, self._loader.kernels)
         self._masks = AnswerMasks(self._spec.vocab_size, eos, self._model.grammars())
-        self._mirrors = Mirrors()
+        self._mirrors, self._parked = Mirrors(), ParkedStates()
         self._placement = RankPlacement(configure.placement)
         self._last_done = 0  # the last step whose tokens were reported
         self._log = StageLog(configure.is_recording)
@@ -142,7 +143,9 @@ class AttentionRank:
             transport = LeaderTransport(transport, self._shards.group)
         part, tap = self._part, RouteTap(self._spec.router.num_experts)
         beside = (self._log, tap, self._next_layer)
-        pipeline = Pipeline(part.stage, transport, part.cache, loader.device, *beside)
+        pipeline = Pipeline(
+            part.stage, transport, part.cache, loader.device, *beside, parked=self._parked
+        )
         self._executor = LocalExecutor(
             pipeline,
             self._sampler,
@@ -151,6 +154,7 @@ class AttentionRank:
             drafter=StepDrafter.of(
                 configure.config, self._model.folder, self._masks, part.stage, pipeline, part.mtp
             ),
+            parked=self._parked,
         )
 
     def leave(self) -> None:
@@ -208,7 +212,7 @@ class AttentionRank:
             return self._failed(
                 order, "it is not a member of the data group of this epoch", str(self._name)
             )
-        transport.begin(StepShape(order.epoch, order.step, _tuples(order.rows)))
+        transport.begin(_shape(order))
         try:
             return self._compute(order, plan, transport, executor)
         except PeerLostError as error:
@@ -229,7 +233,7 @@ class AttentionRank:
         if group is None or transport is None or group.epoch != order.epoch:
             peer = str(self._name)
         else:
-            transport.begin(StepShape(order.epoch, order.step, _tuples(order.rows)))
+            transport.begin(_shape(order))
             try:
                 transport.abandon()
             except PeerLostError as error:
@@ -286,5 +290,6 @@ class AttentionRank:
         return StepFailed(epoch=order.epoch, step=order.step, why=why, peer=peer)
 
 
-def _tuples(rows: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(counts) for counts in rows)
+def _shape(order: RunStep) -> StepShape:
+    rows = tuple(tuple(counts) for counts in order.rows)
+    return StepShape(order.epoch, order.step, rows, order.some_layers)

@@ -177,7 +177,7 @@ class ExpertRank:
             shape = (len(sparse_layers(self._spec)), self._spec.router.num_experts)
             self._stage.memory.hint(unpack_needed(order.needed, shape))
         try:
-            self._loop.run(StepShape(order.epoch, order.step, rows))
+            self._loop.run(StepShape(order.epoch, order.step, rows, order.some_layers))
             whole = log.finish(sum(sum(counts) for counts in rows))
             return StepServed(
                 epoch=order.epoch,

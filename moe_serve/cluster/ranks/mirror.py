@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 
+import msgspec
 import numpy as np
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.page_bytes import PageBytes
 from moe_serve.cache.tiers.arena import ArenaView
-from moe_serve.cluster.control.messages import OpenSequence, PageWork, RunStep, Slice, unpack_params
+from moe_serve.cluster.control.messages import OpenSequence, PageWork, RunStep, Slice
 from moe_serve.engine.execute.step_outcome import StepOutcome
-from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.request import DecodingRules, GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.errors import ConfigError
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
@@ -39,6 +41,7 @@ class Mirrors:
                 for batch in order.micro_batches
             ),
             order.routes,
+            parked=tuple(order.parked),
         )
 
     def append(self, runs: Mapping[int, Items[int]]) -> None:
@@ -60,6 +63,7 @@ class Mirrors:
             tuple(sequence.page_table),
             piece.num_logits,
             len(drafted),
+            piece.layers,
         )
 
 
@@ -91,6 +95,17 @@ def _sequence(opened: OpenSequence) -> Sequence:
     for token in _tokens(opened.output):
         sequence.append(token)
     return sequence
+
+
+def pack_params(params: SamplingParams, rules: DecodingRules) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode((params, rules), enc_hook=dict))  # frozen mappings
+
+
+_PARAMS = msgspec.msgpack.Decoder(tuple[SamplingParams, DecodingRules])
+
+
+def unpack_params(packed: msgspec.Raw) -> tuple[SamplingParams, DecodingRules]:
+    return _PARAMS.decode(packed)
 
 
 def pack_tokens(token_ids: list[int]) -> bytes:

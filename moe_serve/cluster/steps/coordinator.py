@@ -259,6 +259,9 @@ class Coordinator:
             "rows": rows,
             "placement": self._current.version.number,
         }
+        if any(work.has_some_layers for work in works.values()):
+            each = [works[n].some_layers if n in works else () for n in epoch.attention]
+            head["some_layers"] = each
         needed = pack_needed(work.needed_LE for work in works.values())
         for name in epoch.experts:
             self._calls.send(name, ServeStep(**head, needed=needed))
@@ -271,6 +274,7 @@ class Coordinator:
                 page_work=work.page_work,
                 after=work.after,
                 routes=work.routes,
+                parked=work.parked,
             )
             self._calls.send(name, order)
         return flight

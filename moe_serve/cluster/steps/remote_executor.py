@@ -10,10 +10,9 @@ from moe_serve.cluster.control.messages import (
     QueryPages,
     Slice,
     StepDone,
-    pack_params,
 )
 from moe_serve.cluster.ranks.choice_packing import unpack_choices
-from moe_serve.cluster.ranks.mirror import pack_tokens
+from moe_serve.cluster.ranks.mirror import pack_params, pack_tokens
 from moe_serve.cluster.steps.step_in_flight import RankWork, StepCoordinator
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
@@ -67,6 +66,7 @@ class RemoteExecutor:
             page_work=self._take_work(),
             routes=plan.routes,
             needed_LE=plan.needed_LE,
+            parked=plan.parked,
         )
 
     def resend_tables(self) -> None:
@@ -119,6 +119,7 @@ class RemoteExecutor:
             first,
             table[first:],
             pack_tokens(piece.drafted) if piece.num_drafted else b"",
+            piece.layers,
         )
 
 

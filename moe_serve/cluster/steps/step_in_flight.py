@@ -21,6 +21,7 @@ from moe_serve.engine.execute.step_executor import ExecutorLostError
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.errors import MoeServeError
 from moe_serve.model.step_plan import RouteAsk
+from moe_serve.pipeline.exchange.step_shape import RowsOfLayers
 
 
 class RankLostError(ExecutorLostError):
@@ -44,10 +45,32 @@ class RankWork:
     after: int = 0  # the step whose tokens it needs, if that still runs
     routes: RouteAsk | None = None
     needed_LE: NDArray[np.float32] | None = field(default=None, compare=False)
+    parked: tuple[int, ...] = ()
 
     @property
     def rows(self) -> tuple[int, ...]:
-        return tuple(sum(piece.count for piece in batch) for batch in self.micro_batches)
+        """Returns the rows of each micro-batch that take part in all layers."""
+        return tuple(
+            sum([piece.count for piece in batch if piece.layers is None])
+            for batch in self.micro_batches
+        )
+
+    @property
+    def has_some_layers(self) -> bool:
+        """Returns True if some rows take part in some layers only."""
+        return any(piece.layers is not None for batch in self.micro_batches for piece in batch)
+
+    @property
+    def some_layers(self) -> tuple[tuple[RowsOfLayers, ...], ...]:
+        """Returns the other rows of each micro-batch, see `StepShape`."""
+        return tuple(
+            tuple(
+                (piece.count, piece.layers.first, piece.layers.end)
+                for piece in batch
+                if piece.layers is not None
+            )
+            for batch in self.micro_batches
+        )
 
     @property
     def again(self) -> RankWork:

@@ -15,7 +15,7 @@ from torch import Tensor
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.engine.execute.step_drafter import StepDrafter
-from moe_serve.engine.execute.step_outcome import Proposal, RowFailure, StepOutcome
+from moe_serve.engine.execute.step_outcome import NAN, Proposal, RowFailure, StepOutcome
 from moe_serve.engine.execute.step_timeline import StepWatch
 from moe_serve.engine.execute.verify import Verified, verify
 from moe_serve.engine.request.request import TokenLogprob
@@ -26,6 +26,7 @@ from moe_serve.engine.sampling.sampling_backend import SamplingBackend
 from moe_serve.engine.sampling.sampling_point import SamplingPoint
 from moe_serve.errors import MoeServeError
 from moe_serve.model.step_plan import SequenceSlice, StepPlan
+from moe_serve.pipeline.groups.parked_states import ParkedStates
 from moe_serve.pipeline.route_tap import RouteTap
 
 _log = logging.getLogger(__name__)
@@ -93,12 +94,14 @@ class LocalExecutor:
         masks: AnswerMasks | None = None,
         watch: StepWatch | None = None,
         drafter: StepDrafter | None = None,
+        parked: ParkedStates | None = None,
     ) -> None:
         """`memory` holds the runner's experts if they need not all be loaded. `masks` restrict the
         tokens of some requests; None if no request has restrictions. `watch` records steps.
-        `drafter` drafts for the next step."""
+        `drafter` drafts for the next step. `parked` are the runner's parked states."""
         self.runner, self._sampler, self._tap, self._memory = runner, sampler, tap, memory
         self._masks, self._watch, self.drafter = masks, watch, drafter
+        self._parked = ParkedStates() if parked is None else parked
         self._mask_costs: dict[int, MaskCost] = {}  # in the last step
         self.plan: StepPlan | None = None  # the last plan that was begun
 
@@ -126,6 +129,9 @@ class LocalExecutor:
             start = end
         self._mask_costs = {}
         found = verify(logits, slices, sequences, self._sample)
+        for key in self._parked.not_finite:
+            found.sampled.pop(key, None)
+            found.failures[key] = NAN
         return StepOutcome(
             sampled=found.sampled,
             failures=found.failures,
@@ -142,7 +148,8 @@ class LocalExecutor:
         return {} if self.drafter is None else self.drafter.propose(plan, found, sequences)
 
     def forget(self, sequence_ids: list[int]) -> None:
-        """Does nothing: no state is kept between steps."""
+        """See `StepExecutor.forget`."""
+        self._parked.forget(sequence_ids)
 
     def clear_pages(self, pages: list[int]) -> None:
         self.runner.clear_pages(pages)

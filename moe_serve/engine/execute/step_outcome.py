@@ -77,6 +77,15 @@ class StepOutcome:
     proposals: Mapping[int, Proposal] = field(default_factory=dict)  # drafts for the next step
     mask_costs: Mapping[int, MaskCost] = field(default_factory=dict)
 
+    def run_of(self, sequence_id: int) -> tuple[tuple[Sampled, ...], RowFailure | None]:
+        """Return the valid tokens of a sequence that caught up, and why it fails after them, if it
+        does."""
+        run, failure = self.sampled.get(sequence_id, ()), self.failures.get(sequence_id)
+        if run and not run[-1].is_valid:
+            run, failure = run[:-1], NAN
+        is_lacking = not (run or failure or sequence_id in self.spoiled)
+        return run, NO_TOKEN if is_lacking else failure
+
     def is_sound(self, sequence_id: int) -> bool:
         """Return whether a sequence got tokens, all of them valid."""
         run = self.sampled.get(sequence_id, ())

@@ -120,7 +120,7 @@ def verify(
             sequence, start = sequences[piece.sequence_id], start + piece.num_logits
             num_drafted = piece.num_drafted
             position = piece.start + len(piece.token_ids) - num_drafted
-            if position != sequence.num_tokens:
+            if position != sequence.num_tokens or not piece.is_finished:
                 continue
             if not num_drafted:
                 first.add(start - 1, SamplingPoint(sequence, position), None)

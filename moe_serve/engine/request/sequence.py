@@ -35,6 +35,8 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_found_pages",
+        "num_parked_layers",
+        "num_parked_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_restarts",
@@ -64,6 +66,8 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
+        self.num_parked_tokens = 0  # next tokens that have passed some layers; 0: none has
+        self.num_parked_layers = 0  # the number of these layers
         self.num_preemptions = 0  # because pages ran out; kept by the scheduler
         self.num_restarts = 0  # preemptions, and moves away from a lost rank
         self.is_running = False  # kept by the scheduler
@@ -152,6 +156,11 @@ class Sequence:
         start = self.num_computed_tokens
         return np.array(self.token_ids[start : start + count], dtype=np.int64)
 
+    def park(self, num_tokens: int, num_layers: int) -> None:
+        """Record that the next tokens have passed the first layers; (0, 0): no layer."""
+        self.num_parked_tokens, self.num_parked_layers = num_tokens, num_layers
+        self.is_proven = self.is_proven and not num_tokens  # its pages have new values
+
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
@@ -180,6 +189,7 @@ class Sequence:
     def restart(self) -> None:
         """Forget what was computed, as the pages are gone. The tokens stay."""
         self.num_computed_tokens = 0
+        self.park(0, 0)
         self.is_proven = True
         self.num_shared_pages = self.num_found_pages = self.num_tier_loads = 0
         self.num_restarts += 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_serve.config.tiers import TierConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
@@ -34,6 +36,17 @@ class Service:
     tenant: str = ""  # who shares with whom: a digest of the API key, else the field `user`
     workflow: str = ""  # a name of the client for a task of several requests; empty: none
     stage: str = ""  # the name of this request's step in the workflow
+
+    @classmethod
+    def of_tier(cls, tier: TierConfig, tenant: str = "") -> Service:
+        """Return what a tier gives to each of its requests."""
+        return cls(
+            tier=tier.name,
+            weight=tier.weight,
+            targets=Targets(ttft_s=tier.ttft_s, tpot_s=tier.tpot_s, e2e_s=tier.e2e_s),
+            is_sheddable=tier.is_sheddable,
+            tenant=tenant,
+        )
 
 
 NO_SERVICE = Service()

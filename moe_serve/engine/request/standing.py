@@ -21,7 +21,7 @@ class Standing:
     tier: int = 0  # its place in the configuration
     tenant: int = 0  # its place in `Shares`
     num_left: int = 0  # prompt tokens to compute that were not in the cache when it was queued
-    predicted_s: float | None = None  # seconds to the first token; None: not measured yet
+    raw_s: float | None = None  # forecast of its first token, uncorrected; None: not measured yet
     is_promised: bool = False  # it was accepted with a target that it might have been refused for
     first_token_at: float | None = None
     num_urgent_preemptions: int = 0

@@ -146,11 +146,13 @@ def _computed_tokens(sequence: Sequence, count: int, run: tuple[Sampled, ...]) -
 
 
 def sequences_that_ask(plan: StepPlan, schedule: Schedule) -> frozenset[int]:
-    """Return the sequences that get a token from this step and want its experts."""
+    """Return the sequences that want the experts of a token that they get from this step, or from
+    a later one behind the rows of this step."""
     asking = [key for key, (s, _) in schedule.items() if s.request.wants_routed_experts]
     if not asking:
         return frozenset()
-    sampled = {piece.sequence_id for piece in plan.slices if piece.num_logits}
+    # Tokens that pass the layers in several steps are asked for in each of them.
+    sampled = {piece.sequence_id for piece in plan.slices if piece.num_logits or piece.layers}
     return frozenset(sampled.intersection(asking))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from moe_serve.engine.drafting.draft import Draft
 from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
-from moe_serve.model.step_plan import SequenceSlice, StepPlan
+from moe_serve.model.step_plan import LayerRange, MicroBatch, SequenceSlice, StepPlan
 
 NO_DRAFTS: Mapping[int, Draft] = {}
 _UNKNOWN = np.zeros(1, dtype=np.int64)
@@ -20,10 +22,32 @@ def make_step_plan(
     max_micro_batches: int,
     policy: BatchPolicy,
     drafts: Mapping[int, Draft] = NO_DRAFTS,
+    layered: LayeredPrefill | None = None,
 ) -> StepPlan:
-    """Plan the scheduled sequences and their drafts in at most `max_micro_batches` groups."""
-    slices = [_slice(s, count, drafts.get(key)) for key, (s, count) in schedule.items()]
-    return _plan(slices, max_micro_batches, policy)
+    """Plan the scheduled sequences and their drafts in at most `max_micro_batches` groups.
+
+    `layered` knows the sequences that take part in some layers only. They join a group of the
+    others, so that the experts multiply all these rows together."""
+    ranges, parked = ({}, ()) if layered is None else (layered.ranges, layered.parked)
+    slices = [
+        _slice(s, count, drafts.get(key))
+        for key, (s, count) in schedule.items()
+        if key not in ranges
+    ]
+    if not ranges:
+        plan = _plan(slices, max_micro_batches, policy)
+        return replace(plan, parked=parked) if parked else plan
+    joining = [_joining(*schedule[key], layers) for key, layers in ranges.items()]
+    plan = StepPlan(()) if not slices else _plan(slices, max_micro_batches, policy)
+    batches = sorted(plan.micro_batches, key=lambda batch: batch.num_tokens, reverse=True)
+    smallest = batches.pop().slices if batches else ()
+    batches.append(MicroBatch((*smallest, *joining)))
+    return replace(plan, micro_batches=tuple(batches), parked=parked)
+
+
+def _joining(sequence: Sequence, count: int, layers: LayerRange) -> SequenceSlice:
+    piece = replace(_slice(sequence, count, None), layers=layers)
+    return piece if layers.is_last else replace(piece, num_logits=0)
 
 
 def make_next_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
@@ -59,4 +83,4 @@ def _slice(sequence: Sequence, count: int, draft: Draft | None) -> SequenceSlice
         return SequenceSlice(sequence.id, start, tokens, table, num_logits, adapter=adapter)
     drafted = np.array(draft.token_ids, dtype=np.int64)
     tokens, count = np.concatenate([tokens, drafted]), len(drafted)
-    return SequenceSlice(sequence.id, start, tokens, table, 1 + count, count, adapter)
+    return SequenceSlice(sequence.id, start, tokens, table, 1 + count, count, adapter=adapter)

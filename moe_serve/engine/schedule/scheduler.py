@@ -23,6 +23,7 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.stats import EngineCounts, EngineLoad
 from moe_serve.engine.request.step_tokens import StepTokenCounter
 from moe_serve.engine.sampling.mask_share import MaskShare
+from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
 from moe_serve.engine.schedule.starter import Starter
@@ -43,8 +44,9 @@ class Scheduler:
         clock: Clock,
         urgency: Urgency | None = None,
         service: StepService | None = None,
+        layered: LayeredPrefill | None = None,
     ) -> None:
-        """`urgency` replaces the configured rule. `service` is that of a server with tiers."""
+        """`urgency` replaces the configured rule. `service`: with tiers; `layered`: not chunks."""
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self.service, self.tier, self._clock = service, sharing.tier, clock
         if urgency is None:
@@ -52,9 +54,11 @@ class Scheduler:
         self._urgency = urgency
         self.waiting = WaitingQueue(urgency, clock)
         self.running: list[Sequence] = []  # in the order in which they started
+        self.layered = LayeredPrefill(None, "off", 0, 0) if layered is None else layered
         self._starter = Starter(
             self.waiting,
             self.running,
+            self.layered,
             sharing,
             policy,
             clock,
@@ -63,10 +67,9 @@ class Scheduler:
             is_strict=urgency.is_strict,
         )
         self.mask_share = MaskShare(config.max_held_s, clock)
-        self.num_preemptions = 0
+        self.num_preemptions = self._num_left = 0  # _num_left: of the last step's budget
         self.step_tokens = StepTokenCounter()
         self._unproven_pages: list[int] = []
-        self._num_left = 0  # of the last step's budget
 
     @property
     def num_seats(self) -> int:
@@ -166,6 +169,7 @@ class Scheduler:
             self.sharing.give(self.running)
         self.tier.update()
         self.policy.prepare(self.waiting.line, self.running)
+        self.layered.begin()
         if self.service is not None:
             self.service.begin_step()
             self._yield_seat()
@@ -187,25 +191,23 @@ class Scheduler:
             budget = self._serve(later, budget, most, chosen)
         if self.num_preemptions == num_preempted:
             self._starter.admit(budget, chosen)
-        self._num_left = most - sum(n for _, n in chosen.values())
+        self._num_left, costs = self.layered.left(most, chosen), self.layered.costs(chosen)
         if self.service is not None:
-            self.service.step_begins(chosen)
-        self.tier.step_begins(chosen)
+            self.service.step_begins(costs)
+        self.tier.step_begins(costs)
         return chosen
 
-    def _serve(
-        self, sequences: Iterable[Sequence], budget: int, most: int, chosen: Schedule
-    ) -> int:
+    def _serve(self, line: Iterable[Sequence], budget: int, most: int, chosen: Schedule) -> int:
         """Give running sequences their tokens and pages, as far as the budget allows. Returns what
         is left of it. `most`: the budget of the whole step."""
         num_preempted = self.num_preemptions
-        for sequence in sequences:
-            count = min(sequence.num_pending_tokens, budget)
-            if count and self._make_room(sequence, count, chosen):
-                chosen[sequence.id] = (sequence, count)
-                budget -= count
+        for sequence in line:
+            share = self.layered.share(sequence, budget, chosen)
+            if share.count and self._make_room(sequence, share.count, chosen):
+                chosen[sequence.id] = (sequence, share.count)
+                budget -= self.layered.take(sequence, share)
             if self.num_preemptions > num_preempted:  # the victims' budget is free again
-                budget = most - sum(n for _, n in chosen.values())
+                budget = self.layered.left(most, chosen)
         return budget
 
     def _yield_seat(self) -> None:
@@ -213,8 +215,7 @@ class Scheduler:
         if self.service is None or not self.waiting or self._starter.has_seat:
             return
         share_lost = 1 - self.cache.num_available / max(1, self.cache.num_pages)
-        victim = self.service.seat_victim(self.running, share_lost)
-        if victim is not None:
+        if victim := self.service.seat_victim(self.running, share_lost):
             self._preempt(victim, {})
 
     def step_ended(self, num_tokens: int) -> None:
@@ -260,7 +261,7 @@ class Scheduler:
         It is certain if all running sequences are in the step and get a token from it, there are
         pages for these tokens, and no waiting sequence could start.
         """
-        is_open = self.waiting and self._starter.has_seat
+        is_open = self.layered.is_busy or self.waiting and self._starter.has_seat
         if len(schedule) != len(self.running) or is_open or self.tier.is_due:
             return None
         if self.service is not None and self.service.is_due(self.running):

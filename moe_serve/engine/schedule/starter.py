@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
 from moe_serve.engine.schedule.waiting_queue import Skipped, WaitingQueue
@@ -36,6 +37,7 @@ class Starter:
         self,
         waiting: WaitingQueue,
         running: list[Sequence],
+        layered: LayeredPrefill,
         sharing: PrefixSharing,
         policy: BatchPolicy,
         clock: Clock,
@@ -45,6 +47,7 @@ class Starter:
         is_strict: bool,
     ) -> None:
         self._waiting, self._running, self._num_seats = waiting, running, num_seats
+        self._layered = layered
         self._sharing, self._policy, self._clock = sharing, policy, clock
         self._cache, self._tier, self._is_strict = cache, sharing.tier, is_strict
         self.skipped = Skipped()
@@ -63,7 +66,8 @@ class Starter:
         for group in self._groups(until):
             num_waiting = len(group)
             examined = self._start(group, budget, chosen)
-            budget -= sum(chosen[sequence.id][1] for sequence in examined.started)
+            costs = self._layered.costs(chosen)
+            budget -= sum(costs[sequence.id][1] for sequence in examined.started)
             is_held = bool(examined.lacking)
             if self._is_strict:
                 is_held = len(examined.started) < num_waiting
@@ -93,11 +97,11 @@ class Starter:
                     continue
                 self._run(sequence, pages)
                 found.started.append(sequence)
-                count = min(sequence.num_pending_tokens, budget)
-                missing = sequence.num_missing_pages(sequence.num_computed_tokens + count)
+                share = self._layered.share(sequence, budget, chosen)
+                missing = sequence.num_missing_pages(sequence.num_computed_tokens + share.count)
                 sequence.page_table += self._cache.allocate(max(0, missing))
-                chosen[sequence.id] = (sequence, count)
-                budget -= count
+                chosen[sequence.id] = (sequence, share.count)
+                budget -= self._layered.take(sequence, share)
                 if not (budget and self.has_seat):
                     break
         finally:

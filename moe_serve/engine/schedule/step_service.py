@@ -12,7 +12,6 @@ from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.tier_urgency import TierUrgency
-from moe_serve.engine.service.order import BUCKET_S
 from moe_serve.engine.service.preemption import Preemption
 from moe_serve.engine.service.service_queue import ServiceQueue, standing_of
 from moe_serve.engine.service.service_state import ServiceState
@@ -88,6 +87,12 @@ class StepService:
         """Prepare for a step that is about to be scheduled."""
         self.queue.begin_step()
 
+    def order(self) -> Sequence | None:
+        """Order the waiting sequences anew and return the most urgent one."""
+        self.queue.begin_step()
+        first = self.queue.first()
+        return None if first is None else first[1]
+
     def num_tokens(self, decoding: Items[Sequence]) -> int:
         """Return the token budget of a step in which these sequences decode."""
         most = self.state.config.max_batched_tokens
@@ -107,7 +112,7 @@ class StepService:
     def key_of(self, sequence: Sequence) -> float:
         """Return the key of a prompt that is being read, as one that yields only to sequences that
         are more urgent by a bucket."""
-        return self.queue.reading_key(sequence) - BUCKET_S
+        return self.queue.reading_key(sequence) - self.state.order.bucket_s
 
     def seat_victim(self, running: Items[Sequence], share_lost: float) -> Sequence | None:
         """Return the running sequence that gives its seat to a waiting one; None: none does.
@@ -137,11 +142,22 @@ class StepService:
         """Note the contents of a step, and charge the tenants for it."""
         if not schedule:
             return
-        rows = rows_of(schedule)
-        self.queue.charge(schedule)
-        num_ready = sum([count == s.num_pending_tokens for s, count in schedule.values()])
-        num_unread = sum([s.num_unread(count) for s, count in schedule.values()])
-        self._begun.append(_Begun(rows, self.state.clock(), num_unread + num_ready))
+        num_decoding = num_prompt = num_context = num_tokens = 0
+        places: list[int] = []
+        for sequence, count in schedule.values():
+            num_computed, length = sequence.num_computed_tokens, len(sequence.token_ids)
+            if count == 1:
+                num_decoding += 1
+                num_context += length
+            else:
+                num_prompt += count
+            if num_computed < sequence.num_prompt_tokens:
+                num_tokens += sequence.num_unread(count)
+            num_tokens += num_computed + count == length
+            places.append(standing_of(sequence).tenant)
+        self.queue.charge(places, [count for _, count in schedule.values()])
+        rows = StepRows(num_decoding, num_prompt, num_context)
+        self._begun.append(_Begun(rows, self.state.clock(), num_tokens))
 
     def step_ended(self, running: Items[Sequence], num_tokens: int, *, has_work: bool) -> None:
         """Learn from the oldest step under way. `num_tokens`: computed by the engine so far."""
@@ -203,10 +219,3 @@ class StepService:
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
         """Assert that the service knows the waiting sequences."""
         self.queue.check_integrity(waiting)
-
-
-def rows_of(schedule: Schedule) -> StepRows:
-    """Return the work of a step."""
-    decoding = [s.num_tokens for s, count in schedule.values() if count == 1]
-    num_all = sum([count for _, count in schedule.values()])
-    return StepRows(len(decoding), num_all - len(decoding), sum(decoding))

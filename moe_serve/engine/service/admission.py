@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from moe_serve.engine.request.first_token import FirstTokenForecast, Refusal
 from moe_serve.engine.request.service import Service
+from moe_serve.engine.service.calibration import Factors
 from moe_serve.engine.service.forecast import QueueSnapshot
 from moe_serve.engine.service.order import Order
 
@@ -37,13 +38,13 @@ class Admission:
         order: Order,
         priority_s: float,
         default_s: float,
-        p90_ratio: Callable[[str], float],
+        factors: Callable[[str], Factors],
     ) -> None:
         """`priority_s`: seconds by which one level of priority moves the deadline. `default_s`: the
-        target of a request that has none. `p90_ratio`: what makes the forecasts of a tier cautious,
-        read from any thread."""
+        target of a request that has none. `factors`: corrects the forecasts of a tier; read from
+        any thread."""
         self._order, self._priority_s, self._default_s = order, priority_s, default_s
-        self._p90_ratio = p90_ratio
+        self._factors = factors
         self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
         self._accepted: deque[_Accepted] = deque()
         self._refused: Counter[str] = Counter()
@@ -69,10 +70,18 @@ class Admission:
         self, service: Service, num_prompt_tokens: int, priority: int = 0
     ) -> FirstTokenForecast | None:
         """See `AdmissionCheck.forecast`."""
+        raw_s = self.raw_s(service, num_prompt_tokens, priority)
+        if raw_s is None:
+            return None
+        factors = self._factors(service.tier)
+        return FirstTokenForecast(predicted_s=raw_s * factors.median, p90_s=raw_s * factors.p90)
+
+    def raw_s(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> float | None:
+        """Predict the seconds to the first token without correction; None: not measured yet."""
         snapshots = self._snapshots
         if not snapshots:
             return None
-        predicted_s = math.inf
+        raw_s = math.inf
         num_more, num_more_tokens = self._since(max(each.turn for each in snapshots.values()))
         for snapshot in snapshots.values():
             work_s = num_prompt_tokens * snapshot.token_s
@@ -83,9 +92,8 @@ class Admission:
                 num_more=num_more // len(snapshots),
                 num_more_tokens=num_more_tokens // len(snapshots),
             )
-            predicted_s = min(predicted_s, found_s)
-        ratio = self._p90_ratio(service.tier)
-        return FirstTokenForecast(predicted_s=predicted_s, p90_s=predicted_s * ratio)
+            raw_s = min(raw_s, found_s)
+        return raw_s
 
     def check(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> Refusal | None:
         """See `AdmissionCheck.check`."""
@@ -94,16 +102,16 @@ class Admission:
             forecast = self.forecast(service, num_prompt_tokens, priority)
             if forecast is not None and forecast.p90_s > target_s:
                 self._refused[service.tier] += 1
-                return self._refusal(forecast, target_s)
+                return self._refusal(forecast, target_s, service.tier)
         turn = max((each.turn for each in self._snapshots.values()), default=0)
         self._since(turn)
         self._accepted.append(_Accepted(turn, num_prompt_tokens))
         return None
 
-    def _refusal(self, forecast: FirstTokenForecast, target_s: float) -> Refusal:
+    def _refusal(self, forecast: FirstTokenForecast, target_s: float, tier: str) -> Refusal:
         """Name the time after which the forecast fits, as the queue becomes shorter by a second in
         each second."""
-        excess_s = (forecast.p90_s - target_s) * forecast.predicted_s / forecast.p90_s
+        excess_s = (forecast.p90_s - target_s) / max(1.0, self._factors(tier).p90)
         return Refusal(
             predicted_ttft_s=forecast.p90_s,
             target_ttft_s=target_s,

@@ -20,15 +20,16 @@ from moe_serve.config.sections import LateName, OrderName, SchedulerConfig
 from moe_serve.engine.service.waiting_table import WaitingTable
 
 Floats = NDArray[np.float64]
-BUCKET_S = 0.25  # keys that differ by at most this are equally urgent
-_MOST_RATIO = 4.0  # of the longest and the shortest reading time that atc tells apart
+MOST_BUCKET_S = 0.25  # keys that differ by at most a bucket are equally urgent
+_BUCKETS = 16  # of a bucket, at least in the strictest target of the tiers
+_MOST_RATIO = 2.0  # of the longest and the shortest reading time that atc tells apart
 _LEAST_WORK_S = 1e-6
 _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond every key
 
 
-def is_aged(key: float) -> bool:
-    """Return whether a key is that of a request that has its place by age alone."""
-    return key < _AGED / 2
+def is_aged(keys: Floats) -> NDArray[np.bool_]:
+    """Return whether keys are those of requests that have their places by age alone."""
+    return np.asarray(keys < _AGED / 2)
 
 
 class Rule(Protocol):
@@ -36,7 +37,7 @@ class Rule(Protocol):
     its prompt (`work`) and the logarithm of its weight. All are arrays, or all are numbers."""
 
     def __call__(
-        self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats
+        self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats, /
     ) -> Floats: ...
 
 
@@ -75,8 +76,12 @@ def rule_of(config: SchedulerConfig, usual_work_s: Callable[[], float]) -> Rule:
 class Order:
     """A rule with the age bound, and with demotion if it is configured."""
 
-    def __init__(self, rule: Rule, max_wait_s: float, late: LateName) -> None:
+    def __init__(
+        self, rule: Rule, max_wait_s: float, late: LateName, bucket_s: float = MOST_BUCKET_S
+    ) -> None:
+        """`bucket_s`: keys that differ by at most this are equally urgent."""
         self._rule, self._max_wait_s, self._demotes = rule, max_wait_s, late == "demote"
+        self.bucket_s = bucket_s
 
     def keys(
         self, table: WaitingTable, now_s: float, token_s: float, is_ahead: NDArray[np.bool_] | None
@@ -92,7 +97,7 @@ class Order:
             keys = np.where(is_late, keys + _DEMOTED, keys)
         is_aged = age >= self._max_wait_s
         if is_ahead is not None and is_ahead.any():
-            keys = behind_the_others(keys, is_ahead, table.tier)
+            keys = behind_the_others(keys, is_ahead, table.tier, self.bucket_s)
             is_aged &= ~is_ahead
         if is_aged.any():
             keys = np.where(is_aged, _AGED + table.queued, keys)
@@ -108,7 +113,7 @@ class Order:
         if age_s >= self._max_wait_s:
             return -math.inf
         values = (age_s, slack_s, work_s, math.log(weight), float(priority))
-        key = float(self._rule(*[np.float64(value) for value in values]))  # type: ignore[arg-type]
+        key = float(self._rule(*[np.float64(value) for value in values]))
         return key + _DEMOTED if self._demotes and slack_s < 0.0 else key
 
     def keys_over_time(
@@ -128,13 +133,20 @@ class Order:
         return keys_at
 
 
-def behind_the_others(keys: Floats, is_ahead: NDArray[np.bool_], tier: NDArray[np.int64]) -> Floats:
+def bucket_of(config: SchedulerConfig) -> float:
+    """Return the width of a bucket: a small part of the strictest target for the first token."""
+    targets = [tier.ttft_s for tier in config.tiers if tier.ttft_s is not None]
+    return min([MOST_BUCKET_S, *[target / _BUCKETS for target in targets]])
+
+
+def behind_the_others(
+    keys: Floats, is_ahead: NDArray[np.bool_], tier: NDArray[np.int64], bucket_s: float
+) -> Floats:
     """Put the rows of tenants that are ahead behind the last other row of their tier."""
-    keys = keys.copy()
-    for index in np.unique(tier[is_ahead]):
-        is_in_tier = tier == index
-        others = keys[is_in_tier & ~is_ahead]
-        if len(others):
-            moved = is_in_tier & is_ahead
-            keys[moved] = np.maximum(keys[moved], others.max() + 2 * BUCKET_S)
+    keys, rows, others = keys.copy(), np.flatnonzero(is_ahead), ~is_ahead
+    tiers = tier[rows]
+    for index in np.unique(tiers):
+        last = keys.max(where=others & (tier == index), initial=-math.inf)
+        moved = rows[tiers == index]
+        keys[moved] = np.maximum(keys[moved], last + 2 * bucket_s)
     return keys

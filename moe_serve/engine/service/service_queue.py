@@ -12,18 +12,19 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.forecast import QueueSnapshot
-from moe_serve.engine.service.order import BUCKET_S, Floats, is_aged
+from moe_serve.engine.service.order import Floats
+from moe_serve.engine.service.ranked_waiting import RankedWaiting
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.engine.service.step_budget import StepBudget
 from moe_serve.engine.service.step_model import StepRows
 from moe_serve.engine.service.waiting_table import WaitingTable
 
-_NUM_FIRST = 64  # waiting requests that are sorted at once; all of them only if these do not do
 _NUM_ENDS = 33  # ends of requests from which the time between two free seats is known
 _LEAST_NUM_ENDS = 4
+_LEAST_PAUSE_S = 0.05  # between two snapshots of a queue in which nothing comes or goes
 
 
 def standing_of(sequence: Sequence) -> Standing:
@@ -38,8 +39,9 @@ class ServiceQueue:
     def __init__(self, state: ServiceState, engine: int, page_size: int) -> None:
         self.state, self._engine = state, engine
         self.table = WaitingTable()
-        self._ranked: _Ranked | None = None  # the order in the present step
+        self._ranked: RankedWaiting | None = None  # the order in the present step
         self._ends: deque[float] = deque(maxlen=_NUM_ENDS)  # of running requests, steady clock
+        self._published, self._published_s = (-1, -1), 0.0
         self._last_end_at: float | None = None  # of a step, engine's clock
         self.prompt_limit: int | None = None  # of the next step, set by a coordinator
         config = state.config
@@ -80,10 +82,7 @@ class ServiceQueue:
     def groups(self, until: float = math.inf) -> Iterator[Items[Sequence]]:
         """Yield groups of equally urgent waiting sequences, the most urgent first and in each the
         one that is read fastest; only those with keys below `until`."""
-        ranked = self._rank()
-        while (found := ranked.next_group(until)) is not None:
-            found.sort(key=lambda s: (standing_of(s).num_left, standing_of(s).queued_s))
-            yield found
+        return self._rank().groups(until)
 
     def first(self) -> tuple[float, Sequence] | None:
         """Return the most urgent waiting sequence and its key."""
@@ -99,11 +98,10 @@ class ServiceQueue:
         """Let a waiting sequence start before all others in the present step."""
         self._rank().put_first(sequence)
 
-    def _rank(self) -> _Ranked:
+    def _rank(self) -> RankedWaiting:
         if self._ranked is None:
-            keys = self.keys()
+            self._ranked = RankedWaiting(self.table, self.keys, self.state.order.bucket_s)
             self._count_late()
-            self._ranked = _Ranked(keys, list(self.table.sequences))
         return self._ranked
 
     def _count_late(self) -> None:
@@ -134,7 +132,7 @@ class ServiceQueue:
             key = self.reading_key(sequence)
             if key == -math.inf:
                 return -math.inf, standing_of(sequence).queued_s
-            return key // BUCKET_S, float(sequence.num_pending_tokens)
+            return key // self.state.order.bucket_s, float(sequence.num_pending_tokens)
 
         return sorted(reading, key=place)
 
@@ -158,6 +156,8 @@ class ServiceQueue:
 
     def expired(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Return the strict sequences whose deadlines have passed."""
+        if not self.state.num_strict:
+            return []
         now_s = self.state.steady()
         rows = np.flatnonzero(self.table.due <= now_s)
         late = [self.table.sequences[row] for row in rows]
@@ -168,12 +168,11 @@ class ServiceQueue:
         first_due_s = standing.first_due_s if standing.first_token_at is None else math.inf
         return min(first_due_s, standing.last_due_s) <= now_s
 
-    def charge(self, schedule: Schedule) -> None:
-        """Charge the tenants for a step that is about to run."""
-        work, shares = self.state.work, self.state.shares
-        for sequence, count in schedule.values():
-            seconds = work.decode_row if count == 1 else work.prompt_token * count
-            shares.charge(standing_of(sequence).tenant, seconds)
+    def charge(self, places: list[int], counts: list[int]) -> None:
+        """Charge tenants, by their places, for a step that computes `counts` tokens of requests."""
+        row_s, token_s = self.state.work.decode_row, self.state.work.prompt_token
+        seconds = [row_s if count == 1 else token_s * count for count in counts]
+        self.state.shares.charge_all(places, seconds)
 
     @property
     def seat_s(self) -> float:
@@ -204,7 +203,11 @@ class ServiceQueue:
         self._last_end_at = self.state.clock() if running else None
         if not has_work:
             self._ends.clear()
-        if self.state.model.is_measured:
+        if not self.state.model.is_measured:
+            return
+        now_s, contents = self.state.steady(), (self.table.version, len(running))
+        if contents != self._published or now_s >= self._published_s + _LEAST_PAUSE_S:
+            self._published, self._published_s = contents, now_s
             self.state.admission.publish(self._engine, self.snapshot(running))
 
     def withdraw(self) -> None:
@@ -215,52 +218,6 @@ class ServiceQueue:
         """Assert that the table holds the waiting sequences."""
         self.table.check_integrity(waiting)
         self.state.shares.check_integrity()
-
-
-class _Ranked:
-    """The waiting sequences of one step by their keys, sorted as far as they are asked for."""
-
-    def __init__(self, keys: Floats, sequences: list[Sequence]) -> None:
-        self._keys, self._sequences = keys, sequences
-        count = len(keys)
-        self._is_partial = count > _NUM_FIRST
-        if self._is_partial:
-            rows = np.flatnonzero(keys <= np.partition(keys, _NUM_FIRST - 1)[_NUM_FIRST - 1])
-            self._rows = rows[np.argsort(keys[rows], kind="stable")].tolist()
-        else:
-            self._rows = np.argsort(keys, kind="stable").tolist()
-        self._next = 0
-
-    def put_first(self, sequence: Sequence) -> None:
-        """Move a sequence to the front."""
-        row = next(row for row, each in enumerate(self._sequences) if each is sequence)
-        self._keys[row] = -math.inf
-        self._rows = [row, *[other for other in self._rows if other != row]]
-
-    @property
-    def first(self) -> tuple[float, Sequence] | None:
-        """The first one that was not yielded in a group yet."""
-        row = self._row(self._next)
-        return None if row is None else (float(self._keys[row]), self._sequences[row])
-
-    def next_group(self, until: float) -> list[Sequence] | None:
-        """Return the next sequences whose keys lie in one bucket; None: none below `until`."""
-        row = self._row(self._next)
-        if row is None or self._keys[row] >= until:
-            return None
-        width = 0.0 if is_aged(self._keys[row]) else BUCKET_S
-        end, found = self._keys[row] + width, list[Sequence]()
-        while row is not None and self._keys[row] <= end:
-            found.append(self._sequences[row])
-            self._next += 1
-            row = self._row(self._next)
-        return found
-
-    def _row(self, place: int) -> int | None:
-        if place >= len(self._rows) and self._is_partial:
-            self._rows = np.argsort(self._keys, kind="stable").tolist()
-            self._is_partial = False
-        return self._rows[place] if place < len(self._rows) else None
 
 
 def rows_of_decoding(decoding: Items[Sequence]) -> StepRows:

@@ -18,9 +18,10 @@ from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.admission import Admission
 from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
 from moe_serve.engine.service.arrivals import RecentArrivals
-from moe_serve.engine.service.calibration import Calibration, error_of
+from moe_serve.engine.service.calibration import Calibration, Factors, error_of
 from moe_serve.engine.service.ledger import Ledger
-from moe_serve.engine.service.order import Order, resolved_order, rule_of
+from moe_serve.engine.service.lengths.predicted_lengths import predicted_lengths
+from moe_serve.engine.service.order import Order, bucket_of, resolved_order, rule_of
 from moe_serve.engine.service.shares import Shares
 from moe_serve.engine.service.steady_clock import SteadyClock
 from moe_serve.engine.service.step_model import (
@@ -68,11 +69,12 @@ class ServiceState:
         self._usual_tokens = 0.0
         self.order_name = resolved_order(config)
         rule = rule_of(config, lambda: self._usual_tokens * self.token_s)
-        self.order = Order(rule, config.max_wait_s, config.late)
+        self.order = Order(rule, config.max_wait_s, config.late, bucket_of(config))
         self.admission = Admission(
-            self.order, config.max_passed_over_s, config.max_wait_s, self._p90_ratio
+            self.order, config.max_passed_over_s, config.max_wait_s, self._factors
         )
         self.num_turns = self._num_engines = 0
+        self.num_strict = 0  # open requests that end when their deadlines pass
         self._rows, self._is_typical = StepRows(), True  # of a step of several engines
         self.token_s = _UNMEASURED_TOKEN_S  # to read a prompt token, as steps are now
         self.step_s = 0.0  # of a step that reads nothing
@@ -85,10 +87,11 @@ class ServiceState:
         """Return the state of a server with tiers or an order by deadlines, else None."""
         if not config.tiers and resolved_order(config) in ("priority",):
             return None
-        return cls(config, clock, model)
+        lengths = predicted_lengths() if config.length_prediction == "on" else None
+        return cls(config, clock, model, lengths)
 
-    def _p90_ratio(self, tier: str) -> float:
-        return self._calibrations[self._tier_of.get(tier, 0)].p90_ratio
+    def _factors(self, tier: str) -> Factors:
+        return self._calibrations[self._tier_of.get(tier, 0)].factors
 
     def next_engine(self) -> int:
         """Return a number for one more engine."""
@@ -115,6 +118,7 @@ class ServiceState:
             num_left=num_left,
         )
         if targets.is_strict:
+            self.num_strict += 1
             if targets.ttft_s is not None:
                 standing.first_due_s = queued_s + targets.ttft_s
             if targets.e2e_s is not None:
@@ -126,8 +130,7 @@ class ServiceState:
         key = self.order.key(0.0, slack_s, work_s, service.weight, request.priority)
         self.arrivals.note(queued_s, key, num_left)
         if self.model.is_measured:
-            forecast = self.admission.forecast(service, num_left, request.priority)
-            standing.predicted_s = None if forecast is None else forecast.predicted_s
+            standing.raw_s = self.admission.raw_s(service, num_left, request.priority)
         sequence.standing = standing
         return standing
 
@@ -158,14 +161,15 @@ class ServiceState:
         assert standing is not None, f"sequence {sequence.id} was not given a standing"
         if standing.first_token_at is None:
             self.ledger.first_token(sequence, standing, now)
-            if standing.predicted_s is not None:
+            if standing.raw_s is not None:
                 actual_s = now - sequence.request.arrival_time
-                self._calibrations[standing.tier].compare(standing.predicted_s, actual_s)
+                self._calibrations[standing.tier].compare(standing.raw_s, actual_s)
 
     def leave(self, sequence: Sequence) -> None:
         """Note that a sequence has ended, in whatever way."""
         if sequence.standing is not None:
             self.shares.leave(sequence.standing.tenant)
+            self.num_strict -= sequence.request.service.targets.is_strict
 
     def finished(self, sequence: Sequence, now: float) -> None:
         """Note that the answer of a request is complete."""

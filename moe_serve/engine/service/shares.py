@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,7 @@ class Shares:
         self._num_waiting = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._tier = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._counter_s = np.zeros(_FIRST_CAPACITY)
+        self._service_s = np.zeros(_FIRST_CAPACITY)  # work that is not in the totals yet
         self._idle: OrderedDict[_Key, float] = OrderedDict()  # counters, least recent first
         self._floor_s: dict[int, float] = {}  # tier -> the least counter when somebody last waited
         self._totals: OrderedDict[_Key, _Totals] = OrderedDict()
@@ -61,6 +63,7 @@ class Shares:
             self._places[key], self._keys[place] = place, key
             self._tier[place], self._num_open[place], self._num_waiting[place] = tier, 0, 0
             self._counter_s[place] = self._idle.pop(key, 0.0)
+            self._service_s[place] = 0.0
         self._num_open[place] += 1
         return place
 
@@ -71,6 +74,7 @@ class Shares:
             return
         key = self._keys[place]
         assert key is not None, f"place {place} has no tenant"
+        self._total(key).service_s += float(self._service_s[place])
         del self._places[key]
         self._keys[place] = None
         self._free.append(place)
@@ -94,9 +98,13 @@ class Shares:
     def charge(self, place: int, seconds: float) -> None:
         """Add work that is done for a tenant."""
         self._counter_s[place] += seconds
-        key = self._keys[place]
-        assert key is not None, f"place {place} has no tenant"
-        self._total(key).service_s += seconds
+        self._service_s[place] += seconds
+
+    def charge_all(self, places: Items[int], seconds: Items[float]) -> None:
+        """Add the work of a step: seconds by request, and the places of their tenants."""
+        work = np.bincount(places, weights=seconds, minlength=len(self._counter_s))
+        self._counter_s += work
+        self._service_s += work
 
     def are_ahead(self, delta_s: float) -> NDArray[np.bool_] | None:
         """Return by place whether a tenant has had more than its share; None: none has."""
@@ -122,17 +130,22 @@ class Shares:
 
     def top(self, tiers: Iterable[str]) -> tuple[TenantCounts, ...]:
         """Return the tenants with most service. Safe from any thread."""
-        names = list(tiers)
-        found = [
-            TenantCounts(
-                tier=names[tier],
-                tenant=tenant,
-                service_s=total.service_s,
-                num_finished=total.num_finished,
-                num_good=total.num_good,
+        names, places = list(tiers), dict(self._places)
+        totals = dict(self._totals)
+        found = []
+        for key in totals.keys() | places.keys():
+            (tier, tenant), total = key, totals.get(key, _Totals())
+            place = places.get(key)
+            open_s = 0.0 if place is None else float(self._service_s[place])
+            found.append(
+                TenantCounts(
+                    tier=names[tier],
+                    tenant=tenant,
+                    service_s=total.service_s + open_s,
+                    num_finished=total.num_finished,
+                    num_good=total.num_good,
+                )
             )
-            for (tier, tenant), total in list(self._totals.items())
-        ]
         return tuple(sorted(found, key=lambda each: -each.service_s)[:MAX_TENANTS])
 
     @property
@@ -170,7 +183,9 @@ class Shares:
         if place == len(self._counter_s):
             self._num_open, self._num_waiting = _twice(self._num_open), _twice(self._num_waiting)
             self._tier = _twice(self._tier)
-            self._counter_s = np.concatenate([self._counter_s, np.zeros_like(self._counter_s)])
+            zeros = np.zeros_like(self._counter_s)
+            self._counter_s = np.concatenate([self._counter_s, zeros])
+            self._service_s = np.concatenate([self._service_s, zeros])
         return place
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moe_serve.engine.request.sequence import Sequence
 
-_FLOATS = ("queued", "deadline", "due", "num_left", "log_weight", "priority")
+_FLOATS = ("queued", "deadline", "due", "num_left", "log_weight", "priority", "id")
 _FIRST_CAPACITY = 64
 
 
@@ -62,6 +62,11 @@ class WaitingTable:
         return self._column(5)
 
     @property
+    def id(self) -> NDArray[np.float64]:
+        """The ids of the sequences, which grow in the order of their arrival."""
+        return self._column(6)
+
+    @property
     def tier(self) -> NDArray[np.int64]:
         return self._ints[0, : len(self.sequences)]
 
@@ -97,6 +102,7 @@ class WaitingTable:
             standing.num_left,
             math.log(request.service.weight),
             request.priority,
+            sequence.id,
         )
         self._ints[:, row] = standing.tier, standing.tenant
         is_preempted = sequence.num_preemptions > 0 or sequence.num_output_tokens > 0

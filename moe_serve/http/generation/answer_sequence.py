@@ -123,7 +123,9 @@ class SequenceProgress:
                 break
         if self.drafts is not None:
             self.drafts.read(deltas, self.num_tokens - before)
-        self._observe(len(joined.token_ids), pieces[-1].delta.finish_reason)
+        reason = pieces[-1].delta.finish_reason
+        is_late = joined.error_code is not None  # the client's own limit ended it, no fault did
+        self._observe(len(joined.token_ids), FinishReason.ABORT if is_late else reason)
         return pieces
 
     def _piece(self, part: TokenDelta) -> Piece:
@@ -196,6 +198,7 @@ def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         error=last.error,
         routed_experts=tuple(entry for part in experts for entry in part) if experts else None,
         is_of_request=last.is_of_request,
+        error_code=last.error_code,
     )
 
 
@@ -215,6 +218,7 @@ def single_tokens(delta: TokenDelta) -> list[TokenDelta]:
             finish_reason=None,
             stop_token_id=None,
             error=None,
+            error_code=None,
         )
         for i, token in enumerate(delta.token_ids)
     ]
@@ -223,5 +227,6 @@ def single_tokens(delta: TokenDelta) -> list[TokenDelta]:
         finish_reason=delta.finish_reason,
         stop_token_id=delta.stop_token_id,
         error=delta.error,
+        error_code=delta.error_code,
     )
     return singles

@@ -17,8 +17,12 @@ from moe_serve.engine.request.request import (
     TokenLogprob,
 )
 from moe_serve.http.gate.key_limits import KeyAccount, current_account
-from moe_serve.http.generation.admission import DEADLINE_EXCEEDED, Admission, exceeded
 from moe_serve.http.generation.answer_sequence import Piece, SequenceProgress
+from moe_serve.http.generation.request_admission import (
+    DEADLINE_EXCEEDED,
+    RequestAdmission,
+    exceeded,
+)
 from moe_serve.http.generation.usage import PredictionUsage, Usage, llama_timings, timing_of
 from moe_serve.http.metrics.finished_sequence import DraftTally, FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
@@ -231,7 +235,7 @@ class GenerationService:
         self.is_draining = False
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._admission = Admission(engine, metrics)
+        self._admission = RequestAdmission(engine, metrics)
         self._open: set[Generation] = set()
 
     @property

@@ -77,7 +77,7 @@ _tiers = ScrapePart[ServiceStats](
 )
 _service = ScrapePart[ServiceStats](lambda scrape: scrape.stats.service)
 _forecast = ScrapePart[ForecastError](
-    lambda scrape: scrape.stats.service and scrape.stats.service.forecast,
+    lambda scrape: None if scrape.stats.service is None else scrape.stats.service.forecast,
     "first_token_forecast_",
 )
 

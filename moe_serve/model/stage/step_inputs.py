@@ -196,8 +196,8 @@ def make_static_inputs(
 
 
 def is_decode(batch: MicroBatch) -> bool:
-    """Return whether every sequence has exactly one token to compute."""
-    return all(len(s.token_ids) == 1 for s in batch.slices)
+    """Return whether every sequence has exactly one token to compute, in all layers."""
+    return all(len(s.token_ids) == 1 and s.layers is None for s in batch.slices)
 
 
 def num_keys(batch: MicroBatch) -> int:

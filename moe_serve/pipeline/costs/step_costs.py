@@ -31,7 +31,15 @@ class BatchLoad:
 
     @staticmethod
     def of(slices: Sequence[SequenceSlice]) -> BatchLoad:
-        return BatchLoad.of_parts([s.start for s in slices], [len(s.token_ids) for s in slices])
+        """Return the load of slices. One that takes part in some layers counts as fewer rows that
+        pass all layers."""
+        return BatchLoad.of_parts(
+            [s.start for s in slices],
+            [
+                len(s.token_ids) if s.layers is None else s.layers.rows(len(s.token_ids))
+                for s in slices
+            ],
+        )
 
     @staticmethod
     def of_parts(starts: Sequence[int], counts: Sequence[int]) -> BatchLoad:

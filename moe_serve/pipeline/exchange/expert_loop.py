@@ -119,9 +119,9 @@ class ExpertLoop:
         so that senders need not wait.
         """
         exchange = Exchange(shape.epoch, shape.step, layer, micro_batch)
-        for sender in shape.senders(micro_batch):
+        for sender in shape.senders(micro_batch, layer):
             name = self._names[sender]
-            size = self._wire.dispatch_bytes(shape.planned(sender, micro_batch))
+            size = self._wire.dispatch_bytes(shape.planned(sender, micro_batch, layer))
             frame = self._in.get(name, micro_batch, size)
             tag = dispatch_tag(layer, micro_batch)
             leg = Leg("dispatch", exchange)
@@ -131,8 +131,9 @@ class ExpertLoop:
     def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
         """Return the rows of those attention ranks that sent any."""
         arrivals, foreseen = [], list[Tensor]()
-        for sender in shape.senders(exchange.micro_batch):
-            name, planned = self._names[sender], shape.planned(sender, exchange.micro_batch)
+        layer, micro_batch = exchange.layer, exchange.micro_batch
+        for sender in shape.senders(micro_batch, layer):
+            name, planned = self._names[sender], shape.planned(sender, micro_batch, layer)
             since, start = time.perf_counter(), self._log.now()
             self._log.enter(Stage.WAIT_DISPATCH, exchange.layer, exchange.micro_batch, name)
             self._in.wait(name, exchange.micro_batch)
@@ -189,7 +190,7 @@ class ExpertLoop:
         self, shape: StepShape, exchange: Exchange, arrival: Arrival, sums_nD: Tensor | None
     ) -> None:
         name = self._names[arrival.attention_rank]
-        planned = shape.planned(arrival.attention_rank, exchange.micro_batch)
+        planned = shape.planned(arrival.attention_rank, exchange.micro_batch, exchange.layer)
         frame = self._back.get(name, exchange.micro_batch, self._wire.combine_bytes(planned))
         if sums_nD is None:
             content = frame.write_error(self._wire, exchange, planned, self._layout.is_fixed)

@@ -64,7 +64,11 @@ class GroupTransport:
     def begin(self, shape: StepShape) -> None:
         """Begin a step; its shape determines all exchanges."""
         self._shape = shape
-        order = exchange_order(self._layers, len(shape.rows[self._rank]))
+        order = [
+            (layer, micro_batch)
+            for layer, micro_batch in exchange_order(self._layers, len(shape.rows[self._rank]))
+            if shape.planned(self._rank, micro_batch, layer)
+        ]
         self._left = order[::-1]
         self._told.clear()
         self._rows.clear()
@@ -87,7 +91,7 @@ class GroupTransport:
 
         Raises PeerLostError, or WireError if an expert rank failed.
         """
-        planned = self._planned(micro_batch)
+        planned = self._planned(layer, micro_batch)
         if len(self._experts) == 1:
             (name,) = self._experts
             frame, num_rows = self._receive(name, layer, micro_batch)
@@ -133,7 +137,8 @@ class GroupTransport:
             layer, micro_batch = self._left.pop()
             for name in [name for name in self._experts if name not in self._told]:
                 self._back.wait(name, micro_batch)
-                planned, exchange = self._planned(micro_batch), self._exchange(layer, micro_batch)
+                planned = self._planned(layer, micro_batch)
+                exchange = self._exchange(layer, micro_batch)
                 frame = self._out.get(name, micro_batch, self._wire.dispatch_bytes(planned))
                 content = frame.write_nobody(self._wire, exchange, planned, self._layout.is_fixed)
                 self._begin_send(name, exchange, content)
@@ -148,8 +153,8 @@ class GroupTransport:
         self._out.clear()
         self._back.clear()
 
-    def _planned(self, micro_batch: int) -> int:
-        return self._shape.planned(self._rank, micro_batch)
+    def _planned(self, layer: int, micro_batch: int) -> int:
+        return self._shape.planned(self._rank, micro_batch, layer)
 
     def _exchange(self, layer: int, micro_batch: int) -> Exchange:
         return Exchange(self._shape.epoch, self._shape.step, layer, micro_batch)
@@ -164,7 +169,7 @@ class GroupTransport:
     def _send(
         self, name: str, layer: int, micro_batch: int, part: RankRows, foreseen_E: Tensor | None
     ) -> None:
-        planned, exchange = self._planned(micro_batch), self._exchange(layer, micro_batch)
+        planned, exchange = self._planned(layer, micro_batch), self._exchange(layer, micro_batch)
         frame = self._out.get(name, micro_batch, self._wire.dispatch_bytes(planned))
         is_routed = self._split is not None
         content = frame.write(
@@ -188,7 +193,7 @@ class GroupTransport:
         self._out.use(name, exchange.micro_batch, transfer)
 
     def _begin_receive(self, name: str, exchange: Exchange) -> None:
-        size = self._wire.combine_bytes(self._planned(exchange.micro_batch))
+        size = self._wire.combine_bytes(self._planned(exchange.layer, exchange.micro_batch))
         frame = self._back.get(name, exchange.micro_batch, size)
         tag = combine_tag(exchange.layer, exchange.micro_batch)
         leg = Leg("combine", exchange)
@@ -201,6 +206,6 @@ class GroupTransport:
         self._back.wait(name, micro_batch)
         self._log.waited(since)
         frame = self._back.peek(name, micro_batch)
-        self._log.add(Stage.WAIT_COMBINE, layer, micro_batch, self._planned(micro_batch), start)
-        exchange = self._exchange(layer, micro_batch)
-        return frame, frame.open(self._wire, exchange, self._planned(micro_batch), name)
+        planned = self._planned(layer, micro_batch)
+        self._log.add(Stage.WAIT_COMBINE, layer, micro_batch, planned, start)
+        return frame, frame.open(self._wire, self._exchange(layer, micro_batch), planned, name)

@@ -56,8 +56,10 @@ class NextLayer:
         if not num_rows or not (self._guard.is_on or self._is_measuring):
             return None
         some = slice(None, None, -(-num_rows // _MAX_ROWS))
-        if said is not None and said[0] == layer:  # otherwise it is from a step that failed
-            self._measure(said[1], expert_ids_TK[some])
+        chosen_TK = expert_ids_TK[some]
+        # otherwise it is from a step that failed, or rows have joined or left since then
+        if said is not None and said[0] == layer and len(said[1]) == len(chosen_TK):
+            self._measure(said[1], chosen_TK)
         following = self._following.get(layer)
         if following is None:
             return None

@@ -7,30 +7,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+RowsOfLayers = Sequence[int]  # number of tokens, their first layer, the layer behind their last
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """`rows[a][i]` is the number of tokens in attention rank a's micro-batch i.
 
     A rank may have fewer micro-batches than others, or none; missing ones are not exchanged.
+    `some_layers[a][i]`: further tokens, which take part in some layers only; empty: there are none.
     """
 
     epoch: int
     step: int
     rows: tuple[tuple[int, ...], ...]
+    some_layers: Sequence[Sequence[Sequence[RowsOfLayers]]] = ()
 
     @property
     def num_micro_batches(self) -> int:
         return max((len(rows) for rows in self.rows), default=0)
 
-    def planned(self, attention_rank: int, micro_batch: int) -> int:
+    def planned(self, attention_rank: int, micro_batch: int, layer: int) -> int:
         """Return the rows of one exchange; 0 means that it does not take place."""
         rows = self.rows[attention_rank]
-        return rows[micro_batch] if micro_batch < len(rows) else 0
+        if micro_batch >= len(rows):
+            return 0
+        count = rows[micro_batch]
+        for more in self.some_layers[attention_rank][micro_batch] if self.some_layers else ():
+            count += more[0] if more[1] <= layer < more[2] else 0
+        return count
 
-    def senders(self, micro_batch: int) -> list[int]:
-        """Return the attention ranks that have this micro-batch."""
-        return [a for a in range(len(self.rows)) if self.planned(a, micro_batch)]
+    def senders(self, micro_batch: int, layer: int) -> list[int]:
+        """Return the attention ranks that have rows in this micro-batch and layer."""
+        return [a for a in range(len(self.rows)) if self.planned(a, micro_batch, layer)]
 
 
 def exchange_order(layers: Sequence[int], num_micro_batches: int) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_serve.cluster.control.messages import pack_params, unpack_params
+from moe_serve.cluster.ranks.mirror import pack_params, unpack_params
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.request import DecodingRules, GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams

@@ -353,6 +353,49 @@ def test_an_idle_tenant_does_not_flood_and_a_heavy_one_does_not_crowd_out() -> N
     assert tenants["heavy"].service_s == pytest.approx(10 * tenants["light"].service_s, rel=0.1)
 
 
+@settings(deadline=None, max_examples=10)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(2, 150), st.integers(1, 40)),
+        min_size=30,
+        max_size=60,
+    )
+)
+def test_counters_of_waiting_tenants_stay_within_the_proven_bound(
+    jobs: list[tuple[int, int, int]],
+) -> None:
+    """In a real engine, at every step: two tenants that have waited since the same time differ by
+    at most Delta and the work that one of them has in the seats (docs/internals/deadlines.md). All
+    requests of the first tenant are in front of the others."""
+    config = replace(CONFIG, tiers=(FLEX,), max_wait_s=60.0, max_batched_tokens=64)
+    world = TimedEngine(config)
+    world.run([request("warm", service_of(FLEX, "warm"), num_answer=20, num_prompt=100)])
+    for number, (tenant, num_prompt, num_answer) in enumerate(sorted(jobs)):
+        made = request(
+            f"r{number}",
+            service_of(FLEX, f"t{tenant}"),
+            at_s=world.clock.now,
+            num_prompt=num_prompt,
+            num_answer=num_answer,
+            token=1 + number,
+        )
+        world.add(made)
+    shares, state = world.state.shares, world.state
+    in_seats_s = delta_s = 0.0
+    while world.engine.num_waiting:
+        world.step()
+        work = state.work
+        delta_s = max(delta_s, state.delta_s)
+        job_s = work.prompt_token * 150 + work.decode_row * 40
+        in_seats_s = max(in_seats_s, config.max_num_seqs * job_s)
+        waiting = {s.request.service.tenant for s in world.engine._scheduler.waiting}
+        places = [shares._places[0, tenant] for tenant in waiting]
+        counters = [shares.counter_s(place) for place in places]
+        if len(counters) > 1:
+            assert max(counters) - min(counters) <= delta_s + in_seats_s
+    world.run()
+
+
 def test_kept_and_broken_promises_and_goodput_are_counted() -> None:
     world = TimedEngine(replace(CONFIG, max_num_seqs=1))
     strict = service_of(TIERS[2])  # sheddable, with a target of 60 s

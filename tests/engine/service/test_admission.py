@@ -12,7 +12,7 @@ from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.service import Service, Targets
 from moe_serve.engine.service.admission import Admission
 from moe_serve.engine.service.arrivals import RecentArrivals
-from moe_serve.engine.service.calibration import Calibration, error_of
+from moe_serve.engine.service.calibration import Calibration, Factors, error_of
 from moe_serve.engine.service.forecast import QueueSnapshot
 from moe_serve.engine.service.order import Order, rule_of
 
@@ -22,7 +22,7 @@ STRICT = Service(tier="a", targets=Targets(ttft_s=1.0, is_strict=True))
 
 
 def admission(ratio: float = 1.0) -> Admission:
-    return Admission(EDF, 5.0, 90.0, lambda tier: ratio)
+    return Admission(EDF, 5.0, 90.0, lambda tier: Factors(1.0, ratio))
 
 
 def test_nothing_is_forecast_or_refused_before_a_step_was_measured() -> None:
@@ -127,14 +127,17 @@ def test_the_rank_with_the_earliest_first_token_counts() -> None:
     assert found is not None and found.predicted_s == pytest.approx(5.1)
 
 
-def test_the_cautious_factor_covers_nine_of_ten() -> None:
+def test_the_cautious_factor_covers_nine_of_ten_and_the_median_is_right() -> None:
+    """The raw forecast is four times too long, with a wide scatter."""
     rng, calibration = np.random.default_rng(0), Calibration()
-    assert calibration.p90_ratio == 1.5
+    assert calibration.factors == Factors(1.0, 1.5)
     for actual in rng.lognormal(0.0, 0.6, 600):
-        calibration.compare(1.0, float(actual))
-    covered = (rng.lognormal(0.0, 0.6, 4000) <= calibration.p90_ratio).mean()
-    assert 0.85 < covered < 0.96
-    assert error_of([calibration]).num_compared == 600
+        calibration.compare(4.0, float(actual))
+    fresh = rng.lognormal(0.0, 0.6, 4000)
+    assert 0.85 < (fresh <= 4.0 * calibration.factors.p90).mean() < 0.96
+    assert 0.4 < (fresh <= 4.0 * calibration.factors.median).mean() < 0.6
+    error = error_of([calibration])
+    assert error.num_compared == 600 and error.median_error < 0.5, "without correction it is 3"
     for _ in range(300):
         calibration.compare(1.0, 0.5)
-    assert calibration.p90_ratio == 1.0, "a forecast that is never too short needs no factor"
+    assert calibration.factors == Factors(0.5, 0.5) and error_of([calibration]).median_error == 0.0

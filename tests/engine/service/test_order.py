@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.config.sections import OrderName, SchedulerConfig
+from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.standing import Standing
-from moe_serve.engine.service.order import BUCKET_S, Order, behind_the_others, rule_of
+from moe_serve.engine.service.order import Order, behind_the_others, bucket_of, rule_of
 from moe_serve.engine.service.waiting_table import WaitingTable
 from tests.support.engine.timed_engine import TIERS, request, service_of
 
@@ -52,7 +53,7 @@ def test_atc_is_its_index_in_seconds() -> None:
         waiting(0, tier=0, deadline=9.0, num_left=80),
         waiting(1, tier=1, deadline=3.0, num_left=120),
         waiting(2, tier=2, deadline=1.5, num_left=100),
-        waiting(3, tier=0, deadline=-4.0, num_left=150),
+        waiting(3, tier=0, deadline=-4.0, num_left=130),
     ]
     keys = order().keys(table_of(*rows), 1.0, TOKEN_S, None)
     for row, sequence in enumerate(rows):
@@ -74,8 +75,8 @@ def test_early_requests_go_by_deadline_and_late_ones_by_weight_and_length() -> N
     assert ids(order(), 0.0, long, short) == [1, 0]
 
 
-def test_a_prompt_counts_as_at_most_twice_or_half_the_usual_time() -> None:
-    """The ratio of lengths is bounded by 4, so a long prompt of a heavy tier stays in front."""
+def test_a_long_and_a_short_prompt_count_as_at_most_twice_each_other() -> None:
+    """The ratio of lengths is bounded by 2, so a long prompt of a heavy tier stays in front."""
     keys = order().keys(
         table_of(
             waiting(0, tier=0, deadline=-1.0, num_left=8000),
@@ -87,7 +88,7 @@ def test_a_prompt_counts_as_at_most_twice_or_half_the_usual_time() -> None:
         None,
     )
     assert keys[0] == pytest.approx(keys[1])
-    assert keys[0] - keys[2] == pytest.approx(2.0 * math.log(4.0))
+    assert keys[0] - keys[2] == pytest.approx(2.0 * math.log(2.0))
 
 
 def test_who_waited_for_the_bound_goes_first_and_the_oldest_of_them() -> None:
@@ -118,8 +119,9 @@ def test_rows_of_tenants_that_are_ahead_are_behind_the_last_other_of_their_tier(
         np.array([0.0, 5.0, 9.0, 1.0]),
         np.array([True, False, False, False]),
         np.array([0, 0, 1, 0]),
+        0.25,
     )
-    assert keys.tolist() == [5.0 + 2 * BUCKET_S, 5.0, 9.0, 1.0]
+    assert keys.tolist() == [5.0 + 2 * 0.25, 5.0, 9.0, 1.0]
 
 
 def test_a_tenant_that_is_ahead_does_not_age() -> None:
@@ -146,3 +148,10 @@ def test_the_key_of_one_request_is_that_of_its_row(
     assert order(name).key(now, deadline - now - work_s, work_s, weight, 0) == pytest.approx(key)
     keys_at = order(name).keys_over_time(deadline - work_s, work_s, weight, 0)
     assert keys_at(np.array([0.0, now]))[1] == pytest.approx(key)
+
+
+def test_a_bucket_is_a_small_part_of_the_strictest_target() -> None:
+    """Else requests of all tiers with short targets would be equally urgent."""
+    strict, slack = TierConfig(name="a", ttft_s=0.4), TierConfig(name="b", ttft_s=60.0)
+    assert bucket_of(SchedulerConfig(tiers=(slack, strict))) == pytest.approx(0.025)
+    assert bucket_of(SchedulerConfig(tiers=(slack,))) == bucket_of(SchedulerConfig()) == 0.25

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,9 +61,27 @@ def tier_in(path: str, answer: dict[str, Any]) -> str | None:
     return (answer["usage"] if path == "/v1/messages" else answer).get("service_tier")
 
 
+@pytest.fixture(scope="module")
+def shared(new_client: Any) -> Iterator[tuple[TestClient, Any]]:
+    client, engine = new_client(scheduler=TIERS)
+    with client:  # one event loop for all requests
+        yield client, engine
+
+
 @pytest.fixture
-def tiered(make_app: MakeApp) -> TestClient:
-    return TestClient(make_app(scheduler=TIERS))
+def engine(shared: Any) -> Any:
+    """One for all tests, as it was in the beginning."""
+    engine = shared[1]
+    engine.submitted.clear()
+    engine.admission = engine.error_after = engine.error_code = None
+    engine.max_requests = 1000
+    return engine
+
+
+@pytest.fixture
+def tiered(shared: Any, engine: Any) -> TestClient:
+    client: TestClient = shared[0]
+    return client
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -142,13 +142,7 @@ def responses_router(server: ServerContext) -> APIRouter:
             options = translated.options()
         options = with_entitlement(server, options, request.headers)
         options = replace(options, adapter=named.adapter)
-        record = ResponseRecord(
-            id=new_id("resp"),
-            created_at=int(time.time()),
-            model=named.name,
-            body=body,
-            service_tier=options.entitlement.shown_tier or "default",
-        )
+        record = _record(named.name, body, options.entitlement.shown_tier)
         with renamed_fields(OWN_NAMES):
             unheeded = server.assistant.check(translated.chat, server.model)
             chat = await start_chat(server, translated.chat, options, record.id, splits_runs=True)
@@ -188,6 +182,16 @@ def responses_router(server: ServerContext) -> APIRouter:
 
     router.include_router(stored_router(store, runs))
     return router
+
+
+def _record(name: str, body: ResponsesBody, tier: str | None) -> ResponseRecord:
+    return ResponseRecord(
+        id=new_id("resp"),
+        created_at=int(time.time()),
+        model=name,
+        body=body,
+        service_tier=tier or "default",
+    )
 
 
 def _store(config: ServerConfig, runs: BackgroundRuns) -> ResponseStore:

@@ -36,12 +36,13 @@ struct StackStep {  // mirrored in native_stack.py
   const int64_t* slices;  // [S, 4]: first position, tokens, logits, pages
   const int64_t *tokens, *pages;
   float* logits;     // [R, V]
-  void* hidden;      // [T, D]
-  int64_t* ids;      // [sparse layers, T, K], or null
+  void* hidden;      // [T, D]; also the input, unless the first layer is among those to compute
+  int64_t* ids;      // [sparse layers, T, K] of the layers to compute, or null
   float* weights;    // likewise
   int64_t* times;    // [layers, 5] in ns since the call began, or null; see `clock`
   int64_t* at_layer; // the layer that is being computed
   int64_t num_slices, num_tokens, num_logits;
+  int64_t first, end;  // the layers to compute; there are logits only behind the last one
 };
 
 template <class T>
@@ -129,11 +130,11 @@ class StackRun {
     static thread_local Layout layout;
     layout.lay_out(s_, step_);
     const T* embedding = static_cast<const T*>(s_.embedding);
-    for (int64_t t = 0; t < rows_; ++t)
+    for (int64_t t = 0; t < rows_ && step_.first == 0; ++t)
       std::copy_n(embedding + step_.tokens[t] * s_.width, s_.width, hidden_ + t * s_.width);
     int64_t *ids = step_.ids, num_choices = rows_ * s_.top_k;
     float* weights = step_.weights;
-    for (int64_t l = 0; l < s_.num_layers; ++l) {
+    for (int64_t l = step_.first; l < step_.end; ++l) {
       const StackLayer& layer = s_.layers[l];
       *step_.at_layer = l;
       bool is_kept = ids && layer.experts;
@@ -142,7 +143,7 @@ class StackRun {
         return absent;
       if (is_kept) ids += num_choices, weights += num_choices;
     }
-    find_logits(layout.logit_rows);
+    if (step_.end == s_.num_layers) find_logits(layout.logit_rows);
     return 0;
   }
 
@@ -191,7 +192,7 @@ class StackRun {
   // Times of a layer: it begins, its front has ended (in a dense layer its MLP too), its experts,
   // its shared expert, the sum.
   void clock(int64_t layer, int64_t place) {
-    if (step_.times) step_.times[5 * layer + place] = nanoseconds() - began_;
+    if (step_.times) step_.times[5 * (layer - step_.first) + place] = nanoseconds() - began_;
   }
 
   const Stack& s_;

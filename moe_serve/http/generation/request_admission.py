@@ -36,7 +36,7 @@ class Admitted:
     headers: Mapping[str, str]
 
 
-class Admission:
+class RequestAdmission:
     """Queues the requests of one HTTP request, or raises the error that refuses them and counts
     it."""
 
