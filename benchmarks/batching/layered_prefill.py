@@ -241,7 +241,8 @@ class Runs:
     ) -> Reading:
         """Let requests decode, add the prompt, and step until its first token."""
         engine, rng = self._engine, np.random.default_rng(seed)
-        engine._scheduler.layered = self._layered[mode]
+        scheduler = engine._scheduler
+        scheduler.layered = scheduler._starter._layered = self._layered[mode]
         for index in range(self._num_decoding):
             engine.add(self._request(f"r{index}", rng, _CONTEXT, 10_000))
         tokens: dict[str, list[int]] = {}

@@ -211,17 +211,20 @@ def _report(
         },
         server=ServerSide.between(*metrics),
         notes=notes + load.health.warnings(),
-        service=_service(records, workload, summary.duration_s),
+        service=_service(plan, records, summary.duration_s),
         is_interrupted=load.is_interrupted,
         records=tuple(records),
     )
 
 
 def _service(
-    records: Sequence[RequestRecord], workload: Workload, duration_s: float
+    plan: RunPlan, records: Sequence[RequestRecord], duration_s: float
 ) -> ServiceFigures | None:
-    tiers = workload.tiers
-    return None if tiers is None else ServiceFigures.of(records, tiers.tiers, duration_s)
+    tiers, slo = plan.workload.tiers, plan.endpoint.extra.get("slo")
+    if tiers is None:
+        return None
+    is_strict = isinstance(slo, dict) and slo.get("strict") is True
+    return ServiceFigures.of(records, tiers.tiers, duration_s, is_strict=is_strict)
 
 
 def _workload_json(plan: RunPlan, endpoint: Endpoint) -> dict[str, object]:

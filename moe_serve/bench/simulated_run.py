@@ -174,7 +174,9 @@ def _report(
         server=_server([cell.engine.stats() for cell in cells], world.num_repeated),
         notes=[NOT_MODELLED],
         records=tuple(records),
-        service=None if tiers is None else ServiceFigures.of(records, tiers.tiers, seconds),
+        service=None
+        if tiers is None
+        else ServiceFigures.of(records, tiers.tiers, seconds, is_strict=run.is_strict),
     )
 
 

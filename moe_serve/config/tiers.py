@@ -198,8 +198,8 @@ def _check_targets(tier: TierConfig, own: str, source: str) -> None:
     if (clash := contradiction(tier.ttft_s, tier.tpot_s, tier.e2e_s)) is not None:
         first, second = clash
         raise ConfigError(
-            f"{own} has e2e_s {tier.e2e_s:g} below its {first} {second:g} ({source}): the last "
-            "token cannot come before the first one; raise e2e_s or leave one of them out."
+            f"{own} has e2e_s {tier.e2e_s:.10g} below its {first} {second:.10g} ({source}): the "
+            "last token cannot come before the first one; raise e2e_s or leave one of them out."
         )
     if tier.is_sheddable and tier.ttft_s is None and tier.e2e_s is None:
         raise ConfigError(

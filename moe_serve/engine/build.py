@@ -71,11 +71,8 @@ def build_engine(
     progress: LoadProgress | None = None,
     open_weights: OpenWeights = open_checkpoint,
 ) -> BuiltEngine:
-    """Load the model and build the engine. `open_weights` opens the checkpoint's weights.
-
-    Sets the number of torch threads of this process: the configured number, or 1 if the kernels
-    have their own threads.
-    """
+    """Load the model and build the engine. `open_weights` opens the checkpoint's weights. Sets this
+    process's number of torch threads: as configured, or 1 if the kernels have their own threads."""
     clock = time.monotonic()
     model = _opened(config, progress, open_weights)
     loader, spec, max_model_len = model.loader, model.spec, model.max_model_len

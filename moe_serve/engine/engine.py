@@ -82,9 +82,7 @@ class Engine:
         sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier, window)
         self._ids = itertools.count() if ids is None else ids  # sequence ids
         self.service = StepService.of(scheduler, clock, page_size, service)  # None: no tiers
-        self._scheduler = Scheduler(
-            scheduler, cache, sharing, policy, clock, service=self.service, layered=layered
-        )
+        self._scheduler = Scheduler(scheduler, cache, sharing, policy, clock, self.service, layered)
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
         self._policy, self._executor = policy, executor
         self._routes = RouteListeners() if routes is None else routes
@@ -285,7 +283,7 @@ class Engine:
             tier=self._scheduler.tier.stats(),
             expert_memory=self._executor.expert_memory,
             batching=self._policy.stats(),
-            service=None if self.service is None else self.service.state.stats(),
+            service=None if self.service is None else self.service.stats(),
         )
 
     def check_integrity(self) -> None:
@@ -296,7 +294,7 @@ class Engine:
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
-        """Advance sequences and add their deltas. Only then end some: that may lose the executor."""
+        """Advance sequences, add their deltas, then end some, which may lose the executor."""
         ended, made = [], made_tokens(schedule, outcome.choices, outcome.sampled)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():

@@ -50,7 +50,7 @@ RECORDS = [
 
 
 def test_figures_of_all_requests() -> None:
-    found = ServiceFigures.of(RECORDS, TIERS, duration_s=10.0)
+    found = ServiceFigures.of(RECORDS, TIERS, duration_s=10.0, is_strict=True)
     assert found.attained == 2 / 5 and found.goodput_per_s == pytest.approx(0.2)
     assert found.weighted_tardiness_s == pytest.approx((4 * 2 + 1 * 3) / 4)
     assert (found.num_refused, found.num_promised, found.num_kept) == (1, 2, 1)

@@ -16,6 +16,7 @@ from moe_serve.bench.client.endpoint import Endpoint, RunPlan
 from moe_serve.bench.figures.tier_figures import ServiceFigures
 from moe_serve.bench.load import own_fields
 from moe_serve.bench.report.compare import compare
+from moe_serve.bench.report.html_page import write_page
 from moe_serve.bench.report.report import Report, read_report
 from moe_serve.bench.workload.prompt_maker import Slot
 from moe_serve.bench.workload.tier_mix import TierMix
@@ -119,6 +120,30 @@ def test_two_runs_are_compared_by_tier() -> None:
     late = rows["weighted tardiness, s"]
     assert late.a is not None and late.a > 1.0 and late.b == 0.0
     assert not any("tardiness" in row.label for row in compare(tiered(fast), report([record()])))
+
+
+def test_only_what_might_have_been_refused_is_a_promise() -> None:
+    def promises(**options: bool) -> tuple[int, int]:
+        tiers = {"chat": CHAT, "flex": TierConfig(name="flex", ttft_s=1.5, is_sheddable=True)}
+        rows = [
+            record(first_s=ttft, end_s=9.0, tier=tier, predicted_ttft_s=1.0)
+            for tier in tiers
+            for ttft in (1.0, 2.0, 3.0)
+        ]
+        found = ServiceFigures.of(rows, list(tiers.values()), 1.0, **options)
+        return found.num_promised, found.num_kept
+
+    assert promises() == (3, 1), "the sheddable tier's"
+    assert promises(is_strict=True) == (6, 2)
+
+
+def test_the_page_has_a_table_of_the_tiers(tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", [tiered([0.5] * 5, refused=3)])
+    page = (tmp_path / "page.html").read_text()
+    assert "<th>chat, weight 4, ttft 1500 ms</th><td>5</td><td>0</td><td>100.0%</td>" in page
+    assert (
+        "<th>flex, weight 1, e2e 60000 ms</th><td>3</td><td>3</td><td>0.0%</td><td>-</td>" in page
+    )
 
 
 def ended(arguments: list[str]) -> object:

@@ -58,7 +58,8 @@ class ServiceFigures:
 
     `weighted_tardiness_s`: mean over answered requests of the tier's weight times the tardiness.
     `jain`: evenness of the tenants' service, 1 if equal; None with fewer than two tenants.
-    A request that was accepted with a forecast is a promise, which its TTFT target keeps or breaks.
+    A request that might have been refused (strict, or of a sheddable tier) and was accepted with a
+    forecast is a promise, which its TTFT target keeps or breaks.
     """
 
     tiers: tuple[TierFigures, ...]
@@ -75,15 +76,25 @@ class ServiceFigures:
 
     @classmethod
     def of(
-        cls, records: Sequence[RequestRecord], tiers: Sequence[TierConfig], duration_s: float
+        cls,
+        records: Sequence[RequestRecord],
+        tiers: Sequence[TierConfig],
+        duration_s: float,
+        *,
+        is_strict: bool = False,
     ) -> ServiceFigures:
+        """`is_strict`: all requests were sent as strict."""
         by_tier = defaultdict[str, list[RequestRecord]](list)
         for record in records:
             by_tier[record.tier].append(record)
         of_name = {tier.name: tier for tier in tiers}
         pairs = [(r, of_name[r.tier]) for r in records if r.tier in of_name]
         num_good = sum(_slo(tier).is_met(r) for r, tier in pairs)
-        promised = [(r, tier) for r, tier in pairs if r.is_ok and _is_promise(r, tier)]
+        promised = [
+            (r, tier)
+            for r, tier in pairs
+            if r.is_ok and (is_strict or tier.is_sheddable) and _is_promise(r, tier)
+        ]
         waits = [r.ttft_s for r in records if r.ttft_s is not None]
         tenants = _tenants(records)
         return cls(

@@ -14,7 +14,7 @@ from moe_serve.bench.figures.summary import QUANTILE_STEPS
 from moe_serve.bench.report.compare import compare, comparison_cells, differing_settings
 from moe_serve.bench.report.plot import STYLE, Axis, PlotLine, plot
 from moe_serve.bench.report.report import Report
-from moe_serve.bench.report.report_table import latency_rows, report_facts
+from moe_serve.bench.report.report_table import TIER_HEADS, latency_rows, report_facts, tier_rows
 from moe_serve.errors import BenchError
 
 _NAMES = ("a", "b")
@@ -70,7 +70,7 @@ def _run(name: str, report: Report, is_pair: bool) -> str:
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)
     return (
         f"<h2>{mark}{escape(report.url)}: {escape(str(report.workload.get('mode', '')))}</h2>"
-        f'<table class="facts">{"".join(rows)}</table>{notes}{_latencies(report)}'
+        f'<table class="facts">{"".join(rows)}</table>{notes}{_latencies(report)}{_tiers(report)}'
     )
 
 
@@ -83,6 +83,18 @@ def _latencies(report: Report) -> str:
         rows.append(f"<tr><th>{escape(label)}</th>{cells}</tr>")
     table = f"<tr><th>milliseconds</th>{head}</tr>{''.join(rows)}"
     return f'<div class="wide"><table class="figures">{table}</table></div>' if rows else ""
+
+
+def _tiers(report: Report) -> str:
+    if report.service is None:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in TIER_HEADS)
+    rows = []
+    for name, *cells in tier_rows(report.service):
+        data = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        rows.append(f"<tr><th>{escape(name)}</th>{data}</tr>")
+    table = f"<tr>{head}</tr>{''.join(rows)}"
+    return f'<div class="wide"><table class="figures">{table}</table></div>'
 
 
 def _comparison(a: Report, b: Report) -> str:

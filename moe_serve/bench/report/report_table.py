@@ -130,13 +130,14 @@ def service_facts(service: ServiceFigures) -> Iterator[tuple[str, str]]:
         yield "tenants", text + f"{top.service_tokens:,} tokens of {top.num} requests"
 
 
-def _tiers(service: ServiceFigures) -> Table:
-    table = Table("tier")
-    for name in ("requests", "refused", "met", "TTFT p50", "p99", "longest", "tardiness"):
-        table.add_column(name, justify="right")
+TIER_HEADS = ("tier", "requests", "refused", "met", "TTFT p50", "p99", "longest", "tardiness")
+
+
+def tier_rows(service: ServiceFigures) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each tier, under `TIER_HEADS`."""
     for tier in service.tiers:
         p50, p99 = ("-", "-") if tier.ttft_ms is None else _seconds(tier.ttft_ms)
-        table.add_row(
+        yield (
             f"{tier.name}, weight {tier.weight:g}, {tier.targets or 'no target'}",
             str(tier.num),
             str(tier.num_refused),
@@ -146,6 +147,15 @@ def _tiers(service: ServiceFigures) -> Table:
             "-" if tier.longest_wait_s is None else f"{tier.longest_wait_s:,.2f} s",
             f"{tier.mean_tardiness_s:,.2f} s",
         )
+
+
+def _tiers(service: ServiceFigures) -> Table:
+    name, *others = TIER_HEADS
+    table = Table(name)
+    for other in others:
+        table.add_column(other, justify="right")
+    for cells in tier_rows(service):
+        table.add_row(*cells)
     return table
 
 

@@ -132,6 +132,6 @@ def _numbers(
     if not isinstance(row, dict):
         raise BenchError(f"{key} of {path} must be a mapping of tiers to numbers.")
     for name, value in row.items():
-        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        if type(value) not in kinds or not math.isfinite(value):
             raise BenchError(f"{key} of {path}: {name} must be a number, got {value!r}.")
     return {str(name): value for name, value in row.items()}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+from moe_serve.cache.histogram import Histogram
+
+DECISION_BOUNDS = (2e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
 MAX_TENANTS = 20  # tenants in a snapshot, those with the most service first
 
 
@@ -72,6 +75,7 @@ class ServiceStats:
     num_tenants: int = 0  # that are remembered
     jain_index: float = 1.0  # of the service of the tenants that want any: 1 is even
     forecast: ForecastError = ForecastError()
+    decisions: Histogram = Histogram.empty(DECISION_BOUNDS)  # seconds to order those that wait
 
 
 def jain_index(services: Iterable[float]) -> float:

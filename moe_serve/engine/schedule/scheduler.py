@@ -42,9 +42,9 @@ class Scheduler:
         sharing: PrefixSharing,
         policy: BatchPolicy,
         clock: Clock,
-        urgency: Urgency | None = None,
         service: StepService | None = None,
         layered: LayeredPrefill | None = None,
+        urgency: Urgency | None = None,
     ) -> None:
         """`urgency` replaces the configured rule. `service`: with tiers; `layered`: not chunks."""
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
@@ -178,15 +178,14 @@ class Scheduler:
         decoding, reading = self._urgency.in_step(self.running)
         is_alone = not (reading or self.waiting and self._starter.has_seat)
         decoding = self.mask_share.affordable(decoding, is_alone=is_alone)
-        most, later = self._config.max_batched_tokens, list[Sequence]()
+        most, later, until = self._config.max_batched_tokens, list[Sequence](), 0.0
         if self.service is not None:
             most = self.service.num_tokens(decoding)
             if self.waiting and self._starter.has_seat:
-                reading, later = self.service.split(reading)
+                reading, later, until = self.service.split(reading)
         budget = self._serve((*decoding, *reading), most, most, chosen)
         if later:
             if self.num_preemptions == num_preempted:
-                until = self.service.key_of(later[0]) if self.service is not None else 0.0
                 budget = self._starter.admit(budget, chosen, until)
             budget = self._serve(later, budget, most, chosen)
         if self.num_preemptions == num_preempted:

@@ -11,6 +11,7 @@ from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.request.service_stats import ServiceStats
 from moe_serve.engine.schedule.tier_urgency import TierUrgency
 from moe_serve.engine.service.preemption import Preemption
 from moe_serve.engine.service.service_queue import ServiceQueue, standing_of
@@ -99,20 +100,17 @@ class StepService:
         num_prompt = self.queue.num_prompt_tokens(decoding, max(0, most - len(decoding)))
         return min(most, len(decoding) + num_prompt)
 
-    def split(self, reading: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the prompts that go on before any waiting sequence starts, and those that are less
-        urgent than the first waiting one."""
+    def split(self, reading: list[Sequence]) -> tuple[list[Sequence], list[Sequence], float]:
+        """Return the prompts that go on before any waiting sequence starts; those that yield to
+        waiting ones that are more urgent by a bucket; and the key up to which these start first.
+        `reading` is in the order of `TierUrgency.in_step`."""
         first = self.queue.first() if reading and self.queue.is_ordered else None
         if first is None:
-            return reading, []
-        key, _ = first
-        place = next((i for i, s in enumerate(reading) if self.key_of(s) > key), len(reading))
-        return reading[:place], reading[place:]
-
-    def key_of(self, sequence: Sequence) -> float:
-        """Return the key of a prompt that is being read, as one that yields only to sequences that
-        are more urgent by a bucket."""
-        return self.queue.reading_key(sequence) - self.state.order.bucket_s
+            return reading, [], 0.0
+        keys = self.queue.reading_keys(reading)
+        limits = [key - self.state.order.bucket_s for key in keys]
+        place = next((i for i, limit in enumerate(limits) if limit > first[0]), len(reading))
+        return reading[:place], reading[place:], limits[place] if place < len(reading) else 0.0
 
     def seat_victim(self, running: Items[Sequence], share_lost: float) -> Sequence | None:
         """Return the running sequence that gives its seat to a waiting one; None: none does.
@@ -215,6 +213,10 @@ class StepService:
         """Return up to `most` waiting sequences that may go to another rank: the most urgent ones
         of those that never ran."""
         return self.queue.fresh(most)
+
+    def stats(self) -> ServiceStats | None:
+        """Return a snapshot; None if a coordinator has that of all engines."""
+        return None if self._is_lockstep else self.state.stats()
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
         """Assert that the service knows the waiting sequences."""

@@ -44,7 +44,7 @@ class TierUrgency(Urgency):
     def in_step(self, running: Items[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         decoding, reading = super().in_step(running)
         if not self.is_strict and len(reading) > 1:
-            reading = self._queue.reading_order(reading)
+            reading, _ = self._queue.reading_order(reading)
         return decoding, reading
 
     def victim(self, running: Items[Sequence]) -> Sequence:

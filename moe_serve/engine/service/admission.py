@@ -18,6 +18,7 @@ from moe_serve.engine.service.forecast import QueueSnapshot
 from moe_serve.engine.service.order import Order
 
 LEAST_RETRY_S = 0.1
+_MOST_ACCEPTED = 4096  # that are remembered if no turn ends
 _LIFE = 2  # turns after which an accepted request is in a snapshot
 
 
@@ -46,7 +47,7 @@ class Admission:
         self._order, self._priority_s, self._default_s = order, priority_s, default_s
         self._factors = factors
         self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
-        self._accepted: deque[_Accepted] = deque()
+        self._accepted: deque[_Accepted] = deque(maxlen=_MOST_ACCEPTED)
         self._refused: Counter[str] = Counter()
 
     def publish(self, engine: int, snapshot: QueueSnapshot) -> None:

@@ -38,9 +38,10 @@ class QueueSnapshot:
     step_s: float = 0.0  # seconds of a step that reads nothing
     num_free_seats: int = 1
     seat_s: float = 0.0  # seconds between two seats that become free
-    num_reading: int = 0  # tokens that running requests still have to read
     keys: Floats = field(default_factory=lambda: _EMPTY)
     num_left: Floats = field(default_factory=lambda: _EMPTY)
+    reading_keys: Floats = field(default_factory=lambda: _EMPTY)  # of prompts that are being read
+    reading_left: Floats = field(default_factory=lambda: _EMPTY)
     arrivals: ArrivalRates = ArrivalRates()
     share: float = 1.0  # of the arrivals that come to this engine
 
@@ -57,9 +58,11 @@ class QueueSnapshot:
 
         `num_more` and `num_more_tokens` are the requests that were accepted since the snapshot.
         """
-        is_ahead = self.keys <= keys_at(np.zeros(1))[0]
+        key = keys_at(np.zeros(1))[0]
+        is_ahead = self.keys <= key
         num_ahead = int(np.count_nonzero(is_ahead)) + num_more
-        num_to_read = self.num_reading + float(self.num_left[is_ahead].sum()) + num_more_tokens
+        num_to_read = float(self.num_left[is_ahead].sum()) + num_more_tokens
+        num_to_read += float(self.reading_left[self.reading_keys <= key].sum())
         num_lacking = num_ahead + 1 - self.num_free_seats
         start_s = self._start_s(num_lacking, num_to_read, keys_at)
         return start_s + max(num_tokens * self.token_s, self.step_s)

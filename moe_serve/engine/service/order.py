@@ -105,16 +105,14 @@ class Order:
             keys = np.where(table.is_preempted, _PREEMPTED + table.queued, keys)
         return np.asarray(keys)
 
-    def key(
-        self, age_s: float, slack_s: float, work_s: float, weight: float, priority: int
-    ) -> float:
-        """Return the key of one request that was not preempted. `slack_s` is from now to the latest
-        start that keeps its deadline."""
-        if age_s >= self._max_wait_s:
-            return -math.inf
-        values = (age_s, slack_s, work_s, math.log(weight), float(priority))
-        key = float(self._rule(*[np.float64(value) for value in values]))
-        return key + _DEMOTED if self._demotes and slack_s < 0.0 else key
+    def keys_of(
+        self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats
+    ) -> Floats:
+        """Return the keys of requests that were not preempted, by the arguments of `Rule`."""
+        keys = self._rule(age, slack, work, log_weight, priority)
+        if self._demotes:
+            keys = np.where(slack < 0.0, keys + _DEMOTED, keys)
+        return np.where(age >= self._max_wait_s, _AGED - age, keys)
 
     def keys_over_time(
         self, slack_s: float, work_s: float, weight: float, priority: int
@@ -124,11 +122,8 @@ class Order:
 
         def keys_at(ages: Floats) -> Floats:
             ones = np.ones_like(ages)
-            slack = slack_s - ages
-            keys = self._rule(ages, slack, work_s * ones, math.log(weight) * ones, priority * ones)
-            if self._demotes:
-                keys = np.where(slack < 0.0, keys + _DEMOTED, keys)
-            return np.where(ages >= self._max_wait_s, _AGED, keys)
+            logs = math.log(weight) * ones
+            return self.keys_of(ages, slack_s - ages, work_s * ones, logs, priority * ones)
 
         return keys_at
 

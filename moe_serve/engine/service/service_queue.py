@@ -22,7 +22,7 @@ from moe_serve.engine.service.step_budget import StepBudget
 from moe_serve.engine.service.step_model import StepRows
 from moe_serve.engine.service.waiting_table import WaitingTable
 
-_NUM_ENDS = 33  # ends of requests from which the time between two free seats is known
+_NUM_ENDS = 129  # ends of requests from which the time between two free seats is known
 _LEAST_NUM_ENDS = 4
 _LEAST_PAUSE_S = 0.05  # between two snapshots of a queue in which nothing comes or goes
 
@@ -100,7 +100,9 @@ class ServiceQueue:
 
     def _rank(self) -> RankedWaiting:
         if self._ranked is None:
+            began = self.state.clock()
             self._ranked = RankedWaiting(self.table, self.keys, self.state.order.bucket_s)
+            self.state.decisions.count(self.state.clock() - began)
             self._count_late()
         return self._ranked
 
@@ -113,28 +115,40 @@ class ServiceQueue:
                 standing.is_relegated = True
                 self.state.ledger.add(standing.tier, "num_relegated")
 
-    def reading_key(self, sequence: Sequence) -> float:
-        """Return the key of a sequence that is being read, for its remaining tokens."""
-        standing, state = standing_of(sequence), self.state
-        if sequence.num_output_tokens:
-            return -math.inf  # it is computed again
-        now_s, work_s = state.steady(), sequence.num_pending_tokens * state.token_s
-        slack_s = standing.deadline_s - now_s - work_s
-        request = sequence.request
-        age_s = now_s - standing.queued_s
-        return state.order.key(age_s, slack_s, work_s, request.service.weight, request.priority)
+    def reading_keys(self, reading: Items[Sequence]) -> list[float]:
+        """Return the keys of sequences that are being read, for their remaining tokens. Those that
+        are computed again go before all."""
+        if not reading:
+            return []
+        state, now_s = self.state, self.state.steady()
+        rows = [
+            (
+                now_s - (standing := standing_of(s)).queued_s,
+                standing.deadline_s - now_s,
+                s.num_pending_tokens,
+                math.log(s.request.service.weight),
+                s.request.priority,
+                len(s.token_ids) > s.num_prompt_tokens,
+            )
+            for s in reading
+        ]
+        age, left_s, num_left, log_weight, priority, is_again = np.array(rows, dtype=np.float64).T
+        work = num_left * state.token_s
+        keys = state.order.keys_of(age, left_s - work, work, log_weight, priority)
+        return list(np.where(is_again > 0.0, -math.inf, keys).tolist())
 
-    def reading_order(self, reading: list[Sequence]) -> list[Sequence]:
-        """Return prompts that are being read, the most urgent first; in a bucket, the one with the
-        fewest tokens left."""
+    def reading_order(self, reading: list[Sequence]) -> tuple[list[Sequence], list[float]]:
+        """Return prompts that are being read, the most urgent first, and their keys; in a bucket,
+        the one with the fewest tokens left comes first."""
 
-        def place(sequence: Sequence) -> tuple[float, float]:
-            key = self.reading_key(sequence)
+        def place(item: tuple[float, Sequence]) -> tuple[float, float]:
+            key, sequence = item
             if key == -math.inf:
                 return -math.inf, standing_of(sequence).queued_s
             return key // self.state.order.bucket_s, float(sequence.num_pending_tokens)
 
-        return sorted(reading, key=place)
+        items = sorted(zip(self.reading_keys(reading), reading, strict=True), key=place)
+        return [sequence for _, sequence in items], [key for key, _ in items]
 
     def num_prompt_tokens(self, decoding: Items[Sequence], most: int) -> int:
         """Return how many prompt tokens the next step may read beside those that decode."""
@@ -184,14 +198,15 @@ class ServiceQueue:
     def snapshot(self, running: Items[Sequence]) -> QueueSnapshot:
         """Return what a newcomer would find now."""
         state, seat_s = self.state, self.seat_s
-        reading = [s.num_pending_tokens for s in running if s.num_pending_tokens > 1]
+        reading = [s for s in running if s.num_pending_tokens > 1]
         return QueueSnapshot(
             turn=state.num_turns,
             token_s=state.token_s,
             step_s=state.step_s,
             num_free_seats=state.config.max_num_seqs - len(running),
             seat_s=state.step_s if math.isinf(seat_s) else seat_s,
-            num_reading=sum(reading),
+            reading_keys=np.array(self.reading_keys(reading)),
+            reading_left=np.array([float(s.num_pending_tokens) for s in reading]),
             keys=self.keys(),
             num_left=self.table.num_left.copy(),
             arrivals=state.arrivals.rates,

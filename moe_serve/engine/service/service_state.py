@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from moe_serve.cache.histogram import HistogramCounter
 from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.service import Service
-from moe_serve.engine.request.service_stats import ServiceStats
+from moe_serve.engine.request.service_stats import DECISION_BOUNDS, ServiceStats
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.admission import Admission
 from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
@@ -33,6 +36,7 @@ from moe_serve.engine.service.step_model import (
 )
 from moe_serve.engine.service.workflows import Workflows
 
+_NOW = np.zeros(1)
 _WEIGHT = 0.05  # of a new prompt in the usual number of tokens
 _UNMEASURED_TOKEN_S = 1e-3  # before any step was measured, for the order only
 
@@ -73,6 +77,7 @@ class ServiceState:
         self.admission = Admission(
             self.order, config.max_passed_over_s, config.max_wait_s, self._factors
         )
+        self.decisions = HistogramCounter(DECISION_BOUNDS)  # seconds of ordering those that wait
         self.num_turns = self._num_engines = 0
         self.num_strict = 0  # open requests that end when their deadlines pass
         self._rows, self._is_typical = StepRows(), True  # of a step of several engines
@@ -127,8 +132,8 @@ class ServiceState:
         standing.is_promised = may_refuse and targets.ttft_s is not None
         work_s = num_left * self.token_s
         slack_s = standing.deadline_s - self.steady() - work_s
-        key = self.order.key(0.0, slack_s, work_s, service.weight, request.priority)
-        self.arrivals.note(queued_s, key, num_left)
+        keys_at = self.order.keys_over_time(slack_s, work_s, service.weight, request.priority)
+        self.arrivals.note(queued_s, float(keys_at(_NOW)[0]), num_left)
         if self.model.is_measured:
             standing.raw_s = self.admission.raw_s(service, num_left, request.priority)
         sequence.standing = standing
@@ -245,4 +250,5 @@ class ServiceState:
             num_tenants=self.shares.num_remembered,
             jain_index=self.shares.jain_index,
             forecast=error_of(self._calibrations),
+            decisions=self.decisions.snapshot(),
         )

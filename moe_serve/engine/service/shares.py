@@ -8,6 +8,7 @@ at the least counter.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
@@ -47,7 +48,7 @@ class Shares:
         self._service_s = np.zeros(_FIRST_CAPACITY)  # work that is not in the totals yet
         self._idle: OrderedDict[_Key, float] = OrderedDict()  # counters, least recent first
         self._floor_s: dict[int, float] = {}  # tier -> the least counter when somebody last waited
-        self._totals: OrderedDict[_Key, _Totals] = OrderedDict()
+        self._totals: dict[_Key, _Totals] = {}
 
     @property
     def num_remembered(self) -> int:
@@ -130,23 +131,23 @@ class Shares:
 
     def top(self, tiers: Iterable[str]) -> tuple[TenantCounts, ...]:
         """Return the tenants with most service. Safe from any thread."""
-        names, places = list(tiers), dict(self._places)
-        totals = dict(self._totals)
+        names, places, totals = list(tiers), dict(self._places), dict(self._totals)
+        services = {key: total.service_s for key, total in totals.items()}
+        for key, place in places.items():
+            services[key] = services.get(key, 0.0) + float(self._service_s[place])
         found = []
-        for key in totals.keys() | places.keys():
-            (tier, tenant), total = key, totals.get(key, _Totals())
-            place = places.get(key)
-            open_s = 0.0 if place is None else float(self._service_s[place])
+        for key in heapq.nlargest(MAX_TENANTS, services, key=services.__getitem__):
+            total = totals.get(key, _Totals())
             found.append(
                 TenantCounts(
-                    tier=names[tier],
-                    tenant=tenant,
-                    service_s=total.service_s + open_s,
+                    tier=names[key[0]],
+                    tenant=key[1],
+                    service_s=services[key],
                     num_finished=total.num_finished,
                     num_good=total.num_good,
                 )
             )
-        return tuple(sorted(found, key=lambda each: -each.service_s)[:MAX_TENANTS])
+        return tuple(found)
 
     @property
     def jain_index(self) -> float:
@@ -172,7 +173,7 @@ class Shares:
         if total is None:
             total = self._totals[key] = _Totals()
             if len(self._totals) > _MAX_REMEMBERED:
-                self._totals.popitem(last=False)
+                del self._totals[next(iter(self._totals))]
         return total
 
     def _new_place(self) -> int:

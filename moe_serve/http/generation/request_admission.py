@@ -58,7 +58,7 @@ class RequestAdmission:
         except ServerOverloadedError as error:
             self._metrics.count_rejection("draining" if error.is_draining else "queue_full")
             raise _with_honest_retry(error, predicted_s) from None
-        headers = {} if predicted_s is None else {PREDICTED_HEADER: f"{_ms(predicted_s):g}"}
+        headers = {} if predicted_s is None else {PREDICTED_HEADER: f"{_ms(predicted_s):.10g}"}
         return Admitted(queue=queue, headers=headers)
 
     def _predicted_s(self, request: GenerationRequest) -> float | None:
@@ -103,7 +103,7 @@ def _refused(refusal: Refusal, request: GenerationRequest) -> ApiError:
     why = "slo.strict" if request.service.targets.is_strict else "its tier"
     return ApiError(
         429,
-        f"The first token is expected after {predicted:g} ms, but the target is {target:g} "
+        f"The first token is expected after {predicted:.10g} ms, but the target is {target:.10g} "
         f"ms, and {why} prefers a refusal to a late answer. Try again in "
         f"{refusal.retry_after_s:.1f} s.",
         code="deadline_unmeetable",

@@ -183,8 +183,8 @@ def _too_tight(
             f"is not allowed for this client, because the requests {of_tier} have no such target"
         )
     else:
-        limit = f"must be at least {least * 1000:g} for this client, the target {of_tier}; got "
-        limit += f"{asked * 1000:g}"
+        limit = f"must be at least {least * 1000:.10g} for this client, the target {of_tier}; got "
+        limit += f"{asked * 1000:.10g}"
     return InvalidRequestError(
         f"{name} {limit}. Tighter targets need server.key_may_tighten, or tighten=yes of the API "
         "key.",

@@ -191,6 +191,11 @@ SERVICE_ROWS: tuple[MetricRow, ...] = (
         "Evenness of the service of tenants that want any: 1 is even, 1/n if one has everything.",
         lambda s: s.jain_index,
     ),
+    _service.histogram(
+        "order_decision_seconds",
+        "Time to order the waiting sequences for a step, on the engine's thread.",
+        lambda s: s.decisions,
+    ),
     _forecast.counter(
         "compared",
         "Forecasts of a first token that were compared with its time.",

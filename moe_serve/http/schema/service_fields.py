@@ -117,8 +117,8 @@ def _check_targets(slo: SloFields) -> None:
     if found is not None:
         name, value = found[0].replace("_s", "_ms"), found[1]
         raise InvalidRequestError(
-            f"slo.deadline_ms ({slo.deadline_ms:g}) must not be below slo.{name} ({value:g}): the "
-            "last token cannot come before the first one.",
+            f"slo.deadline_ms ({slo.deadline_ms:.10g}) must not be below slo.{name} "
+            f"({value:.10g}): the last token cannot come before the first one.",
             param="slo.deadline_ms",
         )
 

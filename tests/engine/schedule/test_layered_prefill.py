@@ -248,7 +248,7 @@ def test_a_parked_prompt_lets_others_pass_and_goes_on_when_its_turn_has_come() -
     assert rest.cost == 16
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     pending=st.integers(2, 5000),
     budget=st.integers(1, 600),

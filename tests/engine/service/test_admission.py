@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,11 @@ from moe_serve.engine.service.order import Order, rule_of
 EDF = Order(rule_of(SchedulerConfig(order="edf"), lambda: 0.1), 90.0, "keep")
 IDLE = QueueSnapshot(turn=1, token_s=0.001, step_s=0.01, num_free_seats=4, seat_s=0.5)
 STRICT = Service(tier="a", targets=Targets(ttft_s=1.0, is_strict=True))
+
+
+def reading(num_tokens: int, key: float = -math.inf) -> dict[str, Any]:
+    """The fields of a snapshot in which one prompt is being read."""
+    return {"reading_keys": np.array([key]), "reading_left": np.array([float(num_tokens)])}
 
 
 def admission(ratio: float = 1.0) -> Admission:
@@ -44,7 +50,7 @@ def test_only_what_is_more_urgent_counts() -> None:
     """Deadlines of 0.5 s and 3 s wait. The newcomer is due in 1 s, so it passes the second."""
     made = admission()
     queue = replace(IDLE, keys=np.array([0.5, 3.0]), num_left=np.array([200.0, 5000.0]))
-    made.publish(0, replace(queue, num_reading=100))
+    made.publish(0, replace(queue, **reading(100)))
     found = made.forecast(STRICT, 400)
     assert found is not None and found.predicted_s == pytest.approx(0.7)
     relaxed = replace(STRICT, targets=Targets(ttft_s=9.0))
@@ -52,6 +58,13 @@ def test_only_what_is_more_urgent_counts() -> None:
     assert found is not None and found.predicted_s == pytest.approx(5.7)
     shifted = made.forecast(STRICT, 400, priority=1)
     assert shifted is not None and shifted.predicted_s == pytest.approx(5.7), "5 s for a level"
+
+
+def test_a_prompt_that_is_being_read_yields_to_a_more_urgent_one() -> None:
+    made = admission()
+    made.publish(0, replace(IDLE, **reading(5000, key=30.0)))
+    found = made.forecast(STRICT, 400)
+    assert found is not None and found.predicted_s == pytest.approx(0.4)
 
 
 def test_a_seat_is_waited_for() -> None:
@@ -67,7 +80,7 @@ def test_arrivals_that_will_go_first_are_foreseen() -> None:
     arrivals = RecentArrivals()
     for number in range(64):
         arrivals.note(number * 0.1, -100.0, 50)
-    queue = replace(IDLE, num_reading=10_000, arrivals=arrivals.rates)
+    queue = replace(IDLE, **reading(10_000), arrivals=arrivals.rates)
     made = admission()
     made.publish(0, replace(queue, num_free_seats=1000))
     relaxed = Service(tier="a", targets=Targets(ttft_s=80.0))
@@ -80,25 +93,25 @@ def test_arrivals_that_will_go_first_are_foreseen() -> None:
 
 def test_a_strict_request_is_refused_with_an_honest_time_to_come_back() -> None:
     made = admission(1.5)
-    made.publish(0, replace(IDLE, num_reading=2000))
+    made.publish(0, replace(IDLE, **reading(2000)))
     refusal = made.check(STRICT, 100)
     assert refusal is not None and made.num_refused("a") == 1
     assert refusal.predicted_ttft_s == pytest.approx(2.1 * 1.5) and refusal.target_ttft_s == 1.0
-    later = replace(IDLE, num_reading=2000 - math.ceil(refusal.retry_after_s / 0.001))
+    later = replace(IDLE, **reading(2000 - math.ceil(refusal.retry_after_s / 0.001)))
     made.publish(0, later)
     assert made.check(STRICT, 100) is None, "the work of that time is done"
 
 
 def test_a_refusal_never_says_to_come_back_at_once() -> None:
     made = admission()
-    made.publish(0, replace(IDLE, num_reading=901))
+    made.publish(0, replace(IDLE, **reading(901)))
     refusal = made.check(STRICT, 100)
     assert refusal is not None and refusal.retry_after_s == 0.1
 
 
 def test_requests_that_may_be_late_are_not_refused() -> None:
     made = admission()
-    made.publish(0, replace(IDLE, num_reading=10**6))
+    made.publish(0, replace(IDLE, **reading(10**6)))
     assert made.check(Service(tier="a", targets=Targets(ttft_s=1.0)), 100) is None
     assert made.check(Service(tier="a", is_sheddable=True), 100) is None, "it has no target"
     sheddable = Service(tier="a", targets=Targets(ttft_s=1.0), is_sheddable=True)
@@ -118,8 +131,8 @@ def test_accepted_requests_count_until_they_are_in_a_snapshot() -> None:
 
 def test_the_rank_with_the_earliest_first_token_counts() -> None:
     made = admission()
-    made.publish(0, replace(IDLE, num_reading=5000))
-    made.publish(1, replace(IDLE, num_reading=200))
+    made.publish(0, replace(IDLE, **reading(5000)))
+    made.publish(1, replace(IDLE, **reading(200)))
     found = made.forecast(STRICT, 100)
     assert found is not None and found.predicted_s == pytest.approx(0.3)
     made.withdraw(1)

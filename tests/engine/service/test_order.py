@@ -145,7 +145,6 @@ def test_the_key_of_one_request_is_that_of_its_row(
     (key,) = order(name).keys(table_of(made), now, TOKEN_S, None)
     work_s = num_left * TOKEN_S
     weight = TIERS[tier].weight
-    assert order(name).key(now, deadline - now - work_s, work_s, weight, 0) == pytest.approx(key)
     keys_at = order(name).keys_over_time(deadline - work_s, work_s, weight, 0)
     assert keys_at(np.array([0.0, now]))[1] == pytest.approx(key)
 

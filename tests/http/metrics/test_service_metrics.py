@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.service_stats import (
+    DECISION_BOUNDS,
     ForecastError,
     ServiceStats,
     TenantCounts,
@@ -38,13 +40,19 @@ STATS = ServiceStats(
     num_tenants=1_000_000,
     jain_index=0.7,
     forecast=ForecastError(num_compared=9, median_error=0.2, p90_ratio=1.6),
+    decisions=Histogram(
+        bounds=DECISION_BOUNDS, counts=(3, *([0] * (len(DECISION_BOUNDS) - 1)), 1), total=0.5
+    ),
 )
 
 
 def lines(stats: EngineStats) -> list[str]:
     """The samples of tiers, tenants and forecasts, without the model's label."""
-    named = ("moe_serve:tier_", "moe_serve:tenant", "moe_serve:first_token_forecast")
-    page = metrics_text(stats).replace('model_name="m",', "").replace('{model_name="m"}', "")
+    kinds = ("order_decision", "tier_", "tenant", "first_token_forecast")
+    page = metrics_text(stats)
+    for label in ('model_name="m",', ',model_name="m"', '{model_name="m"}'):
+        page = page.replace(label, "")
+    named = tuple(f"moe_serve:{kind}" for kind in kinds)
     return [line for line in page.splitlines() if line.startswith(named)]
 
 
@@ -69,6 +77,9 @@ def test_counts_of_every_tier() -> None:
         "first_token_forecast_p90_ratio 1.6",
         "tenant_jain_index 0.7",
         "tenants 1e+06",
+        'order_decision_seconds_bucket{le="2e-05"} 3.0',
+        "order_decision_seconds_count 4.0",
+        "order_decision_seconds_sum 0.5",
     ):
         assert f"moe_serve:{line}" in found
     assert not any('target="tpot"' in line for line in found), "no request had that target"
