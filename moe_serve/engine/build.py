@@ -27,7 +27,13 @@ from moe_serve.engine.execute.step_drafter import StepDrafter
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_timeline import StepTimeline, StepWatch
 from moe_serve.engine.memory.allocator import keep_freed_memory
-from moe_serve.engine.opened_model import AttentionPart, OpenedModel, device_of, model_folder
+from moe_serve.engine.opened_model import (
+    AttentionPart,
+    LoadReport,
+    OpenedModel,
+    device_of,
+    model_folder,
+)
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
@@ -109,24 +115,34 @@ def build_engine(
         window=None if part.mtp else spec.window,  # its own layers may have none
         layered=LayeredPrefill.of(config, spec, report.device, report.dtype),
     )
-    layout = EngineFacts.of(
-        model,
-        report,
-        page_size=config.cache.page_size,
-        micro_batches=cuts,
-        load_seconds=time.monotonic() - clock,
-        cuda_graphs=graphs,
-        expert_memory=None if experts.memory is None else memory_line(config.model),
-    )
     return BuiltEngine(
         engine,
-        layout,
+        _facts(config, model, report, experts, graphs, time.monotonic() - clock),
         spec,
         routes,
         last_step=watch.last_step if loader.device.type == "cpu" else None,  # else: launches
         grammars=grammars,
         activity=LocalActivity(executor, log),
         adapters=adapters,
+    )
+
+
+def _facts(
+    config: EngineConfig,
+    model: OpenedModel,
+    report: LoadReport,
+    experts: ExpertStage,
+    graphs: str | None,
+    seconds: float,
+) -> EngineFacts:
+    return EngineFacts.of(
+        model,
+        report,
+        page_size=config.cache.page_size,
+        micro_batches=config.pipeline.num_in_one_process,
+        load_seconds=seconds,
+        cuda_graphs=graphs,
+        expert_memory=None if experts.memory is None else memory_line(config.model),
     )
 
 

@@ -236,8 +236,9 @@ def each_adapter(
 ) -> list[Adapter | None]:
     """Return the adapter of each of `count` prompts. Raises InvalidRequestError or
     ModelNotFoundError."""
-    is_single = adapter is None or isinstance(adapter, str)
-    names = [adapter] * count if is_single else list(adapter or ())
+    if adapter is None or isinstance(adapter, str):
+        adapter = [adapter] * count
+    names = list(adapter)
     if len(names) != count:
         raise InvalidRequestError(
             f"{count} prompts came with {len(names)} adapters: give one name for all prompts, or "

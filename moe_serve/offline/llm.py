@@ -77,7 +77,7 @@ from moe_serve.text.tokenizer import Tokenizer
 
 
 class LLM:
-    """A loaded model. `close()` (or `with`) frees its memory."""
+    """A loaded model. `close()` (or `with`) frees its memory. `adapters`: folders by name."""
 
     _ids = itertools.count()  # of requests
     _open_engine: DrivenEngine | None
@@ -113,7 +113,6 @@ class LLM:
         speculation: SpeculationMethod = "off",
         adapters: Mapping[str, str] | None = None,
     ) -> None:
-        """`adapters`: the folder of each adapter by its name, for `generate(adapter=...)`."""
         model_config = ModelConfig(
             path=model, dtype=dtype, device=device, kernels=kernels,
             expert_weights=expert_weights, linear_weights=linear_weights,
@@ -134,18 +133,15 @@ class LLM:
                 num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
             ),
             pipeline=PipelineConfig(micro_batches=micro_batches),
-            predictor=PredictorConfig(path=predictor),
+            predictor=PredictorConfig(path=predictor), adapters=adapter_config(adapters or {}),
             speculation=SpeculationConfig(method=speculation),
-            adapters=adapter_config(adapters or {}),
         )  # fmt: skip
         checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
-        self._open_engine, self.layout = built.engine, built.layout
-        self._adapters = built.adapters
+        self._open_engine, self.layout, self._adapters = built.engine, built.layout, built.adapters
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
-        self._gate = GrammarGate(built.grammars)
-        self._tiers = config.scheduler.tiers
+        self._gate, self._tiers = GrammarGate(built.grammars), config.scheduler.tiers
 
     def __enter__(self) -> LLM:
         return self

@@ -78,7 +78,7 @@ def test_cut_preempted_and_warm(base: Path, adapters: dict[str, str]) -> None:
     with LLM(str(base), **settings) as llm:
         wanted = run(llm, range(12), names, LONGER)
         assert run(llm, range(12), names, LONGER) == wanted  # warm
-    few = {"max_model_len": 96, "num_pages": 14, "max_batched_tokens": 16}
+    few: dict[str, Any] = {"max_model_len": 96, "num_pages": 14, "max_batched_tokens": 16}
     with LLM(str(base), **few, **settings) as llm:
         assert run(llm, range(12), names, LONGER) == wanted
         assert llm.stats().counts.num_preemptions > 0

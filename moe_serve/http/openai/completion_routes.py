@@ -270,8 +270,7 @@ async def answer_completion(
     """Answers a completion, streamed or complete. `content` is the parsed body of the request."""
     body = parse_body(CompletionBody, content)
     ignored = body.check(is_strict=server.config.is_strict)
-    named = await server.model.named(body.model)
-    tokenizer = server.model.tokenizer
+    named, tokenizer = await server.model.named(body.model), server.model.tokenizer
     options = with_entitlement(server, body.options(), request.headers)
     rules = await resolve_rules(
         server,

@@ -52,7 +52,7 @@ class AdapterLayer:
     mlp: ExpertBank | None = None  # in place of the shared expert, or of a dense layer's MLP
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # without slots, for weak references
 class AdapterWeights:
     """The weights of one adapter. They never change; `digest` names their content."""
 
