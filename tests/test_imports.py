@@ -37,6 +37,7 @@ LAYERS: Mapping[str, int] = {
     "moe_serve.quantize": 4,
     "moe_serve.pipeline": 3,
     "moe_serve.cache": 3,
+    "moe_serve.adapters": 3,
     "moe_serve.model": 3,
     "experts": 2,
     "routing_predictor": 2,

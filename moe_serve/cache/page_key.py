@@ -25,15 +25,15 @@ from moe_serve.regular_file import regular_file
 TOKEN_DTYPE = np.dtype("<i4")
 
 
-def root_key(model_identity: bytes, adapter_id: int, cache_salt: str) -> bytes:
+def root_key(model_identity: bytes, adapter: bytes, cache_salt: str) -> bytes:
     """Return the key before the first page.
 
     Each part is hashed with its length, so that parts cannot be confused: ("ab", "c") is 2 ab 1 c,
-    and ("a", "bc") is 1 a 2 bc.
+    and ("a", "bc") is 1 a 2 bc. `adapter` is the digest of an adapter; empty: the base model.
     """
     digest = sha256()
     salt = cache_salt.encode("utf-8", "surrogatepass")
-    for part in (model_identity, str(adapter_id).encode(), salt):
+    for part in (model_identity, adapter or b"0", salt):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()

@@ -38,6 +38,7 @@ from moe_serve.cluster.steps.epoch_maker import EpochMaker
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.sections import EngineConfig, TransportName
 from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.engine.build_adapters import check_adapters
 from moe_serve.engine.build_tiers import check_tiers
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.drafting_maker import check_on_ranks, drafting_maker
@@ -286,6 +287,7 @@ def build_cluster(
     Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
     check_tiers(config)
+    check_adapters(config)
     clock = time.monotonic()
     model = ClusterModel.read(config)
     routes, loads = RouteListeners(), RankLoads(model.placement)

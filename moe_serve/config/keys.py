@@ -1,9 +1,9 @@
 """The table of configuration keys, derived from the dataclasses in `sections.py`, and their ranges.
 
 A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
-`predictor`, `speculation`, `cluster`, `trace`, `server`, `log`), so `scheduler.max_num_seqs` is
-`Config.engine.scheduler.max_num_seqs`. A new field in `sections.py` is a new key automatically;
-only its range is written here.
+`predictor`, `speculation`, `adapters`, `cluster`, `trace`, `server`, `log`), so
+`scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in `sections.py` is
+a new key automatically; only its range is written here.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "speculation.prompt_lookup_max": (1, 64),
     "speculation.suffix_max_tokens": (1024, 2**28),
     "speculation.self_experts": (1, 64),
+    "adapters.memory_bytes": (1, 2**50),
+    "adapters.max_adapters": (1, 100_000),
+    "adapters.max_rank": (1, 1024),
     "cluster.attention_ranks": (0, 4096),
     "cluster.expert_ranks": (0, 4096),
     "cluster.attention_tp": (1, 64),

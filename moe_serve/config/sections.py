@@ -241,6 +241,18 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Fine-tunes of the model that requests name in its place."""
+
+    is_enabled: bool = False  # else every other key here must be left out
+    modules: tuple[str, ...] = ()  # name=path of each adapter that is loaded at the start
+    root: str | None = None  # clients with an admin key load folders below it; None: they load none
+    memory_bytes: int | None = None  # of all adapters in memory; None: no limit
+    max_adapters: int = 1000  # names
+    max_rank: int = 64  # of a LoRA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that the engine (offline or behind HTTP) needs."""
 
@@ -250,6 +262,7 @@ class EngineConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 

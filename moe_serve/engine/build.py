@@ -10,9 +10,11 @@ import torch
 
 from experts.expert_stage import ExpertStage
 from moe_kernels.kernel_choice import default_num_threads
+from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.build_adapters import check_adapters, open_adapters
 from moe_serve.engine.build_tiers import check_tiers, tier_maker
 from moe_serve.engine.drafting.drafting_maker import drafting_maker
 from moe_serve.engine.driven_engine import DrivenEngine
@@ -25,7 +27,13 @@ from moe_serve.engine.execute.step_drafter import StepDrafter
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_timeline import StepTimeline, StepWatch
 from moe_serve.engine.memory.allocator import keep_freed_memory
-from moe_serve.engine.opened_model import AttentionPart, OpenedModel, device_of, model_folder
+from moe_serve.engine.opened_model import (
+    AttentionPart,
+    LoadReport,
+    OpenedModel,
+    device_of,
+    model_folder,
+)
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
@@ -61,6 +69,7 @@ class BuiltEngine:
     last_step: Callable[[], StepTimeline | None] | None = None  # None: steps are not recorded
     grammars: Grammars | None = None  # for constrained answers
     activity: ActivityReport | None = None  # for hang reports
+    adapters: AdapterRegistry | None = None  # None: requests cannot name one
 
 
 def build_engine(
@@ -77,9 +86,10 @@ def build_engine(
     tap, routes, log = RouteTap(spec.router.num_experts), RouteListeners(), StageLog()
     make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
     next_layer = open_next_layer(config, model.folder, loader)
+    adapters = open_adapters(config, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = model.load_attention(config)
-    pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer))
+    pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer), adapters)
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)
     sampler, masks, drafter = _sampling(config, model, grammars, part, pipeline, experts)
@@ -105,23 +115,34 @@ def build_engine(
         window=None if part.mtp else spec.window,  # its own layers may have none
         layered=LayeredPrefill.of(config, spec, report.device, report.dtype),
     )
-    layout = EngineFacts.of(
-        model,
-        report,
-        page_size=config.cache.page_size,
-        micro_batches=cuts,
-        load_seconds=time.monotonic() - clock,
-        cuda_graphs=graphs,
-        expert_memory=None if experts.memory is None else memory_line(config.model),
-    )
     return BuiltEngine(
         engine,
-        layout,
+        _facts(config, model, report, experts, graphs, time.monotonic() - clock),
         spec,
         routes,
         last_step=watch.last_step if loader.device.type == "cpu" else None,  # else: launches
         grammars=grammars,
         activity=LocalActivity(executor, log),
+        adapters=adapters,
+    )
+
+
+def _facts(
+    config: EngineConfig,
+    model: OpenedModel,
+    report: LoadReport,
+    experts: ExpertStage,
+    graphs: str | None,
+    seconds: float,
+) -> EngineFacts:
+    return EngineFacts.of(
+        model,
+        report,
+        page_size=config.cache.page_size,
+        micro_batches=config.pipeline.num_in_one_process,
+        load_seconds=seconds,
+        cuda_graphs=graphs,
+        expert_memory=None if experts.memory is None else memory_line(config.model),
     )
 
 
@@ -174,6 +195,7 @@ def _opened(
 ) -> OpenedModel:
     of = config.model
     check_tiers(config)
+    check_adapters(config)
     keep_freed_memory()
     num_threads = of.num_threads or default_num_threads()
     folder, device = model_folder(of), device_of(of)
@@ -189,10 +211,12 @@ def _pipeline(
     loader: ModelLoader,
     experts: ExpertStage,
     beside: tuple[StageLog, RouteTap, NextLayer | None],
+    adapters: AdapterRegistry | None,
 ) -> Pipeline:
     """Build the pipeline of this process, with all layers in one call if nothing lies between."""
     transport, (*_, next_layer) = _local_transport(loader, experts, config), beside
-    pipeline = Pipeline(part.stage, transport, part.cache, loader.device, *beside)
+    parts = part.stage, transport, part.cache, loader.device
+    pipeline = Pipeline(*parts, *beside, adapters=adapters)
     if next_layer is None and config.cluster.wire_dtype == "auto":
         pipeline.stacked = StackedLayers.of(part.stage, experts, part.cache)
     return pipeline

@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from moe_serve import __version__
+from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.config.sections import DEFAULT_SCHEDULER, LogConfig, SchedulerConfig, ServerConfig
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.routes.placement_control import PlacementControl
@@ -24,6 +25,7 @@ from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
 from moe_serve.engine.tracing import Tracing
 from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.engine.watch.startup import Startup
+from moe_serve.http.admin.adapters import adapter_router
 from moe_serve.http.admin.control import placement_router, trace_router
 from moe_serve.http.admin.status import (
     LoadReportMiddleware,
@@ -38,11 +40,11 @@ from moe_serve.http.dashboard.board import Board, dashboard_router
 from moe_serve.http.dashboard.facts import NO_FACTS, DashboardFacts
 from moe_serve.http.edge import AccessLog, EdgeMiddleware
 from moe_serve.http.gate.auth import (
-    ADMIN_PREFIX,
     OPEN_PATHS,
     ApiKeyMiddleware,
     KeyRing,
     api_keys,
+    is_admin_path,
 )
 from moe_serve.http.gate.key_limits import KeyLimitMiddleware
 from moe_serve.http.gate.origins import ConfiguredCors, HostMiddleware
@@ -120,7 +122,7 @@ def _put_right(document: dict[str, Any], components: dict[str, Any]) -> None:
         for operation in operations.values():
             operation["responses"] = _responses(path, operation["responses"])
             if path not in OPEN_PATHS:
-                kind = "adminKey" if path.startswith(ADMIN_PREFIX) else "apiKey"
+                kind = "adminKey" if is_admin_path(path) else "apiKey"
                 operation["security"] = [{kind: []}, *([] if kind == "adminKey" else [{}])]
             body = operation.get("requestBody", {}).get("content", {}).get("application/json")
             if body:
@@ -208,7 +210,7 @@ def create_app(
         speculates=facts.speculation.is_on,
     )
     sources = replace(
-        _sources(generations, facts, operations),
+        _sources(generations, facts, operations, model.adapters),
         tracing=tracing,
         placement=placement,
         has_each_expert=config.expert_metrics,
@@ -255,7 +257,10 @@ def _empty_app(board: Board) -> FastAPI:
 
 
 def _sources(
-    generations: GenerationService, facts: DashboardFacts, operations: Operations
+    generations: GenerationService,
+    facts: DashboardFacts,
+    operations: Operations,
+    adapters: AdapterRegistry | None,
 ) -> ScrapeSources:
     return ScrapeSources(
         engine=generations.engine,
@@ -263,6 +268,7 @@ def _sources(
         is_draining=lambda: generations.is_draining,
         cache=facts.cache,
         experts=facts.experts,
+        adapters=adapters,
         drafters=facts.speculation.drafters,
     )
 
@@ -278,6 +284,7 @@ def _add_routes(app: FastAPI, server: ServerContext) -> None:
         render_router,
         info_router,
         health_router,
+        adapter_router,
     ):
         app.include_router(make_router(server))
     add_page_routes(app)

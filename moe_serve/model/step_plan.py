@@ -35,7 +35,8 @@ class SequenceSlice:
 
     `page_table` covers them. Logits are wanted for the last `num_logits` tokens: 0 while a prompt
     is still being read, 1 to sample, more for prompt log probabilities or to verify a draft. The
-    last `num_drafted` tokens are not the sequence's own yet: a drafter expects them.
+    last `num_drafted` tokens are not the sequence's own yet: a drafter expects them. `adapter` is
+    the digest of the adapter that computes them; empty: the base model.
 
     With `layers`, the tokens take part in these layers only. Before the others their states are
     parked, and they want no logits before the last one.
@@ -48,6 +49,7 @@ class SequenceSlice:
     num_logits: int
     num_drafted: int = 0
     layers: LayerRange | None = None
+    adapter: bytes = b""
 
     @property
     def is_finished(self) -> bool:
@@ -102,6 +104,10 @@ class StepPlan:
     @property
     def slices(self) -> list[SequenceSlice]:
         return [s for batch in self.micro_batches for s in batch.slices]
+
+    @property
+    def has_adapters(self) -> bool:
+        return any(s.adapter for batch in self.micro_batches for s in batch.slices)
 
     @property
     def num_tokens(self) -> int:

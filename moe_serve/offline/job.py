@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from moe_serve.adapters.adapter import Adapter
+from moe_serve.adapters.registry import AdapterRegistry
+from moe_serve.config.sections import AdapterConfig
 from moe_serve.config.tiers import TierConfig, find_tier
 from moe_serve.engine.request.request import (
     DecodingRules,
     FinishReason,
     GenerationRequest,
+    TokenDelta,
     TokenLogprob,
 )
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.bad_words import bad_word_ids
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.thinking_limit import limiting_markers
-from moe_serve.errors import ContextLengthError, InvalidRequestError
+from moe_serve.errors import ContextLengthError, GenerationError, InvalidRequestError
 from moe_serve.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moe_serve.text.assistant.formats import ReasoningFormat
 from moe_serve.text.text_stream import TextStream
@@ -218,3 +223,55 @@ def check_prompt(ids: tuple[int, ...], params: SamplingParams, vocab_size: int, 
             param="prompts",
         )
     params.check_vocabulary(vocab_size)
+
+
+def adapter_config(adapters: Mapping[str, str]) -> AdapterConfig:
+    """Return the configuration of adapters by name: their folders."""
+    modules = tuple(f"{name}={folder}" for name, folder in adapters.items())
+    return AdapterConfig(is_enabled=bool(modules), modules=modules)
+
+
+def each_adapter(
+    registry: AdapterRegistry | None, adapter: str | Sequence[str | None] | None, count: int
+) -> list[Adapter | None]:
+    """Return the adapter of each of `count` prompts. Raises InvalidRequestError or
+    ModelNotFoundError."""
+    if adapter is None or isinstance(adapter, str):
+        adapter = [adapter] * count
+    names = list(adapter)
+    if len(names) != count:
+        raise InvalidRequestError(
+            f"{count} prompts came with {len(names)} adapters: give one name for all prompts, or "
+            "one for each.",
+            param="adapter",
+        )
+    if registry is None and any(name is not None for name in names):
+        raise InvalidRequestError(
+            "This LLM was made without adapters: give LLM(adapters={name: folder}).",
+            param="adapter",
+        )
+    return [None if name is None or registry is None else registry.acquire(name) for name in names]
+
+
+def take_delta(
+    job: Job, answer: GrowingAnswer, delta: TokenDelta, abort: Callable[[str], None]
+) -> bool:
+    """Add a delta to its answer, and abort a request that its text has ended. Returns True if the
+    answer is complete."""
+    if delta.finish_reason is FinishReason.ERROR:
+        raise GenerationError(f"{delta.request_id}: {delta.error}.")
+    if delta.prompt_logprobs is not None:
+        job.prompt_logprobs = delta.prompt_logprobs
+    answer.num_cached_tokens = max(answer.num_cached_tokens, delta.num_cached_tokens)
+    job.first_token_time = job.first_token_time or time.monotonic()
+    text = answer.stream.push(delta)
+    answer.text.append(text.text)
+    answer.token_ids += text.token_ids
+    answer.logprobs += text.logprobs or ()
+    if text.finish_reason is None:
+        return False
+    if text.is_stopped_by_text:
+        abort(delta.request_id)
+    answer.finish_reason, answer.stop_reason = text.finish_reason, text.stop_reason
+    job.end_time = time.monotonic()
+    return True

@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Literal
 
 from rich.progress import Progress, TextColumn
 
+from moe_serve.adapters.adapter import Adapter
 from moe_serve.cluster.started_ranks import build_any_engine
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import (
@@ -43,23 +43,26 @@ from moe_serve.config.sections import (
 from moe_serve.config.tiers import TierConfig, check_tiers
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.opened_model import model_folder
-from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.engine.request.service import Service
+from moe_serve.engine.request.service_terms import Service
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
-from moe_serve.errors import EngineDeadError, GenerationError, InvalidRequestError
+from moe_serve.errors import EngineDeadError, InvalidRequestError
 from moe_serve.model.hub.named_model import local_engine_config
 from moe_serve.offline.job import (
     GrowingAnswer,
     Job,
     Prompt,
+    adapter_config,
     as_prompts,
     check_prompt,
     check_text_length,
+    each_adapter,
     limited,
     make_output,
     resolve_rules,
+    take_delta,
     tiers_of,
 )
 from moe_serve.offline.outputs import RequestOutput
@@ -74,7 +77,7 @@ from moe_serve.text.tokenizer import Tokenizer
 
 
 class LLM:
-    """A loaded model. `close()` (or `with`) frees its memory."""
+    """A loaded model. `close()` (or `with`) frees its memory. `adapters`: folders by name."""
 
     _ids = itertools.count()  # of requests
     _open_engine: DrivenEngine | None
@@ -108,6 +111,7 @@ class LLM:
         num_threads: int | None = None,
         cuda_graphs: CudaGraphsName = "auto",
         speculation: SpeculationMethod = "off",
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         model_config = ModelConfig(
             path=model, dtype=dtype, device=device, kernels=kernels,
@@ -129,26 +133,20 @@ class LLM:
                 num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
             ),
             pipeline=PipelineConfig(micro_batches=micro_batches),
-            predictor=PredictorConfig(path=predictor),
+            predictor=PredictorConfig(path=predictor), adapters=adapter_config(adapters or {}),
             speculation=SpeculationConfig(method=speculation),
         )  # fmt: skip
         checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
-        self._open_engine, self.layout = built.engine, built.layout
+        self._open_engine, self.layout, self._adapters = built.engine, built.layout, built.adapters
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
-        self._gate = GrammarGate(built.grammars)
-        self._tiers = config.scheduler.tiers
+        self._gate, self._tiers = GrammarGate(built.grammars), config.scheduler.tiers
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -187,20 +185,23 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
+        adapter: str | Sequence[str | None] | None = None,
         service_tier: str | Sequence[str] = "",
         use_progress_bar: bool = True,
     ) -> list[RequestOutput]:
         """Complete one or many prompts (text or token ids); results in the prompts' order.
 
-        Prompts reuse cached prefixes of calls with the same `cache_salt` only. `service_tier` names
-        one of the LLM's `tiers` for all prompts, or one for each: prompts of urgent tiers go first.
+        Prompts reuse cached prefixes of calls with the same `cache_salt` only. `adapter` names the
+        adapter of all prompts, or of each; None: the base model. `service_tier` names one of the
+        LLM's `tiers` for all prompts, or one for each: prompts of urgent tiers go first.
 
         Raises InvalidRequestError before anything runs if a prompt or parameter is wrong, and
         GenerationError if a request failed inside the engine.
         """
         return self._generate(
-            prompts, params, cache_salt, use_progress_bar, continues=True, tiers=service_tier
-        )
+            prompts, params, cache_salt, use_progress_bar, adapter, continues=True,
+            tiers=service_tier,
+        )  # fmt: skip
 
     def _generate(
         self,
@@ -208,6 +209,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str,
         use_progress_bar: bool,
+        adapter: str | Sequence[str | None] | None,
         *,
         continues: bool,
         tiers: str | Sequence[str] = "",
@@ -228,9 +230,12 @@ class LLM:
             raise InvalidRequestError(
                 f"cache_salt must be a string, got {cache_salt!r}.", param="cache_salt"
             )
+        held = each_adapter(self._adapters, adapter, len(listed))
         named = tiers_of(tiers, len(listed), self._tiers)
-        triples = zip(listed, each, named, strict=True)
-        jobs = [self._job(prompt, p, cache_salt, continues, tier) for prompt, p, tier in triples]
+        jobs = [
+            self._job(prompt, p, cache_salt, continues, tier, own)
+            for prompt, p, tier, own in zip(listed, each, named, held, strict=True)
+        ]
         for job in jobs:
             for answer in job.answers:
                 self._engine.add(answer.request)
@@ -247,6 +252,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        adapter: str | None = None,
         use_progress_bar: bool = False,
     ) -> RequestOutput:
         """Answer one conversation, through the model's chat template."""
@@ -262,14 +268,22 @@ class LLM:
             )
         text = template.render(messages, add_generation_prompt=True)
         ids = self._encoded(text, add_special_tokens=False)
-        return self._generate([ids], params, cache_salt, use_progress_bar, continues=False)[0]
+        return self._generate(
+            [ids], params, cache_salt, use_progress_bar, adapter, continues=False
+        )[0]
 
     def _encoded(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         check_text_length(text, self.tokenizer, self.layout.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _job(
-        self, prompt: Prompt, params: SamplingParams, salt: str, continues: bool, tier: TierConfig
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        salt: str,
+        continues: bool,
+        tier: TierConfig,
+        adapter: Adapter | None,
     ) -> Job:
         is_text = isinstance(prompt, str)
         ids = tuple(self._encoded(prompt) if isinstance(prompt, str) else prompt)
@@ -290,6 +304,7 @@ class LLM:
                     arrival_time=time.monotonic(),
                     cache_salt=salt,
                     service=Service.of_tier(tier),
+                    adapter=adapter,
                 ),
                 TextStream(
                     self.tokenizer, params, follows=ids[-1] if continues else None, rules=rules
@@ -318,29 +333,9 @@ class LLM:
                         continue
                     job, answer = open_answers[delta.request_id]
                     num_tokens += len(delta.token_ids)
-                    if self._take(job, answer, delta):
+                    if take_delta(job, answer, delta, self._engine.abort):
                         del open_answers[delta.request_id]
                         progress.advance(task)
                 seconds = max(time.monotonic() - clock, 1e-9)
                 progress.update(task, speed=f"{num_tokens / seconds:.0f} tok/s")
         self._engine.check_integrity()
-
-    def _take(self, job: Job, answer: GrowingAnswer, delta: TokenDelta) -> bool:
-        """Add a delta to its answer. Returns True if the answer is complete."""
-        if delta.finish_reason is FinishReason.ERROR:
-            raise GenerationError(f"{delta.request_id}: {delta.error}.")
-        if delta.prompt_logprobs is not None:
-            job.prompt_logprobs = delta.prompt_logprobs
-        answer.num_cached_tokens = max(answer.num_cached_tokens, delta.num_cached_tokens)
-        job.first_token_time = job.first_token_time or time.monotonic()
-        text = answer.stream.push(delta)
-        answer.text.append(text.text)
-        answer.token_ids += text.token_ids
-        answer.logprobs += text.logprobs or ()
-        if text.finish_reason is None:
-            return False
-        if text.is_stopped_by_text:
-            self._engine.abort(delta.request_id)
-        answer.finish_reason, answer.stop_reason = text.finish_reason, text.stop_reason
-        job.end_time = time.monotonic()
-        return True

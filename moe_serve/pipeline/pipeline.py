@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.model.stage.adapter_rows import LoadedAdapters, adapter_rows
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, StepPlan
@@ -43,13 +44,14 @@ class Pipeline:
         tap: RouteTap | None = None,
         next_layer: NextLayer | None = None,
         parked: ParkedStates | None = None,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         """`next_layer`: predicts needed experts if not all are held in memory. `parked`: states
-        that outlive this pipeline."""
+        that outlive this pipeline. `adapters`: those that rows may have."""
         self._stage, self._transport, self._cache, self._device = stage, transport, cache, device
         self._log = StageLog() if log is None else log  # its owner begins and ends steps
         self._tap = RouteTap(stage.spec.router.num_experts) if tap is None else tap
-        self._next_layer = next_layer
+        self._next_layer, self._adapters = next_layer, adapters
         self.parked = ParkedStates() if parked is None else parked
         self.stacked: StackedLayers | None = None  # if set, runs steps of one micro-batch
         self.device = device
@@ -66,7 +68,7 @@ class Pipeline:
         """
         self._tap.begin(plan)
         self.parked.begin(plan)
-        if self.stacked is None or len(plan.micro_batches) > 1:
+        if self.stacked is None or len(plan.micro_batches) > 1 or plan.has_adapters:
             return self._run_by_layer(plan)
         since, (batch,) = time.perf_counter(), plan.micro_batches
         if batch.is_grouped:
@@ -117,9 +119,6 @@ class Pipeline:
         inputs = self._inputs(batch)
         return MicroBatchState(inputs, self._stage.embed(inputs))
 
-    def _inputs(self, batch: MicroBatch) -> StepInputs:
-        return self._stage.make_inputs(batch, self._cache, self._device)
-
     @torch.inference_mode()
     def _run_by_layer(self, plan: StepPlan) -> Tensor:
         since, aside_s, parts = time.perf_counter(), 0.0, list[Tensor]()
@@ -143,6 +142,13 @@ class Pipeline:
         self.hidden_RD = torch.cat(hidden) if hidden else None
         self.hidden_TD = torch.cat(every_row) if len(every_row) > 1 else next(iter(every_row), None)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _inputs(self, batch: MicroBatch) -> StepInputs:
+        inputs = self._stage.make_inputs(batch, self._cache, self._device)
+        if self._adapters is None:
+            assert not any(s.adapter for s in batch.slices), "this pipeline has no adapters"
+            return inputs
+        return replace(inputs, adapters=adapter_rows(batch, self._adapters, self._device))
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:
         """Run embedding and all layers -> the residual stream [T, D] of each micro-batch."""
@@ -207,7 +213,7 @@ class Pipeline:
         self._transport.dispatch(layer, index, routed)
         start = log.add(Stage.DISPATCH, layer, index, rows, start)
         state.layer_away = layer
-        state.shared_TD = self._stage.shared(layer, routed.x_TD)
+        state.shared_TD = self._stage.shared(layer, routed.x_TD, state.inputs)
         if state.shared_TD is not None:
             log.add(Stage.SHARED, layer, index, rows, start)
 

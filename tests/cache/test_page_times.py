@@ -9,7 +9,7 @@ from moe_serve.cache.page_key import following_keys, root_key, token_array
 from moe_serve.cache.page_times import BOUNDS_S, PageTimes, SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
 
-ROOT = root_key(b"model", 0, "")
+ROOT = root_key(b"model", b"", "")
 
 
 class World:

@@ -13,7 +13,7 @@ from moe_serve.cache.page_key import following_keys, model_identity, root_key, t
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.prefix_tree import PrefixTree, num_in_common
 
-ROOT = root_key(b"model", 0, "")
+ROOT = root_key(b"model", b"", "")
 
 
 def run_of(*first_tokens: int) -> np.ndarray:
@@ -23,12 +23,12 @@ def run_of(*first_tokens: int) -> np.ndarray:
 
 def test_a_key_names_model_adapter_salt_and_all_tokens_before() -> None:
     roots = {
-        root_key(b"model", 0, ""),
-        root_key(b"other", 0, ""),
-        root_key(b"model", 1, ""),
-        root_key(b"model", 0, "salt"),
-        root_key(b"mode", 0, "l"),
-        root_key(b"model", 0, "\ud800"),
+        root_key(b"model", b"", ""),
+        root_key(b"other", b"", ""),
+        root_key(b"model", b"1", ""),
+        root_key(b"model", b"", "salt"),
+        root_key(b"mode", b"", "l"),
+        root_key(b"model", b"", "\ud800"),
     }
     assert len(roots) == 6
     first, second = following_keys(ROOT, run_of(1, 100), 16)
@@ -73,7 +73,7 @@ def test_most_alike_looks_at_children_of_one_parent_only() -> None:
     assert tree.most_alike(key_a, token_array([6])) == (0, 0)
     assert tree.most_alike(key_a, token_array([])) == (0, 0)
     assert tree.most_alike(ROOT, token_array([7] * 7)) == (0, 0)
-    assert tree.most_alike(root_key(b"model", 0, "salt"), run_of(1)) == (0, 0)
+    assert tree.most_alike(root_key(b"model", b"", "salt"), run_of(1)) == (0, 0)
     tree.check_integrity()
     for page in (6, 5, 7, 4):  # the head, the only one and the tail of a chain
         tree.remove(page)

@@ -56,6 +56,7 @@ def test_the_flags_are_frozen() -> None:
         "--config",
         "--device",
         "--dtype",
+        "--enable-lora",
         "--expert-memory",
         "--expert-ranks",
         "--host",
@@ -63,7 +64,9 @@ def test_the_flags_are_frozen() -> None:
         "--kv-disk-bytes",
         "--kv-dtype",
         "--log-format",
+        "--lora-modules",
         "--max-batched-tokens",
+        "--max-lora-rank",
         "--max-model-len",
         "--max-num-seqs",
         "--max-queued-requests",
@@ -99,7 +102,12 @@ def test_the_flags_are_frozen() -> None:
         "--out",
         "--secret-file",
     }
-    assert set(flags_of("serve")) - set(flags_of("launch")) == set()
+    # Adapters are served in one process only.
+    assert set(flags_of("serve")) - set(flags_of("launch")) == {
+        "--enable-lora",
+        "--lora-modules",
+        "--max-lora-rank",
+    }
     assert flags_of("chat") == [
         "--api-key",
         "--max-tokens",
@@ -318,7 +326,7 @@ def test_what_is_said_of_other_servers_flags_is_there() -> None:
         assert flag not in own, flag
         assert set(re.findall(r"--[a-z-]+", advice)) <= own, advice
         assert set(re.findall(r"moe-serve (\w+)", advice)) <= set(commands), advice
-        named = re.findall(r"\b(?:server|cluster|cache)\.\w+", advice)
+        named = re.findall(r"\b(?:server|cluster|cache|adapters)\.\w+", advice)
         assert set(named) <= set(keys), advice
         assert set(re.findall(r"MOE_SERVE_\w+", advice)) <= {keys[path] for path in named}
 

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 from tokenizers import decoders, models, pre_tokenizers
 
+from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.config.sections import DEFAULT_SCHEDULER, SchedulerConfig, ServerConfig
 from moe_serve.engine.request.delta_queue import DeltaQueue
@@ -342,10 +343,12 @@ def make_app(engine: FakeEngine, model: ServedModel) -> Callable[..., FastAPI]:
     def make(
         facts: DashboardFacts = NO_FACTS,
         scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
+        adapters: AdapterRegistry | None = None,
         **config: Any,
     ) -> FastAPI:
         server = ServerConfig(**config)
-        return create_app(engine, model, server, facts=facts, scheduler=scheduler)
+        served = replace(model, adapters=adapters)
+        return create_app(engine, served, server, facts=facts, scheduler=scheduler)
 
     return make
 

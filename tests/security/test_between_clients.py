@@ -163,8 +163,8 @@ def test_names_of_pages_do_not_collide(server: RealServer) -> None:
     keys: set[bytes] = set()
     for _ in range(300):
         tokens = [rng.choice([0, 1, 256, 65536]) for _ in range(16)]
-        keys.add(following_keys(root_key(b"m", 0, ""), token_array(tokens), 16)[0])
-    shifted = following_keys(root_key(b"m", 0, ""), np.arange(32, dtype="<i4"), 16)
+        keys.add(following_keys(root_key(b"m", b"", ""), token_array(tokens), 16)[0])
+    shifted = following_keys(root_key(b"m", b"", ""), np.arange(32, dtype="<i4"), 16)
     assert shifted[0] != shifted[1] and len(keys) > 290
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from moe_serve.cli.serve.adapter_options import spread_modules
 from moe_serve.errors import ConfigError
 
 
@@ -80,6 +81,10 @@ ADVICE: Mapping[str, str] = {
     "--enable-force-include-usage": _set("server.force_include_usage", "true"),
     "--enable-tokenizer-info-endpoint": _set("server.tokenizer_info", "true"),
     "--fingerprint-mode": "leave it out: answers always have a system_fingerprint",
+    "--max-loras": "leave it out: a step takes as many adapters as its requests name",
+    "--max-cpu-loras": _set("adapters.memory_bytes"),
+    "--max-loaded-loras": _set("adapters.max_adapters"),
+    "--lora-paths": "--lora-modules NAME=FOLDER",
     "--max-logprobs": "leave it out: requests get up to 20 and can name more in logprob_token_ids",
     "--enable-prompt-tokens-details": "leave it out: usage always has prompt_tokens_details",
 }
@@ -92,7 +97,7 @@ class ServerCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {name for parameter in self.params for name in parameter.opts}
         check_flags(args, own)
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, spread_modules(args))
 
 
 def check_flags(arguments: Sequence[str], own: set[str]) -> None:

@@ -17,6 +17,7 @@ from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.fingerprint import system_fingerprint
 from moe_serve.engine.opened_model import model_folder
+from moe_serve.errors import ConfigError
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.model.hub.hub_name import HubName, folder_model_name, snapshot_name
 from moe_serve.text.chat_template import ChatTemplate
@@ -66,7 +67,12 @@ class ModelFiles:
         description: Mapping[str, str] = _NO_DESCRIPTION,
     ) -> ServedModel:
         """Returns the served model. Reads the weights once more for the fingerprint (large ones in
-        samples)."""
+        samples). Raises ConfigError if an adapter has the model's name."""
+        if built.adapters is not None and built.adapters.version(self.name) is not None:
+            raise ConfigError(
+                f"adapters.modules has the name {self.name!r}, which is the model's: choose "
+                "another."
+            )
         return ServedModel(
             name=self.name,
             tokenizer=self.tokenizer,
@@ -80,6 +86,7 @@ class ModelFiles:
             fingerprint=system_fingerprint(built.layout, config),
             tokenizer_info=self.tokenizer_info() if config.server.tokenizer_info else None,
             description=description,
+            adapters=built.adapters,
         )
 
     def tokenizer_info(self) -> Mapping[str, Any]:

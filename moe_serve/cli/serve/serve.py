@@ -13,6 +13,7 @@ from pathlib import Path
 import typer
 
 from moe_serve.cli.options import argument, option, settings, with_options
+from moe_serve.cli.serve.adapter_options import AdapterOptions
 from moe_serve.cli.serve.server_options import (
     HTTP,
     BatchOptions,
@@ -98,6 +99,7 @@ class ServeOptions:
         "OWNER/NAME or OWNER/NAME@REVISION. Default: the demonstration model.",
     )
     compute: ModelOptions
+    adapters: AdapterOptions
     batches: BatchOptions
     counts: RankCounts
     ranks: RankOptions

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from moe_serve.adapters.adapter import Adapter
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.engine.request.service import NO_SERVICE, Service
+from moe_serve.engine.request.service_terms import NO_SERVICE, Service
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
@@ -73,6 +74,12 @@ class GenerationRequest:
     may_draft: bool = True  # whether drafted tokens may be verified for it
     prediction: tuple[int, ...] = ()  # the tokens of the answer that the client expects
     service: Service = NO_SERVICE  # tier, tenant and targets
+    adapter: Adapter | None = None  # its weights stay in memory as long as the request; None: base
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """The content of the adapter; empty: the base model."""
+        return b"" if self.adapter is None else self.adapter.version.digest
 
     @property
     def rules(self) -> DecodingRules:

@@ -54,7 +54,14 @@ def make_next_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPoli
     """Plan the step after one whose tokens are not known yet. It computes of each sequence the
     token about to be sampled, which the executor fills in; here it is 0."""
     slices = [
-        SequenceSlice(s.id, s.num_tokens, _UNKNOWN, tuple(s.page_table), num_logits=1)
+        SequenceSlice(
+            s.id,
+            s.num_tokens,
+            _UNKNOWN,
+            tuple(s.page_table),
+            num_logits=1,
+            adapter=s.request.adapter_digest,
+        )
         for s, _ in schedule.values()
     ]
     return _plan(slices, max_micro_batches, policy)
@@ -71,8 +78,9 @@ def _slice(sequence: Sequence, count: int, draft: Draft | None) -> SequenceSlice
     if sequence.wants_prompt_logprobs:
         num_logits = count
     tokens, table = sequence.pending(count), tuple(sequence.page_table)
+    adapter = sequence.request.adapter_digest
     if draft is None:
-        return SequenceSlice(sequence.id, start, tokens, table, num_logits)
+        return SequenceSlice(sequence.id, start, tokens, table, num_logits, adapter=adapter)
     drafted = np.array(draft.token_ids, dtype=np.int64)
-    tokens = np.concatenate([tokens, drafted])
-    return SequenceSlice(sequence.id, start, tokens, table, 1 + len(drafted), len(drafted))
+    tokens, count = np.concatenate([tokens, drafted]), len(drafted)
+    return SequenceSlice(sequence.id, start, tokens, table, 1 + count, count, adapter=adapter)

@@ -21,7 +21,6 @@ from moe_serve.engine.schedule.kv_tier import KVTier, MakeTier
 
 # On a CPU, copying and checking a page takes about the time of one token of a prompt.
 _LEAST_COPIED_TOKENS = 2
-_NO_ADAPTER = 0  # the keys have a place for adapters, which are not served yet
 
 
 class PrefixSharing:
@@ -50,7 +49,7 @@ class PrefixSharing:
         """Give a new sequence the root key from which its page keys start."""
         request = sequence.request
         if self._identity is not None:
-            root = root_key(self._identity, _NO_ADAPTER, request.cache_salt)
+            root = root_key(self._identity, request.adapter_digest, request.cache_salt)
             sequence.page_keys.append(root)
 
     def find(self, sequence: Sequence) -> list[int] | None:

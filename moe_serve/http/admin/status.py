@@ -27,6 +27,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_serve import __version__
+from moe_serve.adapters.adapter import AdapterVersion
 from moe_serve.engine.memory.memory_plan import MemoryPlan
 from moe_serve.engine.request.stats import EngineLoad, EngineStats
 from moe_serve.engine.watch.hang_watch import HangWatch
@@ -177,14 +178,20 @@ def model_router(server: ServerContext) -> APIRouter:
         "max_model_len": model.max_model_len,
     }
 
+    def of_adapter(version: AdapterVersion) -> dict[str, Any]:
+        own = {"id": version.name, "created": version.loaded_at, "parent": model.name}
+        return {**entry, **own, "root": version.folder.name, "digest": version.digest.hex()}
+
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [entry]}
+        versions = [] if model.adapters is None else model.adapters.versions()
+        return {"object": "list", "data": [entry, *(of_adapter(each) for each in versions)]}
 
     @router.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> dict[str, Any]:
         model.check_name(model_id)
-        return entry
+        version = model.version(model_id)
+        return entry if version is None else of_adapter(version)
 
     return router
 

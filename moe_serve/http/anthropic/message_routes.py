@@ -262,17 +262,18 @@ def messages_router(server: ServerContext) -> APIRouter:
         content = await read_json_object(request, server.config.max_body_bytes)
         body = parse_body(MessagesBody, content)
         translated = translated_body(body)
-        server.model.check_name(body.model)
+        named = await server.model.named(body.model)
         message_id = f"msg_{uuid.uuid4().hex}"
         with _own_words():
             unheeded = server.assistant.check(translated.chat, server.model)
             options = translated.options(is_streamed=body.stream)
             options = with_entitlement(server, options, request.headers)
+            options = replace(options, adapter=named.adapter)
             chat, is_cut = await _start(server, translated.chat, options, message_id)
         entitlement = options.entitlement
         run = MessageRun(
             message_id,
-            server.model.name,
+            named.name,
             chat,
             is_cut_by_context=is_cut,
             service_tier=entitlement.shown_tier,

@@ -172,7 +172,13 @@ def api_keys(config: ServerConfig, scheduler: SchedulerConfig) -> KeyRing:
 # Probes of orchestrators, and the dashboard's pages, which contain no data.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", *PAGE_FILES})
 ADMIN_PREFIX = "/admin"
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # vLLM's names
 KEY_IN_SCOPE = "moe_serve.api_key"  # the scope's entry with the digest of the request's key
+
+
+def is_admin_path(path: str) -> bool:
+    """True for the routes that need an admin key."""
+    return path.startswith(ADMIN_PREFIX) or path in ADMIN_PATHS
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,7 @@ class ApiKeyMiddleware:
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
             return None
         given = _given_key(Headers(scope=scope))
-        if scope["path"].startswith(ADMIN_PREFIX):
+        if is_admin_path(scope["path"]):
             if self._admin_keys.is_empty:
                 return _admin_error()
             return _key_error("admin") if self._admin_keys.find(given) is None else None

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.gate.auth import ADMIN_PREFIX, KEY_IN_SCOPE
+from moe_serve.http.gate.auth import KEY_IN_SCOPE, is_admin_path
 from moe_serve.http.schema.api_error import ApiError, retry_headers
 
 _CONCURRENT_RETRY_S = 1.0
@@ -187,4 +187,4 @@ def _is_limited(scope: Scope) -> bool:
     if scope["type"] != "http" or scope["method"] != "POST":
         return False
     path = str(scope["path"])
-    return not (path.startswith(ADMIN_PREFIX) or path.endswith("/cancel"))
+    return not (is_admin_path(path) or path.endswith("/cancel"))

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moe_serve.http.gate.auth import ADMIN_PREFIX
+from moe_serve.http.gate.auth import is_admin_path
 from moe_serve.http.schema.api_error import ApiError
 
 # names that cannot be registered, such as host.docker.internal
@@ -53,7 +53,7 @@ class HostMiddleware:
         if "*" in self._allowed or server is None or not is_loopback_name(str(server[0])):
             return False
         headers = Headers(scope=scope)
-        is_admin = scope["path"].startswith(ADMIN_PREFIX)
+        is_admin = is_admin_path(scope["path"])
         is_telling = "origin" in headers or scope["path"] in COUNTS
         if not is_admin and (self._has_keys or not is_telling):
             return False

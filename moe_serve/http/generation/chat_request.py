@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from moe_serve.adapters.adapter import Adapter
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.http.generation.service_tiers import NO_ENTITLEMENT, Entitlement
 from moe_serve.http.schema.chat_messages import (
@@ -124,3 +125,4 @@ class AnswerOptions:
     prediction: str | None = None  # the answer that the client expects
     wish: ServiceWish = NO_WISH
     entitlement: Entitlement = NO_ENTITLEMENT  # what became of the wish
+    adapter: Adapter | None = None  # None: the base model

@@ -133,6 +133,7 @@ def build_engine_requests(
                     may_draft=options.may_draft,
                     prediction=prediction[: limits.max_model_len - len(prompt.token_ids)],
                     service=options.entitlement.service,
+                    adapter=options.adapter,
                 )
             )
     if not options.is_streamed:

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from moe_serve.adapters.adapter import Adapter, AdapterVersion
+from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.errors import InvalidRequestError, ModelNotFoundError, ServerOverloadedError
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
@@ -57,6 +59,15 @@ class TextThreads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModel:
+    """What a request named: the model, or an adapter of it."""
+
+    name: str
+    fingerprint: str | None
+    adapter: Adapter | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """The model that a server serves. The command that starts the server fills it.
 
@@ -74,14 +85,47 @@ class ServedModel:
     tokenizer_info: Mapping[str, Any] | None = None  # None: it is not published
     description: Mapping[str, str] = field(default_factory=dict)
     texts: TextThreads = field(default_factory=TextThreads)
+    adapters: AdapterRegistry | None = None  # None: the server has none
+
+    async def named(self, name: str | None) -> NamedModel:
+        """Returns what a request named, with the weights of an adapter, which are read in a thread
+        if they are not in memory. Raises ModelNotFoundError."""
+        self.check_name(name)
+        known = None if name is None else self._adapter_name(name)
+        if known is None or self.adapters is None:
+            return NamedModel(name=self.name, fingerprint=self.fingerprint, adapter=None)
+        adapter = self.adapters.in_memory(known)
+        if adapter is None:
+            adapter = await asyncio.to_thread(self.adapters.acquire, known)
+        fingerprint = self.fingerprint
+        if fingerprint is not None:
+            fingerprint = f"{fingerprint}-{adapter.version.digest.hex()[:8]}"
+        return NamedModel(name=known, fingerprint=fingerprint, adapter=adapter)
+
+    def version(self, name: str) -> AdapterVersion | None:
+        """Returns the adapter of a name, which may follow the model's and a colon; None: there is
+        no such adapter."""
+        known = self._adapter_name(name)
+        return None if known is None or self.adapters is None else self.adapters.version(known)
+
+    def _adapter_name(self, name: str) -> str | None:
+        if self.adapters is None or name == self.name:
+            return None
+        for known in (name, name.removeprefix(f"{self.name}:")):
+            if self.adapters.version(known) is not None:
+                return known
+        return None
 
     def check_name(self, name: str | None) -> None:
         """Checks the model name of a request. A request may leave it out, but must not name
         another."""
-        if name is not None and name != self.name:
-            raise ModelNotFoundError(
-                f"The model {name[:100]!r} does not exist; this server serves {self.name!r}."
-            )
+        if name is None or name == self.name or self._adapter_name(name) is not None:
+            return
+        count = 0 if self.adapters is None else len(self.adapters.versions())
+        others = f" and {count} adapters, which GET /v1/models lists" if count else ""
+        raise ModelNotFoundError(
+            f"The model {name[:100]!r} does not exist; this server serves {self.name!r}{others}."
+        )
 
     def require_chat_template(self) -> ChatTemplate:
         if self.chat_template is None:

@@ -1,5 +1,5 @@
 """The rows of the metrics table that read the engine: steps, cache, expert memory, batch policy,
-pools."""
+pools, and recordings of the routing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.stats import EngineStats, PolicyStats, PoolStats
 from moe_serve.engine.request.step_tokens import BOUNDS
+from moe_serve.engine.tracing import TracingStatus
 from moe_serve.http.metrics.cache_rows import CACHE_ROWS
 from moe_serve.http.metrics.scrape import MetricRow, Samples, ScrapePart
 
@@ -257,6 +258,25 @@ _POOL_ROWS = (
     ),
 )
 
+_trace = ScrapePart[TracingStatus](lambda scrape: scrape.tracing, "trace_")
+_TRACE_ROWS = (
+    _trace.gauge("recording", "1 while recording, else 0.", lambda t: float(t.is_recording)),
+    _trace.counter("tokens", "Tokens whose routing was recorded.", lambda t: t.total.num_tokens),
+    _trace.counter(
+        "bytes", "Bytes of recordings that were written.", lambda t: t.total.num_written_bytes
+    ),
+    _trace.counter(
+        "dropped_parts",
+        "Files of recordings that were deleted to stay below trace.max_bytes.",
+        lambda t: t.total.num_dropped_parts,
+    ),
+    _trace.counter(
+        "lost_tokens",
+        "Recorded tokens that could not be written to disk.",
+        lambda t: t.total.num_lost_tokens,
+    ),
+)
+
 ENGINE_ROWS: tuple[MetricRow, ...] = (
     *_ENGINE_ROWS,
     *CACHE_ROWS,
@@ -264,4 +284,5 @@ ENGINE_ROWS: tuple[MetricRow, ...] = (
     *_DRAFT_ROWS,
     *_POLICY_ROWS,
     *_POOL_ROWS,
+    *_TRACE_ROWS,
 )

@@ -24,6 +24,8 @@ _ROUTES = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/health",
         "/v1/responses",
         "/v1/messages",

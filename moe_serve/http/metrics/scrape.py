@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.problem.placement import Placement
+from moe_serve.adapters.registry import AdapterRegistry, AdapterStats
 from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.request.draft_counts import DraftCounts, SourceCounts
@@ -99,6 +100,14 @@ class ExpertScrape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterScrape:
+    """The adapters. The names are those that an operator has loaded, never a client's text."""
+
+    stats: AdapterStats
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scrape:
     """The state of a server at one scrape. None: the server does not have this part."""
 
@@ -111,6 +120,7 @@ class Scrape:
     is_ready: bool
     experts: ExpertScrape | None
     drafts: DraftCounts | None = None  # with an entry for every source
+    adapters: AdapterScrape | None = None
 
     @property
     def oldest_waiting_s(self) -> float:
@@ -136,6 +146,7 @@ class ScrapeSources:
     experts: ExpertLoad | None = None
     has_each_expert: bool = False  # a series for each expert of each layer
     drafters: tuple[str, ...] = ()  # sources of drafts; empty: speculation is off
+    adapters: AdapterRegistry | None = None
 
 
 class Scraper:
@@ -158,6 +169,7 @@ class Scraper:
             is_ready=is_ready(stats, is_draining=sources.is_draining()),
             drafts=_drafts(stats, sources.drafters),
             experts=None if sources.experts is None else self._experts(sources.experts),
+            adapters=_adapters(sources.adapters),
         )
 
     def _experts(self, load: ExpertLoad) -> ExpertScrape:
@@ -169,6 +181,13 @@ class Scraper:
             shares=None if placement is None else self._sharer.of(placement.plan(), window.rows_LE),
             has_each=self._sources.has_each_expert,
         )
+
+
+def _adapters(registry: AdapterRegistry | None) -> AdapterScrape | None:
+    if registry is None:
+        return None
+    names = tuple(version.name for version in registry.versions())
+    return AdapterScrape(stats=registry.stats, names=names)
 
 
 def _drafts(stats: EngineStats, drafters: tuple[str, ...]) -> DraftCounts | None:

@@ -15,8 +15,8 @@ import numpy as np
 from moe_serve.engine.memory.memory_plan import MemoryPlan
 from moe_serve.engine.request.stats import EngineStats, Pool, RankPhase
 from moe_serve.engine.routes.placement_control import PlacementStatus
-from moe_serve.engine.tracing import TracingStatus
 from moe_serve.engine.watch.startup import Startup
+from moe_serve.http.metrics.adapter_rows import ADAPTER_ROWS
 from moe_serve.http.metrics.engine_rows import ENGINE_ROWS
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.recent import TokenGaps
@@ -31,25 +31,6 @@ from moe_serve.http.metrics.scrape import (
     ScrapePart,
 )
 from moe_serve.http.metrics.service_rows import SERVICE_ROWS
-
-_trace = ScrapePart[TracingStatus](lambda scrape: scrape.tracing, "trace_")
-_TRACE_ROWS = (
-    _trace.gauge("recording", "1 while recording, else 0.", lambda t: float(t.is_recording)),
-    _trace.counter("tokens", "Tokens whose routing was recorded.", lambda t: t.total.num_tokens),
-    _trace.counter(
-        "bytes", "Bytes of recordings that were written.", lambda t: t.total.num_written_bytes
-    ),
-    _trace.counter(
-        "dropped_parts",
-        "Files of recordings that were deleted to stay below trace.max_bytes.",
-        lambda t: t.total.num_dropped_parts,
-    ),
-    _trace.counter(
-        "lost_tokens",
-        "Recorded tokens that could not be written to disk.",
-        lambda t: t.total.num_lost_tokens,
-    ),
-)
 
 
 def _balances(status: PlacementStatus) -> Samples:
@@ -342,7 +323,7 @@ _EXPERT_ROWS = (
 METRICS: tuple[MetricRow, ...] = (
     *ENGINE_ROWS,
     *SERVICE_ROWS,
-    *_TRACE_ROWS,
+    *ADAPTER_ROWS,
     *_PLACEMENT_ROWS,
     *_REQUEST_ROWS,
     *_SERVER_ROWS,

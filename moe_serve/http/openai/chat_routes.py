@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -200,7 +200,7 @@ def chat_router(server: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=request_body_schema(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
         content = await read_json_object(request, server.config.max_body_bytes)
-        call = read_chat(server, content, request.headers)
+        call = await read_chat(server, content, request.headers)
         generation = await start_chat(server, call.chat, call.options, call.internal_id)
         return await answer_chat(server, call, generation, request)
 
@@ -219,24 +219,25 @@ class ChatCall:
     ignored: tuple[str, ...]
 
 
-def read_chat(
+async def read_chat(
     server: ServerContext, content: Mapping[str, Any], headers: Mapping[str, str]
 ) -> ChatCall:
     """Checks a request. `content` is its parsed body."""
     body = parse_body(ChatBody, content)
     ignored = body.check(is_strict=server.config.is_strict)
-    server.model.check_name(body.model)
+    named = await server.model.named(body.model)
     chat, internal_id = body.chat(), f"chatcmpl-{uuid.uuid4().hex}"
     unheeded = server.assistant.check(chat, server.model)
     if body.prediction is not None and not server.speculates:
         ignored.append("prediction")
     options = with_entitlement(server, body.options(), headers)
+    options = replace(options, adapter=named.adapter)
     head = ResponseHead(
         id=f"chatcmpl-{body.request_id}" if body.request_id else internal_id,
         object="chat.completion.chunk" if body.stream else "chat.completion",
         created=int(time.time()),
-        model=server.model.name,
-        system_fingerprint=server.model.fingerprint,
+        model=named.name,
+        system_fingerprint=named.fingerprint,
         service_tier=options.entitlement.shown_tier,
     )
     return ChatCall(

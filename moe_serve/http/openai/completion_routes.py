@@ -257,7 +257,7 @@ def completion_router(server: ServerContext) -> APIRouter:
         content = await read_json_object(request, server.config.max_body_bytes)
         if not is_chat(content):
             return await answer_completion(server, content, request)
-        call = read_chat(server, content, request.headers)
+        call = await read_chat(server, content, request.headers)
         generation = await start_chat(server, call.chat, call.options, call.internal_id)
         return await answer_chat(server, call, generation, request)
 
@@ -270,8 +270,7 @@ async def answer_completion(
     """Answers a completion, streamed or complete. `content` is the parsed body of the request."""
     body = parse_body(CompletionBody, content)
     ignored = body.check(is_strict=server.config.is_strict)
-    server.model.check_name(body.model)
-    tokenizer = server.model.tokenizer
+    named, tokenizer = await server.model.named(body.model), server.model.tokenizer
     options = with_entitlement(server, body.options(), request.headers)
     rules = await resolve_rules(
         server,
@@ -282,7 +281,8 @@ async def answer_completion(
     prompts = await _prompts(body, server.model)
     internal_id = f"cmpl-{uuid.uuid4().hex}"
     priority = admit_priority(server, options.priority)
-    options = replace(options, cache_salt=client_salt(server, options.cache_salt))
+    salt = client_salt(server, options.cache_salt)
+    options = replace(options, cache_salt=salt, adapter=named.adapter)
     requests = build_engine_requests(internal_id, prompts, options, rules, server.limits, priority)
     echoes: list[EchoedPrompt | None] = [None] * len(requests)
     if body.echo:
@@ -291,8 +291,8 @@ async def answer_completion(
         id=f"cmpl-{body.request_id}" if body.request_id else internal_id,
         object="text_completion",
         created=int(time.time()),
-        model=server.model.name,
-        system_fingerprint=server.model.fingerprint,
+        model=named.name,
+        system_fingerprint=named.fingerprint,
         service_tier=options.entitlement.shown_tier,
     )
     generation = server.generations.start(

@@ -43,11 +43,11 @@ class AttentionLoader:
         spec = self._spec
         weights, matrices = attention.tensors, attention.matrices
         shape, has_rotation = spec.layers[layer].attention, spec.layers[layer].has_rotation
-        order = self._order(shape.head_dim, 0)
+        order = rotation_order(spec, shape.head_dim, 0)
         queries, keys = (_in_order(matrices[key], order) for key in ("q", "k"))
         bias = None
         if spec.has_attention_bias:
-            q_bias, k_bias = (_rows_in_order(weights[key], order) for key in ("q_bias", "k_bias"))
+            q_bias, k_bias = (rows_in_order(weights[key], order) for key in ("q_bias", "k_bias"))
             bias = torch.cat([q_bias, k_bias, weights["v_bias"]])
         sinks = weights["sinks"].float().clone() if shape.has_sinks else None
         return GroupedQueryAttention(
@@ -71,8 +71,8 @@ class AttentionLoader:
 
     def norm_weights(self, layer: int, weights: Mapping[str, Tensor]) -> QKNormWeights:
         """Return the norm weights of queries and keys, in the order in which the kernels rotate."""
-        order = self._order(self._spec.layers[layer].attention.head_dim, 0)
-        q, k = (_rows_in_order(weights[key], order).clone() for key in ("q_norm", "k_norm"))
+        order = rotation_order(self._spec, self._spec.layers[layer].attention.head_dim, 0)
+        q, k = (rows_in_order(weights[key], order).clone() for key in ("q_norm", "k_norm"))
         return QKNormWeights(q, k)
 
     def _latent(self, attention: AttentionWeights) -> LatentAttention:
@@ -83,9 +83,9 @@ class AttentionLoader:
         linear, has_rank = kernels.linear, a.query_rank is not None
         query = _in_order(
             matrices["q_b" if has_rank else "q"],
-            self._order(a.nope_dim + a.rope_dim, a.nope_dim),
+            rotation_order(spec, a.nope_dim + a.rope_dim, a.nope_dim),
         )
-        order = self._order(a.latent_dim + a.rope_dim, a.latent_dim)
+        order = rotation_order(spec, a.latent_dim + a.rope_dim, a.latent_dim)
         latent = _in_order(matrices["kv_a"], order)
         bias = weights.get("kv_a_bias")
         up = weights["kv_b"].reshape(a.num_heads, a.nope_dim + a.value_dim, a.latent_dim)
@@ -97,7 +97,7 @@ class AttentionLoader:
             query_down=linear(matrices["q_a"], weights.get("q_a_bias")) if has_rank else None,
             query_norm=weights["q_a_norm"].clone() if has_rank else None,
             query=linear(query),
-            latent=linear(latent, None if bias is None else _rows_in_order(bias, order)),
+            latent=linear(latent, None if bias is None else rows_in_order(bias, order)),
             latent_norm=weights["kv_a_norm"].clone(),
             key_up=kernels.head_linear(key_HNL.transpose(1, 2)),
             value_up=kernels.head_linear(value_HVL),
@@ -105,19 +105,18 @@ class AttentionLoader:
             query_scale_P=self._query_scale,
         )
 
-    def _order(self, head_rows: int, first: int) -> Tensor | None:
-        """Return the order in which the kernels rotate a head's rows: interleaved ones (0, 1, 2,
-        3, ..) in halves (0, 2, .., 1, 3, ..). None: as they are.
 
-        Of the `head_rows` rows those from `first` on are rotated, as many as the spec says.
-        """
-        if not self._spec.rope.is_interleaved:
-            return None
-        order = torch.arange(head_rows)
-        rotated = order[first : first + self._spec.rope.dim]
-        return torch.cat(
-            (order[:first], rotated[0::2], rotated[1::2], order[first + len(rotated) :])
-        )
+def rotation_order(spec: ModelSpec, head_rows: int, first: int) -> Tensor | None:
+    """Return the order in which the kernels rotate a head's rows: interleaved ones (0, 1, 2,
+    3, ..) in halves (0, 2, .., 1, 3, ..). None: as they are.
+
+    Of the `head_rows` rows those from `first` on are rotated, as many as the spec says.
+    """
+    if not spec.rope.is_interleaved:
+        return None
+    order = torch.arange(head_rows)
+    rotated = order[first : first + spec.rope.dim]
+    return torch.cat((order[:first], rotated[0::2], rotated[1::2], order[first + len(rotated) :]))
 
 
 def _in_order(weight: Weight, order: Tensor | None) -> Weight:
@@ -125,7 +124,8 @@ def _in_order(weight: Weight, order: Tensor | None) -> Weight:
     return weight if order is None else selected_rows(weight, _every_head(len(weight), order))
 
 
-def _rows_in_order(rows: Tensor, order: Tensor | None) -> Tensor:
+def rows_in_order(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Return rows (of a bias, or of a matrix) with those of each head in this order."""
     return rows if order is None else rows[_every_head(len(rows), order)]
 
 

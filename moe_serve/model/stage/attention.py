@@ -19,16 +19,23 @@ from moe_kernels.interface.attention_shape import (
 )
 from moe_kernels.interface.kernels import AttentionCall, HeadLinear, Kernels, Linear
 from moe_kernels.interface.kv_form import KVPages
+from moe_serve.model.stage.adapter_rows import LayerAdditions
 from moe_serve.model.stage.step_inputs import StepInputs
 
 
 class Attention(Protocol):
     """Computes normed rows [T, D] -> the output projection's result.
 
-    Writes the new keys and values.
+    Writes the new keys and values. `additions`: of the adapters, to this layer.
     """
 
-    def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor: ...
+    def __call__(
+        self,
+        x_TD: Tensor,
+        inputs: StepInputs,
+        pages: KVPages,
+        additions: LayerAdditions | None = None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +49,26 @@ class GroupedQueryAttention:
     sinks_H: Tensor | None  # fp32
     rotary: RotaryTable
 
-    def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor:
+    def __call__(
+        self,
+        x_TD: Tensor,
+        inputs: StepInputs,
+        pages: KVPages,
+        additions: LayerAdditions | None = None,
+    ) -> Tensor:
         return self.kernels.attend(
-            self.qkv(x_TD),
+            _adapted(additions, "qkv", self.qkv, x_TD),
             self.qk_norm,
             self.sinks_H,
             _call(self.rotary, inputs, pages, self.shape),
             self.shape,
         )
+
+
+def _adapted(additions: LayerAdditions | None, key: str, linear: Linear, x_TK: Tensor) -> Tensor:
+    """Return a linear layer's result, with what adapters add to it."""
+    out_TN = linear(x_TK)
+    return out_TN if additions is None else additions.linear(key, x_TK, out_TN)
 
 
 def _call(
@@ -76,19 +95,26 @@ class LatentAttention:
     rotary: RotaryTable
     query_scale_P: Tensor | None = None  # fp32: factor of each position's query
 
-    def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor:
+    def __call__(
+        self,
+        x_TD: Tensor,
+        inputs: StepInputs,
+        pages: KVPages,
+        additions: LayerAdditions | None = None,
+    ) -> Tensor:
         a = self.shape
         q = x_TD
         if self.query_down is not None and self.query_norm is not None:
-            q = self.kernels.rms_norm(self.query_down(x_TD), self.query_norm, a.norm_eps)
-        q = self.query(q)
+            down = _adapted(additions, "query_down", self.query_down, x_TD)
+            q = self.kernels.rms_norm(down, self.query_norm, a.norm_eps)
+        q = _adapted(additions, "query", self.query, q)
         if self.query_scale_P is not None:
             q = q * self.query_scale_P[inputs.positions][:, None].to(q.dtype)
         q_THC = q.view(len(x_TD), a.num_heads, -1)
         attended_THL = self.kernels.attend_latent(
             self.key_up(q_THC[..., : a.nope_dim]),
             q_THC[..., a.nope_dim :],
-            self.latent(x_TD),
+            _adapted(additions, "latent", self.latent, x_TD),
             self.latent_norm,
             _call(self.rotary, inputs, pages, self.absorbed),
             a,

@@ -7,7 +7,7 @@ in the `KVCache` passed to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from moe_kernels.interface.kernels import (
 from moe_kernels.interface.layer_stack import LayerStack, StackLayer, StackParts
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.adapter_rows import ExpertRows, LayerAdditions
 from moe_serve.model.stage.attention import Attention, GroupedQueryAttention
 from moe_serve.model.stage.feed_forward import DenseMLP, Router, choose_experts
 from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
@@ -61,12 +62,13 @@ class Routed:
     """The normed rows for the shared expert, and the rows for the routed ones.
 
     `foreseen_E`: a prediction of the experts that the rows need in the next layer, uint8 in units
-    of 1/255, if there is one.
+    of 1/255, if there is one. `adapted`: the rows that have experts of an adapter.
     """
 
     x_TD: Tensor
     rows: RoutedRows
     foreseen_E: Tensor | None = None
+    adapted: tuple[ExpertRows, ...] = ()
 
 
 class AttentionStage:
@@ -174,11 +176,15 @@ class AttentionStage:
     def advance(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Advance:
         """Run a layer up to its routed experts: attention, and the router or the dense MLP."""
         front, weights = self._fronts[layer], self._layers[layer]
-        if front is None:
-            hidden_TD = self.attend(layer, hidden_TD, inputs, cache)
+        additions = None if inputs.adapters is None else inputs.adapters.layer(layer)
+        if front is None or additions is not None:  # both ways have the same bits
+            hidden_TD = self.attend(layer, hidden_TD, inputs, cache, additions)
             if weights.router is None:
-                return Advance(self.dense(layer, hidden_TD), None)
-            return Advance(hidden_TD, self.route(layer, hidden_TD))
+                return Advance(self.dense(layer, hidden_TD, additions), None)
+            routed = self.route(layer, hidden_TD)
+            if additions is not None:
+                routed = replace(routed, adapted=additions.experts)
+            return Advance(hidden_TD, routed)
         done = front(
             hidden_TD,
             inputs.positions,
@@ -192,27 +198,41 @@ class AttentionStage:
         rows = RoutedRows(done.x_TD, done.expert_ids_TK, done.weights_TK)
         return Advance(done.hidden_TD, Routed(done.x_TD, rows))
 
-    def attend(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        hidden_TD: Tensor,
+        inputs: StepInputs,
+        cache: KVCache,
+        additions: LayerAdditions | None = None,
+    ) -> Tensor:
         """Apply norm, attention over the pages and residual -> [T, D].
 
-        Writes the new keys and values.
+        Writes the new keys and values. `additions`: of the adapters, to this layer.
         """
         weights = self._layers[layer]
         x_TD = self.kernels.rms_norm(hidden_TD, weights.attention_norm, self.spec.norm_eps)
-        attended = weights.attention(x_TD, inputs, cache.layers[layer])
+        attended = weights.attention(x_TD, inputs, cache.layers[layer], additions)
         if self.spec.residual_multiplier == 1.0:
-            return weights.output(attended, hidden_TD)
-        return self.add(hidden_TD, weights.output(attended))
+            out_TD = weights.output(attended, hidden_TD)
+            return out_TD if additions is None else additions.linear("output", attended, out_TD)
+        out_TD = weights.output(attended)
+        if additions is not None:
+            out_TD = additions.linear("output", attended, out_TD)
+        return self.add(hidden_TD, out_TD)
 
     def moe_normed(self, layer: int, hidden_TD: Tensor) -> Tensor:
         """Apply the norm before the experts or the dense MLP -> [T, D]."""
         return self.kernels.rms_norm(hidden_TD, self._layers[layer].moe_norm, self.spec.norm_eps)
 
-    def dense(self, layer: int, hidden_TD: Tensor) -> Tensor:
+    def dense(
+        self, layer: int, hidden_TD: Tensor, additions: LayerAdditions | None = None
+    ) -> Tensor:
         """Apply norm, the MLP of a layer without routed experts, and residual -> [T, D]."""
         weights = self._layers[layer]
         assert weights.mlp is not None, f"layer {layer} is not dense"
-        return self.add(hidden_TD, weights.mlp(self.moe_normed(layer, hidden_TD)))
+        x_TD = self.moe_normed(layer, hidden_TD)
+        return self.add(hidden_TD, weights.mlp.adapted(x_TD, additions))
 
     def route(self, layer: int, hidden_TD: Tensor) -> Routed:
         """Apply norm and router -> the rows for the experts."""
@@ -222,12 +242,14 @@ class AttentionStage:
         rows = choose_experts(self.kernels, self.spec.router, weights.router, x_TD)
         return Routed(x_TD, rows)
 
-    def shared(self, layer: int, x_TD: Tensor) -> Tensor | None:
+    def shared(self, layer: int, x_TD: Tensor, inputs: StepInputs | None = None) -> Tensor | None:
         """Return the shared expert's output [T, D] in fp32,
-        to be added to the routed experts' sum.
+        to be added to the routed experts' sum. `inputs`: those of the rows, which have adapters.
         """
         mlp = self._layers[layer].mlp
-        return None if mlp is None else mlp(x_TD)
+        if mlp is None or inputs is None or inputs.adapters is None:
+            return None if mlp is None else mlp(x_TD)
+        return mlp.adapted(x_TD, inputs.adapters.layer(layer))
 
     def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None = None) -> Tensor:
         """Add a stage's output to the residual stream."""

@@ -5,7 +5,7 @@ T rows, D model width, E experts, K choices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from experts.expert_stage import RoutedRows
 from moe_kernels.interface.kernels import ExpertBank, Kernels, RouterLinear
 from moe_serve.model.spec import RouterSpec
+from moe_serve.model.stage.adapter_rows import LayerAdditions
 from moe_serve.model.stage.gather import GatheredMLP
 
 
@@ -51,3 +52,10 @@ class DenseMLP:
         else:
             weights_T1 = 1.0 / (1.0 + torch.exp(-self.gate(x_TD)))
         return self.bank(x_TD, ids_T1, weights_T1)
+
+    def adapted(self, x_TD: Tensor, additions: LayerAdditions | None) -> Tensor:
+        """Compute the MLP, and for the rows of an adapter with an MLP of its own that one."""
+        out_TD = self(x_TD)
+        for group, bank in () if additions is None else additions.mlps:
+            out_TD = group.put(out_TD, replace(self, bank=bank)(group.select(x_TD)))
+        return out_TD

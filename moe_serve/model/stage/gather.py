@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights
 from moe_kernels.interface.kernels import Kernels, Linear, SplitMLP
 from moe_kernels.interface.kv_form import KVPages
+from moe_serve.model.stage.adapter_rows import LayerAdditions
 from moe_serve.model.stage.attention import Attention, GroupedQueryAttention
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.stage.tensor_shard import TensorShard, column_borders
@@ -79,7 +80,14 @@ class GatheredAttention:
     part: Attention
     gather: Gather
 
-    def __call__(self, x_TD: Tensor, inputs: StepInputs, pages: KVPages) -> Tensor:
+    def __call__(
+        self,
+        x_TD: Tensor,
+        inputs: StepInputs,
+        pages: KVPages,
+        additions: LayerAdditions | None = None,
+    ) -> Tensor:
+        assert additions is None, "adapters are not divided among shards"
         attended = self.part(x_TD, inputs, pages)
         widths = (attended.shape[1],) * self.gather.shard.count
         return self.gather.everywhere(attended, widths)

@@ -30,6 +30,7 @@ from moe_kernels.interface.attention_shape import (
 from moe_kernels.interface.kernels import Kernels
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.adapter_rows import AdapterRows
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 
@@ -45,6 +46,7 @@ class StepInputs:
     kv_rows: Tensor  # int64 [T * Hkv], see KVCache.rows
     logit_rows: Tensor  # int64 [R]
     attention: Mapping[AttentionShape, Any]  # the kernels' own plan of each layer shape
+    adapters: AdapterRows | None = None  # None: all rows are the base model's
 
 
 def make_step_inputs(

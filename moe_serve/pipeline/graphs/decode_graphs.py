@@ -123,8 +123,8 @@ class GraphedPipeline:
     def run(self, plan: StepPlan) -> Tensor:
         """Compute a step -> the requested logits [R, V] in fp32, slice after slice."""
         logits = None
-        # a replay cannot show the choices of each layer
-        if self._graphs is not None and plan.routes is None:
+        # a replay cannot show the choices of each layer, and has no adapters
+        if self._graphs is not None and plan.routes is None and not plan.has_adapters:
             try:
                 logits = self._graphs.run(plan)
             except RuntimeError as error:

@@ -19,6 +19,7 @@ from moe_serve.http.dashboard.facts import DashboardFacts
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.metrics.table import METRICS
+from tests.support.adapters.small_registry import small_registry
 
 Samples = dict[str, float]
 
@@ -155,7 +156,7 @@ def test_a_client_that_hangs_up_is_counted(make_app: Callable[..., FastAPI], eng
 def test_the_alias(make_app: Callable[..., FastAPI], engine: Any) -> None:
     engine.tier = TierStats(name="disk", where="folder")
     facts = DashboardFacts(speculation=SpeculationConfig(method="auto"))
-    client = TestClient(make_app(facts, metrics_alias="vllm"))
+    client = TestClient(make_app(facts, adapters=small_registry(), metrics_alias="vllm"))
     client.post("/v1/completions", json={"prompt": "hi"})
     client.app.state.generations._metrics.count_rejection("queue_full")  # type: ignore[attr-defined]
     text = client.get("/metrics").text

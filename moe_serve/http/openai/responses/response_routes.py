@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -136,11 +137,12 @@ def responses_router(server: ServerContext) -> APIRouter:
         translated = translate(
             body, msgspec.json.decode(history), is_strict=server.config.is_strict
         )
-        server.model.check_name(body.model)
+        named = await server.model.named(body.model)
         with renamed_fields(OWN_NAMES):
             options = translated.options()
         options = with_entitlement(server, options, request.headers)
-        record = _record(server, body, options.entitlement.shown_tier)
+        options = replace(options, adapter=named.adapter)
+        record = _record(named.name, body, options.entitlement.shown_tier)
         with renamed_fields(OWN_NAMES):
             unheeded = server.assistant.check(translated.chat, server.model)
             chat = await start_chat(server, translated.chat, options, record.id, splits_runs=True)
@@ -182,11 +184,11 @@ def responses_router(server: ServerContext) -> APIRouter:
     return router
 
 
-def _record(server: ServerContext, body: ResponsesBody, tier: str | None) -> ResponseRecord:
+def _record(name: str, body: ResponsesBody, tier: str | None) -> ResponseRecord:
     return ResponseRecord(
         id=new_id("resp"),
         created_at=int(time.time()),
-        model=server.model.name,
+        model=name,
         body=body,
         service_tier=tier or "default",
     )

@@ -1,0 +1,37 @@
+"""A loaded adapter, as requests hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # torch is slow to import, and requests are made without it, too
+    from moe_serve.model.stage.adapter_rows import AdapterWeights
+
+AdapterKind = Literal["lora", "esft"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterVersion:
+    """The content that a name stood for when it was loaded. It never changes: loading the name
+    again makes another version."""
+
+    name: str
+    folder: Path
+    digest: bytes  # SHA-256 of the configuration and of all weight files
+    kind: AdapterKind
+    rank: int  # the largest of a LoRA; 0: it has none
+    loaded_at: int  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Adapter:
+    """A version and its weights. A request holds one, so they stay as long as it runs."""
+
+    version: AdapterVersion
+    weights: AdapterWeights
+
+    @property
+    def name(self) -> str:
+        return self.version.name

@@ -1,0 +1,84 @@
+"""Makes the additions to the linear layers of attention from the matrices of a LoRA.
+
+Queries, keys and values are one linear layer here, so their additions are one, too:
+
+    A = [A_q; A_k; A_v]      B = diag(B_q, B_k, B_v)      scale of each output
+
+N outputs, K inputs, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moe_serve.adapters.peft_lora import LowRankMatrices
+from moe_serve.model.checkpoint.manifest import attention_table
+from moe_serve.model.load.load_attention import rotation_order, rows_in_order
+from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.adapter_rows import LowRank
+
+_RANK_STEP = 16  # ranks are filled up with zeros, so that kernels have whole panels
+# The linear layers of both kinds of attention, and the stored matrices behind each.
+_GROUPED = {"qkv": ("q", "k", "v"), "output": ("o",)}
+_LATENT = {"query_down": ("q_a",), "query": ("q_b", "q"), "latent": ("kv_a",), "output": ("o",)}
+
+
+def make_low_rank(
+    loader: ModelLoader, layer: int, matrices: Mapping[str, LowRankMatrices]
+) -> tuple[Mapping[str, LowRank], int]:
+    """Return the additions to a layer's attention, keyed as AdapterLayer says, and their bytes."""
+    spec = loader.spec
+    table = attention_table(loader.names, spec, layer)
+    made, num_bytes = {}, 0
+    for key, stored in (_GROUPED if spec.latent is None else _LATENT).items():
+        sizes = {part: table[part].shape for part in stored if part in table}
+        own = {part: matrices[part] for part in sizes if part in matrices}
+        if not own:
+            continue
+        a_RK, b_NR, scale_N = _joined(spec, layer, sizes, own)
+        a_RK, b_NR = (each.to(loader.device, loader.dtype) for each in (a_RK, b_NR))
+        num_bytes += a_RK.nbytes + b_NR.nbytes + scale_N.nbytes
+        linear = loader.kernels.linear
+        made[key] = LowRank(a=linear(a_RK), b=linear(b_NR), scale_N=scale_N.to(loader.device))
+    return made, num_bytes
+
+
+def _joined(
+    spec: ModelSpec,
+    layer: int,
+    sizes: Mapping[str, tuple[int, ...]],
+    own: Mapping[str, LowRankMatrices],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return A, B and the scales of a linear layer whose rows are those of several matrices."""
+    rank = sum(len(each.a_RK) for each in own.values())
+    width = next(iter(sizes.values()))[1]
+    a_RK = torch.zeros(-(-rank // _RANK_STEP) * _RANK_STEP, width)
+    num_outputs = sum(shape[0] for shape in sizes.values())
+    b_NR, scale_N = torch.zeros(num_outputs, len(a_RK)), torch.zeros(num_outputs)
+    first_row = first_rank = 0
+    for part, shape in sizes.items():
+        if part in own:
+            matrices, rows = own[part], slice(first_row, first_row + shape[0])
+            ranks = slice(first_rank, first_rank + len(matrices.a_RK))
+            a_RK[ranks] = matrices.a_RK.float()
+            b_NR[rows, ranks] = rows_in_order(matrices.b_NR.float(), _order(spec, layer, part))
+            scale_N[rows], first_rank = matrices.scale, ranks.stop
+        first_row += shape[0]
+    return a_RK, b_NR, scale_N
+
+
+def _order(spec: ModelSpec, layer: int, part: str) -> Tensor | None:
+    """Return the order of the rows that the loader gives this matrix."""
+    latent = spec.latent
+    if latent is None:
+        head_dim = spec.layers[layer].attention.head_dim
+        return rotation_order(spec, head_dim, 0) if part in ("q", "k") else None
+    if part in ("q", "q_b"):
+        return rotation_order(spec, latent.nope_dim + latent.rope_dim, latent.nope_dim)
+    if part == "kv_a":
+        return rotation_order(spec, latent.latent_dim + latent.rope_dim, latent.latent_dim)
+    return None

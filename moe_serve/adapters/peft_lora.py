@@ -1,0 +1,173 @@
+"""Reads the matrices of a LoRA in PEFT's format.
+
+N outputs, K inputs, R rank, E experts, F width of an expert, D model width.
+
+PEFT stores the experts of a layer, if they are one module with two tensors, as
+A [E R, in], expert slowest, and B [out, E R], expert fastest. Which of the tensor's dimensions is
+`in` changed between its versions; the shapes tell, unless the dimensions are equal. Of two tensors
+that are adapted in one module, one is stored under `<module>.base_layer`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_serve.adapters.adapter_files import AdapterFiles
+from moe_serve.adapters.peft_config import PeftConfig
+from moe_serve.adapters.targets import FusedExperts, Target, Targets
+from moe_serve.errors import CheckpointError
+
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankMatrices:
+    """The addition scale * B A to the matrix of a target."""
+
+    target: Target
+    a_RK: Tensor
+    b_NR: Tensor
+    scale: float
+
+    def delta(self) -> Tensor:
+        """Return the addition [N, K] in fp32."""
+        return self.scale * (self.b_NR.float() @ self.a_RK.float())
+
+
+def read_lora(
+    files: AdapterFiles, config: PeftConfig, targets: Targets
+) -> Iterator[LowRankMatrices]:
+    """Yield all additions. Raises CheckpointError with the file and the tensor."""
+    pairs: dict[str, dict[str, str]] = {}
+    for name, where in files.headers():
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise CheckpointError(
+                f"{where} is not named base_model.model.<module>.lora_A.weight or lora_B.weight: "
+                "only LoRA matrices of PEFT are read."
+            )
+        pairs.setdefault(found["module"], {})[found["side"]] = name
+    if not pairs:
+        raise CheckpointError(f"{files.folder} has no LoRA matrices.")
+    for module, sides in pairs.items():
+        if len(sides) != 2:
+            (only,) = sides.values()
+            raise CheckpointError(f"{files.folder}: tensor {only} has no counterpart A or B.")
+        fused = targets.fused(module.removesuffix(".base_layer"))
+        if fused is None:
+            yield _plain(files, config, targets, module, sides)
+        else:
+            yield from _FusedReader(files, config, targets, fused).read(module, sides)
+
+
+def _plain(
+    files: AdapterFiles,
+    config: PeftConfig,
+    targets: Targets,
+    module: str,
+    sides: Mapping[str, str],
+) -> LowRankMatrices:
+    target = targets.target(module, f"{files.folder}: tensor {sides['A']}")
+    rank, (num_outputs, num_inputs) = config.rank_of(module), target.shape
+    _check_shape(files, sides["A"], (rank, num_inputs))
+    _check_shape(files, sides["B"], (num_outputs, rank))
+    a_RK, b_NR = (_finite(files, sides[side]) for side in "AB")
+    return LowRankMatrices(target=target, a_RK=a_RK, b_NR=b_NR, scale=config.scale_of(module))
+
+
+def _check_shape(files: AdapterFiles, name: str, wanted: tuple[int, ...]) -> None:
+    shape = files.shape(name)
+    if shape != wanted:
+        raise CheckpointError(
+            f"{files.folder}: tensor {name} has the shape {list(shape)}, but the rank and the base "
+            f"model need {list(wanted)}."
+        )
+
+
+def _finite(files: AdapterFiles, name: str) -> Tensor:
+    tensor = files.read(name)
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{files.folder}: tensor {name} has values that are not finite.")
+    return tensor
+
+
+class _FusedReader:
+    """Reads the additions to the experts of one layer."""
+
+    def __init__(
+        self, files: AdapterFiles, config: PeftConfig, targets: Targets, fused: FusedExperts
+    ) -> None:
+        self._files, self._config, self._fused = files, config, fused
+        spec = targets.spec
+        self._num_experts = spec.router.num_experts
+        self._sizes = {
+            "gate_up": (2 * spec.expert_width, spec.width),
+            "down": (spec.width, spec.expert_width),
+        }
+
+    def read(self, module: str, sides: Mapping[str, str]) -> Iterator[LowRankMatrices]:
+        """Yield the additions to one of the two tensors, expert by expert."""
+        config, module = self._config, module.removesuffix(".base_layer")
+        rank, where = config.rank_of(module), f"{self._files.folder}: tensor {sides['A']}"
+        shapes = self._files.shape(sides["A"]), self._files.shape(sides["B"])
+        if any(len(shape) != 2 for shape in shapes):
+            raise CheckpointError(f"{where} and its B must be matrices.")
+        (num_rows, num_inputs), (num_outputs, num_columns) = shapes
+        if num_rows == rank != self._num_experts * rank or num_columns == rank:
+            raise CheckpointError(
+                f"{where} has one matrix for all experts (shared-outer), which is not served."
+            )
+        if num_rows != num_columns or num_rows != self._num_experts * rank:
+            raise CheckpointError(
+                f"{where} has {num_rows} rows and its B has {num_columns} columns, but rank {rank} "
+                f"and {self._num_experts} experts need {self._num_experts * rank} of both."
+            )
+        part, is_turned = self._orientation(where, num_outputs, num_inputs)
+        a_ERK = _finite(self._files, sides["A"]).view(self._num_experts, rank, num_inputs)
+        b_NRE = _finite(self._files, sides["B"]).view(num_outputs, rank, self._num_experts)
+        for expert in range(self._num_experts):
+            a_RK, b_NR = a_ERK[expert], b_NRE[:, :, expert]
+            if is_turned:
+                a_RK, b_NR = b_NR.T, a_RK.T
+            yield from self._of_expert(module, part, expert, a_RK, b_NR)
+
+    def _orientation(self, where: str, num_outputs: int, num_inputs: int) -> tuple[str, bool]:
+        """Return the tensor that A and B belong to, and whether they are those of its transpose."""
+        fits = [
+            (part, is_turned)
+            for part, size in self._sizes.items()
+            for is_turned in (False, True)
+            if (num_outputs, num_inputs) == (size[::-1] if is_turned else size)
+        ]
+        if len(fits) == 1:
+            return fits[0]
+        sizes = ", ".join(f"{part} {list(size)}" for part, size in self._sizes.items())
+        why = "fits more than one of" if fits else "fits none of"
+        raise CheckpointError(
+            f"{where} with B is an addition of {num_outputs} outputs and {num_inputs} inputs, "
+            f"which {why} the experts' matrices ({sizes}) in one orientation: save the adapter "
+            "with one module for each expert."
+        )
+
+    def _of_expert(
+        self, module: str, part: str, expert: int, a_RK: Tensor, b_NR: Tensor
+    ) -> Iterator[LowRankMatrices]:
+        parts = {"down": b_NR}
+        if part == "gate_up":
+            half = len(b_NR) // 2
+            gate, up = slice(None, half), slice(half, None)
+            if self._fused.is_interleaved:
+                gate, up = slice(0, None, 2), slice(1, None, 2)
+            parts = {"gate": b_NR[gate], "up": b_NR[up]}
+        for name, rows_NR in parts.items():
+            shape = (len(rows_NR), a_RK.shape[1])
+            target = Target(
+                layer=self._fused.layer, kind="expert", part=name, shape=shape, expert=expert
+            )
+            scale = self._config.scale_of(module)
+            yield LowRankMatrices(target=target, a_RK=a_RK, b_NR=rows_NR, scale=scale)

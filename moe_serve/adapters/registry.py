@@ -1,0 +1,243 @@
+"""The adapters that a server has: names, versions, and the weights that are in memory.
+
+A name stands for a version, which is the digest of the adapter's content. Loading a name again
+makes a new version. Requests that hold the old one keep its weights, and finish with them.
+
+Weights are in memory while a request holds them, and as long as there is room. If not, those that
+were used longest ago are dropped and read again when a request names them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_serve.adapters.adapter import Adapter, AdapterVersion
+from moe_serve.adapters.adapter_files import open_adapter
+from moe_serve.adapters.adapter_name import check_adapter_name, folder_below
+from moe_serve.adapters.build import BuildAdapter, BuiltAdapter
+from moe_serve.config.sections import AdapterConfig
+from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
+from moe_serve.model.stage.adapter_rows import AdapterWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStats:
+    """Counts since the start, and what is in memory now."""
+
+    num_loads: int = 0  # from files, also again
+    num_failures: int = 0
+    num_evictions: int = 0
+    load_seconds: float = 0.0
+    num_names: int = 0
+    num_in_memory: int = 0
+    bytes_in_memory: int = 0
+
+
+class AdapterRegistry:
+    """Loads, finds and drops adapters. Every method may be called by any thread."""
+
+    def __init__(self, config: AdapterConfig, build: BuildAdapter) -> None:
+        self._config, self._build = config, build
+        self._loading = threading.Lock()  # one load at a time
+        self._lock = threading.Lock()  # guards the rest; never held while files are read
+        self._versions: dict[str, AdapterVersion] = {}
+        # Weights by digest, the last used last. A request keeps its own alive beyond this.
+        self._kept: OrderedDict[bytes, AdapterWeights] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[bytes, AdapterWeights]
+        self._alive = weakref.WeakValueDictionary()
+        self._num_loads = self._num_failures = self._num_evictions = 0
+        self._seconds = 0.0
+
+    def versions(self) -> list[AdapterVersion]:
+        """Return the current version of every name, in the order of loading."""
+        return list(self._versions.values())
+
+    def version(self, name: str) -> AdapterVersion | None:
+        """Return the current version of a name; None: there is no such adapter."""
+        return self._versions.get(name)
+
+    def load(self, name: str, folder: Path) -> AdapterVersion:
+        """Load a folder under a name. If the name is in use, its requests from now on get this
+        version.
+
+        Raises CheckpointError for a folder that cannot be served, and InvalidRequestError if there
+        are too many names, or no room.
+        """
+        check_adapter_name(name)
+        with self._loading:
+            most = self._config.max_adapters
+            if name not in self._versions and len(self._versions) >= most:
+                raise InvalidRequestError(
+                    f"{most} adapters are loaded already, which is adapters.max_adapters: unload "
+                    "one first.",
+                    param="lora_name",
+                    code="too_many_adapters",
+                )
+            version, _ = self._read(name, folder, expected=None)
+            with self._lock:
+                self._versions[name] = version
+            return version
+
+    def load_below_root(self, name: str, path: str) -> AdapterVersion:
+        """Load a folder below `adapters.root`, for a client. See `load`."""
+        return self.load(name, folder_below(self._config.root, path))
+
+    def unload(self, name: str) -> AdapterVersion:
+        """Forget a name. Requests that hold its version finish."""
+        with self._lock:
+            version = self._known(name)
+            del self._versions[name]
+            if all(each.digest != version.digest for each in self._versions.values()):
+                self._kept.pop(version.digest, None)
+            return version
+
+    def acquire(self, name: str) -> Adapter:
+        """Return the current version of a name with its weights, which are read again if they
+        were dropped. Raises ModelNotFoundError, and InvalidRequestError if they cannot be read."""
+        found = self.in_memory(name)
+        if found is not None:
+            return found
+        with self._loading:
+            found = self.in_memory(name)  # another request may have read it
+            if found is not None:
+                return found
+            version = self._known(name)
+            try:
+                _, weights = self._read(name, version.folder, expected=version.digest)
+            except CheckpointError as error:
+                raise InvalidRequestError(
+                    f"The adapter {name!r} is not in memory and cannot be read again: {error}",
+                    param="model",
+                    code="adapter_unavailable",
+                ) from None
+            return Adapter(version=version, weights=weights)
+
+    def in_memory(self, name: str) -> Adapter | None:
+        """Return the current version of a name; None: its weights are not in memory. Never waits
+        for a load. Raises ModelNotFoundError."""
+        with self._lock:
+            version = self._known(name)
+            weights = self._alive.get(version.digest)
+            if weights is None:
+                return None
+            self._keep(weights)
+            return Adapter(version=version, weights=weights)
+
+    def _known(self, name: str) -> AdapterVersion:
+        version = self._versions.get(name)
+        if version is None:
+            raise ModelNotFoundError(f"The adapter {name[:100]!r} does not exist.")
+        return version
+
+    def weights(self, digest: bytes) -> AdapterWeights:
+        """Return the weights of an adapter that a running request holds."""
+        return self._alive[digest]
+
+    @property
+    def stats(self) -> AdapterStats:
+        alive = list(self._alive.values())
+        return AdapterStats(
+            num_loads=self._num_loads,
+            num_failures=self._num_failures,
+            num_evictions=self._num_evictions,
+            load_seconds=self._seconds,
+            num_names=len(self._versions),
+            num_in_memory=len(alive),
+            bytes_in_memory=sum(each.num_bytes for each in alive),
+        )
+
+    def _read(
+        self, name: str, folder: Path, expected: bytes | None
+    ) -> tuple[AdapterVersion, AdapterWeights]:
+        """Read a folder and keep its weights. With `expected`, only this digest is accepted."""
+        clock = time.perf_counter()
+        try:
+            digest, built = self._built(folder, expected)
+            with self._lock:
+                weights = self._alive.get(digest) or built.weights
+                self._make_room(weights)
+                self._alive[digest] = weights
+                self._keep(weights)
+        except Exception:
+            self._num_failures += 1
+            raise
+        self._num_loads += 1
+        self._seconds += time.perf_counter() - clock
+        version = AdapterVersion(
+            name=name,
+            folder=folder,
+            digest=digest,
+            kind=built.kind,
+            rank=built.rank,
+            loaded_at=int(time.time()),
+        )
+        return version, weights
+
+    def _built(self, folder: Path, expected: bytes | None) -> tuple[bytes, BuiltAdapter]:
+        files = open_adapter(folder)
+        try:
+            if expected not in (None, files.digest):
+                raise CheckpointError(
+                    f"{folder} has changed since it was loaded: load it again under its name."
+                )
+            built = self._build(files)
+            after = open_adapter(folder)
+            after.close()
+            if after.digest != files.digest:
+                raise CheckpointError(f"{folder} changed while it was read: load it again.")
+        finally:
+            files.close()
+        return files.digest, built
+
+    def _keep(self, weights: AdapterWeights) -> None:
+        self._kept[weights.digest] = weights
+        self._kept.move_to_end(weights.digest)
+
+    def _make_room(self, wanted: AdapterWeights) -> None:
+        """Drop weights that no request holds, those used longest ago first, until the wanted ones
+        fit. Raises InvalidRequestError if they do not."""
+        limit = self._config.memory_bytes
+        if limit is None:
+            return
+        for digest in list(self._kept):
+            if self._used_beside(wanted) + wanted.num_bytes <= limit:
+                return
+            if digest != wanted.digest:
+                del self._kept[digest]
+                self._num_evictions += digest not in self._alive  # else a request holds it
+        used = self._used_beside(wanted)
+        if used + wanted.num_bytes > limit:
+            raise InvalidRequestError(
+                f"The adapter needs {wanted.num_bytes} bytes, but adapters.memory_bytes is "
+                f"{limit}, of which running requests hold {used}: try again later, or raise it.",
+                param="model",
+                code="adapter_memory",
+            )
+
+    def _used_beside(self, wanted: AdapterWeights) -> int:
+        return sum(
+            each.num_bytes for digest, each in list(self._alive.items()) if digest != wanted.digest
+        )
+
+
+def open_registry(config: AdapterConfig, build: BuildAdapter) -> AdapterRegistry:
+    """Make the registry and load the configured adapters. Raises ConfigError for one of them."""
+    registry = AdapterRegistry(config, build)
+    for item in config.modules:
+        name, separator, path = item.partition("=")
+        if not separator or not path:
+            raise ConfigError(
+                f"adapters.modules has {item[:200]!r}: give name=path (--lora-modules name=path)."
+            )
+        if registry.version(name) is not None:
+            raise ConfigError(f"adapters.modules has the name {name!r} twice.")
+        try:
+            registry.load(name, Path(path).expanduser())
+        except InvalidRequestError as error:
+            raise ConfigError(f"adapters.modules, {name[:200]!r}: {error}") from None
+    return registry

@@ -1,0 +1,43 @@
+"""Opens the adapters of an engine, or refuses what adapters cannot be combined with."""
+
+from __future__ import annotations
+
+from moe_serve.adapters.build import AdapterBuilder
+from moe_serve.adapters.registry import AdapterRegistry, open_registry
+from moe_serve.config.sections import EngineConfig
+from moe_serve.errors import ConfigError
+from moe_serve.model.load.loader import ModelLoader
+
+
+def check_adapters(config: EngineConfig) -> None:
+    """Raise ConfigError if the configuration asks for adapters in a way that is not served."""
+    adapters, cluster = config.adapters, config.cluster
+    if not adapters.is_enabled:
+        for key in ("modules", "root", "memory_bytes"):
+            if getattr(adapters, key):
+                raise ConfigError(
+                    f"adapters.{key} is set, but adapters.is_enabled is false: add --enable-lora "
+                    "or leave it out."
+                )
+        return
+    for key, least in (("attention_ranks", 0), ("expert_ranks", 0), ("attention_tp", 1)):
+        if getattr(cluster, key) > least:
+            raise ConfigError(
+                f"adapters are served in one process only, but cluster.{key} is "
+                f"{getattr(cluster, key)}: leave it out, or serve without --enable-lora."
+            )
+    if config.speculation.method in ("head", "mtp", "self"):
+        raise ConfigError(
+            f"speculation.method {config.speculation.method!r} drafts with the base model, which "
+            "adapters do not change: use 'auto', 'ngram' or 'suffix', or serve without "
+            "--enable-lora."
+        )
+
+
+def open_adapters(config: EngineConfig, loader: ModelLoader) -> AdapterRegistry | None:
+    """Load the configured adapters; None: the engine serves none. Raises ConfigError, and
+    CheckpointError for an adapter that cannot be served."""
+    if not config.adapters.is_enabled:
+        return None
+    builder = AdapterBuilder(loader, config.adapters.max_rank)
+    return open_registry(config.adapters, builder.build)

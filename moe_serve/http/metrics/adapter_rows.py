@@ -1,0 +1,42 @@
+"""The rows of the metrics table about adapters."""
+
+from __future__ import annotations
+
+from moe_serve.http.metrics.scrape import AdapterScrape, MetricRow, ScrapePart
+
+_adapters = ScrapePart[AdapterScrape](lambda scrape: scrape.adapters, "adapter_")
+_lora = ScrapePart[AdapterScrape](lambda scrape: scrape.adapters, is_vllm=True)
+ADAPTER_ROWS: tuple[MetricRow, ...] = (
+    _lora.gauge(
+        "lora_requests_info",
+        "1; the label lists the adapters that requests can name, separated by commas.",
+        lambda a: {(",".join(a.names),): 1.0},
+        "available_lora_adapters",
+    ),
+    _adapters.counter(
+        "loads",
+        "Adapters that were read from their files, also again, by the result.",
+        lambda a: {
+            ("loaded",): float(a.stats.num_loads),
+            ("failed",): float(a.stats.num_failures),
+        },
+        "result",
+    ),
+    _adapters.counter(
+        "load_seconds", "Time spent on reading adapters.", lambda a: a.stats.load_seconds
+    ),
+    _adapters.counter(
+        "evictions",
+        "Adapters whose weights were dropped to stay below adapters.memory_bytes.",
+        lambda a: float(a.stats.num_evictions),
+    ),
+    _adapters.gauge(
+        "names", "Adapters that requests can name.", lambda a: float(a.stats.num_names)
+    ),
+    _adapters.gauge(
+        "in_memory", "Adapters whose weights are in memory.", lambda a: float(a.stats.num_in_memory)
+    ),
+    _adapters.gauge(
+        "bytes", "Bytes of the weights of adapters.", lambda a: float(a.stats.bytes_in_memory)
+    ),
+)

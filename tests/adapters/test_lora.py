@@ -1,0 +1,121 @@
+"""A LoRA gives the answers of the checkpoint that contains it, whatever module it changes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_kernels.kernel_choice import KernelsName
+from moe_serve.errors import CheckpointError
+from moe_serve.offline.llm import LLM
+from tests.support.adapters.adapter_folders import (
+    ATTENTION,
+    EXPERTS,
+    tensors_of,
+    write_lora,
+    write_merged,
+    write_peft,
+)
+from tests.support.adapters.answers import adapters_of, answers, answers_of, largest_difference
+from tests.support.families.all_cases import CASES
+from tests.support.families.parity import write_checkpoint
+from tests.support.kernels.kernel_sets import KERNEL_SETS
+
+CLOSE = 1e-4  # of log probabilities, in fp32
+FAMILIES = (
+    "qwen2_moe",
+    "deepseek_v2-lite",
+    "gpt_oss",
+    "llama4",
+)  # biases, latents, sinks, rotation
+
+
+def check_equals_merged(base: Path, adapter: Path, folder: Path, **model: Any) -> None:
+    """The adapter's log probabilities are those of the merged checkpoint, and not the base's."""
+    with LLM(str(base), dtype="float32", adapters=adapters_of(own=adapter), **model) as llm:
+        own, without = answers(llm, "own"), answers(llm)
+    merged = answers_of(write_merged(folder, base, adapter), dtype="float32", **model)
+    assert largest_difference(own, merged) < CLOSE
+    assert largest_difference(without, merged) > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_attention(family: str, tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", CASES[family])
+    adapter = write_lora(tmp_path / "lora", base)
+    check_equals_merged(base, adapter, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_on_attention_and_experts(base: Path, kernels: KernelsName, tmp_path: Path) -> None:
+    both = re.compile(f"{ATTENTION.pattern}|{EXPERTS.pattern}")
+    adapter = write_lora(tmp_path / "lora", base, pattern=both, rank=3)
+    check_equals_merged(base, adapter, tmp_path / "merged", kernels=kernels)
+
+
+def test_ranks_and_alphas_of_single_modules(base: Path, tmp_path: Path) -> None:
+    adapter = write_lora(
+        tmp_path / "lora",
+        base,
+        lora_alpha=7,
+        use_rslora=True,
+        rank_pattern={"o_proj": 2, "v_proj": 6},
+        alpha_pattern={"k_proj": 1.5},
+    )
+    check_equals_merged(base, adapter, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_vl_moe"])  # inputs first, outputs first
+def test_on_fused_experts(family: str, is_older: bool, tmp_path: Path) -> None:
+    """PEFT's layout: A has the expert slowest, B has it fastest; older versions take the other
+    dimension of the tensor for the inputs."""
+    base = write_checkpoint(tmp_path / "base", CASES[family])
+    names = {
+        k: t for k, t in tensors_of(base).items() if re.search(r"experts\.(gate_up|down)_proj$", k)
+    }
+    assert names, "the checkpoint has no fused experts"
+    generator = torch.Generator().manual_seed(3)
+    matrices: dict[str, Tensor] = {}
+    changed: dict[str, Tensor] = {}
+    for name, weight in names.items():
+        num_experts, first, second = weight.shape
+        # older: inputs are the tensor's dimension 1; newer: those that the layer multiplies
+        is_first = is_older or family == "gpt_oss"
+        num_inputs, num_outputs = (first, second) if is_first else (second, first)
+        a = 0.3 * torch.randn(num_experts, 2, num_inputs, generator=generator)
+        b = 0.3 * torch.randn(num_outputs, 2, num_experts, generator=generator)
+        delta = torch.einsum("ore,eri->eio", b.double(), a.double())
+        if not is_first:
+            delta = delta.transpose(1, 2)
+        changed[name] = weight + (0.5 * delta).to(weight.dtype)
+        module, _, part = name.rpartition(".")
+        nested = f"base_model.model.{module}{'.base_layer' if part == 'down_proj' else ''}"
+        matrices[f"{nested}.lora_A.weight"] = a.flatten(0, 1)
+        matrices[f"{nested}.lora_B.weight"] = b.flatten(1, 2)
+    adapter = write_peft(tmp_path / "lora", matrices, r=2, lora_alpha=1)
+    merged = write_merged(tmp_path / "merged", base, adapter, changed)
+    with LLM(str(base), dtype="float32", adapters=adapters_of(own=adapter)) as llm:
+        own = answers(llm, "own")
+        assert largest_difference(own, answers(llm)) > 0.1
+    assert largest_difference(own, answers_of(merged, dtype="float32")) < CLOSE
+
+
+def test_blocks_of_another_layout_are_refused(base: Path, tmp_path: Path) -> None:
+    """One matrix for all experts (shared-outer) is not PEFT's layout."""
+    folder = write_checkpoint(tmp_path / "base", CASES["gpt_oss"])
+    weight = tensors_of(folder)["model.layers.0.mlp.experts.down_proj"]
+    num_experts, num_inputs, num_outputs = weight.shape
+    module = "base_model.model.model.layers.0.mlp.experts"
+    matrices = {
+        f"{module}.lora_A.weight": torch.ones(4, num_inputs),
+        f"{module}.lora_B.weight": torch.ones(num_outputs, 4 * num_experts),
+    }
+    adapter = write_peft(tmp_path / "lora", matrices)
+    with pytest.raises(CheckpointError, match="one matrix for all experts"):
+        LLM(str(folder), adapters=adapters_of(own=adapter))
