@@ -98,7 +98,7 @@ class Admission:
 
     def check(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> Refusal | None:
         """See `AdmissionCheck.check`."""
-        target_s = service.targets.ttft_s
+        target_s = _first_target_s(service)
         if target_s is not None and (service.targets.is_strict or service.is_sheddable):
             forecast = self.forecast(service, num_prompt_tokens, priority)
             if forecast is not None and forecast.p90_s > target_s:
@@ -121,8 +121,7 @@ class Admission:
 
     def slack_s(self, service: Service, priority: int) -> float:
         """Return the seconds from the arrival to the virtual deadline."""
-        targets = service.targets
-        target_s = targets.ttft_s if targets.ttft_s is not None else targets.e2e_s
+        target_s = _first_target_s(service)
         if target_s is None:
             target_s = self._default_s
         return target_s + self._priority_s * priority
@@ -133,3 +132,10 @@ class Admission:
             self._accepted.popleft()
         accepted = tuple(self._accepted)
         return len(accepted), sum([each.num_tokens for each in accepted])
+
+
+def _first_target_s(service: Service) -> float | None:
+    """Return the target that the first token must keep: its own, else that of the whole answer,
+    which is certainly missed if not even the first token comes in time."""
+    targets = service.targets
+    return targets.ttft_s if targets.ttft_s is not None else targets.e2e_s

@@ -109,6 +109,16 @@ def test_a_refusal_never_says_to_come_back_at_once() -> None:
     assert refusal is not None and refusal.retry_after_s == 0.1
 
 
+def test_a_target_of_the_whole_answer_refuses_when_the_first_token_is_later() -> None:
+    made = admission()
+    flex = Service(tier="flex", targets=Targets(e2e_s=5.0), is_sheddable=True)
+    made.publish(0, replace(IDLE, **reading(4000)))
+    assert made.check(flex, 400) is None, "after 4.4 s"
+    made.publish(0, replace(IDLE, **reading(8000)))
+    refused = made.check(flex, 400)
+    assert refused is not None and refused.target_ttft_s == 5.0
+
+
 def test_requests_that_may_be_late_are_not_refused() -> None:
     made = admission()
     made.publish(0, replace(IDLE, **reading(10**6)))
