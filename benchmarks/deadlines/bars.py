@@ -97,7 +97,10 @@ def _harm(bench: Bench, trace: str, policy: str) -> list[Bar]:
     """Bars at 0.7 of the capacity: within 2% of FIFO."""
     if not bench.has(trace, 0.7, policy):
         return []
-    of = lambda figure: bench.ratios(trace, 0.7, policy, "fifo", figure)  # noqa: E731
+
+    def of(figure: Figure) -> list[float]:
+        return bench.ratios(trace, 0.7, policy, "fifo", figure)
+
     return [
         _bar(trace, "0.7: tokens/s over FIFO", of(lambda v: v.tokens_per_s), least=0.98),
         _bar(trace, "0.7: P99 TTFT over FIFO", of(lambda v: v.p99_ttft), most=1.02),

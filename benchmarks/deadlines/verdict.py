@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from deadlines.policies import Policy
 from deadlines.setting import Setting
+from moe_serve.bench.figures.request_record import REFUSED
 from moe_serve.bench.figures.summary import Slo
-from moe_serve.bench.figures.tier_figures import REFUSED
 from moe_serve.bench.report.report import Report
 from moe_serve.bench.simulated_run import run_simulation
 

@@ -47,7 +47,7 @@ def baselines(found: Sequence[Streamed]) -> list[tuple[str, ...]]:
     later = [each for each in found[_WARM_UP:] if not each.is_cut]
     lengths = np.array([each.length for each in later], dtype=np.float64)
     of_domain = np.array([each.domain_mean for each in later])
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, predicted in (
         ("a constant", np.array([each.all_mean for each in later])),
         ("mean of the domain", of_domain),

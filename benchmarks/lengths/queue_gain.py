@@ -56,11 +56,9 @@ def queue_gain(found: Sequence[Streamed]) -> Iterator[tuple[str, str, str, str]]
     }
     run = _run(part)
     capacity = find_capacity(run)
-    for order in ("edf", "atc"):
-        late = {
-            name: _tardiness(run, capacity, order, lengths)  # type: ignore[arg-type]
-            for name, lengths in known.items()
-        }
+    orders: tuple[OrderName, ...] = ("edf", "atc")
+    for order in orders:
+        late = {name: _tardiness(run, capacity, order, lengths) for name, lengths in known.items()}
         base, best = late["recent answers of the tier"], late["oracle"]
         for name, value in late.items():
             share = (base - value) / (base - best) if base > best else float("nan")

@@ -112,13 +112,13 @@ class RouteTap:
                 layers = [layer_weights for _, layer_weights in kept[index]]
                 weights.append(_chosen(layers, rows, torch.float16))
         for piece in plan.slices:
-            layers = self._passed(piece) if piece.sequence_id in wanted else []
-            if layers:
+            passed = self._passed(piece) if piece.sequence_id in wanted else []
+            if passed:
                 sequences.append(piece.sequence_id)
                 counts.append(len(piece.token_ids))
-                ids.append(_chosen([each for each, _ in layers], slice(None), self._dtype))
+                ids.append(_chosen([each for each, _ in passed], slice(None), self._dtype))
                 if plan.routes.has_weights:
-                    beside = [each for _, each in layers]
+                    beside = [each for _, each in passed]
                     weights.append(_chosen(beside, slice(None), torch.float16))
         if not ids:
             return None

@@ -46,14 +46,15 @@ RECORDS = [
     record(2, "fast", 0.0, 0.0, error=REFUSED, predicted=9.0),
     record(3, "slow", 9.0, 9.5, tenant="b", predicted=1.0),  # met; it has no TTFT target
     record(4, "slow", 1.0, 13.0, tenant="b"),  # 3 s late
+    record(5, "fast", 0.0, 1.0, predicted=0.5, error="deadline_exceeded"),  # promise broken
 ]
 
 
 def test_figures_of_all_requests() -> None:
     found = ServiceFigures.of(RECORDS, TIERS, duration_s=10.0, is_strict=True)
-    assert found.attained == 2 / 5 and found.goodput_per_s == pytest.approx(0.2)
+    assert found.attained == 2 / 6 and found.goodput_per_s == pytest.approx(0.2)
     assert found.weighted_tardiness_s == pytest.approx((4 * 2 + 1 * 3) / 4)
-    assert (found.num_refused, found.num_promised, found.num_kept) == (1, 2, 1)
+    assert (found.num_refused, found.num_promised, found.num_kept) == (1, 3, 1)
     assert found.longest_wait_s == 9.0
     assert found.forecast_error == pytest.approx(1 / 3), "median of 0.2, 1/3 and 8/9"
     assert [(t.name, t.num, t.service_tokens) for t in found.tenants] == [
@@ -65,8 +66,8 @@ def test_figures_of_all_requests() -> None:
 
 def test_figures_of_each_tier() -> None:
     fast, slow = ServiceFigures.of(RECORDS, TIERS, duration_s=10.0).tiers
-    assert (fast.num, fast.num_refused, fast.num_failed) == (3, 1, 0)
-    assert fast.attained == fast.ttft_attained == 1 / 3 and fast.e2e_attained is None
+    assert (fast.num, fast.num_refused, fast.num_failed) == (4, 1, 1)
+    assert fast.attained == fast.ttft_attained == 1 / 4 and fast.e2e_attained is None
     assert fast.mean_tardiness_s == 1.0 and fast.longest_wait_s == 3.0
     assert slow.attained == slow.e2e_attained == 1 / 2 and slow.ttft_attained is None
     assert slow.targets == "e2e 10000 ms"

@@ -59,7 +59,7 @@ class ServiceFigures:
     `weighted_tardiness_s`: mean over answered requests of the tier's weight times the tardiness.
     `jain`: evenness of the tenants' service, 1 if equal; None with fewer than two tenants.
     A request that might have been refused (strict, or of a sheddable tier) and was accepted with a
-    forecast is a promise, which its TTFT target keeps or breaks.
+    forecast is a promise, kept if it met its TTFT target.
     """
 
     tiers: tuple[TierFigures, ...]
@@ -93,7 +93,7 @@ class ServiceFigures:
         promised = [
             (r, tier)
             for r, tier in pairs
-            if r.is_ok and (is_strict or tier.is_sheddable) and _is_promise(r, tier)
+            if (is_strict or tier.is_sheddable) and _is_promise(r, tier)
         ]
         waits = [r.ttft_s for r in records if r.ttft_s is not None]
         tenants = _tenants(records)
@@ -173,7 +173,9 @@ def _share(records: Sequence[RequestRecord], slo: Slo) -> float:
 
 
 def _is_promise(record: RequestRecord, tier: TierConfig) -> bool:
-    return record.predicted_ttft_s is not None and tier.ttft_s is not None
+    """Return whether a request was accepted with a forecast. It is broken if it then failed."""
+    is_accepted = record.predicted_ttft_s is not None and record.error != REFUSED
+    return is_accepted and tier.ttft_s is not None
 
 
 def _forecast_error(records: Sequence[RequestRecord]) -> float | None:

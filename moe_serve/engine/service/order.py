@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from moe_serve.config.sections import LateName, OrderName, SchedulerConfig
 from moe_serve.engine.service.waiting_table import WaitingTable
+from moe_serve.errors import ConfigError
 
 Floats = NDArray[np.float64]
 MOST_BUCKET_S = 0.25  # keys that differ by at most a bucket are equally urgent
@@ -25,6 +26,23 @@ _BUCKETS = 16  # of a bucket, at least in the strictest target of the tiers
 _MOST_RATIO = 2.0  # of the longest and the shortest reading time that atc tells apart
 _LEAST_WORK_S = 1e-6
 _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond every key
+
+
+def check_order(config: SchedulerConfig) -> None:
+    """Raise ConfigError if a key asks for what the order cannot do: it would have no effect."""
+    order = resolved_order(config)
+    if order in ("edf", "atc"):
+        return
+    for key, value, default in (
+        ("preempt", config.preempt, "memory"),
+        ("late", config.late, "keep"),
+    ):
+        if value != default:
+            raise ConfigError(
+                f"scheduler.{key} is {value!r}, which needs an order by deadlines, but the order "
+                f"is {order!r}: set scheduler.order to 'atc' or 'edf', or scheduler.{key} to "
+                f"{default!r}."
+            )
 
 
 def is_aged(keys: Floats) -> NDArray[np.bool_]:

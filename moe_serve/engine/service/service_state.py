@@ -24,7 +24,7 @@ from moe_serve.engine.service.arrivals import RecentArrivals
 from moe_serve.engine.service.calibration import Calibration, Factors, error_of
 from moe_serve.engine.service.ledger import Ledger
 from moe_serve.engine.service.lengths.predicted_lengths import predicted_lengths
-from moe_serve.engine.service.order import Order, bucket_of, resolved_order, rule_of
+from moe_serve.engine.service.order import Order, bucket_of, check_order, resolved_order, rule_of
 from moe_serve.engine.service.shares import Shares
 from moe_serve.engine.service.steady_clock import SteadyClock
 from moe_serve.engine.service.step_model import (
@@ -90,7 +90,8 @@ class ServiceState:
         cls, config: SchedulerConfig, clock: Clock, model: StepModel | None = None
     ) -> ServiceState | None:
         """Return the state of a server with tiers or an order by deadlines, else None."""
-        if not config.tiers and resolved_order(config) in ("priority",):
+        check_order(config)
+        if not config.tiers and resolved_order(config) == "priority":
             return None
         lengths = predicted_lengths() if config.length_prediction == "on" else None
         return cls(config, clock, model, lengths)

@@ -14,6 +14,7 @@ from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.engine.request.service import NO_SERVICE, Service, Targets
 from moe_serve.engine.request.service_stats import ServiceStats, TierCounts
+from moe_serve.errors import ConfigError
 from tests.support.engine.timed_engine import (
     FLEX,
     INTERACTIVE,
@@ -93,6 +94,14 @@ def test_with_order_fifo_tiers_and_priorities_change_no_schedule(arrivals: Arriv
     assert tiers.served == plain.served and tiers.clock.now == plain.clock.now
 
 
+@pytest.mark.parametrize("order", ["auto", "fifo", "priority"])
+@pytest.mark.parametrize("key", [{"preempt": "deadline"}, {"late": "demote"}])
+def test_a_key_that_would_do_nothing_is_refused(key: dict[str, str], order: OrderName) -> None:
+    """vLLM #9272: a priority is ignored without a word where the server does not order by it."""
+    with pytest.raises(ConfigError, match=f"scheduler.{next(iter(key))} is .* set scheduler.order"):
+        TimedEngine(SchedulerConfig(order=order, **key))  # type: ignore[arg-type]
+
+
 @settings(deadline=None, max_examples=16)
 @given(
     ARRIVALS,
@@ -104,6 +113,8 @@ def test_with_order_fifo_tiers_and_priorities_change_no_schedule(arrivals: Arriv
 def test_every_policy_answers_everything_with_all_its_tokens(
     arrivals: Arrivals, order: OrderName, late: str, preempt: str, budget: str
 ) -> None:
+    if order in ("fifo", "priority"):
+        late, preempt = "keep", "memory"
     config = replace(CONFIG, order=order, late=late, preempt=preempt, step_budget=budget)  # type: ignore[arg-type]
     world = TimedEngine(config, num_pages=24)
     made = made_of(arrivals)

@@ -84,4 +84,5 @@ def _buckets(last_N: np.ndarray) -> Floats:
     hashed_N = (last_N * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(59)  # 5 bits
     weights_N = np.ones(len(last_N))
     weights_N[-4:] = 4.0
-    return np.bincount(hashed_N.astype(np.int64), weights_N, minlength=NUM_BUCKETS)
+    counts = np.bincount(hashed_N.astype(np.int64), weights_N, minlength=NUM_BUCKETS)
+    return np.asarray(counts, dtype=np.float64)
