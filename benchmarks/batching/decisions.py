@@ -28,7 +28,7 @@ from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.request.service import Service, Targets
+from moe_serve.engine.request.service_terms import Service, Targets
 from moe_serve.engine.schedule.policy.arrival_order import FIFO
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
 from moe_serve.engine.schedule.scheduler import Scheduler

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from lengths.answers import STOPS, Answer
 from moe_serve.engine.service.lengths.features import RequestFacts
-from moe_serve.engine.service.lengths.fitting import HereFitter
+from moe_serve.engine.service.lengths.length_fit import HereFitter
 from moe_serve.engine.service.lengths.length_predictor import LengthPredictor
 
 CONTEXT = 2048

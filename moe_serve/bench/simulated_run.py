@@ -19,7 +19,7 @@ from moe_serve.bench.workload.prompt_maker import PromptMaker, Slot
 from moe_serve.bench.workload.tier_mix import TierMix
 from moe_serve.bench.workload.workload import Workload
 from moe_serve.config.tiers import TierConfig
-from moe_serve.engine.request.service import NO_SERVICE, Service, Targets
+from moe_serve.engine.request.service_terms import NO_SERVICE, Service, Targets
 from moe_serve.engine.request.stats import EngineCounts, EngineStats
 from moe_serve.errors import BenchError
 from moe_serve.simulate.cell import Cell

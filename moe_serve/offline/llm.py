@@ -45,7 +45,7 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.opened_model import model_folder
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.engine.request.service import Service
+from moe_serve.engine.request.service_terms import Service
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.errors import EngineDeadError, InvalidRequestError

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from moe_serve.engine.request.request import TokenDelta
-from moe_serve.engine.request.service import NO_SERVICE, Service
+from moe_serve.engine.request.service_terms import NO_SERVICE, Service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

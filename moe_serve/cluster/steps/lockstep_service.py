@@ -15,7 +15,7 @@ from moe_serve.engine.schedule.step_service import StepService
 from moe_serve.engine.service.service_queue import rows_of_decoding
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.engine.service.step_budget import shared_out
-from moe_serve.engine.service.step_model import StepRows
+from moe_serve.engine.service.step_model import StepWork
 
 
 class LockstepService:
@@ -34,7 +34,7 @@ class LockstepService:
             return
         decoding = [service.decoding for service in services]
         slacks = [queue.slack_s(own) for queue, own in zip(queues, decoding, strict=True)]
-        rows = sum([rows_of_decoding(own) for own in decoding], StepRows())
+        rows = sum([rows_of_decoding(own) for own in decoding], StepWork())
         wanted = [service.num_prompt_tokens for service in services]
         slack_s = min([each for each in slacks if each is not None], default=None)
         total = budget.prompt_tokens(rows, slack_s, max(1, sum(wanted)))

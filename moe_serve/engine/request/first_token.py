@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from moe_serve.engine.request.service import Service
+from moe_serve.engine.request.service_terms import Service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

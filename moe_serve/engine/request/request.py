@@ -13,7 +13,7 @@ import msgspec
 from moe_serve.adapters.adapter import Adapter
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.engine.request.service import NO_SERVICE, Service
+from moe_serve.engine.request.service_terms import NO_SERVICE, Service
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1

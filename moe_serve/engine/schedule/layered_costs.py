@@ -21,7 +21,7 @@ _CACHE_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCosts:
+class LayeredCosts:
     """The costs of a model's layers on one kind of device.
 
     `num_rows` are those that decode or were scheduled before, `budget` the tokens of a chunk.
@@ -35,7 +35,7 @@ class LayerCosts:
     num_attention_ranks: int = 1  # whose rows meet at the experts
 
     @classmethod
-    def of(cls, spec: ModelSpec, device: str, num_attention_ranks: int = 1) -> LayerCosts | None:
+    def of(cls, spec: ModelSpec, device: str, num_attention_ranks: int = 1) -> LayeredCosts | None:
         """Return the costs of a model; None if it has no layer with routed experts."""
         if not spec.num_sparse_layers:
             return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from moe_serve.config.sections import EngineConfig, LayeredPrefillName
 from moe_serve.engine.request.sequence import Schedule, Sequence
-from moe_serve.engine.schedule.layered_costs import LayerCosts
+from moe_serve.engine.schedule.layered_costs import LayeredCosts
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.step_plan import LayerRange
 
@@ -48,7 +48,7 @@ class LayeredPrefill:
 
     def __init__(
         self,
-        costs: LayerCosts | None,
+        costs: LayeredCosts | None,
         mode: LayeredPrefillName,
         parked_bytes: int,
         state_bytes: int,
@@ -65,7 +65,7 @@ class LayeredPrefill:
     def of(cls, config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> LayeredPrefill:
         """Build it for one attention rank, from the names of its device and data type."""
         scheduler = config.scheduler
-        costs = LayerCosts.of(
+        costs = LayeredCosts.of(
             spec, device.partition(":")[0], max(1, config.cluster.attention_ranks)
         )
         refusal = None
@@ -163,7 +163,9 @@ class LayeredPrefill:
             sequence.park(0, 0)
         return had_ranges
 
-    def _advance(self, costs: LayerCosts, sequence: Sequence, budget: int, num_rows: int) -> Share:
+    def _advance(
+        self, costs: LayeredCosts, sequence: Sequence, budget: int, num_rows: int
+    ) -> Share:
         """Return the next layers of the parked prompt. If the budget is too small for one layer, it
         waits until the budgets that it had make up for one."""
         count, first = sequence.num_parked_tokens, sequence.num_parked_layers
@@ -177,7 +179,7 @@ class LayeredPrefill:
         return found
 
     def _layers(
-        self, costs: LayerCosts, first: int, count: int, budget: int, num_rows: int
+        self, costs: LayeredCosts, first: int, count: int, budget: int, num_rows: int
     ) -> Share | None:
         """Return the layers that `count` tokens can pass, equally many in each step; None if not
         even one."""
@@ -190,7 +192,7 @@ class LayeredPrefill:
         return Share(count, -(-budget * taken // max(allowed, taken)), layers)
 
     def _tokens_together(
-        self, costs: LayerCosts, sequence: Sequence, budget: int, num_rows: int
+        self, costs: LayeredCosts, sequence: Sequence, budget: int, num_rows: int
     ) -> int:
         """Return how many tokens of a prompt pass the layers together; 0: it is cut into chunks."""
         pending = sequence.num_pending_tokens

@@ -16,14 +16,14 @@ from moe_serve.engine.schedule.tier_urgency import TierUrgency
 from moe_serve.engine.service.preemption import Preemption
 from moe_serve.engine.service.service_queue import ServiceQueue, standing_of
 from moe_serve.engine.service.service_state import ServiceState
-from moe_serve.engine.service.step_model import StepRows
+from moe_serve.engine.service.step_model import StepWork
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
     """A step that has begun: its rows, when, and the tokens that it adds to the engine's count."""
 
-    rows: StepRows
+    rows: StepWork
     at: float
     num_tokens: int
 
@@ -154,7 +154,7 @@ class StepService:
             num_tokens += num_computed + count == length
             places.append(standing_of(sequence).tenant)
         self.queue.charge(places, [count for _, count in schedule.values()])
-        rows = StepRows(num_decoding, num_prompt, num_context)
+        rows = StepWork(num_decoding, num_prompt, num_context)
         self._begun.append(_Begun(rows, self.state.clock(), num_tokens))
 
     def step_ended(self, running: Items[Sequence], num_tokens: int, *, has_work: bool) -> None:

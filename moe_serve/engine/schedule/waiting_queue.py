@@ -17,7 +17,7 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.urgency import Urgency
 
 
-class Line(Items[Sequence]):
+class ArrivalLine(Items[Sequence]):
     """Sequences in an order that only changes at its ends and by removals, each in O(1). Other
     threads may read the length and the first one."""
 
@@ -66,7 +66,7 @@ class WaitingQueue:
 
     def __init__(self, urgency: Urgency, clock: Clock) -> None:
         self._urgency, self._clock = urgency, clock
-        self._line = Line()
+        self._line = ArrivalLine()
         self._num_of: Counter[int] = Counter()  # waiting sequences by their level
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class WaitingQueue:
         return iter(self._line)
 
     @property
-    def line(self) -> Line:
+    def line(self) -> ArrivalLine:
         """The sequences in order of arrival, after those that were put back."""
         return self._line
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moe_serve.engine.request.first_token import FirstTokenForecast, Refusal
-from moe_serve.engine.request.service import Service
-from moe_serve.engine.service.calibration import Factors
+from moe_serve.engine.request.service_terms import Service
 from moe_serve.engine.service.forecast import QueueSnapshot
-from moe_serve.engine.service.order import Order
+from moe_serve.engine.service.forecast_calibration import Factors
+from moe_serve.engine.service.order import StartOrder
 
 LEAST_RETRY_S = 0.1
 _MOST_ACCEPTED = 4096  # that are remembered if no turn ends
@@ -36,7 +36,7 @@ class Admission:
 
     def __init__(
         self,
-        order: Order,
+        order: StartOrder,
         priority_s: float,
         default_s: float,
         factors: Callable[[str], Factors],

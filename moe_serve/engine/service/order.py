@@ -91,7 +91,7 @@ def rule_of(config: SchedulerConfig, usual_work_s: Callable[[], float]) -> Rule:
     return rules[name]
 
 
-class Order:
+class StartOrder:
     """A rule with the age bound, and with demotion if it is configured."""
 
     def __init__(

@@ -19,7 +19,7 @@ from moe_serve.engine.service.order import Floats
 from moe_serve.engine.service.ranked_waiting import RankedWaiting
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.engine.service.step_budget import StepBudget
-from moe_serve.engine.service.step_model import StepRows
+from moe_serve.engine.service.step_model import StepWork
 from moe_serve.engine.service.waiting_table import WaitingTable
 
 _NUM_ENDS = 129  # ends of requests from which the time between two free seats is known
@@ -235,6 +235,6 @@ class ServiceQueue:
         self.state.shares.check_integrity()
 
 
-def rows_of_decoding(decoding: Items[Sequence]) -> StepRows:
+def rows_of_decoding(decoding: Items[Sequence]) -> StepWork:
     """Return the work of a step in which these sequences decode."""
-    return StepRows(len(decoding), 0, sum([s.num_tokens for s in decoding]))
+    return StepWork(len(decoding), 0, sum([s.num_tokens for s in decoding]))

@@ -15,22 +15,28 @@ from moe_serve.cache.histogram import HistogramCounter
 from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.request.service import Service
 from moe_serve.engine.request.service_stats import DECISION_BOUNDS, ServiceStats
+from moe_serve.engine.request.service_terms import Service
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.admission import Admission
 from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
 from moe_serve.engine.service.arrivals import RecentArrivals
-from moe_serve.engine.service.calibration import Calibration, Factors, error_of
+from moe_serve.engine.service.forecast_calibration import Factors, ForecastCalibration, error_of
 from moe_serve.engine.service.ledger import Ledger
 from moe_serve.engine.service.lengths.predicted_lengths import predicted_lengths
-from moe_serve.engine.service.order import Order, bucket_of, check_order, resolved_order, rule_of
+from moe_serve.engine.service.order import (
+    StartOrder,
+    bucket_of,
+    check_order,
+    resolved_order,
+    rule_of,
+)
 from moe_serve.engine.service.shares import Shares
 from moe_serve.engine.service.steady_clock import SteadyClock
 from moe_serve.engine.service.step_model import (
     FittedSteps,
     StepModel,
-    StepRows,
+    StepWork,
     prompt_token_s,
     work_s,
 )
@@ -68,19 +74,19 @@ class ServiceState:
         self._tier_of = {name: index for index, name in enumerate(names)}
         self.tier_names = tuple(names)
         self.ledger = Ledger(names)
-        self._calibrations = [Calibration() for _ in names]
+        self._calibrations = [ForecastCalibration() for _ in names]
         self.lengths: AnswerLengths = TierLengths(len(names)) if lengths is None else lengths
         self._usual_tokens = 0.0
         self.order_name = resolved_order(config)
         rule = rule_of(config, lambda: self._usual_tokens * self.token_s)
-        self.order = Order(rule, config.max_wait_s, config.late, bucket_of(config))
+        self.order = StartOrder(rule, config.max_wait_s, config.late, bucket_of(config))
         self.admission = Admission(
             self.order, config.max_passed_over_s, config.max_wait_s, self._factors
         )
         self.decisions = HistogramCounter(DECISION_BOUNDS)  # seconds of ordering those that wait
         self.num_turns = self._num_engines = 0
         self.num_strict = 0  # open requests that end when their deadlines pass
-        self._rows, self._is_typical = StepRows(), True  # of a step of several engines
+        self._rows, self._is_typical = StepWork(), True  # of a step of several engines
         self.token_s = _UNMEASURED_TOKEN_S  # to read a prompt token, as steps are now
         self.step_s = 0.0  # of a step that reads nothing
         self.work = WorkSeconds(0.0, 0.0)
@@ -199,17 +205,17 @@ class ServiceState:
     def num_live_engines(self) -> int:
         return self.admission.num_snapshots
 
-    def add_rows(self, rows: StepRows, *, is_typical: bool) -> None:
+    def add_rows(self, rows: StepWork, *, is_typical: bool) -> None:
         """Add one engine's part of a step of all engines. `is_typical`: it ran as it was begun."""
         self._rows += rows
         self._is_typical &= is_typical
 
-    def take_rows(self) -> StepRows | None:
+    def take_rows(self) -> StepWork | None:
         """Return the rows of the step that has ended on all engines; None if its time says
         nothing."""
-        rows, self._rows = self._rows, StepRows()
+        rows, self._rows = self._rows, StepWork()
         is_typical, self._is_typical = self._is_typical, True
-        return rows if is_typical and rows != StepRows() else None
+        return rows if is_typical and rows != StepWork() else None
 
     def turn(self, *, has_work: bool) -> None:
         """Note the end of a step, or of a step of all engines."""
@@ -219,7 +225,7 @@ class ServiceState:
         else:
             self.steady.rest()
 
-    def observe(self, rows: StepRows, seconds: float) -> None:
+    def observe(self, rows: StepWork, seconds: float) -> None:
         """Learn from a step that ran: of one engine, or of all that step together."""
         self.model.observe(rows, seconds)
         self.refresh(rows.num_decoding)
@@ -229,7 +235,7 @@ class ServiceState:
         most, seats = self.config.max_batched_tokens, self.config.max_num_seqs
         if self.model.is_measured:
             self.token_s = prompt_token_s(self.model, num_decoding, max(1, most - num_decoding))
-            self.step_s = self.model.seconds(StepRows(max(1, num_decoding)))
+            self.step_s = self.model.seconds(StepWork(max(1, num_decoding)))
             self.work = WorkSeconds(*work_s(self.model, (most, seats)))
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_serve.engine.service.step_model import StepModel, StepRows
+from moe_serve.engine.service.step_model import StepModel, StepWork
 
 _MARGIN = 0.1  # of the predicted time
 
@@ -22,7 +22,7 @@ class StepBudget:
     def __init__(self, model: StepModel, least: int, page_size: int) -> None:
         self._model, self._least, self._page_size = model, least, page_size
 
-    def prompt_tokens(self, rows: StepRows, slack_s: float | None, most: int) -> int:
+    def prompt_tokens(self, rows: StepWork, slack_s: float | None, most: int) -> int:
         """Return how many prompt tokens may be added to `rows`, at most `most`. `slack_s` None: no
         request that decodes has a target."""
         if slack_s is None or not self._model.is_measured or most <= self._least:
@@ -39,7 +39,7 @@ class StepBudget:
                 high = middle - 1
         return max(self._least, low * size)
 
-    def _fits(self, rows: StepRows, num_prompt: int, slack_s: float) -> bool:
+    def _fits(self, rows: StepWork, num_prompt: int, slack_s: float) -> bool:
         predicted_s = self._model.seconds(replace(rows, num_prompt=num_prompt))
         return predicted_s * (1 + _MARGIN) <= slack_s
 

@@ -21,15 +21,15 @@ _LEAST_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class StepWork:
     """The work of a step, over all attention ranks."""
 
     num_decoding: int = 0
     num_prompt: int = 0  # prompt tokens
     num_context: int = 0  # tokens in the contexts of those that decode
 
-    def __add__(self, other: StepRows) -> StepRows:
-        return StepRows(
+    def __add__(self, other: StepWork) -> StepWork:
+        return StepWork(
             self.num_decoding + other.num_decoding,
             self.num_prompt + other.num_prompt,
             self.num_context + other.num_context,
@@ -42,11 +42,11 @@ class StepModel(Protocol):
     @property
     def is_measured(self) -> bool: ...
 
-    def seconds(self, rows: StepRows) -> float:
+    def seconds(self, rows: StepWork) -> float:
         """Predict a step; never less for more rows."""
         ...
 
-    def observe(self, rows: StepRows, seconds: float) -> None:
+    def observe(self, rows: StepWork, seconds: float) -> None:
         """Learn from a step that ran."""
         ...
 
@@ -64,7 +64,7 @@ class FittedSteps:
     def is_measured(self) -> bool:
         return self._num_observed > 0
 
-    def seconds(self, rows: StepRows) -> float:
+    def seconds(self, rows: StepWork) -> float:
         fixed, decode, prompt, context = self._costs
         return (
             fixed
@@ -73,7 +73,7 @@ class FittedSteps:
             + context * rows.num_context
         )
 
-    def observe(self, rows: StepRows, seconds: float) -> None:
+    def observe(self, rows: StepWork, seconds: float) -> None:
         """See `StepModel.observe`. Each step counts relative to its length."""
         seconds = max(seconds, _LEAST_S)
         if self._num_observed >= _NUM_WARM:
@@ -101,13 +101,13 @@ class FittedSteps:
 
 def prompt_token_s(model: StepModel, num_decoding: int, num_prompt: int) -> float:
     """Return the seconds that a prompt token takes in steps that read `num_prompt` of them."""
-    return model.seconds(StepRows(num_decoding, num_prompt)) / max(1, num_prompt)
+    return model.seconds(StepWork(num_decoding, num_prompt)) / max(1, num_prompt)
 
 
 def work_s(model: StepModel, counts: Items[int]) -> tuple[float, float]:
     """Return the seconds that one prompt token and one decode row add to a step with the largest of
     these counts (prompt tokens, decode rows). Both share the step's fixed time evenly."""
     num_prompt, num_decoding = counts
-    prompt = model.seconds(StepRows(0, num_prompt)) / max(1, num_prompt)
-    decode = model.seconds(StepRows(num_decoding, 0)) / max(1, num_decoding)
+    prompt = model.seconds(StepWork(0, num_prompt)) / max(1, num_prompt)
+    decode = model.seconds(StepWork(num_decoding, 0)) / max(1, num_decoding)
     return prompt, decode

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moe_serve.config.sections import SchedulerConfig, ServerConfig
 from moe_serve.config.tiers import TierConfig, find_tier
-from moe_serve.engine.request.service import NO_SERVICE, Service, Targets
+from moe_serve.engine.request.service_terms import NO_SERVICE, Service, Targets
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.gate.auth import Client
 from moe_serve.http.metrics.service_rows import CLIENTS_OWN

@@ -19,7 +19,7 @@ from moe_serve.pipeline.groups.parked_states import ParkedStates
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class LayerSegment:
     """Layers [first, end), in which the same slices of a micro-batch take part."""
 
     first: int
@@ -27,7 +27,7 @@ class Segment:
     batch: MicroBatch
 
 
-def segments(batch: MicroBatch, num_layers: int) -> tuple[Segment, ...]:
+def segments(batch: MicroBatch, num_layers: int) -> tuple[LayerSegment, ...]:
     """Return the segments of a micro-batch, in order and covering all layers."""
     borders = {0, num_layers}
     for piece in batch.slices:
@@ -35,7 +35,7 @@ def segments(batch: MicroBatch, num_layers: int) -> tuple[Segment, ...]:
             borders |= {piece.layers.first, piece.layers.end}
     ordered = sorted(borders)
     return tuple(
-        Segment(first, end, MicroBatch(tuple(p for p in batch.slices if _is_in(p, first))))
+        LayerSegment(first, end, MicroBatch(tuple(p for p in batch.slices if _is_in(p, first))))
         for first, end in zip(ordered, ordered[1:], strict=False)
     )
 
@@ -51,7 +51,7 @@ class SegmentRows:
         self.segments, self._parked = segments(batch, num_layers), parked
         self._rows: dict[int, Tensor] = {}  # sequence -> [n, D], of those between two segments
 
-    def join(self, segment: Segment) -> Tensor | None:
+    def join(self, segment: LayerSegment) -> Tensor | None:
         """Return the residual stream of a segment's rows, [T, D]; None at the first layer, where
         the rows come from the embedding. Raises ParkedStateError."""
         if segment.first == 0:
@@ -64,7 +64,7 @@ class SegmentRows:
         ]
         return torch.cat(parts)  # a copy, as the parked states stay as they are
 
-    def leave(self, segment: Segment, hidden_TD: Tensor) -> None:
+    def leave(self, segment: LayerSegment, hidden_TD: Tensor) -> None:
         """Divide the rows at a segment's end, and park those that leave the step here."""
         slices = segment.batch.slices
         parts = hidden_TD.split([len(piece.token_ids) for piece in slices])

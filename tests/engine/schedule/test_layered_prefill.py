@@ -21,14 +21,14 @@ from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.engine.request.request import DecodingRules, FinishReason
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampler import Sampler
-from moe_serve.engine.schedule.layered_costs import LayerCosts
+from moe_serve.engine.schedule.layered_costs import LayeredCosts
 from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.model.step_plan import LayerRange, StepPlan
 from tests.support.engine.fake_engine import request, run, tokens
 from tests.support.engine.fake_runner import FakeRunner, continuation
 
 LAYERS = 8
-COSTS = LayerCosts(num_layers=LAYERS, num_experts=128, top_k=8, read_rows=5.0, dense_rows=2.0)
+COSTS = LayeredCosts(num_layers=LAYERS, num_experts=128, top_k=8, read_rows=5.0, dense_rows=2.0)
 LONG = [5 + place % 40 for place in range(120)]
 
 
@@ -260,7 +260,7 @@ def test_a_parked_prompt_lets_others_pass_and_goes_on_when_its_turn_has_come() -
 def test_a_group_costs_what_the_chunk_would_cost(
     pending: int, budget: int, num_rows: int, top_k: int, num_layers: int, read_rows: float
 ) -> None:
-    costs = LayerCosts(
+    costs = LayeredCosts(
         num_layers=num_layers,
         num_experts=64,
         top_k=top_k,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from moe_serve.config.sections import OrderName, SchedulerConfig
 from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
-from moe_serve.engine.request.service import NO_SERVICE, Service, Targets
 from moe_serve.engine.request.service_stats import ServiceStats, TierCounts
+from moe_serve.engine.request.service_terms import NO_SERVICE, Service, Targets
 from moe_serve.errors import ConfigError
 from tests.support.engine.timed_engine import (
     FLEX,

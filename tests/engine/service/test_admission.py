@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from moe_serve.config.sections import SchedulerConfig
-from moe_serve.engine.request.service import Service, Targets
+from moe_serve.engine.request.service_terms import Service, Targets
 from moe_serve.engine.service.admission import Admission
 from moe_serve.engine.service.arrivals import RecentArrivals
-from moe_serve.engine.service.calibration import Calibration, Factors, error_of
 from moe_serve.engine.service.forecast import QueueSnapshot
-from moe_serve.engine.service.order import Order, rule_of
+from moe_serve.engine.service.forecast_calibration import Factors, ForecastCalibration, error_of
+from moe_serve.engine.service.order import StartOrder, rule_of
 
-EDF = Order(rule_of(SchedulerConfig(order="edf"), lambda: 0.1), 90.0, "keep")
+EDF = StartOrder(rule_of(SchedulerConfig(order="edf"), lambda: 0.1), 90.0, "keep")
 IDLE = QueueSnapshot(turn=1, token_s=0.001, step_s=0.01, num_free_seats=4, seat_s=0.5)
 STRICT = Service(tier="a", targets=Targets(ttft_s=1.0, is_strict=True))
 
@@ -142,7 +142,7 @@ def test_the_rank_with_the_earliest_first_token_counts() -> None:
 
 def test_the_cautious_factor_covers_nine_of_ten_and_the_median_is_right() -> None:
     """The raw forecast is four times too long, with a wide scatter."""
-    rng, calibration = np.random.default_rng(0), Calibration()
+    rng, calibration = np.random.default_rng(0), ForecastCalibration()
     assert calibration.factors == Factors(1.0, 1.5)
     for actual in rng.lognormal(0.0, 0.6, 600):
         calibration.compare(4.0, float(actual))

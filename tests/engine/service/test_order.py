@@ -14,7 +14,7 @@ from moe_serve.config.sections import OrderName, SchedulerConfig
 from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.standing import Standing
-from moe_serve.engine.service.order import Order, behind_the_others, bucket_of, rule_of
+from moe_serve.engine.service.order import StartOrder, behind_the_others, bucket_of, rule_of
 from moe_serve.engine.service.waiting_table import WaitingTable
 from tests.support.engine.timed_engine import TIERS, request, service_of
 
@@ -22,9 +22,9 @@ TOKEN_S = 0.001
 CONFIG = SchedulerConfig(tiers=TIERS, patience_s=2.0, max_wait_s=90.0)
 
 
-def order(name: OrderName = "atc", **changes: object) -> Order:
+def order(name: OrderName = "atc", **changes: object) -> StartOrder:
     config = replace(CONFIG, order=name, **changes)  # type: ignore[arg-type]
-    return Order(rule_of(config, lambda: 0.1), config.max_wait_s, config.late)
+    return StartOrder(rule_of(config, lambda: 0.1), config.max_wait_s, config.late)
 
 
 def waiting(
@@ -42,7 +42,7 @@ def table_of(*sequences: Sequence) -> WaitingTable:
     return table
 
 
-def ids(order: Order, now_s: float, *sequences: Sequence) -> list[int]:
+def ids(order: StartOrder, now_s: float, *sequences: Sequence) -> list[int]:
     keys = order.keys(table_of(*sequences), now_s, TOKEN_S, None)
     return [sequences[row].id for row in np.argsort(keys, kind="stable")]
 

@@ -8,7 +8,7 @@ import pytest
 
 from moe_serve.config.sections import SchedulerConfig, ServerConfig
 from moe_serve.config.tiers import TierConfig
-from moe_serve.engine.request.service import NO_SERVICE, Service, Targets
+from moe_serve.engine.request.service_terms import NO_SERVICE, Service, Targets
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.gate.auth import NO_SETTINGS, Client, KeySettings
 from moe_serve.http.generation.service_tiers import Entitlement, ServiceTiers

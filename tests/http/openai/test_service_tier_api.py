@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.request.first_token import FirstTokenForecast, Refusal
-from moe_serve.engine.request.service import Service, Targets
+from moe_serve.engine.request.service_terms import Service, Targets
 
 MakeApp = Callable[..., FastAPI]
 TIERS = SchedulerConfig(

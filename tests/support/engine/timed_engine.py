@@ -11,7 +11,7 @@ from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
-from moe_serve.engine.request.service import Service, Targets
+from moe_serve.engine.request.service_terms import Service, Targets
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.simulate.instant_executor import InstantExecutor

@@ -20,7 +20,6 @@ import numpy as np
 from moe_serve.engine.service.lengths.censoring import label
 from moe_serve.engine.service.lengths.coverage import Coverage
 from moe_serve.engine.service.lengths.features import FeatureMaker, RequestFacts
-from moe_serve.engine.service.lengths.fitting import Fitter, TrainingRows
 from moe_serve.engine.service.lengths.forest import Forest
 from moe_serve.engine.service.lengths.length_bins import (
     Floats,
@@ -28,6 +27,7 @@ from moe_serve.engine.service.lengths.length_bins import (
     LengthDistribution,
     pinball,
 )
+from moe_serve.engine.service.lengths.length_fit import Fitter, TrainingRows
 from moe_serve.engine.service.lengths.length_guard import LengthGuard
 from moe_serve.engine.service.lengths.past_lengths import PastLengths
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.service.lengths.features import RequestFacts
-from moe_serve.engine.service.lengths.fitting import ProcessFitter
+from moe_serve.engine.service.lengths.length_fit import ProcessFitter
 from moe_serve.engine.service.lengths.length_predictor import LengthForecast, LengthPredictor
 from moe_serve.errors import ConfigError
 

@@ -11,19 +11,19 @@ import pytest
 from moe_serve.engine.service.lengths.censoring import first_bin, hazards_of, label, shares_of
 from moe_serve.engine.service.lengths.coverage import Coverage
 from moe_serve.engine.service.lengths.features import FeatureMaker, RequestFacts
-from moe_serve.engine.service.lengths.fitting import (
-    HereFitter,
-    MakeRows,
-    ProcessFitter,
-    TrainingRows,
-    fit,
-)
 from moe_serve.engine.service.lengths.forest import Forest
 from moe_serve.engine.service.lengths.length_bins import (
     NUM_BINS,
     LengthBins,
     LengthDistribution,
     pinball,
+)
+from moe_serve.engine.service.lengths.length_fit import (
+    HereFitter,
+    MakeRows,
+    ProcessFitter,
+    TrainingRows,
+    fit,
 )
 from moe_serve.engine.service.lengths.length_guard import LengthGuard
 from moe_serve.engine.service.lengths.length_predictor import LengthPredictor

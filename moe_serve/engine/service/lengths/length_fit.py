@@ -1,6 +1,6 @@
 """Fits a forest to past answers, in a process of its own.
 
-python -m moe_serve.engine.service.lengths.fitting
+python -m moe_serve.engine.service.lengths.length_fit
 
 The process reads one npz file of rows from standard input and writes the forest's to standard
 output. Only it imports scikit-learn, and it gives way to processes that compute steps.
@@ -25,7 +25,7 @@ from moe_serve.engine.service.lengths.forest import Forest
 from moe_serve.engine.service.lengths.length_bins import NUM_BINS, Floats, Ints
 
 _LOG = logging.getLogger(__name__)
-_MODULE = "moe_serve.engine.service.lengths.fitting"
+_MODULE = "moe_serve.engine.service.lengths.length_fit"
 _NICE = 15
 _ROUNDS, _LEAVES, _LEAST_LEAF, _RATE, _L2 = 40, 8, 20, 0.06, 5.0
 _TINY = 0.05

@@ -30,7 +30,7 @@ class Factors:
     p90: float = 1.5
 
 
-class Calibration:
+class ForecastCalibration:
     """Of one tier, used on the engine's thread. `factors`, `ratios` and `errors` are safe from any
     thread."""
 
@@ -64,7 +64,7 @@ class Calibration:
         return tuple(self._errors)
 
 
-def error_of(calibrations: Iterable[Calibration]) -> ForecastError:
+def error_of(calibrations: Iterable[ForecastCalibration]) -> ForecastError:
     """Return the error over several tiers. `p90_ratio` is the largest of their cautious factors."""
     calibrations = list(calibrations)
     most = max([each.factors.p90 for each in calibrations], default=1.0)
