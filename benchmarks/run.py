@@ -19,6 +19,7 @@ FOLDER = Path(__file__).resolve().parent
 # Name -> module. The list is printed in this order.
 BENCHMARKS = {
     "engine": "offline.engine",
+    "adapters": "offline.adapters",
     "low_bits": "offline.low_bits",
     "packed_model": "offline.packed_model",
     "step_parts": "offline.step_parts",

@@ -2,7 +2,7 @@
 
 Queries, keys and values are one linear layer here, so their additions are one, too:
 
-    A = [A_q; A_k; A_v]      B = diag(B_q, B_k, B_v)      scale of each output
+    A = [A_q; A_k; A_v]      B = diag(scale_q B_q, scale_k B_k, scale_v B_v)
 
 N outputs, K inputs, R rank.
 """
@@ -39,11 +39,11 @@ def make_low_rank(
         own = {part: matrices[part] for part in sizes if part in matrices}
         if not own:
             continue
-        a_RK, b_NR, scale_N = _joined(spec, layer, sizes, own)
-        a_RK, b_NR = (each.to(loader.device, loader.dtype) for each in (a_RK, b_NR))
-        num_bytes += a_RK.nbytes + b_NR.nbytes + scale_N.nbytes
+        joined = _joined(spec, layer, sizes, own)
+        a_RK, b_NR = (each.to(loader.device, loader.dtype) for each in joined)
+        num_bytes += a_RK.nbytes + b_NR.nbytes
         linear = loader.kernels.linear
-        made[key] = LowRank(a=linear(a_RK), b=linear(b_NR), scale_N=scale_N.to(loader.device))
+        made[key] = LowRank(a=linear(a_RK), b=linear(b_NR))
     return made, num_bytes
 
 
@@ -52,23 +52,25 @@ def _joined(
     layer: int,
     sizes: Mapping[str, tuple[int, ...]],
     own: Mapping[str, LowRankMatrices],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return A, B and the scales of a linear layer whose rows are those of several matrices."""
+) -> tuple[Tensor, Tensor]:
+    """Return A and B, with the scales, of a linear layer that has the rows of several matrices."""
     rank = sum(len(each.a_RK) for each in own.values())
     width = next(iter(sizes.values()))[1]
     a_RK = torch.zeros(-(-rank // _RANK_STEP) * _RANK_STEP, width)
     num_outputs = sum(shape[0] for shape in sizes.values())
-    b_NR, scale_N = torch.zeros(num_outputs, len(a_RK)), torch.zeros(num_outputs)
+    b_NR = torch.zeros(num_outputs, len(a_RK))
     first_row = first_rank = 0
     for part, shape in sizes.items():
         if part in own:
             matrices, rows = own[part], slice(first_row, first_row + shape[0])
             ranks = slice(first_rank, first_rank + len(matrices.a_RK))
             a_RK[ranks] = matrices.a_RK.float()
-            b_NR[rows, ranks] = rows_in_order(matrices.b_NR.float(), _order(spec, layer, part))
-            scale_N[rows], first_rank = matrices.scale, ranks.stop
+            b_NR[rows, ranks] = matrices.scale * rows_in_order(
+                matrices.b_NR.float(), _order(spec, layer, part)
+            )
+            first_rank = ranks.stop
         first_row += shape[0]
-    return a_RK, b_NR, scale_N
+    return a_RK, b_NR
 
 
 def _order(spec: ModelSpec, layer: int, part: str) -> Tensor | None:

@@ -53,6 +53,10 @@ class AdapterRegistry:
         self._num_loads = self._num_failures = self._num_evictions = 0
         self._seconds = 0.0
 
+    @property
+    def max_names(self) -> int:
+        return self._config.max_adapters
+
     def versions(self) -> list[AdapterVersion]:
         """Return the current version of every name, in the order of loading."""
         return list(self._versions.values())

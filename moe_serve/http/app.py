@@ -55,7 +55,7 @@ from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.generation.service_tiers import ServiceTiers
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.metrics.page import MetricsPage
-from moe_serve.http.metrics.scrape import ScrapeSources
+from moe_serve.http.metrics.scrape import AdapterSource, ScrapeSources
 from moe_serve.http.openai.chat_routes import chat_router
 from moe_serve.http.openai.completion_routes import completion_router
 from moe_serve.http.openai.responses.response_routes import responses_router
@@ -262,13 +262,16 @@ def _sources(
     operations: Operations,
     adapters: AdapterRegistry | None,
 ) -> ScrapeSources:
+    def names(has_begun: bool) -> list[str]:
+        return generations.adapters(has_begun=has_begun)
+
     return ScrapeSources(
         engine=generations.engine,
         startup=operations.startup,
         is_draining=lambda: generations.is_draining,
         cache=facts.cache,
         experts=facts.experts,
-        adapters=adapters,
+        adapters=None if adapters is None else AdapterSource(adapters, names),
         drafters=facts.speculation.drafters,
     )
 

@@ -156,7 +156,9 @@ def test_a_salt_hides_what_was_asked(server: RealServer) -> None:
 def test_names_of_pages_do_not_collide(server: RealServer) -> None:
     """CVE-2025-25183, CVE-2025-46722: SHA-256 over model, adapter, salt and all tokens before,
     each with its length; not `hash()`, and no two ways to the same bytes."""
-    parts = [(b"m", 1, "1a"), (b"m1", 1, "a"), (b"m", 11, "a"), (b"m", 1, "a"), (b"m\0", 1, "a")]
+    one = b"1"
+    parts = [(b"m", one, "1a"), (b"m1", one, "a"), (b"m", b"11", "a"), (b"m", one, "a")]
+    parts += [(b"m\0", one, "a"), (b"m", b"", "a")]
     roots = {root_key(*part) for part in parts}
     assert len(roots) == len(parts) and all(len(key) == 32 for key in roots)
     rng = random.Random(3)

@@ -81,6 +81,16 @@ class Generation:
         """Registers a callback for each step, which should call `take`. See `DeltaQueue.listen`."""
         self._queue.listen(on_step)
 
+    def adapters(self, *, has_begun: bool) -> set[str]:
+        """The adapters of unfinished sequences that have begun to answer, or that have not."""
+        return {
+            each.request.adapter.name
+            for each in self._sequences.values()
+            if each.request.adapter is not None
+            and not each.is_finished
+            and (each.num_tokens > 0) == has_begun
+        }
+
     def usage(self) -> Usage:
         sequences = self._sequences.values()
         firsts = [sequence for sequence in sequences if sequence.request.choice == 0]
@@ -299,6 +309,11 @@ class GenerationService:
         )
         self._open.add(generation)
         return generation
+
+    def adapters(self, *, has_begun: bool) -> list[str]:
+        """The adapters of all open generations; see `Generation.adapters`."""
+        found = (each.adapters(has_begun=has_begun) for each in tuple(self._open))
+        return sorted(set().union(*found))
 
     def begin_drain(self) -> None:
         """Refuses new requests. Open ones continue."""

@@ -9,9 +9,12 @@ _lora = ScrapePart[AdapterScrape](lambda scrape: scrape.adapters, is_vllm=True)
 ADAPTER_ROWS: tuple[MetricRow, ...] = (
     _lora.gauge(
         "lora_requests_info",
-        "1; the label lists the adapters that requests can name, separated by commas.",
-        lambda a: {(",".join(a.names),): 1.0},
-        "available_lora_adapters",
+        "1; the labels give the most adapters that can be loaded, and those of open requests: with "
+        "a first token, and without one.",
+        lambda a: {(str(a.max_names), ",".join(a.running), ",".join(a.waiting)): 1.0},
+        "max_lora",
+        "running_lora_adapters",
+        "waiting_lora_adapters",
     ),
     _adapters.counter(
         "loads",

@@ -6,7 +6,7 @@ A scrape holds snapshots of the engine, the server and the experts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -104,7 +104,9 @@ class AdapterScrape:
     """The adapters. The names are those that an operator has loaded, never a client's text."""
 
     stats: AdapterStats
-    names: tuple[str, ...]
+    max_names: int
+    running: Sequence[str]  # names with answers that have begun
+    waiting: Sequence[str]  # names with requests that have no token yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,15 @@ def oldest_waiting_s(stats: EngineStats) -> float:
     return 0.0 if arrival is None else max(0.0, time.monotonic() - arrival)
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """The adapters of a server. `names` returns those of open requests that have begun to answer,
+    or that have not."""
+
+    registry: AdapterRegistry
+    names: Callable[[bool], Sequence[str]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapeSources:
     """The parts of a server that a scrape reads. None: the server does not have the part."""
@@ -146,7 +157,7 @@ class ScrapeSources:
     experts: ExpertLoad | None = None
     has_each_expert: bool = False  # a series for each expert of each layer
     drafters: tuple[str, ...] = ()  # sources of drafts; empty: speculation is off
-    adapters: AdapterRegistry | None = None
+    adapters: AdapterSource | None = None
 
 
 class Scraper:
@@ -183,11 +194,15 @@ class Scraper:
         )
 
 
-def _adapters(registry: AdapterRegistry | None) -> AdapterScrape | None:
-    if registry is None:
+def _adapters(source: AdapterSource | None) -> AdapterScrape | None:
+    if source is None:
         return None
-    names = tuple(version.name for version in registry.versions())
-    return AdapterScrape(stats=registry.stats, names=names)
+    return AdapterScrape(
+        stats=source.registry.stats,
+        max_names=source.registry.max_names,
+        running=source.names(True),
+        waiting=source.names(False),
+    )
 
 
 def _drafts(stats: EngineStats, drafters: tuple[str, ...]) -> DraftCounts | None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.interface.kernels import ExpertBank, Linear
@@ -21,17 +22,15 @@ from moe_serve.model.step_plan import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """An addition to a linear layer: scale * (x A^T) B^T. Sums are in fp32; both products are
-    rounded to the model's dtype, as in PEFT."""
+    """An addition to a linear layer: (x A^T) B^T, of which B contains the scale. Sums are in fp32;
+    x A^T is rounded to the model's dtype, as in PEFT."""
 
     a: Linear
     b: Linear
-    scale_N: Tensor  # fp32
 
     def added(self, x_RK: Tensor, y_RN: Tensor) -> Tensor:
         """Return y and the addition, rounded to y's dtype."""
-        addition_RN = self.b(self.a(x_RK)).float() * self.scale_N
-        return (y_RN.float() + addition_RN).to(y_RN.dtype)
+        return self.b(self.a(x_RK), y_RN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +70,26 @@ class LoadedAdapters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """The rows of a micro-batch that have one adapter; None: all of them."""
+    """The rows of a micro-batch that have one adapter: a run of rows, or int64 numbers of rows;
+    None: all of them."""
 
-    rows_R: Tensor | None  # int64
+    rows: slice | Tensor | None
     adapter: AdapterWeights
 
     def select(self, x_T: Tensor) -> Tensor:
-        """Return the group's rows of a tensor."""
-        return x_T if self.rows_R is None else x_T.index_select(0, self.rows_R)
+        """Return the group's rows of a tensor, which may be a view."""
+        if self.rows is None:
+            return x_T
+        return x_T[self.rows] if isinstance(self.rows, slice) else x_T.index_select(0, self.rows)
 
     def put(self, x_T: Tensor, own_R: Tensor) -> Tensor:
         """Return a tensor with the group's rows replaced. May write to `x_T`."""
-        return own_R if self.rows_R is None else x_T.index_copy_(0, self.rows_R, own_R)
+        if self.rows is None:
+            return own_R
+        if isinstance(self.rows, slice):
+            x_T[self.rows] = own_R
+            return x_T
+        return x_T.index_copy_(0, self.rows, own_R)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +153,16 @@ def adapter_rows(
     groups = []
     for digest in digests:
         rows = np.flatnonzero(np.isin(owner_T, _owned(batch, digest)))
-        is_all = len(rows) == len(owner_T)
-        rows_R = None if is_all else torch.from_numpy(rows).to(device)
-        groups.append(RowGroup(rows_R, adapters.weights(digest)))
+        groups.append(RowGroup(_as_rows(rows, len(owner_T), device), adapters.weights(digest)))
     return AdapterRows(tuple(groups))
+
+
+def _as_rows(rows: NDArray[np.int64], num_rows: int, device: torch.device) -> slice | Tensor | None:
+    """Return ascending numbers of rows in the cheapest form."""
+    if len(rows) == num_rows:
+        return None
+    first, end = int(rows[0]), int(rows[-1]) + 1
+    return slice(first, end) if end - first == len(rows) else torch.from_numpy(rows).to(device)
 
 
 def _owned(batch: MicroBatch, digest: bytes) -> Sequence[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from moe_serve.adapters.registry import AdapterRegistry
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
 from tests.support.adapters.small_registry import small_registry, write_small
 
 ADMIN, USER = {"Authorization": "Bearer root"}, {"Authorization": "Bearer user"}
@@ -86,7 +89,8 @@ def test_load_reload_and_unload(client: TestClient, engine: Any, tmp_path: Path)
     names = [each["id"] for each in client.get("/v1/models").json()["data"]]
     assert names == ["tiny", "fine", "more"]
     text = client.get("/metrics").text
-    assert 'moe_serve:lora_requests_info{available_lora_adapters="fine,more",' in text
+    assert 'lora_requests_info{max_lora="1000",model_name="tiny",running_lora_adapters=""' in text
+    assert "moe_serve:adapter_names{" in text and "adapter_loads_total{" in text
     gone = client.post("/v1/unload_lora_adapter", json={"lora_name": "more"}, headers=ADMIN)
     assert gone.status_code == 200
     assert client.post("/v1/completions", json={"model": "more", "prompt": "x"}).status_code == 404
@@ -126,3 +130,32 @@ def test_a_server_without_adapters_says_so(make_app: Callable[..., FastAPI]) -> 
     body = {"lora_name": "a", "lora_path": "b"}
     answer = client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
     assert answer.status_code == 400 and "start it with --enable-lora" in answer.text
+
+
+def test_metrics_name_the_adapters_of_open_requests(
+    make_app: Callable[..., FastAPI], registry: AdapterRegistry
+) -> None:
+    app = make_app(adapters=registry)
+    params = SamplingParams(max_tokens=3)
+
+    async def look() -> list[list[list[str]]]:
+        generations = app.state.generations
+        request = GenerationRequest(
+            request_id="r",
+            prompt_token_ids=(1,),
+            params=params,
+            adapter=registry.acquire("fine"),
+        )
+        generation, seen = generations.start([request]), []
+
+        def names() -> list[list[str]]:
+            return [generations.adapters(has_begun=has_begun) for has_begun in (True, False)]
+
+        seen.append(names())
+        async for _ in generation:
+            seen.append(names())
+        generation.close()
+        return [*seen, names()]
+
+    seen = asyncio.run(look())
+    assert seen[0] == [[], ["fine"]] and seen[1] == [["fine"], []] and seen[-1] == [[], []]
