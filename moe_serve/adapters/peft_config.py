@@ -26,6 +26,7 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "monteclora_config": (None,),
 }
+_MAX_ALPHA = 1_000_000  # beyond it, additions overflow
 _PLAIN_KEY = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
 
 
@@ -113,8 +114,11 @@ def _rank(path: Path, field: str, value: Any, max_rank: int) -> int:
 
 def _number(path: Path, field: str, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
-        raise CheckpointError(f"{path}: {field} is {_shown(value)}, but must be a number.")
+    if not is_number or not abs(value) <= _MAX_ALPHA:
+        raise CheckpointError(
+            f"{path}: {field} is {_shown(value)}, but must be a number in "
+            f"[-{_MAX_ALPHA}, {_MAX_ALPHA}]."
+        )
     return float(value)
 
 

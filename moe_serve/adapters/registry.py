@@ -239,9 +239,11 @@ def open_registry(config: AdapterConfig, build: BuildAdapter) -> AdapterRegistry
                 f"adapters.modules has {item[:200]!r}: give name=path (--lora-modules name=path)."
             )
         if registry.version(name) is not None:
-            raise ConfigError(f"adapters.modules has the name {name!r} twice.")
+            raise ConfigError(
+                f"adapters.modules has the name {name!r} twice: choose another for one of them."
+            )
         try:
             registry.load(name, Path(path).expanduser())
-        except InvalidRequestError as error:
+        except (CheckpointError, InvalidRequestError) as error:
             raise ConfigError(f"adapters.modules, {name[:200]!r}: {error}") from None
     return registry

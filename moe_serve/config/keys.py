@@ -97,6 +97,7 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}  # for the keys that end in o
 _YES, _NO = ("yes", "on"), ("no", "off")
 _WHOLE = re.compile(r"[-+]?[0-9]{1,19}")
 _DECIMAL = re.compile(r"[-+]?([0-9]*\.[0-9]+|[0-9]+\.|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
+_SETTING = re.compile(r"\w+=\S*")  # after an API key
 _SIZES = ("_bytes", "_bytes_per_s")
 
 
@@ -121,6 +122,10 @@ class ConfigKey:
         return self.path in SECRETS
 
     @property
+    def may_have_settings(self) -> bool:
+        return self.path == "server.api_keys"
+
+    @property
     def allowed(self) -> str:
         """The allowed values in words, such as "an integer in [1, 4]"."""
         if self.kind is TierConfig:
@@ -131,6 +136,8 @@ class ConfigKey:
             text = "true or false"
         elif self.kind is tuple:
             text = "a list of non-empty strings without spaces"
+            if self.may_have_settings:
+                text += ", except before settings such as tier=NAME"
         elif self.kind is str:
             text = "a non-empty string"
         else:
@@ -230,11 +237,18 @@ class ConfigKey:
         if self.kind is tuple:
             if not isinstance(value, list | tuple):
                 return None
-            is_clean = all(isinstance(item, str) and item.split() == [item] for item in value)
+            is_clean = all(isinstance(item, str) and self._is_item(item) for item in value)
             return tuple(value) if is_clean else None
         if isinstance(value, bool) and {"on", "off"} & {*self.choices}:  # YAML's on and off
             return "on" if value else "off"
         return value if isinstance(value, str) and value.strip() else None
+
+    def _is_item(self, item: str) -> bool:
+        """Return whether a list may have this string. Settings may follow an API key."""
+        words = item.split()
+        if self.may_have_settings and item.isprintable() and item.strip() == item:
+            return bool(words) and all(_SETTING.fullmatch(word) for word in words[1:])
+        return words == [item]
 
     def _is_in_range(self, value: Scalar | tuple[str, ...]) -> bool:
         if self.choices:

@@ -60,6 +60,7 @@ def refusal(builder: AdapterBuilder, folder: Path) -> str:
         ("r", "8", "r is '8'"),
         ("r", 5, "has the shape [4, 48], but the rank and the base model need [5, 48]"),
         ("lora_alpha", None, "lora_alpha is None, but must be a number"),
+        ("lora_alpha", 1e300, "lora_alpha is 1e+300, but must be a number in [-1000000, 1000000]"),
         ("lora_alpha", 1e400, "lora_alpha is inf"),
         ("rank_pattern", {".*q_proj": 4}, "rank_pattern has the key '.*q_proj', a regular"),
         ("rank_pattern", {"q_proj": 3}, "has the shape [4, 48]"),

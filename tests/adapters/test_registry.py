@@ -114,6 +114,7 @@ def test_without_a_root_clients_load_nothing(tmp_path: Path) -> None:
         (["a="], "give name=path"),
         (["a={}", "a={}"], "the name 'a' twice"),
         (["a b={}"], "lora_name is 'a b'"),
+        (["a={}/missing"], "adapters.modules, 'a': .*/missing is not a folder"),
     ],
 )
 def test_configured_adapters_that_are_refused(

@@ -316,3 +316,14 @@ def test_a_config_made_in_code_is_held_to_the_same_limits() -> None:
     with pytest.raises(ConfigError, match="both set"):
         check_engine_config(both)
     assert check_engine_config(EngineConfig()) == EngineConfig()
+
+
+def test_settings_may_follow_an_api_key_in_a_list(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text('server: {api_keys: ["s3cret   tier=a,b min_priority=5", "plain"]}\n')
+    loaded = load_config(flags={}, environ={}, file=file)
+    assert loaded.config.server.api_keys == ("s3cret   tier=a,b min_priority=5", "plain")
+    for keys in ('[" "]', r'["a\ntier=b"]', '["a tier=b c"]'):
+        file.write_text(f"server: {{api_keys: {keys}}}\n")
+        with pytest.raises(ConfigError, match="server.api_keys cannot be this value"):
+            load_config(flags={}, environ={}, file=file)

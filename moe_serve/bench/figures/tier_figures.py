@@ -44,7 +44,7 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantFigures:
-    """What one tenant got: tokens of prompts that were computed, and of answers."""
+    """The service of one tenant: tokens of prompts that were computed, and of answers."""
 
     name: str
     num: int

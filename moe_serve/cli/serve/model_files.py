@@ -68,11 +68,13 @@ class ModelFiles:
     ) -> ServedModel:
         """Returns the served model. Reads the weights once more for the fingerprint (large ones in
         samples). Raises ConfigError if an adapter has the model's name."""
-        if built.adapters is not None and built.adapters.version(self.name) is not None:
-            raise ConfigError(
-                f"adapters.modules has the name {self.name!r}, which is the model's: choose "
-                "another."
-            )
+        versions = [] if built.adapters is None else built.adapters.versions()
+        for name in [version.name for version in versions]:
+            if name == self.name or name.startswith(f"{self.name}:"):
+                raise ConfigError(
+                    f"adapters.modules has the name {name!r}, which is the model's or begins with "
+                    "it and a colon: choose another."
+                )
         return ServedModel(
             name=self.name,
             tokenizer=self.tokenizer,

@@ -35,7 +35,7 @@ class ArrivalRates:
 
 
 class RecentArrivals:
-    """Used by the engine's thread; `rates` may be read by any thread."""
+    """The arrivals, noted by the engine's thread; `rates` may be read by any thread."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=_NUM_RECENT)

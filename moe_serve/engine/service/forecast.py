@@ -28,7 +28,7 @@ _LEAST_WAIT_S = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """What is ahead of a newcomer. Arrays are by waiting request, in no order.
+    """The work ahead of a newcomer. Arrays are by waiting request, in no order.
 
     `keys` are those of `Order`, `num_left` the prompt tokens that each has to read.
     """

@@ -24,15 +24,15 @@ _EVERY = 8  # comparisons between two computations of the quantiles
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What a raw forecast is multiplied by, for its median and for its ninth decile."""
+    """The factors of a raw forecast, for its median and for its ninth decile."""
 
     median: float = 1.0
     p90: float = 1.5
 
 
 class ForecastCalibration:
-    """Of one tier, used on the engine's thread. `factors`, `ratios` and `errors` are safe from any
-    thread."""
+    """The calibration of one tier, used on the engine's thread. `factors`, `ratios` and
+    `errors` are safe from any thread."""
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=_NUM_RECENT)

@@ -56,7 +56,7 @@ class WorkSeconds:
 
 
 class ServiceState:
-    """Used by the engine's thread, except `admission` and `stats`."""
+    """The state, used by the engine's thread, except `admission` and `stats`."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class ServiceState:
 
     @property
     def delta_s(self) -> float:
-        """How far a tenant may be ahead of another one of its tier, in seconds of work."""
+        """Seconds of work by which a tenant may be ahead of another one of its tier."""
         if not self.model.is_measured:
             return math.inf
         most, seats = self.config.max_batched_tokens, self.config.max_num_seqs

@@ -26,7 +26,7 @@ _Key = tuple[int, str]  # tier, tenant
 
 @dataclass(slots=True)
 class _Totals:
-    """What is counted of a tenant for reports."""
+    """The counts of a tenant for reports."""
 
     service_s: float = 0.0
     num_finished: int = 0

@@ -37,7 +37,7 @@ class StepWork:
 
 
 class StepModel(Protocol):
-    """What the scheduler knows about time. A simulator may give its own cost model."""
+    """Predicts the times of steps for the scheduler. A simulator may give its own cost model."""
 
     @property
     def is_measured(self) -> bool: ...

@@ -45,7 +45,7 @@ class WaitingTable:
 
     @property
     def due(self) -> NDArray[np.float64]:
-        """When each request ends as strict; infinite for others."""
+        """The moment at which each strict request ends; infinite for others."""
         return self._column(2)
 
     @property
@@ -76,12 +76,12 @@ class WaitingTable:
 
     @property
     def is_preempted(self) -> NDArray[np.bool_]:
-        """Those that ran before: they go first."""
+        """True for requests that ran before: they go first."""
         return self._flags[0, : len(self.sequences)]
 
     @property
     def is_late(self) -> NDArray[np.bool_]:
-        """Those that were demoted. Written by `Order`."""
+        """True for requests that were demoted. Written by `Order`."""
         return self._flags[1, : len(self.sequences)]
 
     @is_late.setter

@@ -50,9 +50,10 @@ def adapter_router(server: ServerContext) -> APIRouter:
     async def load(request: Request) -> dict[str, Any]:
         values = _strings(await read_json_object(request, max_bytes), _LOAD)
         name = values["lora_name"]
-        if name == model.name:
+        if name == model.name or name.startswith(f"{model.name}:"):
             raise InvalidRequestError(
-                f"lora_name is {name!r}, the name of the model itself: choose another.",
+                f"lora_name is {name[:200]!r}, the name of the model itself or one that begins "
+                "with it and a colon, by which requests name other adapters: choose another.",
                 param="lora_name",
             )
         try:

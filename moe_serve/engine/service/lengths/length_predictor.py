@@ -61,7 +61,7 @@ class _Open:
 
 
 class LengthPredictor:
-    """Used by one thread."""
+    """Predicts and learns on one thread."""
 
     def __init__(self, longest: int, fitter: Fitter, seed: int = 0) -> None:
         self.bins = LengthBins(longest)
@@ -79,7 +79,7 @@ class LengthPredictor:
 
     @property
     def is_followed(self) -> bool:
-        """Whether the forest is followed, not the past of tenants."""
+        """True if the forest is followed, not the past of tenants."""
         return self._forest is not None and self.guard.is_on
 
     def predict(self, request_id: str, facts: RequestFacts) -> LengthForecast:
