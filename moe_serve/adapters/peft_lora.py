@@ -4,8 +4,8 @@ N outputs, K inputs, R rank, E experts, F width of an expert, D model width.
 
 PEFT stores the experts of a layer, if they are one module with two tensors, as
 A [E R, in], expert slowest, and B [out, E R], expert fastest. Which of the tensor's dimensions is
-`in` changed between its versions; the shapes tell, unless the dimensions are equal. Of two tensors
-that are adapted in one module, one is stored under `<module>.base_layer`.
+`in` changed between its versions; it is known from the shapes, unless the dimensions are equal.
+Of two tensors that are adapted in one module, one is stored under `<module>.base_layer`.
 """
 
 from __future__ import annotations

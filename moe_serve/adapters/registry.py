@@ -3,8 +3,8 @@
 A name stands for a version, which is the digest of the adapter's content. Loading a name again
 makes a new version. Requests that hold the old one keep its weights, and finish with them.
 
-Weights are in memory while a request holds them, and as long as there is room. If not, those that
-were used longest ago are dropped and read again when a request names them.
+Weights are in memory while a request holds them, and as long as there is room. When it is short,
+those used longest ago are dropped; they are read again when a request names them.
 """
 
 from __future__ import annotations

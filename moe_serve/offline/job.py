@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from moe_serve.adapters.adapter import Adapter
 from moe_serve.adapters.registry import AdapterRegistry
@@ -21,7 +22,12 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.bad_words import bad_word_ids
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.thinking_limit import limiting_markers
-from moe_serve.errors import ContextLengthError, GenerationError, InvalidRequestError
+from moe_serve.errors import (
+    ConfigError,
+    ContextLengthError,
+    GenerationError,
+    InvalidRequestError,
+)
 from moe_serve.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moe_serve.text.assistant.formats import ReasoningFormat
 from moe_serve.text.text_stream import TextStream
@@ -85,11 +91,21 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 _NO_TIER = TierConfig(name="")
 
 
+def _listed(names: str | Sequence[str | None], count: int, param: str) -> list[Any]:
+    """Return a name for each prompt."""
+    if not isinstance(names, str | Sequence):
+        raise InvalidRequestError(
+            f"{param} cannot be {names!r:.60}: give one name for all prompts, or one for each.",
+            param=param,
+        )
+    return [names] * count if isinstance(names, str) else list(names)
+
+
 def tiers_of(
     names: str | Sequence[str], num_prompts: int, tiers: Sequence[TierConfig]
 ) -> list[TierConfig]:
     """Return the tier of each prompt: one name for all, or one for each; empty: the first tier."""
-    listed = [names] * num_prompts if isinstance(names, str) else list(names)
+    listed = _listed(names, num_prompts, "service_tier")
     if len(listed) != num_prompts:
         raise InvalidRequestError(
             f"{num_prompts} prompts came with {len(listed)} names in service_tier: give one for "
@@ -227,6 +243,8 @@ def check_prompt(ids: tuple[int, ...], params: SamplingParams, vocab_size: int, 
 
 def adapter_config(adapters: Mapping[str, str]) -> AdapterConfig:
     """Return the configuration of adapters by name: their folders."""
+    if not isinstance(adapters, Mapping):
+        raise ConfigError(f"adapters cannot be {adapters!r:.80} (LLM): give {{name: folder}}.")
     modules = tuple(f"{name}={folder}" for name, folder in adapters.items())
     return AdapterConfig(is_enabled=bool(modules), modules=modules)
 
@@ -236,9 +254,7 @@ def each_adapter(
 ) -> list[Adapter | None]:
     """Return the adapter of each of `count` prompts. Raises InvalidRequestError or
     ModelNotFoundError."""
-    if adapter is None or isinstance(adapter, str):
-        adapter = [adapter] * count
-    names = list(adapter)
+    names = [None] * count if adapter is None else _listed(adapter, count, "adapter")
     if len(names) != count:
         raise InvalidRequestError(
             f"{count} prompts came with {len(names)} adapters: give one name for all prompts, or "

@@ -92,6 +92,17 @@ def test_one_params_per_prompt(llm: LLM) -> None:
         llm.generate(["a"], params, use_progress_bar=False)
 
 
+@pytest.mark.parametrize("field", ["adapter", "service_tier"])
+def test_names_of_a_wrong_type_are_refused(llm: LLM, field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field} cannot be 3: give one name"):
+        llm.generate(["a"], use_progress_bar=False, **{field: 3})  # type: ignore[arg-type]
+
+
+def test_adapters_are_a_mapping(tiny: str) -> None:
+    with pytest.raises(ConfigError, match="adapters cannot be .* give {name: folder}"):
+        LLM(tiny, adapters=["sql"])  # type: ignore[arg-type]
+
+
 def test_prompts_of_an_urgent_tier_go_first(llm: LLM, tiny: str) -> None:
     """With one seat the order is the tiers'; the tokens are those of an LLM without tiers."""
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
