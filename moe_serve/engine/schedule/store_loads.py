@@ -93,12 +93,10 @@ class StoreLoads:
             self._num_hit += count
         self._give_up_late()
 
-    def wait(self) -> bool:
-        """Wait a moment if a sequence waits for a load. Returns whether one does."""
-        is_awaited = any(not load.is_probe for load in self._loads.values())
-        if is_awaited:
+    def wait(self) -> None:
+        """Wait a moment if a sequence waits for a load."""
+        if any(not load.is_probe for load in self._loads.values()):
             self._store.wait(_WAIT_S)
-        return is_awaited
 
     def stats(self) -> TierStats:
         """Return the store's figures with those of the loads that did not come to it."""
