@@ -66,6 +66,11 @@ class TierStats:
     read_bytes_per_s: float | None = None  # of the last loads; None: none yet
     memory: TierStats | None = None  # the shared memory through which ranks use a disk
 
+    @property
+    def parts(self) -> tuple[TierStats, ...]:
+        """This tier, and the memory in front of it."""
+        return (self,) if self.memory is None else (self, self.memory)
+
 
 class PageStore(Protocol):
     """Keeps pages by key. All methods are called on the engine's thread."""

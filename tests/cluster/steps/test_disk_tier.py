@@ -70,9 +70,7 @@ def test_warm_from_disk_is_cold(attention: int, shards: int, tmp_path: Path) -> 
     cold, tier = life(of)
     assert cold == expected and tier.hit_tokens == 0
     (only,) = stored(tmp_path / "kv")
-    computed = [
-        len(r.prompt_token_ids) + len(expected[r.request_id].token_ids) - 1 for r in WANTED
-    ]
+    computed = [len(r.prompt_token_ids) + len(expected[r.request_id].token_ids) - 1 for r in WANTED]
     num_pages = sum(count // PAGE_SIZE for count in computed)
     assert (only.num_pages, only.num_wrong) == (num_pages, 0), "every full page is stored"
     warm, tier = life(of)
