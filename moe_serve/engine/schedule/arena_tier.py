@@ -64,6 +64,7 @@ class ArenaTier(KVTier):
         self._fresh: deque[tuple[int, bytes, bytes]] = deque()  # page, key, parent key
         self._saving: list[_Saving] = []  # the rank may not have copied yet
         self._loading: list[int] = []  # slots, likewise
+        self._is_sound = True  # as far as known, the step that was scheduled last
 
     @property
     def has_work(self) -> bool:
@@ -132,15 +133,24 @@ class ArenaTier(KVTier):
 
     def step_begins(self, schedule: Schedule) -> None:
         """See `KVTier.step_begins`. A rank without a step makes its copies now, for the disk."""
+        self._is_sound = True
         if self._times is not None:
             self._times.begins(list(schedule.values()))
             if not schedule:
                 self._finish_copies()
 
+    def step_failed(self) -> None:
+        """See `KVTier.step_failed`. A shard of the rank may be behind with its copies."""
+        self._is_sound = False
+
     def step_ended(self) -> None:
         """Note that the rank has done all copies that it was told before."""
         if self._times is not None:
             self._times.ended()
+        if self._is_sound:
+            self._settle()
+
+    def _settle(self) -> None:
         for saving in self._saving:
             self._arena.enter(saving.key, saving.slot)
             if self._disk is not None:
@@ -174,4 +184,4 @@ class ArenaTier(KVTier):
         ExecutorLostError."""
         if self._saving:
             self._copies.finish(self._saving[-1].page)
-            self.step_ended()
+            self._settle()

@@ -189,6 +189,23 @@ def test_copies_of_a_lost_rank_are_not_stored() -> None:
     world.arena.check_integrity()
 
 
+@pytest.mark.faults
+def test_a_failed_step_proves_no_copy() -> None:
+    """A shard of the rank may be behind when the rank reports a failure."""
+    store = FakeStore()
+    world = World(store)
+    (engine,), (runner,) = world.engines, world.runners
+    engine.add(request("a", PROMPT))
+    engine.step()
+    engine.step()  # has the first step's pages copied
+    num_known, runner.fails_next = len(world.arena), True
+    engine.step()
+    assert len(world.arena) == num_known < len(PROMPT) // PAGE_SIZE
+    run(engine)  # the only sequence of a failed step has ended
+    assert world.answer(PROMPT, name="b") == continuation(PROMPT, 10)
+    assert len(store.pages) == (100 + 10 - 1) // PAGE_SIZE
+
+
 def test_a_store_that_hangs_costs_one_deadline() -> None:
     store, time = filled(), [1000.0]
     store.is_hanging = True
