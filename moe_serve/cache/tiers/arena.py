@@ -69,8 +69,9 @@ class ArenaView:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
-                f"the memory tier cannot be opened ({error.strerror or error}): its ranks must be "
-                "processes of the same user on the same host."
+                f"the memory tier cannot be opened ({error.strerror or error}): with "
+                "cache.memory_tier_bytes or cache.disk_path, attention ranks must be processes of "
+                "the same user on the same host."
             ) from None
         with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)) as file:
             memory = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
