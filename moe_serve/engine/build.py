@@ -96,7 +96,7 @@ def build_engine(
     executor = LocalExecutor(
         runner, sampler, tap, experts.memory, masks, watch, drafter, pipeline.parked
     )
-    report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes, kv_dtype=part.kv_dtype)
+    report = model.report(part)
     engine = Engine(
         executor,
         scheduler=config.scheduler,

@@ -123,8 +123,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
         if request_id in self._sequences:
-            aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
-            self._pending.append(aborted)
+            self._pending += [TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)]
             self._end([self._sequences[request_id]])
 
     @property
@@ -220,6 +219,7 @@ class Engine:
         ExecutorLostError; `take_pending` then has the deltas made before it."""
         if not isinstance(outcome, StepOutcome):
             self.drop_ahead()  # it needs the tokens of this step
+            self._scheduler.tier.step_failed()
         schedule, self._schedule, self._ahead = self._schedule, self._ahead, {}
         self._ending = schedule
         if schedule:

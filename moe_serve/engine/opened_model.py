@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from moe_kernels.interface.kv_form import FLOATS, KVForm
+from moe_kernels.kernel_choice import kernels_build
 from moe_serve.cache.kv_cache import KVCache, checked_kv_form, num_pages
+from moe_serve.cache.page_bytes import page_geometry
 from moe_serve.cache.page_key import model_identity
 from moe_serve.config.sections import EngineConfig, ModelConfig
 from moe_serve.engine.memory.free_memory import free_bytes
@@ -69,6 +71,9 @@ class LoadReport:
     num_pages: int = 0
     kv_bytes: int = 0
     kv_dtype: str = "auto"  # of the pages; auto: `dtype`
+    page_bytes: int = 0  # of a page, in this process
+    page_geometry: str = ""  # digest of its shapes
+    build: str = ""  # of the kernels: bits may differ between two builds
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,18 +238,25 @@ class OpenedModel(ServedCheckpoint):
         drafting = None if mtp_loader is None else mtp_loader.load(stage, cache, max_model_len)
         return AttentionPart(stage, cache, pages, pages * page_size * token_bytes, drafting)
 
-    def report(
-        self, *, num_pages: int = 0, kv_bytes: int = 0, kv_dtype: str = "auto"
-    ) -> LoadReport:
+    def report(self, part: AttentionPart | None = None) -> LoadReport:
+        """Report on the model with its attention, if this process has that."""
         loader = self.loader
-        return LoadReport(
+        report = LoadReport(
             kernels=loader.kernels.name,
             num_threads=self.num_threads,
             dtype=str(loader.dtype).removeprefix("torch."),
             device=str(loader.device),
             weight_format=loader.weight_format,
             expert_weights=loader.expert_weights,
-            num_pages=num_pages,
-            kv_bytes=kv_bytes,
-            kv_dtype=kv_dtype,
+            build=kernels_build(),
+        )
+        if part is None:
+            return report
+        return replace(
+            report,
+            num_pages=part.num_pages,
+            kv_bytes=part.kv_bytes,
+            kv_dtype=part.kv_dtype,
+            page_bytes=sum(each[0].nbytes for each in part.cache.parts),
+            page_geometry=page_geometry(part.cache).hex(),
         )

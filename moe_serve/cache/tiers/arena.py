@@ -4,9 +4,10 @@
     ArenaIndex: which page is in which slot        ArenaView: copies a page into a slot, or back
                           one mapping of the same memory
 
-The coordinator decides about slots and never touches the memory. A rank copies when its next step's
-message says so. A slot is found by others only after the rank has reported a later step, so a rank
-that dies in the middle of a copy leaves no torn page behind.
+The coordinator decides about slots. A rank copies when its next step's message says so. A slot is
+found by others only after the rank has reported a later step, so a rank that dies in the middle of
+a copy leaves no torn page behind. With a disk tier, the coordinator also copies filled slots for
+the disk, and what the disk has read into slots that it has reserved.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.cache.page_bytes import PageBytes
 from moe_serve.cache.tiers.store import TierStats
@@ -33,7 +35,8 @@ class SharedArena:
         """Raises ConfigError where the system has no such memory, or too little."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError(
-                "cache.memory_tier_bytes is set, but this system has no memfd: it needs Linux."
+                "cache.memory_tier_bytes or cache.disk_path is set, but this system has no memfd: "
+                "a tier of attention ranks needs Linux."
             )
         self.num_bytes = num_bytes
         self._descriptor = os.memfd_create("moe-serve-arena", os.MFD_CLOEXEC)
@@ -43,6 +46,12 @@ class SharedArena:
     def path(self) -> str:
         """The path by which processes of the same user and host open it."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def slots(self, slot_bytes: int) -> NDArray[np.uint8]:
+        """Return the memory as slots of this size, [slots, bytes of a slot]."""
+        memory = np.frombuffer(mmap.mmap(self._descriptor, self.num_bytes), dtype=np.uint8)
+        count = self.num_bytes // slot_bytes
+        return memory[: count * slot_bytes].reshape(count, slot_bytes)
 
     def close(self) -> None:
         """Give it up; ranks that have opened it keep it."""
@@ -60,8 +69,9 @@ class ArenaView:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
-                f"the memory tier cannot be opened ({error.strerror or error}): its ranks must be "
-                "processes of the same user on the same host."
+                f"the memory tier cannot be opened ({error.strerror or error}): with "
+                "cache.memory_tier_bytes or cache.disk_path, attention ranks must be processes of "
+                "the same user on the same host."
             ) from None
         with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)) as file:
             memory = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
@@ -109,6 +119,10 @@ class ArenaIndex:
         self._pins = [0] * self._num_slots  # copies under way
         self.counts = ArenaCounts()
 
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
     def __len__(self) -> int:
         return len(self._slot_of)
 
@@ -125,6 +139,10 @@ class ArenaIndex:
             self._slot_of.move_to_end(key)
             slots.append(slot)
         return slots
+
+    def slot_of(self, key: bytes) -> int | None:
+        """Return a known page's slot; None if the page is not known. Does not count as a use."""
+        return self._slot_of.get(key)
 
     def reserve(self) -> int | None:
         """Take a slot for a page that a rank will copy, evicting if needed; None if all slots are

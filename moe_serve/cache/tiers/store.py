@@ -45,7 +45,7 @@ SaveResult = Literal["saved", "dropped", "failed", "over_budget"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """A snapshot of a tier. Filled by the store and by `PageTiers`."""
+    """A snapshot of a tier. Filled by the store and by those who use it."""
 
     name: str  # disk
     where: str  # the folder
@@ -64,6 +64,12 @@ class TierStats:
     queried_tokens: int = 0  # prompt tokens that the cache did not have
     hit_tokens: int = 0  # those that came from the tier
     read_bytes_per_s: float | None = None  # of the last loads; None: none yet
+    memory: TierStats | None = None  # the shared memory through which ranks use a disk
+
+    @property
+    def parts(self) -> tuple[TierStats, ...]:
+        """This tier, and the memory in front of it."""
+        return (self,) if self.memory is None else (self, self.memory)
 
 
 class PageStore(Protocol):

@@ -129,8 +129,9 @@ class RankPages:
         if arena:
             if cache.device.type != "cpu":
                 raise ConfigError(
-                    f"cache.memory_tier_bytes is set, but the KV pages are on {cache.device.type}: "
-                    "the memory tier serves pages in main memory only (model.device: cpu)."
+                    "cache.memory_tier_bytes or cache.disk_path is set, but the KV pages are on "
+                    f"{cache.device.type}: tiers serve pages in main memory only (model.device: "
+                    "cpu)."
                 )
             self._view = ArenaView(arena, PageBytes(cache), shard, num_shards)
 

@@ -41,6 +41,9 @@ class KVTier:
     def step_begins(self, schedule: Schedule) -> None:
         """Note the step that was scheduled."""
 
+    def step_failed(self) -> None:
+        """Note that the step that was scheduled last failed, or that it was empty."""
+
     def step_ended(self) -> None:
         """Note that the step that was scheduled last has ended."""
 
