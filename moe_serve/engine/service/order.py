@@ -123,6 +123,13 @@ class StartOrder:
             keys = np.where(table.is_preempted, _PREEMPTED + table.queued, keys)
         return np.asarray(keys)
 
+    def floors(self, table: WaitingTable, keys: Floats, token_s: float) -> Floats:
+        """Return the least that each row's key becomes while it waits, unless by age."""
+        age = np.full(len(table), math.inf)
+        work = table.num_left * token_s
+        least = self._rule(age, -age, work, table.log_weight, table.priority)
+        return np.minimum(keys, least)
+
     def keys_of(
         self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats
     ) -> Floats:

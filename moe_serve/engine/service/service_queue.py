@@ -197,18 +197,22 @@ class ServiceQueue:
 
     def snapshot(self, running: Items[Sequence]) -> QueueSnapshot:
         """Return what a newcomer would find now."""
-        state, seat_s = self.state, self.seat_s
+        state, seat_s, keys = self.state, self.seat_s, self.keys()
         reading = [s for s in running if s.num_pending_tokens > 1]
         return QueueSnapshot(
             turn=state.num_turns,
             token_s=state.token_s,
             step_s=state.step_s,
+            more_s=state.more_s,
+            rest_s=state.usual_step_s / 2 if running else 0.0,
             num_free_seats=state.config.max_num_seqs - len(running),
             seat_s=state.step_s if math.isinf(seat_s) else seat_s,
             reading_keys=np.array(self.reading_keys(reading)),
             reading_left=np.array([float(s.num_pending_tokens) for s in reading]),
-            keys=self.keys(),
+            keys=keys,
+            floors=state.order.floors(self.table, keys, state.token_s),
             num_left=self.table.num_left.copy(),
+            uncached=state.uncached,
             arrivals=state.arrivals.rates,
             share=1 / max(1, state.num_live_engines),
         )

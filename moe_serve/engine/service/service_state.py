@@ -43,6 +43,7 @@ from moe_serve.engine.service.step_model import (
 from moe_serve.engine.service.workflows import Workflows
 
 _NOW = np.zeros(1)
+_STEP_WEIGHT = 0.1  # of a new step in the usual seconds
 _WEIGHT = 0.05  # of a new prompt in the usual number of tokens
 _UNMEASURED_TOKEN_S = 1e-3  # before any step was measured, for the order only
 
@@ -77,6 +78,7 @@ class ServiceState:
         self._calibrations = [ForecastCalibration() for _ in names]
         self.lengths: AnswerLengths = TierLengths(len(names)) if lengths is None else lengths
         self._usual_tokens = 0.0
+        self._tokens = 0.0, 0.0  # of recent prompts: all, and those that were not cached
         self.order_name = resolved_order(config)
         rule = rule_of(config, lambda: self._usual_tokens * self.token_s)
         self.order = StartOrder(rule, config.max_wait_s, config.late, bucket_of(config))
@@ -89,6 +91,8 @@ class ServiceState:
         self._rows, self._is_typical = StepWork(), True  # of a step of several engines
         self.token_s = _UNMEASURED_TOKEN_S  # to read a prompt token, as steps are now
         self.step_s = 0.0  # of a step that reads nothing
+        self.more_s = 0.0  # that one more prompt token adds to a step
+        self.usual_step_s = 0.0  # of recent steps
         self.work = WorkSeconds(0.0, 0.0)
 
     @classmethod
@@ -141,10 +145,20 @@ class ServiceState:
         slack_s = standing.deadline_s - self.steady() - work_s
         keys_at = self.order.keys_over_time(slack_s, work_s, service.weight, request.priority)
         self.arrivals.note(queued_s, float(keys_at(_NOW)[0]), num_left)
-        if self.model.is_measured:
-            standing.raw_s = self.admission.raw_s(service, num_left, request.priority)
+        standing.raw_s = self._accepted_s(sequence)
+        whole, left = self._tokens
+        keep = 1 - _WEIGHT
+        self._tokens = keep * whole + sequence.num_tokens, keep * left + num_left
         sequence.standing = standing
         return standing
+
+    def _accepted_s(self, sequence: Sequence) -> float | None:
+        """Return the forecast with which a new sequence was accepted, without correction."""
+        request, num_tokens = sequence.request, sequence.num_prompt_tokens
+        raw_s = self.admission.entered(self.num_turns, num_tokens)
+        if raw_s is None and self.model.is_measured:
+            raw_s = self.admission.raw_s(request.service, num_tokens, request.priority)
+        return raw_s
 
     def _deadline(self, sequence: Sequence, tier: int, queued_s: float) -> float:
         """Return the virtual deadline of the first token."""
@@ -202,6 +216,12 @@ class ServiceState:
         self.ledger.expired(sequence, sequence.standing)
 
     @property
+    def uncached(self) -> float:
+        """The share of the recent prompts' tokens that were not in the cache."""
+        whole, left = self._tokens
+        return left / whole if whole else 1.0
+
+    @property
     def num_live_engines(self) -> int:
         return self.admission.num_snapshots
 
@@ -228,14 +248,20 @@ class ServiceState:
     def observe(self, rows: StepWork, seconds: float) -> None:
         """Learn from a step that ran: of one engine, or of all that step together."""
         self.model.observe(rows, seconds)
-        self.refresh(rows.num_decoding)
+        self.usual_step_s += (_STEP_WEIGHT if self.usual_step_s else 1.0) * (
+            seconds - self.usual_step_s
+        )
+        self.refresh(rows)
 
-    def refresh(self, num_decoding: int) -> None:
+    def refresh(self, rows: StepWork) -> None:
         """Derive what the order and the forecast need from the model."""
         most, seats = self.config.max_batched_tokens, self.config.max_num_seqs
         if self.model.is_measured:
-            self.token_s = prompt_token_s(self.model, num_decoding, max(1, most - num_decoding))
-            self.step_s = self.model.seconds(StepWork(max(1, num_decoding)))
+            num_decoding, num_context = rows.num_decoding, rows.num_context
+            num_prompt = max(1, most - num_decoding)
+            self.token_s = prompt_token_s(self.model, num_decoding, num_prompt, num_context)
+            self.step_s = self.model.seconds(StepWork(max(1, num_decoding), 0, num_context))
+            self.more_s = max(0.0, self.token_s - self.step_s / num_prompt)
             self.work = WorkSeconds(*work_s(self.model, (most, seats)))
 
     @property
