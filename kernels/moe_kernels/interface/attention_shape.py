@@ -104,13 +104,23 @@ class QKNormWeights:
 @dataclass(frozen=True, slots=True)
 class StepRows:
     """The query tokens of a step, sequence after sequence. Sequence i has tokens at positions
-    [query_starts[i], query_starts[i] + query_lens[i]) and `page_tables[i]` covers them.
+    [query_starts[i], query_starts[i] + query_lens[i]) of its keys, and `page_tables[i]` covers them.
+
+    With `drops_keys` these places are not the positions by which the rows are rotated.
     """
 
     query_lens: NDArray[np.int64]
     query_starts: NDArray[np.int64]
     page_tables: Sequence[Sequence[int]]
     page_size: int
+    drops_keys: bool = False
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """The place of each row among the keys of its sequence, [T]."""
+        firsts = np.cumsum(self.query_lens) - self.query_lens
+        rows: NDArray[np.int64] = np.arange(self.query_lens.sum(), dtype=np.int64)
+        return rows + np.repeat(self.query_starts - firsts, self.query_lens)
 
 
 @dataclass(frozen=True, slots=True)
