@@ -104,9 +104,10 @@ class QKNormWeights:
 @dataclass(frozen=True, slots=True)
 class StepRows:
     """The query tokens of a step, sequence after sequence. Sequence i has tokens at positions
-    [query_starts[i], query_starts[i] + query_lens[i]) of its keys, and `page_tables[i]` covers them.
+    [query_starts[i], query_starts[i] + query_lens[i]) and `page_tables[i]` covers them.
 
-    With `drops_keys` these places are not the positions by which the rows are rotated.
+    With `drops_keys` these are places among the keys that are left, and the positions by which the
+    rows are rotated are larger.
     """
 
     query_lens: NDArray[np.int64]

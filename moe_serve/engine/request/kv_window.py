@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_serve.errors import InvalidRequestError
+from moe_serve.model.spec import ModelSpec
 
 MAX_WINDOW = 2**31 - 1
 PARAM = "kv_window"
@@ -54,6 +55,17 @@ class KVWindowRules:
     widest: int | None = None
     has_chunks: bool = False
 
+    @classmethod
+    def of(cls, spec: ModelSpec, page_size: int, *, is_allowed: bool) -> KVWindowRules:
+        """Return the rules for a model."""
+        shapes = [layer.attention for layer in spec.layers]
+        return cls(
+            is_allowed=is_allowed,
+            page_size=page_size,
+            widest=max((s.sliding_window for s in shapes if s.sliding_window), default=None),
+            has_chunks=any(shape.chunk for shape in shapes),
+        )
+
     def check(self, wish: KVWindow | None) -> None:
         """Raise InvalidRequestError if the request may not have it."""
         if wish is None:
@@ -73,6 +85,9 @@ class KVWindowRules:
             least, why = self.widest, f"the model's own window ({self.widest} tokens)"
         if wish.window < least:
             raise _error(f"kv_window.window must be at least {why}, got {wish.window}.")
+
+
+NO_KV_WINDOWS = KVWindowRules()
 
 
 def _check_number(name: str, value: object, least: int) -> None:

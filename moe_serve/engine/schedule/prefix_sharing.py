@@ -275,7 +275,9 @@ class PrefixSharing:
                 if not self._detach(sequence, hidden.stop, self._cache.num_available - needed):
                     continue
             table = sequence.page_table
-            freed += self._cache.release([page for page in table[hidden.start : hidden.stop] if page])
+            freed += self._cache.release(
+                [page for page in table[hidden.start : hidden.stop] if page]
+            )
             table[hidden.start : hidden.stop] = [0] * len(hidden)
         return freed
 

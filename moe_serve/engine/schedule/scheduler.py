@@ -266,12 +266,12 @@ class Scheduler:
             return None
         if self.service is not None and self.service.is_due(self.running):
             return None
-        if any(count != s.num_pending_tokens for s, count in schedule.values()):
-            return None  # still reading
         sequences = [s for s, _ in schedule.values()]
+        is_reading = any(count != s.num_pending_tokens for s, count in schedule.values())
+        if is_reading or self.sharing.must_detach(sequences):
+            return None
         missing = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
-        is_affordable = self.mask_share.can_afford(sequences) and missing <= self.cache.num_available
-        if not is_affordable or self.sharing.must_detach(sequences):
+        if missing > self.cache.num_available or not self.mask_share.can_afford(sequences):
             return None
         self._unproven_pages += self.sharing.drop_hidden(sequences)
         self.policy.prepare(self.waiting.line, self.running)

@@ -100,6 +100,7 @@ class Generation:
             completion_tokens=sum(sequence.num_tokens for sequence in sequences),
             cached_tokens=sum(first.num_cached_tokens for first in firsts),
             tier_tokens=sum(first.num_tier_tokens for first in firsts),
+            kv_dropped_tokens=_dropped(sequences),
             timing=None if timed is None else timing_of(timed),
             llama_timings=None if timed is None else llama_timings(timed),
         )
@@ -340,6 +341,12 @@ def _by_request(deltas: list[TokenDelta]) -> Iterable[tuple[str, list[TokenDelta
     for delta in deltas:
         found.setdefault(delta.request_id, []).append(delta)
     return found.items()
+
+
+def _dropped(sequences: Iterable[SequenceProgress]) -> int | None:
+    """The tokens that the answers of a request with `kv_window` did not see in the end."""
+    windowed = [s for s in sequences if s.request.params.kv_window is not None]
+    return sum(sequence.num_dropped_tokens for sequence in windowed) if windowed else None
 
 
 def _charge(account: KeyAccount, usage: Usage) -> None:
