@@ -130,9 +130,8 @@ class LLM:
         )  # fmt: skip
         config = EngineConfig(
             model=model_config, scheduler=scheduler_config, cluster=cluster_config,
-            cache=CacheConfig(
-                num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
-            ),
+            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache,
+                              kv_dtype=kv_dtype, disk_path=kv_disk),
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor), adapters=adapter_config(adapters or {}),
             speculation=SpeculationConfig(method=speculation),

@@ -120,8 +120,9 @@ class StepRows:
     def places(self) -> NDArray[np.int64]:
         """The place of each row among the keys of its sequence, [T]."""
         firsts = np.cumsum(self.query_lens) - self.query_lens
-        rows: NDArray[np.int64] = np.arange(self.query_lens.sum(), dtype=np.int64)
-        return rows + np.repeat(self.query_starts - firsts, self.query_lens)
+        rows = np.arange(self.query_lens.sum(), dtype=np.int64)
+        places: NDArray[np.int64] = rows + np.repeat(self.query_starts - firsts, self.query_lens)
+        return places
 
 
 @dataclass(frozen=True, slots=True)
