@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from moe_kernels.kernel_choice import KernelsName
+from moe_serve.config.sections import KVDtypeName
 from moe_serve.engine.request.kv_window import KVWindow
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
@@ -52,10 +53,10 @@ def content(output: RequestOutput) -> tuple[object, object]:
     ("variant", "kv_dtype"), [("qwen3_moe", "auto"), ("mixtral-window", "auto"), ("olmoe", "int8")]
 )
 def test_company_chunks_and_preemptions_change_no_bit(
-    checkpoints: dict[str, Path], kernels: KernelsName, variant: str, kv_dtype: str
+    checkpoints: dict[str, Path], kernels: KernelsName, variant: str, kv_dtype: KVDtypeName
 ) -> None:
     folder, (prompts, params) = str(checkpoints[variant]), prompts_and_params()
-    with LLM(folder, kernels=kernels, kv_dtype=kv_dtype) as llm:  # type: ignore[arg-type]
+    with LLM(folder, kernels=kernels, kv_dtype=kv_dtype) as llm:
         together = llm.generate(prompts, params, use_progress_bar=False)
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             (alone,) = llm.generate([prompt], own, use_progress_bar=False)
@@ -71,7 +72,7 @@ def test_company_chunks_and_preemptions_change_no_bit(
     with LLM(
         folder, kernels=kernels, kv_dtype=kv_dtype, num_pages=11, max_model_len=160,
         max_batched_tokens=23,
-    ) as llm:  # type: ignore[call-arg]  # fmt: skip
+    ) as llm:  # fmt: skip
         short = llm.generate(prompts, params, use_progress_bar=False)
         assert llm.stats().counts.num_preemptions > 0, "the pool was meant to be too small"
     assert [content(output) for output in short] == [content(output) for output in together]

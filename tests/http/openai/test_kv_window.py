@@ -17,7 +17,7 @@ from moe_serve.errors import InvalidRequestError
 from moe_serve.http.app import create_app
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
-ROUTES = {
+ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "Hi"},
     "/v1/responses": {"input": "Hi"},
