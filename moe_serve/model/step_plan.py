@@ -118,10 +118,5 @@ class StepPlan:
         return any(s.adapter for batch in self.micro_batches for s in batch.slices)
 
     @property
-    def drops_keys(self) -> bool:
-        """Return whether some rows do not see all keys before them."""
-        return any(s.num_dropped for batch in self.micro_batches for s in batch.slices)
-
-    @property
     def num_tokens(self) -> int:
         return sum(batch.num_tokens for batch in self.micro_batches)

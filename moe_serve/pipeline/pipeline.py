@@ -68,8 +68,7 @@ class Pipeline:
         """
         self._tap.begin(plan)
         self.parked.begin(plan)
-        is_plain = not (plan.has_adapters or plan.drops_keys)
-        if self.stacked is None or len(plan.micro_batches) > 1 or not is_plain:
+        if self.stacked is None or len(plan.micro_batches) > 1 or plan.has_adapters:
             return self._run_by_layer(plan)
         since, (batch,) = time.perf_counter(), plan.micro_batches
         if batch.is_grouped:
