@@ -40,6 +40,8 @@ class SequenceSlice:
 
     With `layers`, the tokens take part in these layers only. Before the others their states are
     parked, and they want no logits before the last one.
+
+    `page_table` may lack pages in its middle, whose `num_dropped` tokens these rows do not see.
     """
 
     sequence_id: int
@@ -50,6 +52,12 @@ class SequenceSlice:
     num_drafted: int = 0
     layers: LayerRange | None = None
     adapter: bytes = b""
+    num_dropped: int = 0
+
+    @property
+    def key_start(self) -> int:
+        """Return how many keys the first token sees, besides its own."""
+        return self.start - self.num_dropped
 
     @property
     def is_finished(self) -> bool:

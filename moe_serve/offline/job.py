@@ -41,6 +41,7 @@ class GrowingAnswer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
+    num_dropped_tokens: int = 0
     finish_reason: FinishReason = FinishReason.ABORT
     stop_reason: str | int | None = None
 
@@ -165,6 +166,7 @@ def make_output(job: Job, tokenizer: Tokenizer) -> RequestOutput:
         ],
         outputs=[_completion(index, answer, tokenizer) for index, answer in enumerate(job.answers)],
         num_cached_tokens=job.answers[0].num_cached_tokens,
+        num_dropped_tokens=sum(answer.num_dropped_tokens for answer in job.answers),
         metrics=RequestMetrics(ttft_s=first - job.start_time, e2e_s=job.end_time - job.start_time),
     )
 
@@ -263,6 +265,7 @@ def take_delta(
     if delta.prompt_logprobs is not None:
         job.prompt_logprobs = delta.prompt_logprobs
     answer.num_cached_tokens = max(answer.num_cached_tokens, delta.num_cached_tokens)
+    answer.num_dropped_tokens = max(answer.num_dropped_tokens, delta.num_dropped_tokens)
     job.first_token_time = job.first_token_time or time.monotonic()
     text = answer.stream.push(delta)
     answer.text.append(text.text)

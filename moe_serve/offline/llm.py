@@ -43,6 +43,7 @@ from moe_serve.config.sections import (
 from moe_serve.config.tiers import TierConfig, check_tiers
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.opened_model import model_folder
+from moe_serve.engine.request.kv_window import KVWindowRules
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.service_terms import Service
@@ -129,9 +130,8 @@ class LLM:
         )  # fmt: skip
         config = EngineConfig(
             model=model_config, scheduler=scheduler_config, cluster=cluster_config,
-            cache=CacheConfig(
-                num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
-            ),
+            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache,
+                              kv_dtype=kv_dtype, disk_path=kv_disk),
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor), adapters=adapter_config(adapters or {}),
             speculation=SpeculationConfig(method=speculation),
@@ -142,6 +142,7 @@ class LLM:
         self._open_engine, self.layout, self._adapters = built.engine, built.layout, built.adapters
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
         self._gate, self._tiers = GrammarGate(built.grammars), config.scheduler.tiers
+        self._kv_windows = KVWindowRules.of(built.spec, config.cache.page_size, is_allowed=True)
 
     def __enter__(self) -> LLM:
         return self
@@ -288,6 +289,7 @@ class LLM:
         is_text = isinstance(prompt, str)
         ids = tuple(self._encoded(prompt) if isinstance(prompt, str) else prompt)
         check_prompt(ids, params, self.layout.vocab_size, self.layout.max_model_len)
+        self._kv_windows.check(params.kv_window)
         vocab_size, gate = self.layout.vocab_size, self._gate
         rules = resolve_rules(params, ids, self.tokenizer, vocab_size, gate, self._reasoning)
         rules = limited(rules, tier)

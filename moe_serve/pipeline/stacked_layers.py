@@ -62,7 +62,8 @@ class StackedLayers:
         them. Logits exist behind the last layer."""
         rows = StackRows()
         for piece in batch.slices:
-            rows.add(piece.start, piece.token_ids, piece.page_table, piece.num_logits)
+            table, dropped = piece.page_table, piece.num_dropped
+            rows.add(piece.start, piece.token_ids, table, piece.num_logits, dropped)
         start = log.now()
         log.enter(Stage.STEP, at_layer=lambda: self.call.at_layer)
         result = self.call(

@@ -32,6 +32,7 @@ class PlanStruct(ctypes.Structure):
     _fields_ = (
         ("sequences", Pointer),
         ("tables", Pointer),
+        ("places", Pointer),
         *((name, Int) for name in (
             "num_tokens", "max_pages", "page_size", "num_heads", "num_kv_heads", "head_dim",
             "value_dim", "rotary_dim", "norm", "window", "chunk", "threads",
@@ -71,7 +72,7 @@ def plan_struct(shape: AttentionShape, page_size: int, threads: int) -> PlanStru
     if norm and shape.is_norm_after_rotation:
         norm = _NORM_AFTER_ROTATION
     return PlanStruct(
-        None, None, 0, 0, page_size, shape.num_heads, shape.num_kv_heads, shape.head_dim,
+        None, None, None, 0, 0, page_size, shape.num_heads, shape.num_kv_heads, shape.head_dim,
         shape.value_width, shape.num_rotated, norm, shape.sliding_window or 0, shape.chunk or 0,
         threads, shape.scale, shape.norm_eps, shape.clip or 0.0,
     )  # fmt: skip
@@ -80,7 +81,7 @@ def plan_struct(shape: AttentionShape, page_size: int, threads: int) -> PlanStru
 class NativePlan:
     """The sequence of each token [T], the page tables [S, most pages], and the shape."""
 
-    __slots__ = ("_sequences", "_struct", "_tables", "pointer")
+    __slots__ = ("_places", "_sequences", "_struct", "_tables", "pointer")
 
     def __init__(self, step: StepRows, shape: AttentionShape, threads: int) -> None:
         most = max(len(table) for table in step.page_tables)
@@ -91,6 +92,9 @@ class NativePlan:
         self._struct = plan_struct(shape, step.page_size, threads)
         self._struct.sequences = self._sequences.ctypes.data
         self._struct.tables = self._tables.ctypes.data
+        if step.drops_keys:
+            self._places = step.places
+            self._struct.places = self._places.ctypes.data
         self._struct.num_tokens, self._struct.max_pages = len(self._sequences), most
         self.pointer = ctypes.addressof(self._struct)
 

@@ -64,6 +64,7 @@ class Mirrors:
             piece.num_logits,
             len(drafted),
             piece.layers,
+            num_dropped=piece.num_dropped,
         )
 
 

@@ -125,6 +125,7 @@ class RemoteExecutor:
             table[first:],
             pack_tokens(piece.drafted) if piece.num_drafted else b"",
             piece.layers,
+            piece.num_dropped,
         )
 
 

@@ -228,4 +228,4 @@ class Drafting:
 def _may_draft(sequence: Sequence, count: int) -> bool:
     """Return whether a sequence gets its next token from one row, and the client lets it draft."""
     is_decoding = count == 1 and sequence.num_pending_tokens == 1 and sequence.num_output_tokens > 0
-    return is_decoding and sequence.request.may_draft
+    return is_decoding and sequence.request.drafts

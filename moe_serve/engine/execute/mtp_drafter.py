@@ -108,7 +108,7 @@ class MTPDrafter:
             return False
         end = piece.start + len(piece.token_ids) + self._max_tokens
         request = sequences[piece.sequence_id].request
-        return request.may_draft and end <= self._part.max_positions
+        return request.drafts and end <= self._part.max_positions
 
     def _guesses(self, drafting: list[_Followed], state_SD: Tensor, most: int) -> list[list[int]]:
         """Return `most` tokens for each sequence, each the likeliest behind the one before."""
@@ -156,7 +156,7 @@ def _follow(
         if end == sequence.num_tokens:
             sampled = found.sampled.get(piece.sequence_id, ())
             run = [each.token_id for each in sampled if each.is_valid]
-        if following or run:
+        if (following or run) and not piece.num_dropped:  # else no draft is wanted
             tokens = np.array([*following, *run], dtype=np.int64)
             num_rows += len(tokens)
             ranges.append(range(start, start + len(tokens)))

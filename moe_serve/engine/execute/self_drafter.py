@@ -81,6 +81,8 @@ class SelfDrafter:
         run = found.sampled.get(piece.sequence_id)
         if not run or not run[-1].is_valid or piece.sequence_id in found.spoiled:
             return None
+        if piece.num_dropped:
+            return None  # no draft is wanted
         start = piece.start + len(piece.token_ids) - piece.num_drafted + len(run) - 1
         room = len(piece.page_table) * self._page_size - start
         token = np.array([run[-1].token_id], dtype=np.int64)

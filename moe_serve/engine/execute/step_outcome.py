@@ -130,6 +130,7 @@ def delta_of(
         stop_token_id=run[-1].token_id if reason is FinishReason.STOP else None,
         num_cached_tokens=sequence.num_cached_tokens,
         num_tier_tokens=min(sequence.num_tier_tokens, sequence.num_cached_tokens),
+        num_dropped_tokens=0 if sequence.kv_window is None else sequence.num_dropped_tokens,
         num_preemptions=sequence.num_preemptions,
         routed_experts=experts,
         started_at=sequence.started_at,

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.kv_window import KVWindow
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.errors import InvalidRequestError
 
@@ -67,6 +68,7 @@ class SamplingParams:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     thinking_token_budget: int | None = None
     thinking_markers: ThinkingMarkers | None = None
+    kv_window: KVWindow | None = None  # None: every row sees all keys before it
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -100,6 +102,11 @@ class SamplingParams:
                 _check_num_logprobs(name, value)
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if not isinstance(self.kv_window, KVWindow | None):
+            raise InvalidRequestError(
+                f"kv_window must be a KVWindow or None, got {self.kv_window!r:.100}.",
+                param="kv_window",
+            )
         self._check_lists()
 
     def _check_lists(self) -> None:

@@ -28,9 +28,11 @@ class Sequence:
     __slots__ = (
         "awaited_key",
         "id",
+        "is_detached",
         "is_proven",
         "is_running",
         "is_sound",
+        "kv_window",
         "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -44,6 +46,7 @@ class Sequence:
         "num_tier_loads",
         "num_tier_tokens",
         "output_counts",
+        "owns_pages",
         "page_keys",
         "page_size",
         "page_table",
@@ -63,6 +66,7 @@ class Sequence:
         self.id = sequence_id
         self.request = request
         self.rules = request.rules
+        self.kv_window = request.params.kv_window  # None: every row sees all keys before it
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -76,6 +80,8 @@ class Sequence:
         self.waits_since = request.arrival_time  # or when it was last put back, same clock
         self.is_proven = True  # nothing computed since the last valid sampled token
         self.is_sound = True  # no NaN or infinity was found in its pages
+        self.is_detached = False  # it has hidden pages, so what it computes is not shared
+        self.owns_pages = False  # the pages behind those are its own; kept by PrefixSharing
         self.page_size = 0  # of the cache that has its pages; kept by the scheduler
         self.page_table: list[int] = []
         self.num_shared_pages = 0  # at the table's start, visible to other sequences
@@ -127,7 +133,7 @@ class Sequence:
 
     @property
     def held_pages(self) -> list[int]:
-        """Its pages, without those behind the model's window that it gave back."""
+        """Its pages, without those behind a window that it gave back."""
         return [page for page in self.page_table if page]
 
     @property
@@ -141,7 +147,35 @@ class Sequence:
 
     @property
     def can_share(self) -> bool:
-        return bool(self.page_keys) and self.is_sound
+        return bool(self.page_keys) and self.is_sound and not self.is_detached
+
+    def hidden_pages(self, position: int) -> range:
+        """Return the indices of the pages that the row at a position does not see. The rows of the
+        prompt see all."""
+        if self.kv_window is None or position < self.num_prompt_tokens:
+            return range(0)
+        return self.kv_window.hidden_pages(position, self.page_size)
+
+    def num_plain(self, num_tokens: int) -> int:
+        """Return how many of the first tokens see all keys before them. Only these are shared."""
+        if self.kv_window is None:
+            return num_tokens
+        least = max(self.num_prompt_tokens, self.kv_window.first_hiding(self.page_size))
+        return min(num_tokens, least)
+
+    @property
+    def num_joint_tokens(self) -> int:
+        """Number of the next tokens that one step may compute: those that see the same pages."""
+        pending, start = self.num_pending_tokens, self.num_computed_tokens
+        if self.kv_window is None or pending <= 1:
+            return pending
+        plain = self.num_plain(self.num_tokens) - start
+        return min(pending, plain if plain > 0 else self.kv_window.run(start, self.page_size))
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """Number of tokens that the row computed last did not see."""
+        return len(self.hidden_pages(self.num_computed_tokens - 1)) * self.page_size
 
     def extend_keys(self, num_pages: int) -> None:
         """Extend `page_keys` to the first `num_pages` pages, which must be full of tokens."""
@@ -191,6 +225,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.park(0, 0)
         self.is_proven = True
+        self.is_detached = self.owns_pages = False
         self.num_shared_pages = self.num_found_pages = self.num_tier_loads = 0
         self.num_restarts += 1
         self.prompt_logprobs = []

@@ -111,8 +111,10 @@ class LayeredPrefill:
 
     def share(self, sequence: Sequence, budget: int, chosen: Schedule) -> Share:
         """Return what a sequence gets of the budget that is left. `chosen`: those before it."""
-        count = min(sequence.num_pending_tokens, budget)
-        if self._costs is None or budget <= 0 or sequence.num_pending_tokens == 1:
+        joint = sequence.num_joint_tokens
+        count = min(joint, budget)
+        is_cut = joint < sequence.num_pending_tokens  # it computes again what hid different pages
+        if self._costs is None or budget <= 0 or sequence.num_pending_tokens == 1 or is_cut:
             return Share(count, count)
         if not sequence.num_parked_tokens:
             is_whole = sequence.num_pending_tokens <= budget

@@ -63,7 +63,7 @@ class PrefixSharing:
             return []
         if sequence.awaited_key in self._computing or self.tier.awaits(sequence):
             return None
-        num_wanted = (sequence.num_tokens - 1) // self._page_size
+        num_wanted = sequence.num_plain(sequence.num_tokens - 1) // self._page_size
         sequence.extend_keys(num_wanted)
         keys = sequence.page_keys[1 : num_wanted + 1]
         pages = self._cache.find(keys)
@@ -74,7 +74,7 @@ class PrefixSharing:
         """Return how many tokens of a waiting sequence are in the cache now."""
         if not sequence.can_share or sequence.wants_prompt_logprobs:
             return 0
-        num_wanted = (sequence.num_tokens - 1) // self._page_size
+        num_wanted = sequence.num_plain(sequence.num_tokens - 1) // self._page_size
         sequence.extend_keys(num_wanted)
         return len(self._cache.find(sequence.page_keys[1 : num_wanted + 1])) * self._page_size
 
@@ -94,7 +94,7 @@ class PrefixSharing:
             if can_copy:
                 self._copy_beginning(sequence, running)
             self._count(sequence)
-        num_full = sequence.num_tokens // self._page_size
+        num_full = sequence.num_plain(sequence.num_tokens) // self._page_size
         sequence.extend_keys(num_full)
         for key in sequence.page_keys[len(pages) + 1 : num_full + 1]:
             self._computing.setdefault(key, sequence.id)
@@ -107,7 +107,7 @@ class PrefixSharing:
 
     def _copy_beginning(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
         """Request a copy of the page that begins most like the sequence's next one."""
-        start, most = sequence.num_computed_tokens, sequence.num_tokens - 1
+        start, most = sequence.num_computed_tokens, sequence.num_plain(sequence.num_tokens - 1)
         wanted = token_array(sequence.token_ids[start : min(start + self._page_size, most)])
         if len(wanted) < _LEAST_COPIED_TOKENS:
             return
@@ -135,7 +135,7 @@ class PrefixSharing:
                 continue
             if other.page_keys[index] != parent_key or other.token_ids[start] != wanted[0]:
                 continue
-            tail = other.token_ids[start : other.num_computed_tokens]
+            tail = other.token_ids[start : other.num_plain(other.num_computed_tokens)]
             count = num_in_common(token_array(tail), wanted)
             if count > most and self._is_copyable(other.page_table[index]):
                 best, most = other.page_table[index], count
@@ -167,11 +167,15 @@ class PrefixSharing:
         """
         fresh = []
         for sequence in sequences:
+            if is_end and sequence.is_detached:
+                self._undo_copies(sequence)
             if not (sequence.can_share or (is_end and sequence.is_sound)):
                 continue
-            num_pages = sequence.num_full_pages
-            if is_end and sequence.num_computed_tokens % self._page_size >= _LEAST_COPIED_TOKENS:
-                num_pages += 1
+            num_tokens = sequence.num_computed_tokens
+            if not sequence.is_detached:
+                num_tokens = sequence.num_plain(num_tokens)
+            num_pages, rest = divmod(num_tokens, self._page_size)
+            num_pages += is_end and rest >= _LEAST_COPIED_TOKENS
             if num_pages > sequence.num_shared_pages:
                 fresh.append((sequence, range(sequence.num_shared_pages, num_pages)))
         if not fresh:
@@ -188,11 +192,11 @@ class PrefixSharing:
                 self.stop_computing(sequence)
 
     def _enter(self, sequence: Sequence, span: range) -> None:
-        if self._identity is None or not sequence.page_keys:
+        if self._identity is None or not sequence.page_keys or sequence.is_detached:
             return
-        sequence.extend_keys(min(span.stop, sequence.num_full_pages))
-        size = self._page_size
-        start, end = span.start * size, sequence.num_computed_tokens
+        size, end = self._page_size, sequence.num_plain(sequence.num_computed_tokens)
+        sequence.extend_keys(min(span.stop, end // size))
+        start = span.start * size
         ids = token_array(sequence.token_ids[start : min(span.stop * size, end)])
         for index in span:
             tokens = ids[index * size - start :][:size]
@@ -237,6 +241,8 @@ class PrefixSharing:
         """
         freed: list[int] = []
         for sequence in running if self._window is not None else ():
+            if sequence.kv_window is not None:
+                continue  # it gives pages back by a rule of its own
             num_hidden = sequence.num_computed_tokens + 1 - (self._window or 0)
             behind = [p for p in sequence.page_table[: max(0, num_hidden) // self._page_size] if p]
             if not behind or not self._cache.withdraw(
@@ -250,6 +256,62 @@ class PrefixSharing:
             hidden = set(behind)
             sequence.page_table = [0 if p in hidden else p for p in sequence.page_table]
         return freed
+
+    def drop_hidden(self, sequences: Items[Sequence]) -> list[int]:
+        """Take back the pages that no further row of a sequence with a `kv_window` sees. Returns
+        those that are now free.
+
+        A page of the tree that is in use needs the pages before it. So the sequence continues on
+        copies of the shared pages that it still sees. The others are taken back when these are
+        made.
+        """
+        freed: list[int] = []
+        for sequence in sequences:
+            hidden = sequence.hidden_pages(sequence.num_computed_tokens)
+            if not hidden or not sequence.page_table[hidden.stop - 1]:
+                continue
+            if not sequence.owns_pages:
+                needed = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
+                if not self._detach(sequence, hidden.stop, self._cache.num_available - needed):
+                    continue
+            table = sequence.page_table
+            freed += self._cache.release(
+                [page for page in table[hidden.start : hidden.stop] if page]
+            )
+            table[hidden.start : hidden.stop] = [0] * len(hidden)
+        return freed
+
+    def _detach(self, sequence: Sequence, first: int, room: int) -> bool:
+        """Replace pages from index `first` on that others can see with copies, last first. Without
+        room for one, take all out of the tree if no other sequence uses them. Returns True if the
+        sequence owns these pages now."""
+        if not sequence.is_detached:
+            self.give([sequence])
+            self.stop_computing(sequence)
+            sequence.num_shared_pages = sequence.num_found_pages = 0
+            sequence.is_detached = True
+        table, tree = sequence.page_table, self._cache.tree
+        end = next((i for i, page in enumerate(table) if page not in tree), len(table))
+        is_own = end <= first or (room <= 0 and self._cache.withdraw(table[:end]))
+        for index in range(end - 1, max(first, end - room) - 1, -1) if not is_own else ():
+            (target,) = self._cache.allocate(1)
+            self._copies.append((table[index], target))  # it now holds the source
+            table[index] = target
+        sequence.owns_pages = is_own
+        return is_own
+
+    def _undo_copies(self, sequence: Sequence) -> None:
+        """Put shared pages back into the table of a sequence, as it ends before they are copied."""
+        place = {page: index for index, page in enumerate(sequence.page_table)}
+        for source, target in [pair for pair in self._copies if pair[1] in place]:
+            self._copies.remove((source, target))
+            sequence.page_table[place[target]] = source
+            self._cache.release([target])
+
+    def must_detach(self, sequences: Iterable[Sequence]) -> bool:
+        """Return whether one of the sequences has to leave the tree before it computes its next
+        token but one."""
+        return any(s.hidden_pages(s.num_tokens) and not s.owns_pages for s in sequences)
 
     def stop_computing(self, sequence: Sequence) -> None:
         """Record that the sequence will give no more pages, so nothing waits for them."""

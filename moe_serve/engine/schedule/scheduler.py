@@ -167,6 +167,7 @@ class Scheduler:
         """Choose the step's sequences and give them the pages that they need."""
         if self.tier.is_due:
             self.sharing.give(self.running)
+        self._unproven_pages += self.sharing.drop_hidden(self.running)
         self.tier.update()
         self.policy.prepare(self.waiting.line, self.running)
         self.layered.begin()
@@ -265,14 +266,14 @@ class Scheduler:
             return None
         if self.service is not None and self.service.is_due(self.running):
             return None
-        if any(count != s.num_pending_tokens for s, count in schedule.values()):
-            return None  # still reading
         sequences = [s for s, _ in schedule.values()]
-        if not self.mask_share.can_afford(sequences):
+        is_reading = any(count != s.num_pending_tokens for s, count in schedule.values())
+        if is_reading or self.sharing.must_detach(sequences):
             return None
         missing = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
-        if missing > self.cache.num_available:
+        if missing > self.cache.num_available or not self.mask_share.can_afford(sequences):
             return None
+        self._unproven_pages += self.sharing.drop_hidden(sequences)
         self.policy.prepare(self.waiting.line, self.running)
         for sequence in sequences:
             self._grow(sequence, sequence.num_pending_tokens + 1)

@@ -55,6 +55,7 @@ def make_step_inputs(
     """Lay out a micro-batch for the device: a few numpy arrays per step, none per token."""
     slices = batch.slices
     starts = np.array([s.start for s in slices], dtype=np.int64)
+    keys = np.array([s.key_start for s in slices], dtype=np.int64)
     counts = np.array([len(s.token_ids) for s in slices], dtype=np.int64)
     offsets = np.cumsum(counts) - counts
     tokens = np.concatenate([s.token_ids for s in slices])
@@ -66,8 +67,9 @@ def make_step_inputs(
         ]
     )
     tables = [s.page_table for s in slices]
-    kv_rows = cache.rows(tables, starts.tolist(), counts.tolist())
-    step = StepRows(counts, starts, tables, cache.page_size)
+    kv_rows = cache.rows(tables, keys.tolist(), counts.tolist())
+    drops_keys = bool((keys != starts).any())
+    step = StepRows(counts, keys, tables, cache.page_size, drops_keys)
     return StepInputs(
         token_ids=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
@@ -129,18 +131,19 @@ class StaticInputs:
         )
         rows = [*slices, *[self._padding(slices)] * num_padded]
         starts = np.array([s.start for s in rows], dtype=np.int64)
+        keys = np.array([s.key_start for s in rows], dtype=np.int64)
         pages = np.full(len(rows), self._cache.scratch_page, dtype=np.int64)
         page_size = self._cache.page_size
-        pages[:num_rows] = [s.page_table[s.start // page_size] for s in slices]
+        pages[:num_rows] = [s.page_table[s.key_start // page_size] for s in slices]
         wanted = np.flatnonzero([s.num_logits for s in slices])
         numbers = self._packed_numbers(
             np.array([s.token_ids[0] for s in rows], dtype=np.int64),
             starts,
-            self._cache.rows_at(pages, starts % page_size),
+            self._cache.rows_at(pages, keys % page_size),
             wanted,
         )
         ones = np.ones(len(rows), dtype=np.int64)
-        step = StepRows(ones, starts, [s.page_table for s in rows], page_size)
+        step = StepRows(ones, keys, [s.page_table for s in rows], page_size)
         plans = {shape: fixed.pack(step) for shape, fixed in self._attention.items()}
         return PackedInputs(numbers, plans, num_rows, len(wanted))
 
@@ -164,7 +167,7 @@ class StaticInputs:
     def _padding(self, slices: Sequence[SequenceSlice]) -> SequenceSlice:
         """Return the row that padding copies; without slices, a token in the scratch page."""
         if slices:
-            return min(slices, key=lambda s: s.start)
+            return min(slices, key=lambda s: s.key_start)
         return SequenceSlice(-1, 0, np.zeros(1, dtype=np.int64), (self._cache.scratch_page,), 0)
 
     def _packed_numbers(self, *parts: NDArray[np.int64]) -> Tensor:
@@ -202,4 +205,4 @@ def is_decode(batch: MicroBatch) -> bool:
 
 def num_keys(batch: MicroBatch) -> int:
     """Return the total number of keys that a decode step's rows see, as in `GraphSizes.choose`."""
-    return sum(s.start + 1 for s in batch.slices)
+    return sum(s.key_start + 1 for s in batch.slices)

@@ -34,7 +34,7 @@ class BatchLoad:
         """Return the load of slices. One that takes part in some layers counts as fewer rows that
         pass all layers."""
         return BatchLoad.of_parts(
-            [s.start for s in slices],
+            [s.key_start for s in slices],
             [
                 len(s.token_ids) if s.layers is None else s.layers.rows(len(s.token_ids))
                 for s in slices
