@@ -143,7 +143,8 @@ class StaticInputs:
             wanted,
         )
         ones = np.ones(len(rows), dtype=np.int64)
-        step = StepRows(ones, keys, [s.page_table for s in rows], page_size)
+        drops_keys = bool((keys != starts).any())
+        step = StepRows(ones, keys, [s.page_table for s in rows], page_size, drops_keys)
         plans = {shape: fixed.pack(step) for shape, fixed in self._attention.items()}
         return PackedInputs(numbers, plans, num_rows, len(wanted))
 
