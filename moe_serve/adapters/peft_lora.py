@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_serve.adapters.adapter_files import AdapterFiles
 from moe_serve.adapters.peft_config import PeftConfig
-from moe_serve.adapters.targets import FusedExperts, Target, Targets
+from moe_serve.adapters.targets import AdaptedMatrix, AdapterTargets, FusedExperts
 from moe_serve.errors import CheckpointError
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
@@ -29,7 +29,7 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.
 class LowRankMatrices:
     """The addition scale * B A to the matrix of a target."""
 
-    target: Target
+    target: AdaptedMatrix
     a_RK: Tensor
     b_NR: Tensor
     scale: float
@@ -40,7 +40,7 @@ class LowRankMatrices:
 
 
 def read_lora(
-    files: AdapterFiles, config: PeftConfig, targets: Targets
+    files: AdapterFiles, config: PeftConfig, targets: AdapterTargets
 ) -> Iterator[LowRankMatrices]:
     """Yield all additions. Raises CheckpointError with the file and the tensor."""
     pairs: dict[str, dict[str, str]] = {}
@@ -68,7 +68,7 @@ def read_lora(
 def _plain(
     files: AdapterFiles,
     config: PeftConfig,
-    targets: Targets,
+    targets: AdapterTargets,
     module: str,
     sides: Mapping[str, str],
 ) -> LowRankMatrices:
@@ -100,7 +100,7 @@ class _FusedReader:
     """Reads the additions to the experts of one layer."""
 
     def __init__(
-        self, files: AdapterFiles, config: PeftConfig, targets: Targets, fused: FusedExperts
+        self, files: AdapterFiles, config: PeftConfig, targets: AdapterTargets, fused: FusedExperts
     ) -> None:
         self._files, self._config, self._fused = files, config, fused
         spec = targets.spec
@@ -166,7 +166,7 @@ class _FusedReader:
             parts = {"gate": b_NR[gate], "up": b_NR[up]}
         for name, rows_NR in parts.items():
             shape = (len(rows_NR), a_RK.shape[1])
-            target = Target(
+            target = AdaptedMatrix(
                 layer=self._fused.layer, kind="expert", part=name, shape=shape, expert=expert
             )
             scale = self._config.scale_of(module)

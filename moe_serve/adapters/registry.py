@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.adapters.adapter import Adapter, AdapterVersion
+from moe_serve.adapters.adapter_build import BuildAdapter, BuiltAdapter
 from moe_serve.adapters.adapter_files import open_adapter
 from moe_serve.adapters.adapter_name import check_adapter_name, folder_below
-from moe_serve.adapters.build import BuildAdapter, BuiltAdapter
 from moe_serve.config.sections import AdapterConfig
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from moe_serve.model.stage.adapter_rows import AdapterWeights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_serve.adapters.build import AdapterBuilder
+from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.registry import AdapterRegistry, open_registry
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError

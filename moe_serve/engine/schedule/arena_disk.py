@@ -20,7 +20,7 @@ from moe_serve.cache.tiers.arena import ArenaIndex
 from moe_serve.cache.tiers.store import LoadDone, PageStore, SavedPage, TierStats
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.schedule.store_loads import Load, StepTimes, StoreLoads
+from moe_serve.engine.schedule.store_loads import RecentSteps, StoreLoad, StoreLoads
 
 _PAGES_PER_TURN = 16  # copied for the store in a step of the ranks
 _MOST_QUEUED = 65536  # pages that wait to be copied
@@ -52,9 +52,9 @@ class ArenaDisk:
         """Return whether pages can be handed to the store."""
         return bool(self._filled) and self._store.room > 0
 
-    def step_times(self) -> StepTimes:
+    def step_times(self) -> RecentSteps:
         """Return what measures the steps of one rank's engine."""
-        return StepTimes(self._loads.rule, self._clock)
+        return RecentSteps(self._loads.rule, self._clock)
 
     def filled(self, key: bytes, parent_key: bytes) -> None:
         """Note a page whose slot is filled."""
@@ -113,7 +113,7 @@ class ArenaDisk:
             memory=memory,
         )
 
-    def _enter(self, load: Load, done: LoadDone) -> int:
+    def _enter(self, load: StoreLoad, done: LoadDone) -> int:
         """Put loaded pages into slots, as far as there are some. Returns how many."""
         run: list[tuple[bytes, int]] = []
         for key, page in zip(load.keys, done.pages, strict=False):

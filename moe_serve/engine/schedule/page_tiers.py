@@ -22,7 +22,7 @@ from moe_serve.cache.tiers.store import LoadDone, PageStore, SavedPage, TierStat
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.kv_tier import KVTier
-from moe_serve.engine.schedule.store_loads import Load, StepTimes, StoreLoads
+from moe_serve.engine.schedule.store_loads import RecentSteps, StoreLoad, StoreLoads
 
 _PAGES_PER_STEP = 16  # copied for the store in a step; a step computes more only of long prompts
 _MOST_QUEUED = 65536  # pages that wait to be copied
@@ -54,7 +54,7 @@ class PageTiers(KVTier):
         self._give_after_s, self._next_give = give_after_s, clock() + give_after_s
         self._cache, self._store, self._pages, self._clock = cache, store, pages, clock
         self.loads = StoreLoads(store, cache.page_size, pages.num_bytes, clock)
-        self._times = StepTimes(self.loads.rule, clock)
+        self._times = RecentSteps(self.loads.rule, clock)
         self._fresh: deque[tuple[int, bytes, bytes]] = deque()  # page, key, parent key
         self._num_dropped = 0
 
@@ -131,7 +131,7 @@ class PageTiers(KVTier):
             saves={**stats.saves, "dropped": dropped},
         )
 
-    def _enter(self, load: Load, done: LoadDone) -> int:
+    def _enter(self, load: StoreLoad, done: LoadDone) -> int:
         """Put loaded pages into the cache, as far as it has room. Returns how many."""
         cache, size, sequence = self._cache, self._cache.page_size, load.sequence
         found = cache.find(sequence.page_keys[1 : load.num_found + 1])

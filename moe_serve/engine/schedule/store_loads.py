@@ -28,7 +28,7 @@ _PROBE_PAGES, _PROBE_EVERY = 4, 32  # a small load after so many that would not 
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StoreLoad:
     """A load that has not ended: the pages of `keys`, behind the sequence's first pages."""
 
     sequence: Sequence
@@ -45,8 +45,8 @@ class StoreLoads:
         self._store, self._clock = store, clock
         self._page_size, self._page_bytes = page_size, page_bytes
         self.rule = LoadOrCompute()
-        self._loads: dict[int, Load] = {}
-        self._late: dict[int, Load] = {}  # given up, but not ended
+        self._loads: dict[int, StoreLoad] = {}
+        self._late: dict[int, StoreLoad] = {}  # given up, but not ended
         self._awaited: dict[bytes, int] = {}  # first key of a load -> the load
         self._numbers = itertools.count()
         self._num_late = self._num_skipped = 0
@@ -84,7 +84,7 @@ class StoreLoads:
         self._awaited[keys[0]] = self._begin(sequence, num_found, keys, decision.deadline_s)
         return True
 
-    def take(self, enter: Callable[[Load, LoadDone], int]) -> None:
+    def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
         """Hand over what the store has loaded, and give up what is late. `enter` puts the pages
         where the sequence finds them, and returns how many."""
         for load, done in self._take_done():
@@ -119,7 +119,7 @@ class StoreLoads:
         is_probe: bool = False,
     ) -> int:
         number, deadline = next(self._numbers), self._clock() + deadline_s
-        self._loads[number] = Load(sequence, num_found, keys, deadline, is_probe)
+        self._loads[number] = StoreLoad(sequence, num_found, keys, deadline, is_probe)
         self._store.load(number, keys)
         return number
 
@@ -132,7 +132,7 @@ class StoreLoads:
             self._begin(sequence, num_found, keys[:_PROBE_PAGES], deadline_s, is_probe=True)
         self._num_skipped += 1
 
-    def _take_done(self) -> Iterator[tuple[Load, LoadDone]]:
+    def _take_done(self) -> Iterator[tuple[StoreLoad, LoadDone]]:
         """Yield the loads that have ended and that a sequence waits for."""
         for done in self._store.take_done():
             self.rule.note_load(done.num_bytes, done.seconds)
@@ -162,7 +162,7 @@ class StoreLoads:
                 self._store.stop_reading(why)
 
 
-class StepTimes:
+class RecentSteps:
     """Measures the steps of an engine for the rule that chooses between loading and computing."""
 
     def __init__(self, rule: LoadOrCompute, clock: Clock) -> None:

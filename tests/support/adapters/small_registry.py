@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from moe_serve.adapters.adapter_build import BuiltAdapter
 from moe_serve.adapters.adapter_files import AdapterFiles
-from moe_serve.adapters.build import BuiltAdapter
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.config.sections import AdapterConfig
 from moe_serve.model.stage.adapter_rows import AdapterWeights

@@ -20,7 +20,7 @@ from moe_serve.adapters.esft import read_esft
 from moe_serve.adapters.low_rank import make_low_rank
 from moe_serve.adapters.peft_config import read_peft_config
 from moe_serve.adapters.peft_lora import LowRankMatrices, read_lora
-from moe_serve.adapters.targets import Target, Targets
+from moe_serve.adapters.targets import AdaptedMatrix, AdapterTargets
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.manifest import feed_forward_table
 from moe_serve.model.load.loader import ModelLoader
@@ -47,7 +47,7 @@ class _LayerParts:
     mlp: dict[str, Tensor] = field(default_factory=dict)  # whole matrices, or additions
     experts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
-    def put(self, target: Target, matrix: Tensor) -> None:
+    def put(self, target: AdaptedMatrix, matrix: Tensor) -> None:
         """Take the matrix of an expert or MLP, or the addition to it."""
         parts = self.mlp if target.kind == "mlp" else self.experts.setdefault(target.expert, {})
         parts[target.part] = matrix
@@ -58,7 +58,7 @@ class AdapterBuilder:
 
     def __init__(self, loader: ModelLoader, max_rank: int) -> None:
         self._loader, self._max_rank = loader, max_rank
-        self._targets = Targets(loader)
+        self._targets = AdapterTargets(loader)
         self._base = loader.live_experts()
 
     def build(self, files: AdapterFiles) -> BuiltAdapter:
