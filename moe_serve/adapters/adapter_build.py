@@ -48,7 +48,7 @@ class _LayerParts:
     experts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def put(self, target: AdaptedMatrix, matrix: Tensor) -> None:
-        """Take the matrix of an expert or MLP, or the addition to it."""
+        """Takes the matrix of an expert or MLP, or the addition to it."""
         parts = self.mlp if target.kind == "mlp" else self.experts.setdefault(target.expert, {})
         parts[target.part] = matrix
 
@@ -62,7 +62,7 @@ class AdapterBuilder:
         self._base = loader.live_experts()
 
     def build(self, files: AdapterFiles) -> BuiltAdapter:
-        """Read an adapter's matrices. Raises CheckpointError with the tensor or the field."""
+        """Reads an adapter's matrices. Raises CheckpointError with the tensor or the field."""
         layers = [_LayerParts() for _ in range(self._loader.spec.num_layers)]
         rank = 0
         if files.is_lora:
@@ -130,7 +130,7 @@ class AdapterBuilder:
         files: AdapterFiles,
         what: str,
     ) -> ExpertWeights:
-        """Return an expert with other matrices (ESFT), or with additions to them (LoRA)."""
+        """Returns an expert with other matrices (ESFT), or with additions to them (LoRA)."""
         gate, up, down = base.gate, base.up, base.down
         if not (isinstance(gate, Tensor) and isinstance(up, Tensor) and isinstance(down, Tensor)):
             raise CheckpointError(
@@ -155,7 +155,7 @@ class AdapterBuilder:
 
 
 def _split(changes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the changes with gate and up apart."""
+    """Returns the changes with gate and up apart."""
     fused = changes.get("gate_up")
     if fused is None:
         return changes

@@ -21,7 +21,7 @@ _FIELDS = frozenset({"experts", "shared_experts", "non_expert_modules"})
 
 
 def read_esft(files: AdapterFiles, targets: AdapterTargets) -> Mapping[AdaptedMatrix, Tensor]:
-    """Return the matrices of all experts. Raises CheckpointError with the field or the tensor."""
+    """Returns the matrices of all experts. Raises CheckpointError with the field or the tensor."""
     experts = _experts(files, targets)
     found: dict[AdaptedMatrix, Tensor] = {}
     for name, where in files.headers():
@@ -55,7 +55,7 @@ def _has_shared(files: AdapterFiles) -> bool:
 
 
 def _experts(files: AdapterFiles, targets: AdapterTargets) -> Mapping[int, frozenset[int]]:
-    """Return the experts that the configuration lists, by layer."""
+    """Returns the experts that the configuration lists, by layer."""
     path, config, spec = files.config_path, files.config, targets.spec
     unknown = sorted(config.keys() - _FIELDS)
     if unknown:

@@ -35,14 +35,14 @@ class LowRankMatrices:
     scale: float
 
     def delta(self) -> Tensor:
-        """Return the addition [N, K] in fp32."""
+        """Returns the addition [N, K] in fp32."""
         return self.scale * (self.b_NR.float() @ self.a_RK.float())
 
 
 def read_lora(
     files: AdapterFiles, config: PeftConfig, targets: AdapterTargets
 ) -> Iterator[LowRankMatrices]:
-    """Yield all additions. Raises CheckpointError with the file and the tensor."""
+    """Yields all additions. Raises CheckpointError with the file and the tensor."""
     pairs: dict[str, dict[str, str]] = {}
     for name, where in files.headers():
         found = _NAME.fullmatch(name)
@@ -111,7 +111,7 @@ class _FusedReader:
         }
 
     def read(self, module: str, sides: Mapping[str, str]) -> Iterator[LowRankMatrices]:
-        """Yield the additions to one of the two tensors, expert by expert."""
+        """Yields the additions to one of the two tensors, expert by expert."""
         config, module = self._config, module.removesuffix(".base_layer")
         rank, where = config.rank_of(module), f"{self._files.folder}: tensor {sides['A']}"
         shapes = self._files.shape(sides["A"]), self._files.shape(sides["B"])
@@ -137,7 +137,8 @@ class _FusedReader:
             yield from self._of_expert(module, part, expert, a_RK, b_NR)
 
     def _orientation(self, where: str, num_outputs: int, num_inputs: int) -> tuple[str, bool]:
-        """Return the tensor that A and B belong to, and whether they are those of its transpose."""
+        """Returns the tensor that A and B belong to, and whether they are those of its
+        transpose."""
         fits = [
             (part, is_turned)
             for part, size in self._sizes.items()

@@ -53,7 +53,7 @@ class AdapterTargets:
         self._known = dict(self._all(loader))
 
     def target(self, module: str, where: str) -> AdaptedMatrix:
-        """Return the target of a module. Raises CheckpointError for another module; `where` names
+        """Returns the target of a module. Raises CheckpointError for another module; `where` names
         the file and the tensor."""
         known = self._known.get(module)
         if known is not None:
@@ -67,7 +67,7 @@ class AdapterTargets:
         )
 
     def fused(self, module: str) -> FusedExperts | None:
-        """Return the experts that a module has as two tensors; None: it has none."""
+        """Returns the experts that a module has as two tensors; None: it has none."""
         return self._fused.get(module)
 
     def _all(self, loader: ModelLoader) -> Iterator[tuple[str, AdaptedMatrix]]:

@@ -32,18 +32,18 @@ class PageBytes:
         self.geometry = page_geometry(cache)
 
     def read(self, page: int) -> NDArray[np.uint8]:
-        """Return a copy of a page's bytes, [num_bytes]."""
+        """Returns a copy of a page's bytes, [num_bytes]."""
         return np.concatenate([part[page] for part in self._parts])
 
     def write(self, page: int, data: NDArray[np.uint8]) -> None:
-        """Replace a page's content by `data`, [num_bytes]."""
+        """Replaces a page's content by `data`, [num_bytes]."""
         assert len(data) == self.num_bytes, f"{len(data)} bytes for a page of {self.num_bytes}"
         for part, span in zip(self._parts, self._spans, strict=True):
             part[page] = data[span]
 
 
 def page_geometry(cache: KVCache) -> bytes:
-    """Return a digest of the shapes that the bytes of a page have."""
+    """Returns a digest of the shapes that the bytes of a page have."""
     shapes = [(tuple(part.shape[1:]), str(part.dtype)) for part in cache.parts]
     return sha256(repr((_FORMAT, cache.page_size, shapes)).encode()).digest()
 

@@ -38,7 +38,7 @@ class RankArena:
         return "" if self._memory is None else self._memory.path
 
     def open(self, model_folder: Path, report: LoadReport, reports: Sequence[LoadReport]) -> None:
-        """Divide the memory into slots, and open the disk. `report`: of any attention rank;
+        """Divides the memory into slots, and open the disk. `report`: of any attention rank;
         `reports`: of all ranks.
 
         Raises ConfigError if the memory is too small for the pages, or the folder cannot be used.
@@ -58,7 +58,7 @@ class RankArena:
         self._disk = ArenaDisk(self._index, slots, store, page_size, REAL_CLOCK)
 
     def tier_maker(self, executor: RemoteExecutor) -> MakeTier | None:
-        """Return what makes the tier of a rank's engine; None without a tier."""
+        """Returns what makes the tier of a rank's engine; None without a tier."""
         if self._index is None:
             return None
         index, disk, after_s = self._index, self._disk, self._config.cache.checkpoint_after_s
@@ -66,12 +66,12 @@ class RankArena:
         return lambda cache: ArenaTier(cache, index, copies, REAL_CLOCK, after_s, disk)
 
     def wait(self) -> None:
-        """Wait a moment if requests wait for pages of the disk."""
+        """Waits a moment if requests wait for pages of the disk."""
         if self._disk is not None:
             self._disk.wait()
 
     def close(self) -> None:
-        """Store what is in the memory and not on the disk yet, at most for some seconds."""
+        """Stores what is in the memory and not on the disk yet, at most for some seconds."""
         disk, self._disk = self._disk, None
         if disk is not None:
             disk.close()

@@ -25,7 +25,7 @@ _WITHOUT_EFFECT = ("path", "num_threads", "expert_memory_bytes", "expert_memory_
 
 
 def check_tiers(config: EngineConfig) -> None:
-    """Raise ConfigError for a tier that the rest of the configuration does not allow."""
+    """Raises ConfigError for a tier that the rest of the configuration does not allow."""
     cache = config.cache
     if cache.memory_tier_bytes is not None and not config.cluster.is_disaggregated:
         raise ConfigError(
@@ -50,7 +50,7 @@ def check_tiers(config: EngineConfig) -> None:
 def tier_maker(
     config: EngineConfig, model: OpenedModel, cache: KVCache, report: LoadReport
 ) -> MakeTier | None:
-    """Return what makes the tier of an engine; None without a tier. Raises ConfigError."""
+    """Returns what makes the tier of an engine; None without a tier. Raises ConfigError."""
     if config.cache.disk_path is None:
         return None
     if cache.device.type != "cpu":
@@ -77,7 +77,7 @@ def open_disk(
     page_bytes: int,
     layout: Mapping[str, object] | None = None,
 ) -> DiskStore:
-    """Open the store of `cache.disk_path`. `report`: of the process that has the pages. `layout`:
+    """Opens the store of `cache.disk_path`. `report`: of the process that has the pages. `layout`:
     what else the bits of a page depend on. Raises ConfigError."""
     cache, facts = config.cache, {**_facts(config, report), **(layout or {})}
     assert cache.disk_path is not None, "a folder is configured"
@@ -109,7 +109,7 @@ def open_disk(
 
 
 def _facts(config: EngineConfig, report: LoadReport) -> Mapping[str, object]:
-    """Return everything but the weights that the bits of a page may depend on."""
+    """Returns everything but the weights that the bits of a page may depend on."""
     model = {k: v for k, v in asdict(config.model).items() if k not in _WITHOUT_EFFECT}
     return {
         "config": repr(sorted(model.items())),

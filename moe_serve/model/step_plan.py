@@ -21,11 +21,11 @@ class LayerRange:
 
     @property
     def is_last(self) -> bool:
-        """Return whether the last layer is in the range."""
+        """Returns whether the last layer is in the range."""
         return self.end == self.total
 
     def rows(self, count: int) -> int:
-        """Return the rows through all layers that are as much work as `count` rows here."""
+        """Returns the rows through all layers that are as much work as `count` rows here."""
         return -(-count * (self.end - self.first) // self.total)
 
 
@@ -56,12 +56,12 @@ class SequenceSlice:
 
     @property
     def key_start(self) -> int:
-        """Return how many keys the first token sees, besides its own."""
+        """Returns how many keys the first token sees, besides its own."""
         return self.start - self.num_dropped
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the step takes the tokens through the last layer."""
+        """Returns whether the step takes the tokens through the last layer."""
         return self.layers is None or self.layers.is_last
 
     @property
@@ -79,7 +79,7 @@ class MicroBatch:
 
     @property
     def is_grouped(self) -> bool:
-        """Return whether some of the sequences take part in some layers only."""
+        """Returns whether some of the sequences take part in some layers only."""
         return any(s.layers is not None for s in self.slices)
 
     @property

@@ -151,7 +151,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the weights and the cache, and end the ranks. Every later call is refused."""
+        """Frees the weights and the cache, and ends the ranks. Every later call is refused."""
         engine = self._open_engine
         self._tokenizer = self._open_engine = None
         self._gate.close()
@@ -160,7 +160,7 @@ class LLM:
             engine.close()
 
     def stats(self) -> EngineStats:
-        """Return steps, pages, preemptions and tokens so far."""
+        """Returns steps, pages, preemptions and tokens so far."""
         return self._engine.stats()
 
     @property
@@ -190,7 +190,7 @@ class LLM:
         service_tier: str | Sequence[str] = "",
         use_progress_bar: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one or many prompts (text or token ids); results in the prompts' order.
+        """Completes one or many prompts (text or token ids); results in the prompts' order.
 
         Prompts reuse cached prefixes of calls with the same `cache_salt` only. `adapter` names the
         adapter of all prompts, or of each; None: the base model. `service_tier` names one of the
@@ -256,7 +256,7 @@ class LLM:
         adapter: str | None = None,
         use_progress_bar: bool = False,
     ) -> RequestOutput:
-        """Answer one conversation, through the model's chat template."""
+        """Answers one conversation, through the model's chat template."""
         template = self._template
         if template is None:
             raise InvalidRequestError(
@@ -322,7 +322,7 @@ class LLM:
         return REASONING_FORMATS.get(reasoning_format_of(source) or "none")
 
     def _run(self, jobs: list[Job], use_progress_bar: bool) -> None:
-        """Step until every answer is complete. Ctrl-C leaves through `generate`, which aborts the
+        """Steps until every answer is complete. Ctrl-C leaves through `generate`, which aborts the
         requests."""
         open_answers = {a.request.request_id: (job, a) for job in jobs for a in job.answers}
         columns = (*Progress.get_default_columns(), TextColumn("{task.fields[speed]}"))

@@ -34,7 +34,7 @@ PROMPTS = [np.random.default_rng(seed).integers(1, 298, 90).tolist() for seed in
 
 
 def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[RequestOutput]:
-    """Wait for the tier to open, and answer."""
+    """Waits for the tier to open, and answer."""
     deadline = time.monotonic() + 20
     while (tier := llm.stats().tier) is not None and not tier.is_reading:
         assert time.monotonic() < deadline and not tier.state.startswith("writing"), tier.state

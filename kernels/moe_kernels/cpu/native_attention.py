@@ -53,7 +53,7 @@ class PagesStruct(ctypes.Structure):
 
 
 def pages_struct(pages: KVPages) -> PagesStruct:
-    """Return where pages lie; the tensors must outlive it."""
+    """Returns where pages lie; the tensors must outlive it."""
     scales, form = pages.key_scales, pages.form
     if scales is None:
         return PagesStruct(pages.keys.data_ptr(), pages.values.data_ptr(), None, None, 0, 0, 0)
@@ -66,7 +66,7 @@ def pages_struct(pages: KVPages) -> PagesStruct:
 
 
 def plan_struct(shape: AttentionShape, page_size: int, threads: int) -> PlanStruct:
-    """Return the shape, without a step's tokens and tables."""
+    """Returns the shape, without a step's tokens and tables."""
     assert shape.head_dim <= _MAX_HEAD_DIM, f"heads of {shape.head_dim} values are too wide"
     norm = _NORMS[shape.qk_norm]
     if norm and shape.is_norm_after_rotation:
@@ -99,7 +99,7 @@ class NativePlan:
         self.pointer = ctypes.addressof(self._struct)
 
     def for_latents(self, shape: LatentShape) -> None:
-        """Set the sizes that a plan made from `shape.absorbed()` lacks."""
+        """Sets the sizes that a plan made from `shape.absorbed()` lacks."""
         self._struct.rotary_dim, self._struct.eps = shape.rope_dim, shape.norm_eps
 
 

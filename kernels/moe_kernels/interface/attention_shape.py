@@ -83,7 +83,7 @@ class LatentShape:
     softmax_scale: float
 
     def absorbed(self) -> AttentionShape:
-        """Return the shape of attention over latents: one key head; values are its first part."""
+        """Returns the shape of attention over latents: one key head; values are its first part."""
         return AttentionShape(
             num_heads=self.num_heads,
             num_kv_heads=1,
@@ -161,11 +161,11 @@ class FixedAttention(Protocol):
         ...
 
     def pack(self, step: StepRows) -> Any:
-        """Lay a step out on the host. It has exactly the room's sequences."""
+        """Lays a step out on the host. It has exactly the room's sequences."""
         ...
 
     def load(self, packed: Any) -> None:
-        """Let the plan be that step's, in place and without waiting for a device."""
+        """Lets the plan be that step's, in place and without waiting for a device."""
         ...
 
 

@@ -66,7 +66,7 @@ class StackRows:
         num_logits: int,
         num_dropped: int = 0,
     ) -> None:
-        """Add a sequence: tokens at positions from `start` on, the pages that hold them and all
+        """Adds a sequence: tokens at positions from `start` on, the pages that hold them and all
         earlier ones but `num_dropped`, and the number of its last tokens that want logits."""
         self.slices.extend((start, len(token_ids), num_logits, len(page_table), num_dropped))
         self.tokens.frombytes(token_ids.tobytes())

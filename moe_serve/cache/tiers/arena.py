@@ -48,13 +48,13 @@ class SharedArena:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def slots(self, slot_bytes: int) -> NDArray[np.uint8]:
-        """Return the memory as slots of this size, [slots, bytes of a slot]."""
+        """Returns the memory as slots of this size, [slots, bytes of a slot]."""
         memory = np.frombuffer(mmap.mmap(self._descriptor, self.num_bytes), dtype=np.uint8)
         count = self.num_bytes // slot_bytes
         return memory[: count * slot_bytes].reshape(count, slot_bytes)
 
     def close(self) -> None:
-        """Give it up; ranks that have opened it keep it."""
+        """Gives it up; ranks that have opened it keep it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -81,7 +81,7 @@ class ArenaView:
         self._pages, self._slots = pages, slots[:, shard]
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages into slots, given as (page, slot)."""
+        """Copies pages into slots, given as (page, slot)."""
         for page, slot in pairs:
             self._slots[slot] = self._pages.read(page)
 
@@ -130,7 +130,7 @@ class ArenaIndex:
         return key in self._slot_of
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the slots of the longest known run of `keys`."""
+        """Returns the slots of the longest known run of `keys`."""
         slots = []
         for key in keys:
             slot = self._slot_of.get(key)
@@ -141,11 +141,11 @@ class ArenaIndex:
         return slots
 
     def slot_of(self, key: bytes) -> int | None:
-        """Return a known page's slot; None if the page is not known. Does not count as a use."""
+        """Returns a known page's slot; None if the page is not known. Does not count as a use."""
         return self._slot_of.get(key)
 
     def reserve(self) -> int | None:
-        """Take a slot for a page that a rank will copy, evicting if needed; None if all slots are
+        """Takes a slot for a page that a rank will copy, evicting if needed; None if all slots are
         in use. `enter` or `give_back` must follow."""
         if not self._free:
             unused = (key for key, slot in self._slot_of.items() if not self._pins[slot])
@@ -160,7 +160,7 @@ class ArenaIndex:
         return slot
 
     def enter(self, key: bytes, slot: int) -> None:
-        """Make a page visible, as its copy is complete. A page that is known gives its new slot
+        """Makes a page visible, as its copy is complete. A page that is known gives its new slot
         back."""
         if key in self._slot_of:
             self.give_back(slot)
@@ -170,19 +170,19 @@ class ArenaIndex:
         self.counts.num_saved += 1
 
     def give_back(self, slot: int) -> None:
-        """Free a reserved slot whose copy may be incomplete."""
+        """Frees a reserved slot whose copy may be incomplete."""
         self._pins[slot] -= 1
         self._free.append(slot)
 
     def pin(self, slot: int) -> None:
-        """Keep a slot until `unpin`, as a rank copies from it."""
+        """Keeps a slot until `unpin`, as a rank copies from it."""
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
         self._pins[slot] -= 1
 
     def check_integrity(self) -> None:
-        """Assert that every slot is free, reserved, or holds one page."""
+        """Asserts that every slot is free, reserved, or holds one page."""
         held = [*self._free, *self._slot_of.values()]
         assert len(set(held)) == len(held), "a slot is free and holds a page, or holds two"
         lost = {slot for slot, pins in enumerate(self._pins) if not pins} - set(held)
@@ -190,7 +190,7 @@ class ArenaIndex:
         assert min(self._pins) >= 0, "a slot was unpinned more often than pinned"
 
     def stats(self) -> TierStats:
-        """Return a snapshot; safe from any thread."""
+        """Returns a snapshot; safe from any thread."""
         c = self.counts
         return TierStats(
             name="memory",

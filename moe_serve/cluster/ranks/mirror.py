@@ -137,7 +137,7 @@ class RankPages:
             self._view = ArenaView(arena, PageBytes(cache), shard, num_shards)
 
     def do(self, page_work: Iterable[PageWork]) -> None:
-        """Do the coordinator's work on pages in order: a page is cleared before data is copied to
+        """Does the coordinator's work on pages in order: a page is cleared before data is copied to
         it."""
         for work in page_work:
             if work.clear:

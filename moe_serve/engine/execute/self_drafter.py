@@ -44,7 +44,7 @@ class SelfDrafter:
         self._has_proposed = False
 
     def propose(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
-        """Return drafts behind the runs of a step, by sequence id. A sequence whose draft is not
+        """Returns drafts behind the runs of a step, by sequence id. A sequence whose draft is not
         finite is added to the spoiled ones, as its page may hold NaNs."""
         if self._is_paused(plan):
             return {}
@@ -77,7 +77,7 @@ class SelfDrafter:
         return self._num_paused > 0
 
     def _first(self, piece: SequenceSlice, found: Verified) -> _Guess | None:
-        """Return the row of a sequence's newest token; None without a valid one."""
+        """Returns the row of a sequence's newest token; None without a valid one."""
         run = found.sampled.get(piece.sequence_id)
         if not run or not run[-1].is_valid or piece.sequence_id in found.spoiled:
             return None
@@ -90,7 +90,7 @@ class SelfDrafter:
         return _Guess(row, min(self._most, room), [])
 
     def _step(self, guesses: list[_Guess]) -> None:
-        """Draft one token of each sequence: the likeliest one."""
+        """Drafts one token of each sequence: the likeliest one."""
         batch = MicroBatch(tuple(guess.piece for guess in guesses))
         top_S, tokens_S = self._pipeline.run(StepPlan((batch,))).max(dim=-1)
         is_finite = torch.isfinite(top_S).tolist()

@@ -27,16 +27,16 @@ class KVWindow:
         _check_number("sinks", self.sinks, 0)
 
     def hidden_pages(self, position: int, page_size: int) -> range:
-        """Return the indices of the pages that the row at a position does not see."""
+        """Returns the indices of the pages that the row at a position does not see."""
         first = -(-self.sinks // page_size)
         return range(first, max(first, (position + 1 - self.window) // page_size))
 
     def first_hiding(self, page_size: int) -> int:
-        """Return the first position whose row would not see a page."""
+        """Returns the first position whose row would not see a page."""
         return self.window - 1 + (-(-self.sinks // page_size) + 1) * page_size
 
     def run(self, position: int, page_size: int) -> int:
-        """Return for how many positions from this one on the same pages are hidden."""
+        """Returns for how many positions from this one on the same pages are hidden."""
         behind = position + 1 - self.window
         least = self.first_hiding(page_size)
         return least - position if position < least else page_size - behind % page_size
@@ -57,7 +57,7 @@ class KVWindowRules:
 
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int, *, is_allowed: bool) -> KVWindowRules:
-        """Return the rules for a model."""
+        """Returns the rules for a model."""
         shapes = [layer.attention for layer in spec.layers]
         return cls(
             is_allowed=is_allowed,
@@ -67,7 +67,7 @@ class KVWindowRules:
         )
 
     def check(self, wish: KVWindow | None) -> None:
-        """Raise InvalidRequestError if the request may not have it."""
+        """Raises InvalidRequestError if the request may not have it."""
         if wish is None:
             return
         if not self.is_allowed:

@@ -125,7 +125,7 @@ class TokenExperts:
         return self.num_layers * self.top_k
 
     def lists(self) -> list[list[int]]:
-        """Return the ids as [L][K]; empty if they are unknown."""
+        """Returns the ids as [L][K]; empty if they are unknown."""
         if not self.ids:
             return []
         ids: list[list[int]] = (

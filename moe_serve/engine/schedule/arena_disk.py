@@ -49,15 +49,15 @@ class ArenaDisk:
 
     @property
     def has_work(self) -> bool:
-        """Return whether pages can be handed to the store."""
+        """Returns whether pages can be handed to the store."""
         return bool(self._filled) and self._store.room > 0
 
     def step_times(self) -> RecentSteps:
-        """Return what measures the steps of one rank's engine."""
+        """Returns what measures the steps of one rank's engine."""
         return RecentSteps(self._loads.rule, self._clock)
 
     def filled(self, key: bytes, parent_key: bytes) -> None:
-        """Note a page whose slot is filled."""
+        """Notes a page whose slot is filled."""
         if len(self._filled) < _MOST_QUEUED:
             self._filled.append((key, parent_key))
         else:
@@ -68,12 +68,12 @@ class ArenaDisk:
         return self._loads.awaits(sequence)
 
     def begin_load(self, sequence: Sequence, num_found: int, keys: list[bytes]) -> bool:
-        """Begin to load the pages of `keys` into slots. `num_found`: pages before them, in the
+        """Begins to load the pages of `keys` into slots. `num_found`: pages before them, in the
         cache or in slots. Returns whether the sequence should wait."""
         return self._loads.begin(sequence, num_found, keys)
 
     def update(self) -> None:
-        """Take what was loaded, and hand over filled slots."""
+        """Takes what was loaded, and hand over filled slots."""
         self._loads.take(self._enter)
         for _ in range(min(_PAGES_PER_TURN, len(self._filled), self._store.room)):
             key, parent_key = self._filled.popleft()
@@ -85,11 +85,11 @@ class ArenaDisk:
                 self._store.save(SavedPage(key, parent_key, self._page_size, data))
 
     def wait(self) -> None:
-        """Wait a moment if a sequence waits for pages, as no rank has anything to compute."""
+        """Waits a moment if a sequence waits for pages, as no rank has anything to compute."""
         self._loads.wait()
 
     def close(self) -> None:
-        """Store what is in filled slots, at most for some seconds."""
+        """Stores what is in filled slots, at most for some seconds."""
         deadline = self._clock() + _CLOSE_S
         while self._filled and self._clock() < deadline:
             self.update()
@@ -100,7 +100,7 @@ class ArenaDisk:
         self._store.close(max(0.1, deadline - self._clock()))
 
     def stats(self) -> TierStats:
-        """Return the store's figures, with those of the arena beside. What was asked and found
+        """Returns the store's figures, with those of the arena beside. What was asked and found
         counts for both together."""
         stats, memory = self._loads.stats(), self._arena.stats()
         dropped = self._num_dropped + stats.saves.get("dropped", 0)
@@ -114,7 +114,7 @@ class ArenaDisk:
         )
 
     def _enter(self, load: StoreLoad, done: LoadDone) -> int:
-        """Put loaded pages into slots, as far as there are some. Returns how many."""
+        """Puts loaded pages into slots, as far as there are some. Returns how many."""
         run: list[tuple[bytes, int]] = []
         for key, page in zip(load.keys, done.pages, strict=False):
             slot = self._arena.reserve()

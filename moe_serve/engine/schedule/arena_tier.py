@@ -144,7 +144,7 @@ class ArenaTier(KVTier):
         self._is_sound = False
 
     def step_ended(self) -> None:
-        """Note that the rank has done all copies that it was told before."""
+        """Notes that the rank has done all copies that it was told before."""
         if self._times is not None:
             self._times.ended()
         if self._is_sound:
@@ -160,7 +160,7 @@ class ArenaTier(KVTier):
         self._saving, self._loading = [], []
 
     def abandon(self) -> None:
-        """Note that the rank is lost: its last copies may be incomplete."""
+        """Notes that the rank is lost: its last copies may be incomplete."""
         for saving in self._saving:
             self._arena.give_back(saving.slot)
         for slot in self._loading:

@@ -25,7 +25,7 @@ def make_step_plan(
     drafts: Mapping[int, Draft] = NO_DRAFTS,
     layered: LayeredPrefill | None = None,
 ) -> StepPlan:
-    """Plan the scheduled sequences and their drafts in at most `max_micro_batches` groups.
+    """Plans the scheduled sequences and their drafts in at most `max_micro_batches` groups.
 
     `layered` knows the sequences that take part in some layers only. They join a group of the
     others, so that the experts multiply all these rows together."""
@@ -52,7 +52,7 @@ def _joining(sequence: Sequence, count: int, layers: LayerRange) -> SequenceSlic
 
 
 def make_next_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
-    """Plan the step after one whose tokens are not known yet. It computes of each sequence the
+    """Plans the step after one whose tokens are not known yet. It computes of each sequence the
     token about to be sampled, which the executor fills in; here it is 0."""
     slices = [_piece(s, s.num_tokens, _UNKNOWN, 1) for s, _ in schedule.values()]
     return _plan(slices, max_micro_batches, policy)
@@ -79,7 +79,7 @@ def _slice(sequence: Sequence, count: int, draft: Draft | None) -> SequenceSlice
 def _piece(
     sequence: Sequence, start: int, tokens: NDArray[np.int64], num_logits: int, num_drafted: int = 0
 ) -> SequenceSlice:
-    """Return tokens of a sequence with the pages that they see."""
+    """Returns tokens of a sequence with the pages that they see."""
     table, hidden = sequence.page_table, sequence.hidden_pages(start)
     if hidden:
         table = table[: hidden.start] + table[hidden.stop :]

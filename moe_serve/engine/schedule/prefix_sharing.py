@@ -46,14 +46,14 @@ class PrefixSharing:
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def register(self, sequence: Sequence) -> None:
-        """Give a new sequence the root key from which its page keys start."""
+        """Gives a new sequence the root key from which its page keys start."""
         request = sequence.request
         if self._identity is not None:
             root = root_key(self._identity, request.adapter_digest, request.cache_salt)
             sequence.page_keys.append(root)
 
     def find(self, sequence: Sequence) -> list[int] | None:
-        """Return the cached pages that a waiting sequence can start with.
+        """Returns the cached pages that a waiting sequence can start with.
 
         Returns None if it should wait because a running sequence is computing the next page. At
         least its last token is left to compute, for the logits. A request for the prompt's log
@@ -71,7 +71,7 @@ class PrefixSharing:
         return None if sequence.awaited_key in self._computing else pages
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens of a waiting sequence are in the cache now."""
+        """Returns how many tokens of a waiting sequence are in the cache now."""
         if not sequence.can_share or sequence.wants_prompt_logprobs:
             return 0
         num_wanted = sequence.num_plain(sequence.num_tokens - 1) // self._page_size
@@ -81,8 +81,8 @@ class PrefixSharing:
     def take(
         self, sequence: Sequence, pages: list[int], running: Iterable[Sequence], *, can_copy: bool
     ) -> None:
-        """Start a sequence with the pages found, and the beginning of one more if some page has it.
-        Registers the pages that it will compute."""
+        """Starts a sequence with the pages found, and the beginning of one more if some page has
+        it. Registers the pages that it will compute."""
         assert not sequence.page_table, f"sequence {sequence.id} has pages before it starts"
         self._cache.hold(pages)
         sequence.page_table = list(pages)
@@ -106,7 +106,7 @@ class PrefixSharing:
             self.num_hit_tokens += sequence.num_computed_tokens
 
     def _copy_beginning(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Request a copy of the page that begins most like the sequence's next one."""
+        """Requests a copy of the page that begins most like the sequence's next one."""
         start, most = sequence.num_computed_tokens, sequence.num_plain(sequence.num_tokens - 1)
         wanted = token_array(sequence.token_ids[start : min(start + self._page_size, most)])
         if len(wanted) < _LEAST_COPIED_TOKENS:
@@ -123,7 +123,7 @@ class PrefixSharing:
     def _most_alike(
         self, sequence: Sequence, wanted: NDArray[np.int32], running: Iterable[Sequence]
     ) -> tuple[int, int]:
-        """Return a page and the number of its tokens that match. It is a cached page, or the last
+        """Returns a page and the number of its tokens that match. It is a cached page, or the last
         one of a running sequence (n > 1, equal prompts) whose values are finite so far."""
         index = sequence.num_shared_pages
         parent_key, start = sequence.page_keys[index], index * self._page_size
@@ -142,7 +142,7 @@ class PrefixSharing:
         return best, most
 
     def _is_copyable(self, page: int) -> bool:
-        """Return whether the page's values are finite and written, so it is not itself a copy's
+        """Returns whether the page's values are finite and written, so it is not itself a copy's
         target."""
         is_written = all(page != target for _, target in self._copies)
         return is_written and self._finite_pages([page]) == [True]
@@ -153,13 +153,13 @@ class PrefixSharing:
         return self._copies
 
     def end_copies(self) -> None:
-        """Release the sources, as the copies are made."""
+        """Releases the sources, as the copies are made."""
         for source, _ in self._copies:
             self._cache.release([source])
         self._copies = []
 
     def give(self, sequences: Iterable[Sequence], *, is_end: bool = False) -> None:
-        """Make the newly filled pages of sequences visible to all; at their end also the last,
+        """Makes the newly filled pages of sequences visible to all; at their end also the last,
         partial page.
 
         Called on demand, so that the pages of many steps are checked at once. Without the cache
@@ -211,8 +211,8 @@ class PrefixSharing:
             self._computing.pop(key, None)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Take back the pages behind a sequence's first `num_tokens` tokens, of which at most these
-        are then computed. Returns the pages that are now free.
+        """Takes back the pages behind a sequence's first `num_tokens` tokens, of which at most
+        these are then computed. Returns the pages that are now free.
 
         A page that others can see is never written again. If the tokens end within such a page, it
         is taken back too, and its tokens are computed again on another page.
@@ -233,7 +233,7 @@ class PrefixSharing:
         return freed
 
     def free_behind_window(self, running: Items[Sequence]) -> list[int]:
-        """Take back the pages that lie behind the window of a running sequence's next token, when
+        """Takes back the pages that lie behind the window of a running sequence's next token, when
         pages run out. Returns those that are now free.
 
         The tree cannot lack a page before one that it has. So all pages of the sequence leave it,
@@ -258,7 +258,7 @@ class PrefixSharing:
         return freed
 
     def drop_hidden(self, sequences: Items[Sequence]) -> list[int]:
-        """Take back the pages that no further row of a sequence with a `kv_window` sees. Returns
+        """Takes back the pages that no further row of a sequence with a `kv_window` sees. Returns
         those that are now free.
 
         A page of the tree that is in use needs the pages before it. So the sequence continues on
@@ -282,7 +282,7 @@ class PrefixSharing:
         return freed
 
     def _detach(self, sequence: Sequence, first: int, room: int) -> bool:
-        """Replace pages from index `first` on that others can see with copies, last first. Without
+        """Replaces pages from index `first` on that others can see with copies, last first. Without
         room for one, take all out of the tree if no other sequence uses them. Returns True if the
         sequence owns these pages now."""
         if not sequence.is_detached:
@@ -301,7 +301,8 @@ class PrefixSharing:
         return is_own
 
     def _undo_copies(self, sequence: Sequence) -> None:
-        """Put shared pages back into the table of a sequence, as it ends before they are copied."""
+        """Puts shared pages back into the table of a sequence, as it ends before they are
+        copied."""
         place = {page: index for index, page in enumerate(sequence.page_table)}
         for source, target in [pair for pair in self._copies if pair[1] in place]:
             self._copies.remove((source, target))
@@ -309,18 +310,18 @@ class PrefixSharing:
             self._cache.release([target])
 
     def must_detach(self, sequences: Iterable[Sequence]) -> bool:
-        """Return whether one of the sequences has to leave the tree before it computes its next
+        """Returns whether one of the sequences has to leave the tree before it computes its next
         token but one."""
         return any(s.hidden_pages(s.num_tokens) and not s.owns_pages for s in sequences)
 
     def stop_computing(self, sequence: Sequence) -> None:
-        """Record that the sequence will give no more pages, so nothing waits for them."""
+        """Records that the sequence will give no more pages, so nothing waits for them."""
         for key in sequence.page_keys[sequence.num_shared_pages + 1 :]:
             if self._computing.get(key) == sequence.id:
                 del self._computing[key]
 
     def check_integrity(self, running: Items[Sequence]) -> None:
-        """Assert that only running sequences are waited for, and that shared pages are in the
+        """Asserts that only running sequences are waited for, and that shared pages are in the
         tree."""
         lost = set(self._computing.values()) - {s.id for s in running}
         assert not lost, f"sequences {lost} do not run and are waited for"

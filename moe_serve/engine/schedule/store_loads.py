@@ -58,7 +58,7 @@ class StoreLoads:
         return sequence.awaited_key in self._awaited
 
     def begin(self, sequence: Sequence, num_found: int, keys: list[bytes]) -> bool:
-        """Begin to load the pages of `keys`, which are behind the `num_found` that a sequence
+        """Begins to load the pages of `keys`, which are behind the `num_found` that a sequence
         could start with. Returns whether it should wait for them."""
         size = self._page_size
         if sequence.started_at is None and not sequence.num_tier_loads:
@@ -85,7 +85,7 @@ class StoreLoads:
         return True
 
     def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
-        """Hand over what the store has loaded, and give up what is late. `enter` puts the pages
+        """Hands over what the store has loaded, and give up what is late. `enter` puts the pages
         where the sequence finds them, and returns how many."""
         for load, done in self._take_done():
             count = enter(load, done) * self._page_size
@@ -94,12 +94,12 @@ class StoreLoads:
         self._give_up_late()
 
     def wait(self) -> None:
-        """Wait a moment if a sequence waits for a load."""
+        """Waits a moment if a sequence waits for a load."""
         if any(not load.is_probe for load in self._loads.values()):
             self._store.wait(_WAIT_S)
 
     def stats(self) -> TierStats:
-        """Return the store's figures with those of the loads that did not come to it."""
+        """Returns the store's figures with those of the loads that did not come to it."""
         stats = self._store.stats()
         return replace(
             stats,
@@ -126,14 +126,14 @@ class StoreLoads:
     def _skip(
         self, sequence: Sequence, num_found: int, keys: list[bytes], deadline_s: float
     ) -> None:
-        """Count a run that is computed, and measure the store now and then."""
+        """Counts a run that is computed, and measures the store now and then."""
         self._counts["skipped_slow"] += len(keys)
         if self._num_skipped % _PROBE_EVERY == 0 and not self._loads:
             self._begin(sequence, num_found, keys[:_PROBE_PAGES], deadline_s, is_probe=True)
         self._num_skipped += 1
 
     def _take_done(self) -> Iterator[tuple[StoreLoad, LoadDone]]:
-        """Yield the loads that have ended and that a sequence waits for."""
+        """Yields the loads that have ended and that a sequence waits for."""
         for done in self._store.take_done():
             self.rule.note_load(done.num_bytes, done.seconds)
             if self._late.pop(done.job, None) is not None:
@@ -146,7 +146,7 @@ class StoreLoads:
             yield load, done
 
     def _give_up_late(self) -> None:
-        """Let sequences compute whose loads take too long. Switch off a store that hangs."""
+        """Lets sequences compute whose loads take too long. Switch off a store that hangs."""
         now = self._clock()
         for number in [key for key, load in self._loads.items() if now > load.deadline]:
             load = self._late[number] = self._loads.pop(number)
@@ -170,12 +170,12 @@ class RecentSteps:
         self._step: tuple[float, int, int] | None = None  # its begin, tokens, those of prompts
 
     def begins(self, steps: Items[tuple[Sequence, int]]) -> None:
-        """Note a step's sequences and their tokens."""
+        """Notes a step's sequences and their tokens."""
         num_tokens = sum(count for _, count in steps)
         self._step = self._clock(), num_tokens, sum(s.num_unread(count) for s, count in steps)
 
     def ended(self) -> None:
-        """Note the end of the step that began last. One that began before that end is not
+        """Notes the end of the step that began last. One that began before that end is not
         measured."""
         if self._step is not None:
             begin, num_tokens, num_prompt_tokens = self._step

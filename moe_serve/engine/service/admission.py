@@ -57,11 +57,11 @@ class Admission:
         self._refused: Counter[str] = Counter()
 
     def publish(self, engine: int, snapshot: QueueSnapshot) -> None:
-        """Replace the snapshot of an engine."""
+        """Replaces the snapshot of an engine."""
         self._snapshots = {**self._snapshots, engine: snapshot}
 
     def withdraw(self, engine: int) -> None:
-        """Drop the snapshot of an engine that is lost."""
+        """Drops the snapshot of an engine that is lost."""
         self._snapshots = {key: each for key, each in self._snapshots.items() if key != engine}
 
     @property
@@ -70,7 +70,7 @@ class Admission:
         return len(self._snapshots)
 
     def num_refused(self, tier: str) -> int:
-        """Return how many requests of a tier were refused. Safe from any thread."""
+        """Returns how many requests of a tier were refused. Safe from any thread."""
         return self._refused[tier]
 
     def forecast(
@@ -87,7 +87,7 @@ class Admission:
         return FirstTokenForecast(predicted_s=raw_s * factors.median, p90_s=raw_s * factors.p90)
 
     def raw_s(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> float | None:
-        """Predict the seconds to the first token without correction; None: not measured yet."""
+        """Predicts the seconds to the first token without correction; None: not measured yet."""
         snapshots = self._snapshots
         if not snapshots:
             return None
@@ -127,13 +127,13 @@ class Admission:
     def _keys_at(
         self, snapshot: QueueSnapshot, service: Service, num_prompt_tokens: int, priority: int
     ) -> Callable[[Floats], Floats]:
-        """Return a function from seconds of waiting to the keys of a request that comes now."""
+        """Returns a function from seconds of waiting to the keys of a request that comes now."""
         work_s = num_prompt_tokens * snapshot.uncached * snapshot.token_s
         slack_s = self.slack_s(service, priority) - work_s
         return self._order.keys_over_time(slack_s, work_s, service.weight, priority)
 
     def entered(self, turn: int, num_prompt_tokens: int) -> float | None:
-        """Note that a request has come to an engine in a turn, whose snapshot will have it, and
+        """Notes that a request has come to an engine in a turn, whose snapshot will have it, and
         return its forecast without correction; None: it was not accepted here, or long ago."""
         for each in tuple(self._accepted):
             if not each.has_entered and each.num_tokens == num_prompt_tokens:
@@ -152,15 +152,15 @@ class Admission:
         )
 
     def slack_s(self, service: Service, priority: int) -> float:
-        """Return the seconds from the arrival to the virtual deadline."""
+        """Returns the seconds from the arrival to the virtual deadline."""
         target_s = _first_target_s(service)
         if target_s is None:
             target_s = self._default_s
         return target_s + self._priority_s * priority
 
     def _since(self, turn: int, key: float) -> tuple[int, int]:
-        """Return the number of requests that the snapshot of a turn lacks and that go before a key,
-        and their tokens."""
+        """Returns the number of requests that the snapshot of a turn lacks and that go before a
+        key, and their tokens."""
         counts = [
             each.num_tokens
             for each in tuple(self._accepted)
@@ -170,7 +170,7 @@ class Admission:
 
 
 def _first_target_s(service: Service) -> float | None:
-    """Return the target that the first token must keep: its own, else that of the whole answer,
+    """Returns the target that the first token must keep: its own, else that of the whole answer,
     which is certainly missed if not even the first token comes in time."""
     targets = service.targets
     return targets.ttft_s if targets.ttft_s is not None else targets.e2e_s

@@ -57,8 +57,8 @@ class QueueSnapshot:
         num_more: float = 0.0,
         num_more_tokens: float = 0.0,
     ) -> float:
-        """Predict the seconds to the first token of a prompt of `num_tokens`. `keys_at` returns its
-        keys after seconds of waiting.
+        """Predicts the seconds to the first token of a prompt of `num_tokens`. `keys_at` returns
+        its keys after seconds of waiting.
 
         `num_more` and `num_more_tokens` are the more urgent requests accepted since the snapshot.
         """
@@ -69,7 +69,7 @@ class QueueSnapshot:
     def _start_s(
         self, num_more: float, num_more_tokens: float, keys_at: Callable[[Floats], Floats]
     ) -> float:
-        """Return when all that goes before the newcomer is served, as arrivals continue."""
+        """Returns when all that goes before the newcomer is served, as arrivals continue."""
 
         def work(waited_s: float, key: float) -> tuple[float, float]:
             requests, tokens = self._ahead(waited_s, key)
@@ -94,15 +94,16 @@ class QueueSnapshot:
         return _crossing(times, excess_s)
 
     def _ahead(self, waited_s: float, key: float) -> tuple[float, float]:
-        """Return the requests that wait, and the tokens to read, before one that then has `key`."""
+        """Returns the requests that wait, and the tokens to read, before one that then has
+        `key`."""
         is_ahead = np.maximum(self.keys - waited_s, self.floors) <= key
         being_read = float(self.reading_left[self.reading_keys - waited_s <= key].sum())
         return float(np.count_nonzero(is_ahead)), float(self.num_left[is_ahead].sum()) + being_read
 
 
 def _crossing(times: Floats, excess_s: Callable[[int], float]) -> float:
-    """Return when the excess, which is above zero at the first time, becomes zero; the last time if
-    it does not."""
+    """Returns when the excess, which is above zero at the first time, becomes zero; the last time
+    if it does not."""
     low, high = 0, len(times) - 1
     after, before = excess_s(high), excess_s(low)
     if after > 0.0:
@@ -119,6 +120,6 @@ def _crossing(times: Floats, excess_s: Callable[[int], float]) -> float:
 
 
 def _integral(rates: Floats, times: Floats) -> Floats:
-    """Return the integral of rates from 0 to each time."""
+    """Returns the integral of rates from 0 to each time."""
     steps = np.diff(times) * (rates[1:] + rates[:-1]) / 2
     return np.concatenate([[0.0], np.cumsum(steps)])

@@ -41,7 +41,7 @@ class ForecastCalibration:
         self.factors = Factors()
 
     def compare(self, raw_s: float, actual_s: float) -> None:
-        """Add a request that got its first token. `raw_s`: the forecast without factors."""
+        """Adds a request that got its first token. `raw_s`: the forecast without factors."""
         ratio = max(actual_s, _LEAST_S) / max(raw_s, _LEAST_S)
         self._errors.append(abs(1 - self.factors.median / ratio))
         self._ratios.append(ratio)
@@ -65,7 +65,8 @@ class ForecastCalibration:
 
 
 def error_of(calibrations: Iterable[ForecastCalibration]) -> ForecastError:
-    """Return the error over several tiers. `p90_ratio` is the largest of their cautious factors."""
+    """Returns the error over several tiers. `p90_ratio` is the largest of their cautious
+    factors."""
     calibrations = list(calibrations)
     most = max([each.factors.p90 for each in calibrations], default=1.0)
     ratios = np.array([ratio for each in calibrations for ratio in each.ratios])

@@ -99,7 +99,7 @@ class ServiceState:
     def of(
         cls, config: SchedulerConfig, clock: Clock, model: StepModel | None = None
     ) -> ServiceState | None:
-        """Return the state of a server with tiers or an order by deadlines, else None."""
+        """Returns the state of a server with tiers or an order by deadlines, else None."""
         check_order(config)
         if not config.tiers and resolved_order(config) == "priority":
             return None
@@ -110,16 +110,16 @@ class ServiceState:
         return self._calibrations[self._tier_of.get(tier, 0)].factors
 
     def next_engine(self) -> int:
-        """Return a number for one more engine."""
+        """Returns a number for one more engine."""
         self._num_engines += 1
         return self._num_engines
 
     def tier(self, service: Service) -> int:
-        """Return the place of a request's tier; that of the first one if it is unknown."""
+        """Returns the place of a request's tier; that of the first one if it is unknown."""
         return self._tier_of.get(service.tier, 0)
 
     def enter(self, sequence: Sequence, num_left: int) -> Standing:
-        """Give a new sequence its standing. `num_left`: prompt tokens that are not cached."""
+        """Gives a new sequence its standing. `num_left`: prompt tokens that are not cached."""
         request = sequence.request
         service, targets = request.service, request.service.targets
         queued_s, tier = self.steady.at(request.arrival_time), self.tier(service)
@@ -153,7 +153,7 @@ class ServiceState:
         return standing
 
     def _accepted_s(self, sequence: Sequence) -> float | None:
-        """Return the forecast with which a new sequence was accepted, without correction."""
+        """Returns the forecast with which a new sequence was accepted, without correction."""
         request, num_tokens = sequence.request, sequence.num_prompt_tokens
         raw_s = self.admission.entered(self.num_turns, num_tokens)
         if raw_s is None and self.model.is_measured:
@@ -161,7 +161,7 @@ class ServiceState:
         return raw_s
 
     def _deadline(self, sequence: Sequence, tier: int, queued_s: float) -> float:
-        """Return the virtual deadline of the first token."""
+        """Returns the virtual deadline of the first token."""
         request = sequence.request
         service, targets = request.service, request.service.targets
         shift_s = self.config.max_passed_over_s * request.priority
@@ -182,7 +182,7 @@ class ServiceState:
         return latest_s + shift_s
 
     def got_token(self, sequence: Sequence, now: float) -> None:
-        """Note the first token of a request."""
+        """Notes the first token of a request."""
         standing = sequence.standing
         assert standing is not None, f"sequence {sequence.id} was not given a standing"
         if standing.first_token_at is None:
@@ -192,13 +192,13 @@ class ServiceState:
                 self._calibrations[standing.tier].compare(standing.raw_s, actual_s)
 
     def leave(self, sequence: Sequence) -> None:
-        """Note that a sequence has ended, in whatever way."""
+        """Notes that a sequence has ended, in whatever way."""
         if sequence.standing is not None:
             self.shares.leave(sequence.standing.tenant)
             self.num_strict -= sequence.request.service.targets.is_strict
 
     def finished(self, sequence: Sequence, now: float) -> None:
-        """Note that the answer of a request is complete."""
+        """Notes that the answer of a request is complete."""
         standing, service = sequence.standing, sequence.request.service
         assert standing is not None, f"sequence {sequence.id} was not given a standing"
         is_good = self.ledger.finished(sequence, standing, now)
@@ -211,7 +211,7 @@ class ServiceState:
             )
 
     def expired(self, sequence: Sequence) -> None:
-        """Note that a strict request is ended, as its deadline has passed."""
+        """Notes that a strict request is ended, as its deadline has passed."""
         assert sequence.standing is not None, f"sequence {sequence.id} was not given a standing"
         self.ledger.expired(sequence, sequence.standing)
 
@@ -226,19 +226,19 @@ class ServiceState:
         return self.admission.num_snapshots
 
     def add_rows(self, rows: StepWork, *, is_typical: bool) -> None:
-        """Add one engine's part of a step of all engines. `is_typical`: it ran as it was begun."""
+        """Adds one engine's part of a step of all engines. `is_typical`: it ran as it was begun."""
         self._rows += rows
         self._is_typical &= is_typical
 
     def take_rows(self) -> StepWork | None:
-        """Return the rows of the step that has ended on all engines; None if its time says
+        """Returns the rows of the step that has ended on all engines; None if its time says
         nothing."""
         rows, self._rows = self._rows, StepWork()
         is_typical, self._is_typical = self._is_typical, True
         return rows if is_typical and rows != StepWork() else None
 
     def turn(self, *, has_work: bool) -> None:
-        """Note the end of a step, or of a step of all engines."""
+        """Notes the end of a step, or of a step of all engines."""
         self.num_turns += 1
         if has_work:
             self.steady.turn()
@@ -246,7 +246,7 @@ class ServiceState:
             self.steady.rest()
 
     def observe(self, rows: StepWork, seconds: float) -> None:
-        """Learn from a step that ran: of one engine, or of all that step together."""
+        """Learns from a step that ran: of one engine, or of all that step together."""
         self.model.observe(rows, seconds)
         self.usual_step_s += (_STEP_WEIGHT if self.usual_step_s else 1.0) * (
             seconds - self.usual_step_s
@@ -274,7 +274,7 @@ class ServiceState:
         return 2 * max(chunk_s, self.work.decode_row * seats) + chunk_s
 
     def stats(self) -> ServiceStats:
-        """Return a snapshot. Safe from any thread."""
+        """Returns a snapshot. Safe from any thread."""
         refused = [self.admission.num_refused(name) for name in self.tier_names]
         return ServiceStats(
             order=self.order_name,

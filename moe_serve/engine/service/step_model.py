@@ -44,11 +44,11 @@ class StepModel(Protocol):
     def is_measured(self) -> bool: ...
 
     def seconds(self, rows: StepWork) -> float:
-        """Predict a step; never less for more rows."""
+        """Predicts a step; never less for more rows."""
         ...
 
     def observe(self, rows: StepWork, seconds: float) -> None:
-        """Learn from a step that ran."""
+        """Learns from a step that ran."""
         ...
 
 
@@ -106,14 +106,14 @@ class FittedSteps:
 def prompt_token_s(
     model: StepModel, num_decoding: int, num_prompt: int, num_context: int = 0
 ) -> float:
-    """Return the seconds that a prompt token takes in steps that read `num_prompt` of them, beside
+    """Returns the seconds that a prompt token takes in steps that read `num_prompt` of them, beside
     rows that decode with `num_context` tokens in their contexts."""
     return model.seconds(StepWork(num_decoding, num_prompt, num_context)) / max(1, num_prompt)
 
 
 def work_s(model: StepModel, counts: Items[int]) -> tuple[float, float]:
-    """Return the seconds that one prompt token and one decode row add to a step with the largest of
-    these counts (prompt tokens, decode rows). Both share the step's fixed time evenly."""
+    """Returns the seconds that one prompt token and one decode row add to a step with the largest
+    of these counts (prompt tokens, decode rows). Both share the step's fixed time evenly."""
     num_prompt, num_decoding = counts
     prompt = model.seconds(StepWork(0, num_prompt)) / max(1, num_prompt)
     decode = model.seconds(StepWork(num_decoding, 0)) / max(1, num_decoding)

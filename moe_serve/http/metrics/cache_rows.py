@@ -67,14 +67,14 @@ _CACHE_ROWS = (
 
 
 def _by_tier(value: Callable[[TierStats], float]) -> Callable[[TierStats], Samples]:
-    """Return a row's values for a tier, and for the memory in front of it if ranks share one."""
+    """Returns a row's values for a tier, and for the memory in front of it if ranks share one."""
     return lambda t: {(each.name,): float(value(each)) for each in t.parts}
 
 
 def _by_result(
     counts: Callable[[TierStats], Mapping[str, int]], results: Iterable[str]
 ) -> Callable[[TierStats], Samples]:
-    """Return a row's values by tier and result."""
+    """Returns a row's values by tier and result."""
     return lambda t: {
         (each.name, result): counts(each).get(result, 0) for each in t.parts for result in results
     }

@@ -92,7 +92,7 @@ class World:
         self.engines = [self._engine(runner) for runner in self.runners]
 
     def replace(self, lost: Engine) -> None:
-        """Put a new rank in the place of a lost one."""
+        """Puts a new rank in the place of a lost one."""
         self.engines[self.engines.index(lost)] = self._engine(FakeRunner())
 
     def _engine(self, runner: FakeRunner) -> Engine:

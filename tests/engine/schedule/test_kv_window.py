@@ -110,7 +110,7 @@ def test_a_preempted_answer_is_computed_again_with_the_same_keys() -> None:
 
 
 def step_until(engine: Engine, name: str, count: int) -> list[int]:
-    """Step until a request has so many tokens, and return those it got on the way."""
+    """Steps until a request has so many tokens, and returns those it got on the way."""
     found: list[int] = []
     while len(found) < count:
         for delta in engine.step():

@@ -99,7 +99,7 @@ def full_stats() -> EngineStats:
 
 
 def full_metrics() -> str:
-    """Return the text of such a server's /metrics after one request of each outcome."""
+    """Returns the text of such a server's /metrics after one request of each outcome."""
     stats, plan = full_stats(), contiguous((0,), 4, 2)
     status = PlacementStatus(
         mode="auto",
