@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def description(name: str) -> str:
-    """Read the first line of a benchmark's docstring, without importing the benchmark."""
+    """Reads the first line of a benchmark's docstring, without importing the benchmark."""
     text = module_path(name).read_text("utf-8")
     return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 

@@ -33,25 +33,25 @@ class ExpertLayer(Protocol):
         ...
 
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
-        """Take over experts that are not held yet. `make_bank` reads their weights, if this layer
+        """Takes over experts that are not held yet. `make_bank` reads their weights, if this layer
         reads them right away."""
         ...
 
     def drop_added(self) -> None:
-        """Release the experts that were taken over."""
+        """Releases the experts that were taken over."""
         ...
 
     def own(self, experts: Collection[int]) -> None:
-        """Replace the experts this rank owns by these, and release the experts that it took
+        """Replaces the experts this rank owns by these, and releases the experts that it took
         over."""
         ...
 
     def total(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the rows' weighted sums [T, D], rounded to fp32."""
+        """Returns the rows' weighted sums [T, D], rounded to fp32."""
         ...
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the sums [T, D] in fp64 over the experts held here; id -1 marks a choice held
+        """Returns the sums [T, D] in fp64 over the experts held here; id -1 marks a choice held
         elsewhere."""
         ...
 
@@ -92,12 +92,12 @@ class LayerBanks:
         return self._banks[0].bank if is_whole and not self._is_room else None
 
     def put(self, bank: ExpertBank, experts: Collection[int]) -> None:
-        """Add a bank with the rank's own experts; it is never dropped."""
+        """Adds a bank with the rank's own experts; it is never dropped."""
         self.add(bank, experts)
         self._num_own = len(self._banks)
 
     def put_room(self, bank: ExpertBank, experts: Collection[int]) -> None:
-        """Set the bank whose experts are exchanged by `own`, with the rank's own experts."""
+        """Sets the bank whose experts are exchanged by `own`, with the rank's own experts."""
         assert not self._banks, "the bank of a room must be the first bank of its layer"
         self._banks, self._num_own, self._is_room = (HeldBank(bank, frozenset()),), 1, True
         self.own(experts)
@@ -116,7 +116,7 @@ class LayerBanks:
         self.add(make_bank(), experts)
 
     def add(self, bank: ExpertBank, experts: Collection[int]) -> None:
-        """Add a bank with experts that are not held yet."""
+        """Adds a bank with experts that are not held yet."""
         more = frozenset(experts)
         assert more, "a bank needs at least one expert"
         assert max(more) < len(self._bank_E) - 1, (
@@ -128,18 +128,18 @@ class LayerBanks:
         self._banks, self._bank_E = (*self._banks, HeldBank(bank, more)), table_E
 
     def drop_added(self) -> None:
-        """Release the banks that were added after `put`."""
+        """Releases the banks that were added after `put`."""
         self._bank_E = torch.where(self._bank_E < self._num_own, self._bank_E, -1)
         self._banks = self._banks[: self._num_own]
 
     def total(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the rows' weighted sums [T, D], rounded to fp32."""
+        """Returns the rows' weighted sums [T, D], rounded to fp32."""
         if len(self._banks) == 1:
             return self._banks[0].bank(x_TD, expert_ids_TK, weights_TK)
         return self.partial(x_TD, expert_ids_TK, weights_TK).float()
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the sums [T, D] in fp64 over the experts held here; id -1 marks a choice held
+        """Returns the sums [T, D] in fp64 over the experts held here; id -1 marks a choice held
         elsewhere."""
         if len(self._banks) == 1:
             return self._banks[0].bank.partial(x_TD, expert_ids_TK, weights_TK)

@@ -51,7 +51,7 @@ class ExpertStage:
         return tuple(layer for layer, banks in enumerate(self._layers) if banks is not None)
 
     def layer(self, layer: int) -> ExpertLayer:
-        """Return the experts of a layer, which must not be a dense one."""
+        """Returns the experts of a layer, which must not be a dense one."""
         banks = self._layers[layer]
         assert banks is not None, f"rows were sent for layer {layer}, which has no routed experts"
         return banks
@@ -59,7 +59,7 @@ class ExpertStage:
     def partial(
         self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
-        """Return the part [T, D] in fp64 that the experts held here contribute to the rows' sums;
+        """Returns the part [T, D] in fp64 that the experts held here contribute to the rows' sums;
         id -1 marks a choice held elsewhere.
 
         The parts of all ranks, added in any order and rounded to fp32, equal bit for bit the total
@@ -68,7 +68,7 @@ class ExpertStage:
         return self.layer(layer).partial(x_TD, expert_ids_TK, weights_TK)
 
     def foresee(self, layer: int, micro_batch: int, following_E: Tensor | None) -> None:
-        """Announce which experts a micro-batch will need in the next layer; called before its rows
+        """Announces which experts a micro-batch will need in the next layer; called before its rows
         of this layer run.
 
         `following_E` holds probabilities as uint8 [E], in units of 1/255; None if there is no
@@ -84,22 +84,22 @@ class ExpertStage:
         return frozenset() if banks is None else banks.held
 
     def add(self, layer: int, bank: ExpertBank, experts: Collection[int]) -> None:
-        """Take over experts that are not held yet."""
+        """Takes over experts that are not held yet."""
         self.take(layer, lambda: bank, experts)
 
     def take(self, layer: int, make_bank: MakeBank, experts: Collection[int]) -> None:
-        """Take over experts that are not held yet; `make_bank` reads their weights unless a memory
+        """Takes over experts that are not held yet; `make_bank` reads their weights unless a memory
         reads them later."""
         self.layer(layer).take(make_bank, experts)
 
     def drop_added(self) -> None:
-        """Release all experts that were taken over."""
+        """Releases all experts that were taken over."""
         for banks in self._layers:
             if banks is not None:
                 banks.drop_added()
 
     def own(self, held: Mapping[int, Collection[int]]) -> None:
-        """Replace the experts that this rank owns in these layers.
+        """Replaces the experts that this rank owns in these layers.
 
         Works only with a memory or with a room; in a room the new experts must be staged already.
         """

@@ -46,7 +46,7 @@ class SlotRoom:
         weights: ExpertWeights,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Pack an expert into a free slot.
+        """Packs an expert into a free slot.
 
         Stages nothing if `is_cancelled` returns True before or after the packing. A caller that
         cancels and then drops the staged experts therefore leaves none behind.
@@ -73,12 +73,12 @@ class SlotRoom:
                 self._staged[key] = slot
 
     def drop_staged(self) -> None:
-        """Free the slots of all staged experts."""
+        """Frees the slots of all staged experts."""
         with self._lock:
             self._drop_staged()
 
     def switch(self, held: Mapping[int, Collection[int]]) -> None:
-        """Serve exactly these experts in these layers from now on; the layers' other experts are
+        """Serves exactly these experts in these layers from now on; the layers' other experts are
         released.
 
         Raises AssertionError, before anything changes, if one of them is neither serving nor
@@ -99,12 +99,12 @@ class SlotRoom:
             self._drop_staged()
 
     def _drop_staged(self) -> None:
-        """Free the staged slots; the caller holds the lock."""
+        """Frees the staged slots; the caller holds the lock."""
         self._free += self._staged.values()
         self._staged.clear()
 
     def check_integrity(self) -> None:
-        """Assert that every slot is exactly one of free, staged or serving."""
+        """Asserts that every slot is exactly one of free, staged or serving."""
         slots = [*self._free, *self._staged.values(), *self._serving.values()]
         assert sorted(slots) == list(range(self._slots.num_slots)), (
             f"every slot must be in use exactly once, got {sorted(slots)}"

@@ -22,7 +22,7 @@ class FrameTooLargeError(Exception):
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs `module` as `__main__` and imports nothing from the working
+    """Returns the command that runs `module` as `__main__` and imports nothing from the working
     folder.
 
     Pass secrets through the environment, as every user of the machine may read a command line.
@@ -33,12 +33,12 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def command_without_switch(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the same command for a Python without `-P`."""
+    """Returns the same command for a Python without `-P`."""
     return (sys.executable, "-c", _SAFE_RUN.format(module=module), *arguments)
 
 
 def send_frame(descriptor: int, content: bytes, timeout_s: float | None = None) -> None:
-    """Write one frame. Returns when all of it is in the pipe.
+    """Writes one frame. Returns when all of it is in the pipe.
 
     With a timeout, which needs a non-blocking descriptor, it raises TimeoutError if the other side
     does not read. It raises BrokenPipeError if the other side has ended.
@@ -55,7 +55,7 @@ def send_frame(descriptor: int, content: bytes, timeout_s: float | None = None) 
 def receive_frame(
     descriptor: int, timeout_s: float | None = None, max_bytes: int = 2**32 - 1
 ) -> bytes | None:
-    """Return the next frame's content, or None if the other side has ended.
+    """Returns the next frame's content, or None if the other side has ended.
 
     Raises TimeoutError, and FrameTooLargeError for a frame of more than `max_bytes`.
     """
@@ -83,7 +83,7 @@ def _read(descriptor: int, count: int, deadline: float | None) -> bytes | None:
 
 
 def _wait(descriptor: int, deadline: float | None, *, is_write: bool) -> None:
-    """Wait until the descriptor is ready. Uses poll, as select takes no descriptor above 1023."""
+    """Waits until the descriptor is ready. Uses poll, as select takes no descriptor above 1023."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT if is_write else select.POLLIN)
     left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000

@@ -37,7 +37,7 @@ BLANKED = dict.fromkeys((*range(32), *range(127, 160)), " ")  # for str.translat
 
 
 def printable(text: str, *, keeps_lines: bool = True) -> str:
-    r"""Return the text with its control characters as escapes (\\x1b).
+    r"""Returns the text with its control characters as escapes (\\x1b).
 
     Messages repeat text of clients and files. Printed unchanged, control characters could steer a
     terminal or forge a line of a log.
@@ -47,7 +47,7 @@ def printable(text: str, *, keeps_lines: bool = True) -> str:
 
 
 def plain(text: str, limit: int = 300) -> str:
-    """Return one line without control characters, cut to `limit`: a server's text in a message."""
+    """Returns one line without control characters, cut to `limit`: a server's text in a message."""
     return " ".join(text.translate(BLANKED).split())[:limit]
 
 
@@ -87,7 +87,7 @@ class ContextLengthError(InvalidRequestError):
         self.max_prompt_tokens = max_prompt_tokens
 
     def reworded(self, message: str, param: str | None) -> ContextLengthError:
-        """Return the same error with another message."""
+        """Returns the same error with another message."""
         return ContextLengthError(
             message,
             param=param,
@@ -105,7 +105,7 @@ class InvalidGrammarError(InvalidRequestError):
         self.place = place
 
     def of_field(self, field: str) -> InvalidGrammarError:
-        """Return the error with the request field that the constraint came from."""
+        """Returns the error with the request field that the constraint came from."""
         param = f"{field}.{self.place}" if self.place else field
         return InvalidGrammarError(f"{field}: {self}", param=param, place=self.place)
 
@@ -186,7 +186,7 @@ class BenchStreamError(BenchError):
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """Return the beginning of a value, for a message that names it."""
+    """Returns the beginning of a value, for a message that names it."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -17,7 +17,7 @@ PairsHook = Callable[[list[tuple[str, Any]]], Any]
 
 
 def parse_json(text: str | bytes, pairs_hook: PairsHook | None = None) -> Any:
-    """Parse like `json.loads`. Raises ValueError (also for an integer with too many digits),
+    """Parses like `json.loads`. Raises ValueError (also for an integer with too many digits),
     RecursionError.
 
     `pairs_hook` builds the objects.

@@ -17,7 +17,7 @@ _KINDS = {
 
 
 def regular_file(path: Path) -> Path:
-    """Return the path if it is a regular file, or a link to one.
+    """Returns the path if it is a regular file, or a link to one.
 
     Raises OSError. It is FileNotFoundError only if nothing has this name, so that a broken link is
     not mistaken for an absent optional file.
@@ -37,6 +37,6 @@ def regular_file(path: Path) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether an optional file must be read. A broken link counts, and reading it is an
+    """Returns whether an optional file must be read. A broken link counts, and reading it is an
     error."""
     return os.path.lexists(path)

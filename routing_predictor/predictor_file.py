@@ -28,7 +28,7 @@ from routing_predictor.traces.routing_error import PredictorError
 
 
 def write_predictor(folder: Path, card: PredictorCard, module: nn.Module) -> None:
-    """Write both files, the card last, each completely or not at all. The same weights and card
+    """Writes both files, the card last, each completely or not at all. The same weights and card
     give the same bytes."""
     tensors: dict[str, NDArray[Any]] = {
         name: tensor.detach().half().numpy() for name, tensor in module.state_dict().items()
@@ -51,7 +51,7 @@ def write_predictor(folder: Path, card: PredictorCard, module: nn.Module) -> Non
 
 
 def read_predictor_card(folder: Path, kind: PredictorKind) -> PredictorCard:
-    """Read the card of a predictor. Raises PredictorError."""
+    """Reads the card of a predictor. Raises PredictorError."""
     card = read_card(folder / f"{kind.value}.json")
     if card.kind != kind.value:
         raise PredictorError(f"{folder / kind.value}.json belongs to a {card.kind} predictor")
@@ -66,7 +66,8 @@ def load_request_predictor(
     placement_version: str = "",
     model: str = "",
 ) -> PrefixPredictor:
-    """Load the request predictor of a folder, for the model with this identity and embedding table.
+    """Loads the request predictor of a folder, for the model with this identity and embedding
+    table.
 
     Raises PredictorError if it is damaged, or belongs to another model or placement.
     """
@@ -102,7 +103,7 @@ def load_layer_predictors(
     placement_version: str = "",
     model: str = "",
 ) -> LayerPredictors:
-    """Load the next-layer or the pre-attention predictors of a folder. `routers` are those of the
+    """Loads the next-layer or the pre-attention predictors of a folder. `routers` are those of the
     model's layers with routed experts, in order.
 
     Raises PredictorError if they are damaged, or belong to another model or placement.
@@ -126,7 +127,7 @@ def load_layer_predictors(
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Load a file's weights into the module. Raises PredictorError unless the file holds the
+    """Loads a file's weights into the module. Raises PredictorError unless the file holds the
     module's tensors, all finite."""
     wanted = module.state_dict()
     _check_shapes(path, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
@@ -145,7 +146,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
 
 
 def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Check shapes before anything is allocated: a card may name any sizes, a file cannot."""
+    """Checks shapes before anything is allocated: a card may name any sizes, a file cannot."""
     with _opened(path) as file:
         names = set(file.keys())
         for name, shape in wanted.items():
@@ -159,7 +160,7 @@ def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises PredictorError if it cannot be read."""
+    """Opens a safetensors file. Raises PredictorError if it cannot be read."""
     try:
         with safe_open(regular(path), framework="numpy") as file:
             yield file

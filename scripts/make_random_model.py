@@ -63,7 +63,7 @@ class Family:
     config: Callable[[Sizes], dict[str, object]]
 
     def check(self, sizes: Sizes) -> None:
-        """Raise ValueError if the family cannot have these sizes."""
+        """Raises ValueError if the family cannot have these sizes."""
         if self is FAMILIES["olmoe"] and sizes.num_heads * sizes.head_dim != sizes.width:
             raise ValueError(
                 f"olmoe has heads of width / num_heads ({sizes.width} / {sizes.num_heads}), "
@@ -211,7 +211,7 @@ def write_random_model(
 
 
 def borrow_tokenizer(source: Path, folder: Path) -> bool:
-    """Copy the tokenizer of another checkpoint; False if it has no tokenizer."""
+    """Copies the tokenizer of another checkpoint; False if it has no tokenizer."""
     for name in _TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)

@@ -77,7 +77,7 @@ def above(sizes: list[Size], ceiling: int, unit: str) -> list[str]:
 
 
 def single_importers() -> dict[Path, str]:
-    """Find the product's files that exactly one other module of the product imports."""
+    """Finds the product's files that exactly one other module of the product imports."""
     modules = {dotted(path): path for path in product_files()}
     importers: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
@@ -98,7 +98,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def num_repeated_names() -> tuple[int, int]:
-    """Count the file names and the class names that the product has more than once."""
+    """Counts the file names and the class names that the product has more than once."""
     files: Counter[str] = Counter()
     classes: Counter[str] = Counter()
     for path in product_files():

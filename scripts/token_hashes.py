@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def compare(recorded: dict[str, Any], found: dict[str, Any]) -> int:
-    """Print every difference; the exit code is 1 if there is one, 2 if nothing can be compared."""
+    """Prints every difference; the exit code is 1 if there is one, 2 if nothing can be compared."""
     if recorded["machine"] != found["machine"]:
         print(f"recorded on {recorded['machine']}, this is {found['machine']}: not comparable")
         return 2
@@ -92,7 +92,7 @@ def all_hashes(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def answers_hash(llm: LLM, params: SamplingParams) -> str:
-    """Hash the token ids and the log probabilities, to the last bit, of all answers."""
+    """Hashes the token ids and the log probabilities, to the last bit, of all answers."""
     vocab_size = min(llm.layout.vocab_size, 256)
     prompts = [[(7 * n + 3 * i) % vocab_size for i in range(n)] for n in PROMPT_LENGTHS]
     digest = hashlib.sha256()
@@ -106,7 +106,7 @@ def answers_hash(llm: LLM, params: SamplingParams) -> str:
 
 
 def checkpoints(folder: Path) -> Iterator[tuple[str, Path | None]]:
-    """Yield the name and the folder of each model; None is the demonstration model."""
+    """Yields the name and the folder of each model; None is the demonstration model."""
     yield "demonstration model", None
     sizes = Sizes(
         num_layers=3,
@@ -128,7 +128,7 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Path | None]]:
 
 
 def case_checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Write the first test case of each architecture that the plain families do not cover."""
+    """Writes the first test case of each architecture that the plain families do not cover."""
     parity = importlib.import_module("tests.support.families.parity")
     cases = importlib.import_module("tests.support.families.all_cases").CASES
     seen: set[str] = set()

@@ -67,7 +67,7 @@ def traced_path() -> list[Call]:
 
 
 def _record(kind: type, name: str, stacks: dict[str, list[Call]]) -> None:
-    """Keep the stack of the first call of a method after the server became ready."""
+    """Keeps the stack of the first call of a method after the server became ready."""
     original: Callable[..., Any] = getattr(kind, name)
 
     def recorded(*arguments: Any, **options: Any) -> Any:
@@ -82,7 +82,7 @@ def _record(kind: type, name: str, stacks: dict[str, list[Call]]) -> None:
 
 
 def _stack(frame: FrameType | None) -> list[Call]:
-    """Return this project's calls of a stack, outermost first."""
+    """Returns this project's calls of a stack, outermost first."""
     found: list[Call] = []
     while frame is not None:
         code = frame.f_code
@@ -94,7 +94,7 @@ def _stack(frame: FrameType | None) -> list[Call]:
 
 
 def _ask(port: int, stacks: dict[str, list[Call]]) -> None:
-    """Wait until the server is ready, stream one chat and end the server."""
+    """Waits until the server is ready, stream one chat and ends the server."""
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + TIMEOUT_S
     try:
         while time.monotonic() < until:

@@ -66,7 +66,7 @@ def candidates(shape: ProductShape, block_m: int, capability: int) -> Iterator[T
 
 
 def fits(tile: TileConfig, shape: ProductShape, capability: int) -> bool:
-    """Check that sums fit the registers, stages the shared memory, and TMA the weights."""
+    """Checks that sums fit the registers, stages the shared memory, and TMA the weights."""
     if tile.uses_tma and not (shape.can_use_tma and capability >= 90 and tile.block_m >= 64):
         return False
     if shape.weight_format == "fp8_block" and FP8_BLOCK % tile.block_n:
@@ -79,7 +79,7 @@ def fits(tile: TileConfig, shape: ProductShape, capability: int) -> bool:
 
 
 def overrides(tile: TileConfig, chosen: TileConfig) -> dict[str, int]:
-    """Return the entry of a table: the fields that differ from the heuristics' choice."""
+    """Returns the entry of a table: the fields that differ from the heuristics' choice."""
     fields, usual = asdict(tile), asdict(chosen)
     return {name: int(value) for name, value in fields.items() if value != usual[name]}
 
@@ -124,7 +124,7 @@ def tune_layer(
     known: Mapping[str, Mapping[str, int]] | None = None,
     keep: Keep = lambda key, entry: None,
 ) -> Entries:
-    """Find configurations faster than the heuristics', one product after the other.
+    """Finds configurations faster than the heuristics', one product after the other.
 
     Products of `known` were tuned before. `keep` gets each as soon as it is tuned.
     """
@@ -247,7 +247,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def merged(device: str, entries: Entries) -> TunedTable:
-    """Merge earlier and new results; only the requested layers are new."""
+    """Merges earlier and new results; only the requested layers are new."""
     before = load_tuned(device, triton.__version__)
     return TunedTable(
         device=device,

@@ -43,7 +43,7 @@ class VirtualHost:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # that were started here
 
     def command(self, *argv: str) -> tuple[str, ...]:
-        """Return the command that runs `argv` in the namespace."""
+        """Returns the command that runs `argv` in the namespace."""
         return ("ip", "netns", "exec", self.name, *argv)
 
     def popen(self, *argv: str, **options: Any) -> subprocess.Popen[bytes]:
@@ -53,7 +53,7 @@ class VirtualHost:
         return process
 
     def pids(self) -> list[int]:
-        """Return the ids of all processes in the namespace."""
+        """Returns the ids of all processes in the namespace."""
         return [int(pid) for pid in _ip("netns", "pids", self.name).stdout.split()]
 
     def run(self, *argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -62,7 +62,7 @@ class VirtualHost:
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot create namespaces; None if it can."""
+    """Returns why this machine cannot create namespaces; None if it can."""
     if shutil.which("ip") is None:
         return "iproute2 is not installed"
     if os.geteuid() != 0:

@@ -274,7 +274,7 @@ def test_imports_run_downwards() -> None:
 
 
 def place_in(wing: str, module: str) -> int:
-    """Return how high the room of a module lies in its wing."""
+    """Returns how high the room of a module lies in its wing."""
     room = module.removeprefix(f"{wing}.").split(".")[0]
     rooms = ROOMS[wing]
     return rooms.index(room) if room in rooms else len(rooms)

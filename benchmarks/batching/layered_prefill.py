@@ -192,7 +192,7 @@ class Runs:
         self._vocab_size = self._built.spec.vocab_size
 
     def row(self, prompt: int, rounds: int) -> Row:
-        """Measure prompts of one length in `rounds` rounds, after one that counts reads."""
+        """Measures prompts of one length in `rounds` rounds, after one that counts reads."""
         counter, counted = ReadCounter(), dict[str, Reading]()
         for mode in MODES:
             counted[mode] = self._read(mode, prompt, 0, counter)
@@ -239,7 +239,7 @@ class Runs:
     def _read(
         self, mode: LayeredPrefillName, prompt: int, seed: int, counter: ReadCounter | None
     ) -> Reading:
-        """Let requests decode, add the prompt, and step until its first token."""
+        """Lets requests decode, add the prompt, and step until its first token."""
         engine, rng = self._engine, np.random.default_rng(seed)
         scheduler = engine._scheduler
         scheduler.layered = scheduler._starter._layered = self._layered[mode]

@@ -55,7 +55,7 @@ class Bench:
     def ratios(
         self, trace: str, load: float, policy: str, other: str, figure: Figure
     ) -> list[float]:
-        """Return the seeds' own ratios to another policy."""
+        """Returns the seeds' own ratios to another policy."""
         pairs = zip(self.at(trace, load, policy), self.at(trace, load, other), strict=True)
         return [_ratio(figure(a), figure(b)) for a, b in pairs]
 
@@ -65,7 +65,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def bars_of(bench: Bench, policy: str, refusing: str) -> list[Bar]:
-    """Return the bars of a policy, and of the same one that refuses."""
+    """Returns the bars of a policy, and of the same one that refuses."""
     bars: list[Bar] = []
     for trace in bench.traces:
         bars += _harm(bench, trace, policy)

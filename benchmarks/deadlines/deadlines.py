@@ -73,7 +73,7 @@ class Plan:
 
 
 def sweep(plan: Plan, policies: Sequence[Policy], loads: Sequence[float], kept: Kept) -> None:
-    """Judge all policies at all loads."""
+    """Judges all policies at all loads."""
     for setting, seed in plan.settings():
         print(
             f"{setting.name}, seed {seed}: capacity {setting.capacity:.2f} requests/s, top target "
@@ -88,7 +88,7 @@ def sweep(plan: Plan, policies: Sequence[Policy], loads: Sequence[float], kept: 
 
 
 def choose(plan: Plan, kept: Kept) -> None:
-    """Judge ATC with several constants, with which it is then judged on other traces."""
+    """Judges ATC with several constants, with which it is then judged on other traces."""
     policies = [
         replace(ATC, name=f"atc K{patience:g} W{wait:g}", patience=patience, max_wait=wait)
         for patience in PATIENCES
@@ -98,7 +98,7 @@ def choose(plan: Plan, kept: Kept) -> None:
 
 
 def fairness(plan: Plan, load: float) -> Table:
-    """Compare the largest gap between backlogged tenants, over more and more of the run."""
+    """Compares the largest gap between backlogged tenants, over more and more of the run."""
     table = Table("policy", "25%", "50%", "75%", "100% of the arrivals", "tokens/s", "Jain")
     setting, seed = next(iter(plan.settings()))
     for policy in (FIFO, ATC):
@@ -113,7 +113,7 @@ def fairness(plan: Plan, load: float) -> Table:
 
 
 def budgets(plan: Plan, load: float) -> Table:
-    """Compare fixed numbers of tokens in a step with as many as the slack allows. The top tier has
+    """Compares fixed numbers of tokens in a step with as many as the slack allows. The top tier has
     a target for the time between tokens."""
     table = Table("trace", "budget", "gaps within", "P99 gap/target", "prompt tokens/s", "met")
     for setting, seed in plan.settings():
@@ -139,7 +139,7 @@ def budgets(plan: Plan, load: float) -> Table:
 
 
 def figures(verdicts: Sequence[Verdict]) -> Table:
-    """Return the means over seeds of every trace, load and policy."""
+    """Returns the means over seeds of every trace, load and policy."""
     names = (
         "trace", "load", "policy", "met", "by tier", "top P99/target", "w. tardiness, s",
         "longest/bound", "tokens/s", "refused", "kept", "failed",

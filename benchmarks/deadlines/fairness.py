@@ -51,7 +51,7 @@ class TenantService:
 
 
 def _union(spans: Sequence[Span]) -> list[Span]:
-    """Join spans that overlap."""
+    """Joins spans that overlap."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -67,7 +67,7 @@ def _both(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
 
 
 def largest_gap(records: Sequence[RequestRecord], until_s: float) -> float:
-    """Return the largest gap of two tenants of one tier, over spans that end by `until_s`: the
+    """Returns the largest gap of two tenants of one tier, over spans that end by `until_s`: the
     arrivals' end, after which a queue only empties."""
     by_tenant = defaultdict[tuple[str, str], list[RequestRecord]](list)
     for record in records:

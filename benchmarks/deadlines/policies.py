@@ -33,7 +33,7 @@ class Policy:
         return self.max_wait * TARGETS["flex"] * setting.unloaded_s
 
     def scheduler(self, setting: Setting) -> SchedulerConfig:
-        """Return the settings. A level of priority is worth as many targets of the top tier as
+        """Returns the settings. A level of priority is worth as many targets of the top tier as
         the default, 5 s, is of a target of 1 s."""
         mix = setting.tiers(has_tpot=self.has_tpot)
         return SchedulerConfig(

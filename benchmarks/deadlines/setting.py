@@ -96,7 +96,7 @@ class Setting:
     def at(
         self, load: float, mix: TierMix, scheduler: SchedulerConfig, *, is_strict: bool
     ) -> SimulatedRun:
-        """Return the run at a share of the capacity."""
+        """Returns the run at a share of the capacity."""
         run = at_load(self.run, load, self.capacity)
         return replace(
             run,
@@ -113,7 +113,7 @@ def model() -> CostedModel:
 
 
 def make_setting(name: str, trace: Trace, spec: TraceSpec, seed: int, rows: int) -> Setting:
-    """Take the seed's part of a trace: the seeds are spread over the whole of it. The seed also
+    """Takes the seed's part of a trace: the seeds are spread over the whole of it. The seed also
     draws the tiers."""
     spare = max(0, len(trace.rows) - rows)
     first = spare * seed // 3
@@ -145,7 +145,7 @@ def _run(spec: TraceSpec, trace: Trace, seed: int) -> SimulatedRun:
 
 
 def _alone(run: SimulatedRun, rows: tuple[TraceRow, ...]) -> tuple[float, float]:
-    """Return the TTFT and TPOT of a request with the P95 prompt on an idle server."""
+    """Returns the TTFT and TPOT of a request with the P95 prompt on an idle server."""
     lengths = sorted(row.prompt_tokens for row in rows)
     row = TraceRow(at_s=0.0, prompt_tokens=lengths[int(0.95 * len(lengths))], output_tokens=16)
     settings = replace(run.settings, max_model_len=row.prompt_tokens + row.output_tokens)

@@ -48,7 +48,7 @@ class Verdict:
 
 
 def judge(setting: Setting, policy: Policy, load: float, seed: int) -> tuple[Verdict, Report]:
-    """Simulate a policy at a load."""
+    """Simulates a policy at a load."""
     mix = setting.tiers(has_tpot=policy.has_tpot, has_priorities=policy.has_priorities)
     began = time.process_time()
     run = setting.at(load, mix, policy.scheduler(setting), is_strict=policy.is_strict)

@@ -82,7 +82,7 @@ def _choices(options: argparse.Namespace) -> Choices:
 
 
 def _no_stack(*_: object) -> None:
-    """Let each layer be called by itself, so that its rows are dispatched."""
+    """Lets each layer be called by itself, so that its rows are dispatched."""
 
 
 def _placement(

@@ -26,7 +26,7 @@ def describe_environment() -> dict[str, str]:
 
 
 def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
-    """Write the report of a benchmark and its machine as JSON; does nothing without a path."""
+    """Writes the report of a benchmark and its machine as JSON; does nothing without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = {"environment": describe_environment(), **report}

@@ -49,7 +49,7 @@ class Times:
 
 
 def decode_step(num_sequences: int) -> StepPlan:
-    """Make a step of one token for each sequence, behind `_CONTEXT` tokens."""
+    """Makes a step of one token for each sequence, behind `_CONTEXT` tokens."""
     pages = _CONTEXT // _PAGE_SIZE + 1
     slices = [
         SequenceSlice(

@@ -58,7 +58,7 @@ def run_layer(
 
 
 def _make(contestant: ExpertContestant, weights: LayerWeights) -> Layer | str:
-    """Make the layer, or return the reason why it cannot be made."""
+    """Makes the layer, or returns the reason why it cannot be made."""
     try:
         return contestant.make(weights)
     except Exception as error:  # a peer may fail in any way; the others continue

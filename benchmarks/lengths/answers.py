@@ -49,7 +49,7 @@ class Answer:
 
 
 def documents(corpus: Path, domain: str) -> Iterator[str]:
-    """Yield the documents of a domain, those of valid first."""
+    """Yields the documents of a domain, those of valid first."""
     for part in ("valid", "train"):
         with lzma.open(corpus / domain / f"{part}.txt.xz", "rt", encoding="utf-8") as file:
             lines: list[str] = []
@@ -62,7 +62,7 @@ def documents(corpus: Path, domain: str) -> Iterator[str]:
 
 
 def prompts(corpus: Path, domain: str, count: int, rng: random.Random) -> list[str]:
-    """Return `count` prompts of different documents."""
+    """Returns `count` prompts of different documents."""
     made: list[str] = []
     for text in documents(corpus, domain):
         prompt = _prompt(text.strip(), rng)

@@ -62,7 +62,7 @@ def baselines(found: Sequence[Streamed]) -> list[tuple[str, ...]]:
 
 
 def ceiling(answers: Sequence[Answer]) -> float | None:
-    """Return Kendall's tau of the lengths of two answers to the same prompt: how much of a length
+    """Returns Kendall's tau of the lengths of two answers to the same prompt: how much of a length
     the prompt decides. None: no prompt was answered twice."""
     by_prompt: dict[tuple[int, ...], list[Answer]] = {}
     for answer in answers:

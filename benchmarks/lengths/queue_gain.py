@@ -49,7 +49,7 @@ class KnownLengths:
 
 
 def queue_gain(found: Sequence[Streamed]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (order, what is known, weighted tardiness, share of the gap that it closes)."""
+    """Yields (order, what is known, weighted tardiness, share of the gap that it closes)."""
     part = found[_WARM_UP : _WARM_UP + _COUNT]
     usual = float(np.quantile([each.length for each in found[:_WARM_UP]], 0.9))
     known = {
@@ -104,7 +104,7 @@ def _tiers(usual_s: float) -> TierMix:
 def _tardiness(
     run: SimulatedRun, capacity: float, order: OrderName, lengths: KnownLengths
 ) -> float:
-    """Return the weighted tardiness, in seconds. An answer usually takes `SEATS / capacity`."""
+    """Returns the weighted tardiness, in seconds. An answer usually takes `SEATS / capacity`."""
     mix = _tiers(SEATS / capacity)
     loaded = at_load(run, _LOAD, capacity)
     scheduler = replace(

@@ -68,7 +68,7 @@ class Streamed:
 def stream(
     answers: Sequence[Answer], *, knows_domain: bool, embeddings: Embeddings | None
 ) -> tuple[list[Streamed], LengthPredictor]:
-    """Predict all answers in order. `knows_domain`: each domain is a tenant of its own."""
+    """Predicts all answers in order. `knows_domain`: each domain is a tenant of its own."""
     predictor = LengthPredictor(CONTEXT, HereFitter())
     by_domain: defaultdict[str, list[int]] = defaultdict(list)
     every: list[int] = []
@@ -113,7 +113,7 @@ def stream(
 
 
 def kendall_tau(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Return Kendall's tau-b: pairs in the same order less those in the other, without ties."""
+    """Returns Kendall's tau-b: pairs in the same order less those in the other, without ties."""
     first, second = np.sign(a[:, None] - a[None]), np.sign(b[:, None] - b[None])
     both = float((first * second).sum())
     norm = np.sqrt(float((first != 0).sum()) * float((second != 0).sum()))

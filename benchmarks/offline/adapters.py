@@ -69,7 +69,7 @@ def write_loras(loader: ModelLoader, root: Path, count: int) -> dict[str, str]:
 
 
 def cases(count: int) -> list[Case]:
-    """Return the cases in the order in which they take turns."""
+    """Returns the cases in the order in which they take turns."""
     every = tuple(f"a{i}" for i in range(count))
     return [
         Case(name="1 stream, base", adapters=(None,)),
@@ -93,7 +93,7 @@ def tokens_per_second(llm: LLM, case: Case, prompts: Sequence[list[int]], num_to
 
 
 def measure(options: argparse.Namespace, root: Path) -> dict[str, float]:
-    """Return the tokens per second of each case, and the bytes of adapters and of the model."""
+    """Returns the tokens per second of each case, and the bytes of adapters and of the model."""
     folder = demo_model_folder() if options.model is None else options.model
     folders = write_loras(ModelLoader(folder), root, options.adapters)
     rng = np.random.default_rng(1)
@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, float]:
 
 
 def lines(found: Mapping[str, float], count: int) -> list[str]:
-    """Return the figures and the ratios that the bars are about."""
+    """Returns the figures and the ratios that the bars are about."""
     many = found[f"{count} streams, {count} adapters"]
     base, off = found[f"{count} streams, base"], found[f"{count} streams, base, adapters off"]
     ratios = {

@@ -121,7 +121,7 @@ class Contestant:
         return line
 
     def _last_words(self) -> str:
-        """Return the signal that ended the process, or the last error that it printed."""
+        """Returns the signal that ended the process, or the last error that it printed."""
         code = self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()

@@ -22,11 +22,11 @@ _MOST_PACKETS = 1_000_000  # packets that may wait at once; netem drops the othe
 class Way(Protocol):
     @property
     def addresses(self) -> tuple[str, str]:
-        """Return the address at which each rank listens."""
+        """Returns the address at which each rank listens."""
         ...
 
     def command(self, place: int, *argv: str) -> tuple[str, ...]:
-        """Return the command that runs `argv` in that rank's network."""
+        """Returns the command that runs `argv` in that rank's network."""
         ...
 
     def delay(self, seconds: float) -> float:
@@ -74,7 +74,7 @@ def cable() -> Iterator[Cable]:
 
 
 def why_no_cable() -> str | None:
-    """Return why this machine cannot delay packets; None if it can."""
+    """Returns why this machine cannot delay packets; None if it can."""
     reason = two_hosts.why_not()
     if reason is not None:
         return reason

@@ -98,7 +98,7 @@ class Halves:
 
 
 def read_halves(path: Path) -> Halves:
-    """Read both halves from the npz of the trace."""
+    """Reads both halves from the npz of the trace."""
     with np.load(path, allow_pickle=False) as archive:
         experts_NLK, sample_N = archive["experts"], archive["sample"]
         repeats = np.array([name.split("|")[-1] == "True" for name in archive["sample_name"]])

@@ -160,7 +160,7 @@ SWITCHES: Mapping[str, Switch] = {
 
 @contextmanager
 def without(name: str | None) -> Iterator[None]:
-    """Leave one part out; None leaves everything in."""
+    """Leaves one part out; None leaves everything in."""
     with ExitStack() as stack:
         for owner, attribute, value in () if name is None else SWITCHES[name].patches:
             stack.enter_context(patch.object(owner, attribute, value))

@@ -143,7 +143,7 @@ def replay_with_disk(
 
     def make_tier(prefixes: PrefixCache) -> PageTiers:
         made.append(PageTiers(prefixes, store, access, REAL_CLOCK, 0.0))
-        made[0].rule = AlwaysLoads()
+        made[0].loads.rule = AlwaysLoads()
         return made[0]
 
     engine = Engine(

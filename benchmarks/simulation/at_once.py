@@ -58,7 +58,7 @@ def contradictions() -> Iterator[str]:
 
 
 def simulated(requests: int, model: str) -> str:
-    """Simulate the requests on one node, all at once."""
+    """Simulates the requests on one node, all at once."""
     layout = Layout.parse("colocated", NODE, NODE)
     costed = on_device(
         read_model_shape(find_model(model), "fp8"), read_device(find_device("h100")), layout, None

@@ -88,7 +88,7 @@ class Compared:
         return {name: simulated[name] / real[name] - 1 for name in real}
 
     def late_steps(self, percentile: str) -> float:
-        """Return the difference of a TTFT in steps, that is, in median TPOTs."""
+        """Returns the difference of a TTFT in steps, that is, in median TPOTs."""
         a, b, step = self.real.ttft_ms, self.simulated.ttft_ms, self.real.tpot_ms
         assert a is not None and b is not None and step is not None, "all runs have tokens"
         return abs(float(getattr(a, percentile) - getattr(b, percentile))) / step.p50
@@ -153,7 +153,7 @@ class Bench:
         return summarize(sorted(map(record_of, times), key=lambda record: record.index))
 
     def sized(self, case: Case, costs: StageCosts, seconds: float) -> list[Slot]:
-        """Return as many requests as take about `seconds`."""
+        """Returns as many requests as take about `seconds`."""
         full = replace(case, concurrency=case.concurrency or _FULL, share=None)
         rate = self.simulated(full, full.slots(100), costs, full.concurrency).requests_per_s
         if case.share is None:
@@ -167,7 +167,7 @@ def drift_between(a: StageCosts, b: StageCosts) -> float:
 
 
 def compare_all(bench: Bench, wanted: Sequence[Case], seconds: float) -> list[Compared]:
-    """Run a few cases between two calibrations, and simulate them with both together."""
+    """Runs a few cases between two calibrations, and simulates them with both together."""
     found: list[Compared] = []
     before = bench.calibrate(seconds / 4)
     for first in range(0, len(wanted), _EVERY):

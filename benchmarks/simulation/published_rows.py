@@ -108,7 +108,7 @@ def device_of(name: str) -> DeviceType:
 
 
 def predicted(row: PublishedRow, efficiency: Efficiency | None = None) -> float:
-    """Return the figure of a row in its unit, from the step that it describes."""
+    """Returns the figure of a row in its unit, from the step that it describes."""
     layout = Layout.parse("colocated", row.devices, row.shards)
     model, device = shape_of(row.model), device_of(row.device)
     if efficiency is not None:
@@ -150,7 +150,7 @@ def _logit(share: float) -> float:
 
 
 def held_out() -> dict[PublishedRow, float]:
-    """Predict the rows of each type of device with shares fitted to the other types."""
+    """Predicts the rows of each type of device with shares fitted to the other types."""
     found: dict[PublishedRow, float] = {}
     for device in dict.fromkeys(row.device for row in ROWS):
         shares = fit_shares([row for row in ROWS if row.device != device])
@@ -193,7 +193,7 @@ DAY_IN_RATE, DAY_OUT_RATE = 73_700.0, 14_800.0  # tokens/s of a node in the mean
 
 
 def show_day() -> None:
-    """Print the nodes that DeepSeek's published day needs, by its own rates and by these costs.
+    """Prints the nodes that DeepSeek's published day needs, by its own rates and by these costs.
 
     The published rates are means of a day, the predicted ones those of full steps, so the second
     number is what a service without idle hours would need.

@@ -45,7 +45,7 @@ def run_for_real(
     scheduler: SchedulerConfig,
     source: Clock = time.perf_counter,
 ) -> list[RequestRecord]:
-    """Serve all requests; see `World.run`."""
+    """Serves all requests; see `World.run`."""
     executor = LocalExecutor(one_call_pipeline(model), Sampler(frozenset(model.spec.eos_token_ids)))
     engine, jobs = measured_engine(executor, model, scheduler), deque(jobs_of(slots, 0))
     clock, running = SkippingClock(source), dict[str, RequestTimes]()

@@ -23,7 +23,7 @@ _FIXED_S, _ROW_S = 0.0005, 0.0002  # of a step, and of each of its rows
 
 
 def drafting_times(rounds: int) -> Iterator[str]:
-    """Yield a line for each batch and context: microseconds per sequence and step, the least of
+    """Yields a line for each batch and context: microseconds per sequence and step, the least of
     the rounds."""
     stop = StopRule(frozenset([0]), 1 << 17)
     make = drafting_maker(SpeculationConfig(method="auto"), _VOCAB_SIZE, stop)
@@ -63,7 +63,7 @@ def _microseconds(
 
 
 def _sequence(rng: random.Random, number: int, context: int) -> Sequence:
-    """Return a sequence that has read its prompt and has its first token."""
+    """Returns a sequence that has read its prompt and has its first token."""
     prompt = tuple(rng.randrange(_VOCAB_SIZE) for _ in range(context))
     params = SamplingParams(max_tokens=2 * _STEPS)
     request = GenerationRequest(request_id=str(number), prompt_token_ids=prompt, params=params)

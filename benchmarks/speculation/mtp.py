@@ -58,7 +58,7 @@ def _config(num_layers: int) -> dict[str, object]:
 
 
 def _layer(root: str, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return a decoder layer that adds nothing to its input."""
+    """Returns a decoder layer that adds nothing to its input."""
     d, f = _WIDTH, _EXPERT_WIDTH
 
     def random(*shape: int) -> Tensor:
@@ -86,7 +86,7 @@ def _layer(root: str, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def write_models(folder: Path, num_layers: int) -> dict[str, Path]:
-    """Write a checkpoint whose layer is always right, and one whose layer never is."""
+    """Writes a checkpoint whose layer is always right, and one whose layer never is."""
     generator = torch.Generator().manual_seed(1)
     embedding = torch.randn(_VOCAB_SIZE, _WIDTH, generator=generator).bfloat16()
     weights = {
@@ -125,7 +125,7 @@ def _asked(batch: int) -> list[GenerationRequest]:
 
 
 def compare(folders: dict[str, Path], threads: int, rounds: int) -> Iterator[Comparison]:
-    """Yield the comparisons. Raises AssertionError if a token differs."""
+    """Yields the comparisons. Raises AssertionError if a token differs."""
     plain = Bench(str(folders["right"]), threads, "off", max_num_seqs=16)
     for kind, most in (("right", 1), ("right", 2), ("right", 4), ("never right", 4)):
         bench = Bench(str(folders[kind]), threads, "mtp", max_num_seqs=16, max_tokens=most)

@@ -34,7 +34,7 @@ _LAYOUTS = {"one process": (0, 0), "1A1E": (1, 1)}
 
 
 def gains_by_layout(rounds: int, num_threads: int) -> Iterator[str]:
-    """Yield a line for each batch and layout: the gain, its range and the tokens of a step."""
+    """Yields a line for each batch and layout: the gain, its range and the tokens of a step."""
     with contextlib.ExitStack() as opened:
         pairs = {}
         for name, (attention, experts) in _LAYOUTS.items():
@@ -69,7 +69,7 @@ def _gain(
 def _turn(
     engine: DrivenEngine, asked: Sequence[GenerationRequest], number: int
 ) -> tuple[float, dict[str, list[int]]]:
-    """Return the seconds and the answers of a turn, by the requests' own ids."""
+    """Returns the seconds and the answers of a turn, by the requests' own ids."""
     answers = {each.request_id: list[int]() for each in asked}
     clock = time.perf_counter()
     for each in asked:

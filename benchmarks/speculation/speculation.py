@@ -64,7 +64,7 @@ class _Parts:
         return self._tokenizer
 
     def plain(self, batch: int) -> list[GenerationRequest]:
-        """Return greedy requests that any model can answer."""
+        """Returns greedy requests that any model can answer."""
         if self._tokenizer is None:
             return random_prompts(self._vocab_size, batch, _TOKENS // 2)
         return natural(self._text, batch, _TOKENS, 0.0)
@@ -151,7 +151,7 @@ class _Parts:
                     yield self._fixed(kind, temperature, batch, length)
 
     def _fixed(self, kind: str, temperature: float, batch: int, length: int | None) -> Comparison:
-        """Compare one length of drafts, or the controller, with none."""
+        """Compares one length of drafts, or the controller, with none."""
         fixed = {} if length is None else {"max_tokens": length, "is_adaptive": False}
         warm = self._bench.drafting(method="auto", **fixed)
 
@@ -192,7 +192,7 @@ class _Parts:
         )
 
     def _unlooped(self, temperature: float, number: int) -> list[GenerationRequest]:
-        """Return a request whose answer does not end in a loop."""
+        """Returns a request whose answer does not end in a loop."""
         for first in range(number * _NUM_PROMPTS, (number + 1) * _NUM_PROMPTS):
             asked = natural(self._text, 1, _TOKENS, temperature, first=first + number)
             answer = self._bench.turn(asked, None).answers["r0"]
@@ -275,7 +275,7 @@ def _experts_line(bench: Bench, parts: _Parts) -> str:
 
 
 def shares_of_best(found: Sequence[Comparison]) -> Iterator[str]:
-    """Tell for each workload of `auto` how near the controller came to the best fixed setting, of
+    """Tells for each workload of `auto` how near the controller came to the best fixed setting, of
     which one is to draft nothing."""
     speedups: dict[str, dict[str, float]] = {}
     for each in found:

@@ -118,13 +118,13 @@ class Bench:
         executor.runner.run = timed  # type: ignore[method-assign]
 
     def drafting(self, **changes: object) -> Drafting | None:
-        """Return a fresh drafting with changed settings."""
+        """Returns a fresh drafting with changed settings."""
         section = replace(self.config.speculation, **changes)  # type: ignore[arg-type]
         stop, vocab_size = self.engine.stop_rule, self.built.layout.vocab_size
         return drafting_maker(section, vocab_size, stop)()
 
     def turn(self, requests: Sequence[GenerationRequest], drafting: Drafting | None) -> Turn:
-        """Run the requests to their ends."""
+        """Runs the requests to their ends."""
         engine, answers = self.engine, {r.request_id: list[int]() for r in requests}
         engine.drafts.use(drafting)
         self._executor.drafter = None if drafting is None else self._step_drafter
@@ -160,7 +160,7 @@ class Bench:
         )
 
     def experts_of(self, requests: Sequence[GenerationRequest]) -> dict[int, float]:
-        """Return by n how many different experts of a layer n consecutive tokens of an answer
+        """Returns by n how many different experts of a layer n consecutive tokens of an answer
         chose, on average."""
         self.engine.drafts.use(None)
         rows: dict[str, list[list[list[int]]]] = {r.request_id: [] for r in requests}
@@ -200,7 +200,7 @@ def _note(answers: dict[str, list[int]], deltas: Sequence[TokenDelta]) -> None:
 
 
 def comparison(name: str, off: Sequence[Turn], on: Sequence[Turn]) -> Comparison:
-    """Compare turns with drafts to turns without, in pairs."""
+    """Compares turns with drafts to turns without, in pairs."""
     ratios = sorted(b.tokens_per_s / a.tokens_per_s for a, b in zip(off, on, strict=True))
     cpu = [a.cpu_s / b.cpu_s for a, b in zip(off, on, strict=True)]
     drafted = sum(turn.drafts.num_drafted for turn in on)
@@ -223,7 +223,7 @@ def comparison(name: str, off: Sequence[Turn], on: Sequence[Turn]) -> Comparison
 
 
 def line(of: Comparison) -> str:
-    """Return a comparison as a line of a table."""
+    """Returns a comparison as a line of a table."""
     return (
         f"{of.name:36} {of.speedup:5.2f}x ({of.low:.2f} to {of.high:.2f}) {of.cpu_speedup:6.2f}x"
         f" {of.tokens_per_step:7.2f} {of.acceptance:8.1%} {of.rows_per_step:8.1f}"

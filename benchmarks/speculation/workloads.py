@@ -98,7 +98,7 @@ def structured(tokenizer: Tokenizer, batch: int, first: int = 0) -> list[Generat
 def with_predictions(
     requests: Sequence[GenerationRequest], answers: Answers, share: float, vocab_size: int
 ) -> list[GenerationRequest]:
-    """Give each request its own answer as the prediction, with a share of the tokens edited: each
+    """Gives each request its own answer as the prediction, with a share of the tokens edited: each
     is replaced, left out, or another one is put before it."""
     rng = random.Random(round(1000 * share))
     found = []
@@ -113,7 +113,7 @@ def with_predictions(
 
 
 def loops(token_ids: Sequence[int]) -> bool:
-    """Return whether the last 64 tokens repeat with a period of at most 32."""
+    """Returns whether the last 64 tokens repeat with a period of at most 32."""
     tail = list(token_ids[-64:])
     return any(
         all(tail[i] == tail[i - period] for i in range(period, len(tail)))

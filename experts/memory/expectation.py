@@ -42,7 +42,7 @@ class Expectation:
         self._num_layers, self._now = num_layers, num_layers - 1
 
     def visit(self, layer: int, needed_E: NDArray[np.bool_]) -> None:
-        """Record that a stage run of this layer has begun and needs these experts."""
+        """Records that a stage run of this layer has begun and needs these experts."""
         self._now = layer
         history_E = self._history_LE[layer]
         history_E *= _KEPT
@@ -50,13 +50,13 @@ class Expectation:
         self._expect(layer, None)
 
     def predict(self, layer: int, needed_E: Scores | None) -> None:
-        """Set the prediction for the layer after this one, made from a visit of this layer. Ignored
-        if another layer has been visited since."""
+        """Sets the prediction for the layer after this one, made from a visit of this layer.
+        Ignored if another layer has been visited since."""
         if layer == self._now:
             self._expect((layer + 1) % self._num_layers, needed_E)
 
     def foresee(self, layer: int, micro_batch: int, following_E: Scores | None) -> Scores | None:
-        """Record that a micro-batch has reached a layer and needs these experts of the next one.
+        """Records that a micro-batch has reached a layer and needs these experts of the next one.
 
         `following_E` is None without a prediction, and ignored after the last layer. Returns the
         prediction made earlier for this layer and micro-batch, if any.
@@ -69,7 +69,7 @@ class Expectation:
         return came
 
     def hint(self, scores_LE: Hint | None) -> None:
-        """Set the probability that the coming step needs each expert, known from its requests.
+        """Sets the probability that the coming step needs each expert, known from its requests.
 
         A hint and the history count half each. It is kept until the next hint; None removes it.
         """
@@ -137,8 +137,8 @@ class Transitions:
         self._last: tuple[int, NDArray[np.int64]] | None = None
 
     def visit(self, layer: int, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.float64] | None:
-        """Learn from a visit; returns the probability [E] that the next layer needs each expert, or
-        None while there are too few counts."""
+        """Learns from a visit; returns the probability [E] that the next layer needs each expert,
+        or None while there are too few counts."""
         ids_TK = expert_ids_TK[:_MAX_ROWS]
         last, self._last = self._last, (layer, ids_TK)
         if last is not None and last[0] == layer - 1 and last[1].shape == ids_TK.shape:

@@ -100,7 +100,7 @@ class ExpertMemory:
             self._changed.notify_all()
 
     def resident(self, layer: int) -> NDArray[np.bool_]:
-        """Return which experts of a layer are in memory now, [E]. Reads go on, so some may have
+        """Returns which experts of a layer are in memory now, [E]. Reads go on, so some may have
         left when they are used."""
         with self._changed:
             slots_E = self._table.slot_LE[self._place[layer]]
@@ -109,15 +109,15 @@ class ExpertMemory:
             return resident_E
 
     def hint(self, scores_LE: Hint | None) -> None:
-        """Set the probability [L, E] that the coming step needs an expert, known from its requests.
-        It is kept until the next hint; None removes it."""
+        """Sets the probability [L, E] that the coming step needs an expert, known from its
+        requests. It is kept until the next hint; None removes it."""
         with self._changed:
             self._expectation.hint(scores_LE)
             self._changed.notify_all()
 
     def foresee(self, layer: int, micro_batch: int, following_E: Bytes | None) -> None:
-        """Announce which experts the next layer will need for a micro-batch, before the micro-batch
-        visits this layer.
+        """Announces which experts the next layer will need for a micro-batch, before the
+        micro-batch visits this layer.
 
         `following_E` holds probabilities in units of 1/255. None and all zeros mean that there is
         no prediction.
@@ -137,11 +137,11 @@ class ExpertMemory:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """End the reader threads. No visit may follow."""
+        """Ends the reader threads. No visit may follow."""
         self._threads.close()
 
     def visit(self, layer: int, expert_ids_TK: Tensor) -> Iterator[Pass]:
-        """Yield one pass for each group of experts that fit into the slots together, at least one.
+        """Yields one pass for each group of experts that fit into the slots together, at least one.
 
         An expert may be evicted as soon as the next pass is requested. An error of reading an
         expert is raised here.
@@ -172,7 +172,7 @@ class ExpertMemory:
         return self._claimed_ahead() if self._policy.is_prefetching else None
 
     def look_ahead(self) -> None:
-        """Learn from the last visit and predict the next one. Called by the reader threads."""
+        """Learns from the last visit and predict the next one. Called by the reader threads."""
         seen, self._seen = self._seen, None
         if seen is None or not self._policy.is_predicting:
             return
@@ -182,7 +182,7 @@ class ExpertMemory:
             self._expectation.predict(place, predicted_E)
 
     def fetch(self, key: ExpertKey) -> None:
-        """Read an expert into the slot that was claimed for it."""
+        """Reads an expert into the slot that was claimed for it."""
         slot = int(self._table.slot_LE[key.layer, key.expert])
         try:
             weights = self._read(self._layers[key.layer], key.expert)
@@ -235,7 +235,7 @@ class ExpertMemory:
             self._changed.notify_all()
 
     def _acquired(self, place: int, wanted: Ids) -> Ids:
-        """Return some of the wanted experts, resident and pinned; all of them if they fit. Unpins
+        """Returns some of the wanted experts, resident and pinned; all of them if they fit. Unpins
         the experts of the pass before."""
         since = time.perf_counter()
         with self._changed:
@@ -258,7 +258,7 @@ class ExpertMemory:
             return present
 
     def _pinned(self, place: int, wanted: Ids) -> tuple[Ids, list[ExpertKey]]:
-        """Return the experts of this pass, and those among them that must be read."""
+        """Returns the experts of this pass, and those among them that must be read."""
         table, visit = self._table, self._counts.num_visits
         while True:
             table.unpin_all()

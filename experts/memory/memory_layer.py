@@ -29,7 +29,7 @@ class MemoryLayer:
         """None: experts come and go."""
 
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
-        """Take over experts; they are read when needed and share the budget."""
+        """Takes over experts; they are read when needed and share the budget."""
         more = frozenset(experts)
         assert more and not more & self.held, f"experts {sorted(more & self.held)} are held already"
         self._memory.hold(self._layer, sorted(more))
@@ -40,7 +40,7 @@ class MemoryLayer:
         self.held = self._own
 
     def own(self, experts: Collection[int]) -> None:
-        """Replace the rank's own experts; new ones are read when needed."""
+        """Replaces the rank's own experts; new ones are read when needed."""
         own = frozenset(experts)
         self._memory.hold(self._layer, sorted(self.held - own), is_held=False)
         self._memory.hold(self._layer, sorted(own))

@@ -38,11 +38,11 @@ class MemoryStats:
         return self.num_row_hits / self.num_rows if self.num_rows else 1.0
 
     def __add__(self, other: MemoryStats) -> MemoryStats:
-        """Add the counts of two processes."""
+        """Adds the counts of two processes."""
         return MemoryStats(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, earlier: MemoryStats) -> MemoryStats:
-        """Return the counts since an earlier snapshot; the two byte sizes stay as they are now."""
+        """Returns the counts since an earlier snapshot; the two byte sizes stay as they are now."""
         return replace(
             MemoryStats(*map(operator.sub, astuple(self), astuple(earlier))),
             budget_bytes=self.budget_bytes,

@@ -66,7 +66,7 @@ class SlotTable:
         return None if layer < 0 else ExpertKey(layer, int(self._expert_S[slot]))
 
     def claim(self, slot: int, key: ExpertKey) -> ExpertKey | None:
-        """Reserve a slot for an expert that will be read; returns the expert that it replaces, if
+        """Reserves a slot for an expert that will be read; returns the expert that it replaces, if
         any."""
         assert self.slot_LE[key.layer, key.expert] < 0, f"{key} has a slot already"
         before = self.occupant(slot)
@@ -78,7 +78,7 @@ class SlotTable:
         return before
 
     def forget(self, slot: int) -> None:
-        """Free a slot whose read failed."""
+        """Frees a slot whose read failed."""
         key = self.occupant(slot)
         assert key is not None, f"slot {slot} holds no expert"
         self.slot_LE[key.layer, key.expert] = -1
@@ -86,7 +86,7 @@ class SlotTable:
         self.state_S[slot], self._pinned_S[slot] = SlotState.FREE, False
 
     def last_expected(self, visits_LE: Scores | None) -> tuple[int, float] | None:
-        """Return the slot to reuse and the number of visits until its expert is expected (infinity
+        """Returns the slot to reuse and the number of visits until its expert is expected (infinity
         for a free slot); None if all are in use.
 
         Without `visits_LE`, the least recently used slot is returned.

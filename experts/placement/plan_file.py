@@ -27,7 +27,7 @@ _WRITER = (
 
 
 def read_placement(path: Path) -> Placement:
-    """Read a placement file, in which every expert of its layers is on a rank. Raises
+    """Reads a placement file, in which every expert of its layers is on a rank. Raises
     PlacementError, which names the file and the fault."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise PlacementError(
@@ -53,12 +53,12 @@ def read_placement(path: Path) -> Placement:
 
 
 def write_placement(placement: Placement, path: Path) -> None:
-    """Write a placement file; `placement_text` makes its content."""
+    """Writes a placement file; `placement_text` makes its content."""
     path.write_text(placement_text(placement), encoding="utf-8")
 
 
 def placement_text(placement: Placement) -> str:
-    """Return the content of a placement file, with one line for each layer."""
+    """Returns the content of a placement file, with one line for each layer."""
     assert not placement.lost, f"{len(placement.lost)} experts are on no rank"
     layers = ",\n".join(
         f'  "{layer}": {json.dumps(experts)}'
@@ -76,7 +76,7 @@ def placement_text(placement: Placement) -> str:
 
 
 def parse_placement(content: Any) -> Placement:
-    """Make a placement from the JSON content of a file. Raises PlacementError or NotAPlanError,
+    """Makes a placement from the JSON content of a file. Raises PlacementError or NotAPlanError,
     which do not name the file."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise NotAPlanError(f'it does not contain "format": "{FORMAT}".')
@@ -140,7 +140,7 @@ def _is_number(value: Any) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON like `json.loads`, but refuse repeated keys and numbers too long for a placement.
+    """Parses JSON like `json.loads`, but refuse repeated keys and numbers too long for a placement.
     Raises ValueError or RecursionError."""
     return json.loads(text, object_pairs_hook=_without_repeats, parse_int=_whole_number)
 
@@ -154,8 +154,8 @@ def _whole_number(text: str) -> int:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse repeated keys: json.loads would silently keep only the last layer of two with the same
-    number."""
+    """Refuses repeated keys: json.loads would silently keep only the last layer of two with the
+    same number."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -48,7 +48,7 @@ class Moves:
 
 
 def count_moves(problem: PlacementProblem, after: Placement) -> Moves | None:
-    """Count the moves; None without a current plan. Among equally near senders the one that has
+    """Counts the moves; None without a current plan. Among equally near senders the one that has
     sent least so far is used."""
     if problem.move is None:
         return None
@@ -84,7 +84,7 @@ def _source(
     device: int,
     sends_D: NDArray[np.float64],
 ) -> int:
-    """Choose a device on the same node if there is one."""
+    """Chooses a device on the same node if there is one."""
     holders = np.flatnonzero(holds_D)
     near = holders[node_D[holders] == node_D[device]]
     candidates = near if len(near) else holders

@@ -44,7 +44,7 @@ class Solution:
         return self.objective / self.bound - 1.0
 
     def copies(self) -> NDArray[np.int64]:
-        """Return the copies [L, E, D], including those that a reference puts beside another on the
+        """Returns the copies [L, E, D], including those that a reference puts beside another on the
         same device."""
         if self.copies_LED is not None:
             return self.copies_LED
@@ -73,7 +73,7 @@ class Solver(Protocol):
         seconds: float | None = None,
         report: Callable[[Progress], bool] | None = None,
     ) -> Solution:
-        """Solve a problem, with the best plan found within `seconds` (None: the solver's default).
+        """Solves a problem, with the best plan found within `seconds` (None: the solver's default).
 
         `report` is called from time to time; if it returns False the solver ends with its best plan
         so far. Raises PlacementError if no plan can be made.
@@ -90,7 +90,7 @@ def judged(
     is_complete: bool = True,
     bound: Bound | None = None,
 ) -> Solution:
-    """Return a plan with its objective and its bound. `copies_LED` is as in `copies.py`; pass
+    """Returns a plan with its objective and its bound. `copies_LED` is as in `copies.py`; pass
     `bound` if it is known already."""
     found = lower_bound(problem) if bound is None else bound
     return Solution(

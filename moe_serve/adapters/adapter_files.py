@@ -41,7 +41,7 @@ class AdapterFiles:
         return self.folder / self.config_name
 
     def headers(self) -> Iterator[tuple[str, str]]:
-        """Yield the names of all tensors, each with the words that name its file and itself."""
+        """Yields the names of all tensors, each with the words that name its file and itself."""
         for file in self.weights:
             for name, header in file.headers.items():
                 where = f"{file.path}: tensor {name[:200]}"
@@ -53,15 +53,15 @@ class AdapterFiles:
                 yield name, where
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
+        """Returns the shape of a tensor."""
         return self._file(name).headers[name].shape
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor into its own memory, as it is stored."""
+        """Reads a tensor into its own memory, as it is stored."""
         return self._file(name).copy(name)
 
     def close(self) -> None:
-        """Close all files."""
+        """Closes all files."""
         for file in self.weights:
             file.close()
 
@@ -70,7 +70,7 @@ class AdapterFiles:
 
 
 def open_adapter(folder: Path) -> AdapterFiles:
-    """Read the configuration and the headers of an adapter. Raises CheckpointError."""
+    """Reads the configuration and the headers of an adapter. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give the folder of an adapter.")
     found = [name for name in (PEFT_CONFIG, ESFT_CONFIG) if is_there(folder / name)]
@@ -115,7 +115,7 @@ def _weight_files(folder: Path, config_name: str) -> list[Path]:
 
 
 def _digest(config_name: str, text: bytes, paths: list[Path]) -> bytes:
-    """Return the SHA-256 of names, lengths and all bytes."""
+    """Returns the SHA-256 of names, lengths and all bytes."""
     digest = sha256(f"{config_name}:{len(text)}:".encode() + text)
     for path in paths:
         with path.open("rb") as file:

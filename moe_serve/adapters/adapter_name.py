@@ -11,7 +11,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 
 
 def check_adapter_name(name: str) -> None:
-    """Raise InvalidRequestError for a name that could not be a model's."""
+    """Raises InvalidRequestError for a name that could not be a model's."""
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(
             f"lora_name is {name[:200]!r}, but must have 1 to 128 characters, of A-Z, a-z, 0-9 and "
@@ -21,7 +21,7 @@ def check_adapter_name(name: str) -> None:
 
 
 def folder_below(root: str | None, path: str) -> Path:
-    """Return the folder that a client's path names, which is below `adapters.root`.
+    """Returns the folder that a client's path names, which is below `adapters.root`.
 
     Links are followed first, also those of the files in it. Raises InvalidRequestError.
     """

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from moe_serve.adapters.adapter_files import AdapterFiles
-from moe_serve.adapters.targets import Target, Targets
+from moe_serve.adapters.targets import AdaptedMatrix, AdapterTargets
 from moe_serve.errors import CheckpointError
 
 _PARTS = frozenset({"gate", "up", "down"})
 _FIELDS = frozenset({"experts", "shared_experts", "non_expert_modules"})
 
 
-def read_esft(files: AdapterFiles, targets: Targets) -> Mapping[Target, Tensor]:
-    """Return the matrices of all experts. Raises CheckpointError with the field or the tensor."""
+def read_esft(files: AdapterFiles, targets: AdapterTargets) -> Mapping[AdaptedMatrix, Tensor]:
+    """Returns the matrices of all experts. Raises CheckpointError with the field or the tensor."""
     experts = _experts(files, targets)
-    found: dict[Target, Tensor] = {}
+    found: dict[AdaptedMatrix, Tensor] = {}
     for name, where in files.headers():
         module = name.removesuffix(".weight")
         if not module.startswith("model."):
@@ -54,8 +54,8 @@ def _has_shared(files: AdapterFiles) -> bool:
     return bool(files.config.get("shared_experts"))
 
 
-def _experts(files: AdapterFiles, targets: Targets) -> Mapping[int, frozenset[int]]:
-    """Return the experts that the configuration lists, by layer."""
+def _experts(files: AdapterFiles, targets: AdapterTargets) -> Mapping[int, frozenset[int]]:
+    """Returns the experts that the configuration lists, by layer."""
     path, config, spec = files.config_path, files.config, targets.spec
     unknown = sorted(config.keys() - _FIELDS)
     if unknown:
@@ -84,7 +84,7 @@ def _experts(files: AdapterFiles, targets: Targets) -> Mapping[int, frozenset[in
     return result
 
 
-def _checked_ids(where: str, ids: Any, targets: Targets) -> list[int]:
+def _checked_ids(where: str, ids: Any, targets: AdapterTargets) -> list[int]:
     most = targets.spec.router.num_experts - 1
     if not isinstance(ids, list) or not all(
         isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= most for each in ids
@@ -94,7 +94,9 @@ def _checked_ids(where: str, ids: Any, targets: Targets) -> list[int]:
 
 
 def _check_complete(
-    files: AdapterFiles, experts: Mapping[int, frozenset[int]], found: Mapping[Target, Tensor]
+    files: AdapterFiles,
+    experts: Mapping[int, frozenset[int]],
+    found: Mapping[AdaptedMatrix, Tensor],
 ) -> None:
     parts: dict[tuple[int, int], set[str]] = {}
     for target in found:

@@ -30,7 +30,7 @@ _LATENT = {"query_down": ("q_a",), "query": ("q_b", "q"), "latent": ("kv_a",), "
 def make_low_rank(
     loader: ModelLoader, layer: int, matrices: Mapping[str, LowRankMatrices]
 ) -> tuple[Mapping[str, LowRank], int]:
-    """Return the additions to a layer's attention, keyed as AdapterLayer says, and their bytes."""
+    """Returns the additions to a layer's attention, keyed as AdapterLayer says, and their bytes."""
     spec = loader.spec
     table = attention_table(loader.names, spec, layer)
     made, num_bytes = {}, 0
@@ -53,7 +53,7 @@ def _joined(
     sizes: Mapping[str, tuple[int, ...]],
     own: Mapping[str, LowRankMatrices],
 ) -> tuple[Tensor, Tensor]:
-    """Return A and B, with the scales, of a linear layer that has the rows of several matrices."""
+    """Returns A and B, with the scales, of a linear layer that has the rows of several matrices."""
     rank = sum(len(each.a_RK) for each in own.values())
     width = next(iter(sizes.values()))[1]
     a_RK = torch.zeros(-(-rank // _RANK_STEP) * _RANK_STEP, width)
@@ -74,7 +74,7 @@ def _joined(
 
 
 def _order(spec: ModelSpec, layer: int, part: str) -> Tensor | None:
-    """Return the order of the rows that the loader gives this matrix."""
+    """Returns the order of the rows that the loader gives this matrix."""
     latent = spec.latent
     if latent is None:
         head_dim = spec.layers[layer].attention.head_dim

@@ -42,17 +42,17 @@ class PeftConfig:
     alphas: Mapping[str, float]
 
     def rank_of(self, module: str) -> int:
-        """Return the rank that the configuration gives a module."""
+        """Returns the rank that the configuration gives a module."""
         return int(_of_module(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of a module's addition: alpha / r, or alpha / sqrt(r)."""
+        """Returns the factor of a module's addition: alpha / r, or alpha / sqrt(r)."""
         rank, alpha = self.rank_of(module), _of_module(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
 def read_peft_config(path: Path, config: Mapping[str, Any], max_rank: int) -> PeftConfig:
-    """Check a configuration. Raises CheckpointError with the field that is not served."""
+    """Checks a configuration. Raises CheckpointError with the field that is not served."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{path}: peft_type is {_shown(kind)}, but only 'LORA' is served.")
@@ -93,7 +93,7 @@ def _pattern(path: Path, config: Mapping[str, Any], field: str) -> Mapping[str, 
 
 
 def _of_module(values: Mapping[str, Any], module: str, default: float) -> float:
-    """Return the value of the first key that is the module's name or its end, as in PEFT."""
+    """Returns the value of the first key that is the module's name or its end, as in PEFT."""
     for key, value in values.items():
         plain = key.replace("\\.", ".").removesuffix("$")
         is_whole = plain.startswith("^")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_serve.adapters.adapter_files import AdapterFiles
 from moe_serve.adapters.peft_config import PeftConfig
-from moe_serve.adapters.targets import FusedExperts, Target, Targets
+from moe_serve.adapters.targets import AdaptedMatrix, AdapterTargets, FusedExperts
 from moe_serve.errors import CheckpointError
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
@@ -29,20 +29,20 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.
 class LowRankMatrices:
     """The addition scale * B A to the matrix of a target."""
 
-    target: Target
+    target: AdaptedMatrix
     a_RK: Tensor
     b_NR: Tensor
     scale: float
 
     def delta(self) -> Tensor:
-        """Return the addition [N, K] in fp32."""
+        """Returns the addition [N, K] in fp32."""
         return self.scale * (self.b_NR.float() @ self.a_RK.float())
 
 
 def read_lora(
-    files: AdapterFiles, config: PeftConfig, targets: Targets
+    files: AdapterFiles, config: PeftConfig, targets: AdapterTargets
 ) -> Iterator[LowRankMatrices]:
-    """Yield all additions. Raises CheckpointError with the file and the tensor."""
+    """Yields all additions. Raises CheckpointError with the file and the tensor."""
     pairs: dict[str, dict[str, str]] = {}
     for name, where in files.headers():
         found = _NAME.fullmatch(name)
@@ -68,7 +68,7 @@ def read_lora(
 def _plain(
     files: AdapterFiles,
     config: PeftConfig,
-    targets: Targets,
+    targets: AdapterTargets,
     module: str,
     sides: Mapping[str, str],
 ) -> LowRankMatrices:
@@ -100,7 +100,7 @@ class _FusedReader:
     """Reads the additions to the experts of one layer."""
 
     def __init__(
-        self, files: AdapterFiles, config: PeftConfig, targets: Targets, fused: FusedExperts
+        self, files: AdapterFiles, config: PeftConfig, targets: AdapterTargets, fused: FusedExperts
     ) -> None:
         self._files, self._config, self._fused = files, config, fused
         spec = targets.spec
@@ -111,7 +111,7 @@ class _FusedReader:
         }
 
     def read(self, module: str, sides: Mapping[str, str]) -> Iterator[LowRankMatrices]:
-        """Yield the additions to one of the two tensors, expert by expert."""
+        """Yields the additions to one of the two tensors, expert by expert."""
         config, module = self._config, module.removesuffix(".base_layer")
         rank, where = config.rank_of(module), f"{self._files.folder}: tensor {sides['A']}"
         shapes = self._files.shape(sides["A"]), self._files.shape(sides["B"])
@@ -137,7 +137,8 @@ class _FusedReader:
             yield from self._of_expert(module, part, expert, a_RK, b_NR)
 
     def _orientation(self, where: str, num_outputs: int, num_inputs: int) -> tuple[str, bool]:
-        """Return the tensor that A and B belong to, and whether they are those of its transpose."""
+        """Returns the tensor that A and B belong to, and whether they are those of its
+        transpose."""
         fits = [
             (part, is_turned)
             for part, size in self._sizes.items()
@@ -166,7 +167,7 @@ class _FusedReader:
             parts = {"gate": b_NR[gate], "up": b_NR[up]}
         for name, rows_NR in parts.items():
             shape = (len(rows_NR), a_RK.shape[1])
-            target = Target(
+            target = AdaptedMatrix(
                 layer=self._fused.layer, kind="expert", part=name, shape=shape, expert=expert
             )
             scale = self._config.scale_of(module)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.adapters.adapter import Adapter, AdapterVersion
+from moe_serve.adapters.adapter_build import BuildAdapter, BuiltAdapter
 from moe_serve.adapters.adapter_files import open_adapter
 from moe_serve.adapters.adapter_name import check_adapter_name, folder_below
-from moe_serve.adapters.build import BuildAdapter, BuiltAdapter
 from moe_serve.config.sections import AdapterConfig
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from moe_serve.model.stage.adapter_rows import AdapterWeights
@@ -58,15 +58,15 @@ class AdapterRegistry:
         return self._config.max_adapters
 
     def versions(self) -> list[AdapterVersion]:
-        """Return the current version of every name, in the order of loading."""
+        """Returns the current version of every name, in the order of loading."""
         return list(self._versions.values())
 
     def version(self, name: str) -> AdapterVersion | None:
-        """Return the current version of a name; None: there is no such adapter."""
+        """Returns the current version of a name; None: there is no such adapter."""
         return self._versions.get(name)
 
     def load(self, name: str, folder: Path) -> AdapterVersion:
-        """Load a folder under a name. If the name is in use, its requests from now on get this
+        """Loads a folder under a name. If the name is in use, its requests from now on get this
         version.
 
         Raises CheckpointError for a folder that cannot be served, and InvalidRequestError if there
@@ -88,11 +88,11 @@ class AdapterRegistry:
             return version
 
     def load_below_root(self, name: str, path: str) -> AdapterVersion:
-        """Load a folder below `adapters.root`, for a client. See `load`."""
+        """Loads a folder below `adapters.root`, for a client. See `load`."""
         return self.load(name, folder_below(self._config.root, path))
 
     def unload(self, name: str) -> AdapterVersion:
-        """Forget a name. Requests that hold its version finish."""
+        """Forgets a name. Requests that hold its version finish."""
         with self._lock:
             version = self._known(name)
             del self._versions[name]
@@ -101,7 +101,7 @@ class AdapterRegistry:
             return version
 
     def acquire(self, name: str) -> Adapter:
-        """Return the current version of a name with its weights, which are read again if they
+        """Returns the current version of a name with its weights, which are read again if they
         were dropped. Raises ModelNotFoundError, and InvalidRequestError if they cannot be read."""
         found = self.in_memory(name)
         if found is not None:
@@ -122,7 +122,7 @@ class AdapterRegistry:
             return Adapter(version=version, weights=weights)
 
     def in_memory(self, name: str) -> Adapter | None:
-        """Return the current version of a name; None: its weights are not in memory. Never waits
+        """Returns the current version of a name; None: its weights are not in memory. Never waits
         for a load. Raises ModelNotFoundError."""
         with self._lock:
             version = self._known(name)
@@ -139,7 +139,7 @@ class AdapterRegistry:
         return version
 
     def weights(self, digest: bytes) -> AdapterWeights:
-        """Return the weights of an adapter that a running request holds."""
+        """Returns the weights of an adapter that a running request holds."""
         return self._alive[digest]
 
     @property
@@ -158,7 +158,7 @@ class AdapterRegistry:
     def _read(
         self, name: str, folder: Path, expected: bytes | None
     ) -> tuple[AdapterVersion, AdapterWeights]:
-        """Read a folder and keep its weights. With `expected`, only this digest is accepted."""
+        """Reads a folder and keeps its weights. With `expected`, only this digest is accepted."""
         clock = time.perf_counter()
         try:
             digest, built = self._built(folder, expected)
@@ -203,7 +203,7 @@ class AdapterRegistry:
         self._kept.move_to_end(weights.digest)
 
     def _make_room(self, wanted: AdapterWeights) -> None:
-        """Drop weights that no request holds, those used longest ago first, until the wanted ones
+        """Drops weights that no request holds, those used longest ago first, until the wanted ones
         fit. Raises InvalidRequestError if they do not."""
         limit = self._config.memory_bytes
         if limit is None:
@@ -230,7 +230,7 @@ class AdapterRegistry:
 
 
 def open_registry(config: AdapterConfig, build: BuildAdapter) -> AdapterRegistry:
-    """Make the registry and load the configured adapters. Raises ConfigError for one of them."""
+    """Makes the registry and loads the configured adapters. Raises ConfigError for one of them."""
     registry = AdapterRegistry(config, build)
     for item in config.modules:
         name, separator, path = item.partition("=")

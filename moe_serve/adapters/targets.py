@@ -24,7 +24,7 @@ _MLP_PARTS = ("gate", "up", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class AdaptedMatrix:
     """A matrix [N, K] of the base model: of its attention, of an MLP that all rows pass, or of a
     routed expert."""
 
@@ -43,7 +43,7 @@ class FusedExperts:
     is_interleaved: bool
 
 
-class Targets:
+class AdapterTargets:
     """Finds the target of a module's name."""
 
     def __init__(self, loader: ModelLoader) -> None:
@@ -52,8 +52,8 @@ class Targets:
         self._fused: dict[str, FusedExperts] = {}
         self._known = dict(self._all(loader))
 
-    def target(self, module: str, where: str) -> Target:
-        """Return the target of a module. Raises CheckpointError for another module; `where` names
+    def target(self, module: str, where: str) -> AdaptedMatrix:
+        """Returns the target of a module. Raises CheckpointError for another module; `where` names
         the file and the tensor."""
         known = self._known.get(module)
         if known is not None:
@@ -67,10 +67,10 @@ class Targets:
         )
 
     def fused(self, module: str) -> FusedExperts | None:
-        """Return the experts that a module has as two tensors; None: it has none."""
+        """Returns the experts that a module has as two tensors; None: it has none."""
         return self._fused.get(module)
 
-    def _all(self, loader: ModelLoader) -> Iterator[tuple[str, Target]]:
+    def _all(self, loader: ModelLoader) -> Iterator[tuple[str, AdaptedMatrix]]:
         names, spec = loader.names, loader.spec
         self._refuse(names.embedding, "the token embeddings")
         self._refuse(names.head, "the output head")
@@ -90,7 +90,7 @@ class Targets:
                 for layout in names.experts:
                     yield from self._experts(layout, layer)
 
-    def _experts(self, layout: ExpertNames, layer: int) -> Iterator[tuple[str, Target]]:
+    def _experts(self, layout: ExpertNames, layer: int) -> Iterator[tuple[str, AdaptedMatrix]]:
         if not layout.gate:
             module = layout.down.format(layer=layer).rpartition(".")[0]
             self._fused[module] = FusedExperts(layer, layout.is_interleaved)
@@ -107,12 +107,12 @@ class Targets:
 
 def _entry(
     stored: Stored, layer: int, kind: Literal["attention", "mlp", "expert"], part: str
-) -> tuple[str, Target]:
+) -> tuple[str, AdaptedMatrix]:
     name = stored.name.removesuffix(".weight")
-    return name, Target(layer=layer, kind=kind, part=part, shape=stored.shape)
+    return name, AdaptedMatrix(layer=layer, kind=kind, part=part, shape=stored.shape)
 
 
-def _mlp(table: Mapping[str, Stored], layer: int) -> Iterator[tuple[str, Target]]:
+def _mlp(table: Mapping[str, Stored], layer: int) -> Iterator[tuple[str, AdaptedMatrix]]:
     for key, stored in table.items():
         owner, _, part = key.partition(".")
         if owner in ("shared", "dense") and part in _MLP_PARTS:

@@ -20,7 +20,7 @@ _FIRST, _LAST = 0.1, 0.9  # shares of the requests between whose ends a run is t
 
 
 def find_capacity(run: SimulatedRun) -> float:
-    """Return the requests per second of the run's trace. Raises BenchError."""
+    """Returns the requests per second of the run's trace. Raises BenchError."""
     trace = _trace_of(run.workload)
     together = replace(trace, rows=tuple(replace(row, at_s=0.0) for row in trace.rows))
     settings = run.settings
@@ -36,7 +36,7 @@ def find_capacity(run: SimulatedRun) -> float:
 
 
 def at_load(run: SimulatedRun, load: float, capacity: float) -> SimulatedRun:
-    """Return the run with the times of its trace scaled, so that requests arrive at `load` times
+    """Returns the run with the times of its trace scaled, so that requests arrive at `load` times
     the capacity."""
     trace = _trace_of(run.workload)
     rate = len(trace.rows) / max(trace.rows[-1].at_s, 1e-9)

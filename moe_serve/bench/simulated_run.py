@@ -48,7 +48,7 @@ class SimulatedRun:
 
 
 def run_simulation(run: SimulatedRun) -> Report:
-    """Simulate a run. The same run gives the same report. Raises BenchError and ConfigError."""
+    """Simulates a run. The same run gives the same report. Raises BenchError and ConfigError."""
     slots = list(run.workload.slots())
     longest = run.settings.max_model_len or run.model.size.max_context
     _check(slots, longest)
@@ -83,8 +83,8 @@ def _check(slots: Sequence[Slot], longest: int) -> None:
 def jobs_of(
     slots: Sequence[Slot], seed: int, tiers: TierMix | None = None, *, is_strict: bool = False
 ) -> Iterator[SimulatedRequest]:
-    """Yield the requests of a workload for the simulator. `is_strict`: all requests of tiers with a
-    target are."""
+    """Yields the requests of a workload for the simulator. `is_strict`: all requests of tiers with
+    a target are."""
     maker = PromptMaker(kind="tokens", seed=seed, vocab_size=_VOCABULARY)
     for slot in slots:
         yield SimulatedRequest(
@@ -105,7 +105,7 @@ def _service(slot: Slot, tiers: TierMix | None, is_strict: bool) -> Service:
 
 
 def service_of(tier: TierConfig, tenant: str, *, is_strict: bool) -> Service:
-    """Return what a tier entitles a request of a tenant to."""
+    """Returns what a tier entitles a request of a tenant to."""
     return Service(
         tier=tier.name,
         weight=tier.weight,
@@ -124,7 +124,7 @@ def _token_ids(maker: PromptMaker, slot: Slot) -> list[int]:
 
 
 def record_of(times: RequestTimes) -> RequestRecord:
-    """Return a simulated request as `bench` records one."""
+    """Returns a simulated request as `bench` records one."""
     at = times.token_times
     gaps = array("d", [later - earlier for earlier, later in zip(at, at[1:], strict=False)])
     return RequestRecord(
@@ -181,8 +181,8 @@ def _report(
 
 
 def _server(cells: Sequence[EngineStats], num_repeated: int) -> ServerSide:
-    """Return the figures of all cells. Cells step apart from each other, so their steps add up, and
-    those that were run together with another."""
+    """Returns the figures of all cells. Cells step apart from each other, so their steps add up,
+    and those that were run together with another."""
     counts = sum((cell.counts for cell in cells), EngineCounts())
     num_tokens = counts.num_prompt_tokens + counts.num_generated_tokens
     num_steps, queried = sum(cell.num_steps for cell in cells), counts.num_queried_tokens

@@ -60,7 +60,8 @@ class KVCache:
         )
 
     def beside(self, spec: ModelSpec, num_more: int) -> KVCache:
-        """Make a cache of further layers for the same pages, and `num_more` pages that only it has.
+        """Makes a cache of further layers for the same pages, and `num_more` pages that only it
+        has.
 
         Pages that are cleared, copied or checked here are so there, too. Its own pages are the
         numbers behind the last page here.
@@ -81,7 +82,7 @@ class KVCache:
     def rows(
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]
     ) -> NDArray[np.int64]:
-        """Return the rows for new tokens' keys, with the cache seen as [(P + 2) * Hkv * S, D].
+        """Returns the rows for new tokens' keys, with the cache seen as [(P + 2) * Hkv * S, D].
 
         Sequence i writes positions [starts[i], starts[i] + counts[i]) -> [T * Hkv], token-major.
         """
@@ -93,26 +94,27 @@ class KVCache:
         return self.rows_at(np.concatenate(pages), np.concatenate(offsets))
 
     def rows_at(self, pages: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows of tokens given by page and offset in the page, [T] each -> [T * Hkv]."""
+        """Returns the rows of tokens given by page and offset in the page, [T] each -> [T *
+        Hkv]."""
         slots = pages * (self.num_kv_heads * self.page_size) + offsets
         heads = np.arange(self.num_kv_heads) * self.page_size
         rows: NDArray[np.int64] = (slots[:, None] + heads[None]).reshape(-1)
         return rows
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zero some pages in every layer."""
+        """Zeroes some pages in every layer."""
         index = torch.tensor(pages, dtype=torch.int64, device=self.device)
         for part in self.parts:
             part.index_fill_(0, index, 0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, given as (from, to). All are read before any is written."""
+        """Copies whole pages, given as (from, to). All are read before any is written."""
         sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
         for part in self.parts:
             part.index_copy_(0, targets, part.index_select(0, sources))
 
     def finite(self, pages: Sequence[int]) -> list[bool]:
-        """Return for each page whether all its keys and values are finite numbers.
+        """Returns for each page whether all its keys and values are finite numbers.
 
         NaN and infinity survive a sum, so one sum per page is enough. (Finite values near the end
         of fp32 could overflow it: the page is then reported as not finite, and is only not shared.)
@@ -137,7 +139,7 @@ def _zeroed_pages(
     device: torch.device,
     form: KVForm,
 ) -> KVPages:
-    """Make pages; `size` is their number and the tokens of each."""
+    """Makes pages; `size` is their number and the tokens of each."""
     a, (num_pages, page_size) = spec.attention, size
 
     def zeros(width: int, dtype: torch.dtype) -> Tensor:
@@ -158,7 +160,7 @@ def _zeroed_pages(
 
 
 def _parts(layer: KVPages, is_latent: bool) -> list[Tensor]:
-    """Return the tensors of a layer that have memory of their own."""
+    """Returns the tensors of a layer that have memory of their own."""
     parts = (layer.keys, layer.key_scales, layer.values, layer.value_scales)
     return [part for part in parts[: 2 if is_latent else 4] if part is not None]
 
@@ -174,7 +176,7 @@ def num_pages(
     max_num_seqs: int,
     available_bytes: int,
 ) -> int:
-    """Return the configured pages, or enough for `max_num_seqs` half-long requests within 30% of
+    """Returns the configured pages, or enough for `max_num_seqs` half-long requests within 30% of
     memory.
 
     Raises ConfigError if one request of `max_model_len` tokens does not fit.
@@ -199,7 +201,7 @@ def num_pages(
 
 
 def checked_kv_form(config: CacheConfig, spec: ModelSpec) -> KVForm:
-    """Return the configured form of KV pages. Raises ConfigError if the model cannot have it."""
+    """Returns the configured form of KV pages. Raises ConfigError if the model cannot have it."""
     form, a = kv_form(config.kv_dtype), spec.attention
     refusal = kv_form_refusal(
         form, head_dim=a.head_dim, value_dim=a.value_width, is_latent=spec.latent is not None
@@ -212,7 +214,7 @@ def checked_kv_form(config: CacheConfig, spec: ModelSpec) -> KVForm:
 
 
 def check_page_size(page_size: int, kernels: Kernels) -> None:
-    """Raise ConfigError if the kernels cannot read pages of this many tokens."""
+    """Raises ConfigError if the kernels cannot read pages of this many tokens."""
     if page_size < kernels.least_page_size:
         raise ConfigError(
             f"cache.page_size is {page_size}, but the kernels ({kernels.name}) read pages of at "

@@ -29,18 +29,23 @@ class PageBytes:
         ends = np.cumsum([0, *(part.shape[1] for part in self._parts)]).tolist()
         self._spans = [slice(*ends) for ends in pairwise(ends)]
         self.num_bytes = int(ends[-1])
-        shapes = [(tuple(part.shape[1:]), str(part.dtype)) for part in cache.parts]
-        self.geometry = sha256(repr((_FORMAT, cache.page_size, shapes)).encode()).digest()
+        self.geometry = page_geometry(cache)
 
     def read(self, page: int) -> NDArray[np.uint8]:
-        """Return a copy of a page's bytes, [num_bytes]."""
+        """Returns a copy of a page's bytes, [num_bytes]."""
         return np.concatenate([part[page] for part in self._parts])
 
     def write(self, page: int, data: NDArray[np.uint8]) -> None:
-        """Replace a page's content by `data`, [num_bytes]."""
+        """Replaces a page's content by `data`, [num_bytes]."""
         assert len(data) == self.num_bytes, f"{len(data)} bytes for a page of {self.num_bytes}"
         for part, span in zip(self._parts, self._spans, strict=True):
             part[page] = data[span]
+
+
+def page_geometry(cache: KVCache) -> bytes:
+    """Returns a digest of the shapes that the bytes of a page have."""
+    shapes = [(tuple(part.shape[1:]), str(part.dtype)) for part in cache.parts]
+    return sha256(repr((_FORMAT, cache.page_size, shapes)).encode()).digest()
 
 
 def _as_bytes(part: Tensor) -> NDArray[np.uint8]:

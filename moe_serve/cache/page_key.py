@@ -26,7 +26,7 @@ TOKEN_DTYPE = np.dtype("<i4")
 
 
 def root_key(model_identity: bytes, adapter: bytes, cache_salt: str) -> bytes:
-    """Return the key before the first page.
+    """Returns the key before the first page.
 
     Each part is hashed with its length, so that parts cannot be confused: ("ab", "c") is 2 ab 1 c,
     and ("a", "bc") is 1 a 2 bc. `adapter` is the digest of an adapter; empty: the base model.
@@ -40,19 +40,19 @@ def root_key(model_identity: bytes, adapter: bytes, cache_salt: str) -> bytes:
 
 
 def token_array(token_ids: Sequence[int]) -> NDArray[np.int32]:
-    """Return token ids in the form in which keys hash them."""
+    """Returns token ids in the form in which keys hash them."""
     return np.array(token_ids, dtype=TOKEN_DTYPE)
 
 
 def page_key(parent: bytes, tokens: NDArray[np.int32]) -> bytes:
-    """Return the key of one page after the page (or root) `parent`; it may hold fewer
+    """Returns the key of one page after the page (or root) `parent`; it may hold fewer
     tokens than others.
     """
     return sha256(parent + tokens.tobytes()).digest()
 
 
 def following_keys(parent: bytes, tokens: NDArray[np.int32], page_size: int) -> list[bytes]:
-    """Return the keys of the whole pages that `tokens` fill after the page (or root) `parent`."""
+    """Returns the keys of the whole pages that `tokens` fill after the page (or root) `parent`."""
     data, keys, page_bytes = tokens.tobytes(), [], page_size * TOKEN_DTYPE.itemsize
     for end in range(page_bytes, len(data) + 1, page_bytes):
         parent = sha256(parent + data[end - page_bytes : end]).digest()
@@ -72,7 +72,7 @@ class Digest(Protocol):
 
 
 def model_identity(folder: Path, *details: str) -> bytes:
-    """Return 32 bytes that are the same for the same checkpoint and `details` (dtype, kernels,
+    """Returns 32 bytes that are the same for the same checkpoint and `details` (dtype, kernels,
     ...).
 
     Raises CheckpointError for a file that cannot be read.
@@ -96,7 +96,7 @@ def _identity(folder: Path, details: Sequence[str]) -> bytes:
 
 
 def add_weight_file(digest: Digest, path: Path) -> None:
-    """Add the header of a safetensors file and samples of its values."""
+    """Adds the header of a safetensors file and samples of its values."""
     size = regular_file(path).stat().st_size
     with path.open("rb") as file:
         num_header_bytes = int.from_bytes(file.read(8), "little")

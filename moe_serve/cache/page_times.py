@@ -81,7 +81,7 @@ class SampledPages:
             self._pages |= {page: _Page(now) for page in drawn}
 
     def found(self, pages: Iterable[int]) -> None:
-        """Note that a sequence uses pages that others computed."""
+        """Notes that a sequence uses pages that others computed."""
         if not self._pages:
             return
         for page in pages:
@@ -100,7 +100,7 @@ class SampledPages:
             self._idle.count(now - (state.handed_out if state.found is None else state.found))
 
     def freed(self, pages: Iterable[int]) -> None:
-        """Drop pages that were freed for another reason than a lack of pages."""
+        """Drops pages that were freed for another reason than a lack of pages."""
         if self._pages:
             for page in pages:
                 self._pages.pop(page, None)
@@ -113,6 +113,6 @@ class SampledPages:
         )
 
     def check_integrity(self, num_references: Callable[[int], int]) -> None:
-        """Check that no sampled page is free."""
+        """Checks that no sampled page is free."""
         lost = [page for page in self._pages if num_references(page) == 0]
         assert not lost, f"free pages {lost[:5]} are still sampled"

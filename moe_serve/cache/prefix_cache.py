@@ -39,7 +39,7 @@ class PagePool:
         return self._references[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free pages; the caller has checked `num_free`."""
+        """Takes `count` free pages; the caller has checked `num_free`."""
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -47,12 +47,12 @@ class PagePool:
         return pages
 
     def share(self, page: int) -> None:
-        """Add an owner to a page that already has one."""
+        """Adds an owner to a page that already has one."""
         assert self._references[page] > 0, f"page {page} is free and cannot be shared"
         self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """Drop one reference to each page; return those that became free."""
+        """Drops one reference to each page; return those that became free."""
         freed = []
         for page in pages:
             self._references[page] -= 1
@@ -63,11 +63,11 @@ class PagePool:
         return freed
 
     def references(self) -> NDArray[np.int64]:
-        """Return the reference count of every page, from page 0 on; a copy."""
+        """Returns the reference count of every page, from page 0 on; a copy."""
         return np.array(self._references, dtype=np.int64)
 
     def check_integrity(self, tables: Iterable[Sequence[int] | NDArray[np.int64]]) -> None:
-        """Check that every page is free once, or held exactly as often as the owners' tables name
+        """Checks that every page is free once, or held exactly as often as the owners' tables name
         it.
         """
         size = self.num_pages + 1
@@ -118,7 +118,7 @@ class PrefixCache:
         return sum(page in self._idle for page in pages)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, evicting if too few are free;
+        """Takes `count` pages, evicting if too few are free;
         the caller has checked `num_available`.
         """
         assert count <= self.num_available, (
@@ -138,7 +138,7 @@ class PrefixCache:
             self.num_evicted += 1
 
     def withdraw(self, pages: Sequence[int]) -> bool:
-        """Take a run from the root out of the tree, so that only its owner has it. Idle pages are
+        """Takes a run from the root out of the tree, so that only its owner has it. Idle pages are
         evicted first. False: others use a page of it, or pages behind it, and it stays."""
         self._evict(len(self._idle))
         for place, page in enumerate(pages):
@@ -152,7 +152,7 @@ class PrefixCache:
         return True
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the cached pages of the longest known run of `keys`."""
+        """Returns the cached pages of the longest known run of `keys`."""
         pages: list[int] = []
         for key in keys:
             page = self.tree.find(key)
@@ -162,18 +162,18 @@ class PrefixCache:
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Add an owner to pages, in use or idle, that a sequence found."""
+        """Adds an owner to pages, in use or idle, that a sequence found."""
         self.sampled.found(pages)
         self.pin(pages)
 
     def pin(self, pages: Iterable[int]) -> None:
-        """Add an owner to the pages of a run from the root, so that they are not evicted."""
+        """Adds an owner to the pages of a run from the root, so that they are not evicted."""
         for page in pages:
             self._pool.share(page)
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> list[int]:
-        """Drop one reference to each page of a run, last first; return those that are now free.
+        """Drops one reference to each page of a run, last first; return those that are now free.
 
         Pages of the tree stay: without another owner they become idle.
         """
@@ -185,7 +185,7 @@ class PrefixCache:
         return freed
 
     def enter(self, page: int, key: bytes, parent_key: bytes, tokens: NDArray[np.int32]) -> int:
-        """Make an owned page with finite values visible to others -> the page that its owner has
+        """Makes an owned page with finite values visible to others -> the page that its owner has
         now.
 
         If the same content is cached already, the owner switches to that page and releases its own.
@@ -201,7 +201,7 @@ class PrefixCache:
         return cached
 
     def forget(self, pages: Sequence[int]) -> list[int]:
-        """Remove the idle leaves at the end of a run from the tree -> the pages that are now
+        """Removes the idle leaves at the end of a run from the tree -> the pages that are now
         free.
         """
         freed: list[int] = []
@@ -215,7 +215,8 @@ class PrefixCache:
         return freed
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Check that pool, tree and owners' tables agree, and that eviction always takes a leaf."""
+        """Checks that pool, tree and owners' tables agree, and that eviction always takes a
+        leaf."""
         cached = np.fromiter(self.tree, np.int64, len(self.tree))
         self._pool.check_integrity([*tables, cached])
         self.tree.check_integrity()

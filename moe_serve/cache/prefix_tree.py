@@ -55,7 +55,7 @@ class PrefixTree:
         return self._num_children[page] > 0
 
     def insert(self, page: int, key: bytes, parent_key: bytes, tokens: NDArray[np.int32]) -> None:
-        """Add a page whose parent is in the tree or is the root.
+        """Adds a page whose parent is in the tree or is the root.
 
         A page that is not full always stays a leaf; it can only be copied from.
         """
@@ -76,7 +76,7 @@ class PrefixTree:
         return self._num_children[page]
 
     def remove(self, page: int) -> None:
-        """Remove a leaf."""
+        """Removes a leaf."""
         assert not self.has_children(page), f"page {page} has {self._num_children[page]} children"
         earlier, later = self._earlier[page], self._later[page]
         self._earlier[later], self._later[earlier] = earlier, later
@@ -91,7 +91,7 @@ class PrefixTree:
         self._key[page] = self._parent_key[page] = b""
 
     def most_alike(self, parent_key: bytes, tokens: NDArray[np.int32]) -> tuple[int, int]:
-        """Return the child of `parent_key` that begins most like `tokens` -> (page, tokens in
+        """Returns the child of `parent_key` that begins most like `tokens` -> (page, tokens in
         common).
 
         (0, 0) if no child begins with the first of them. At most a page of tokens is compared, and
@@ -109,7 +109,7 @@ class PrefixTree:
         return best, most
 
     def check_integrity(self) -> None:
-        """Check that keys, parents and counts agree; raises with the wrong page."""
+        """Checks that keys, parents and counts agree; raises with the wrong page."""
         pages = np.fromiter(self._page_of.values(), np.int64, len(self._page_of))
         held = [self._key[page] for page in self._page_of.values()]
         assert held == list(self._page_of), "a key leads to a page with another key"
@@ -125,12 +125,12 @@ class PrefixTree:
         assert not lost, f"pages {lost[:5]} left the tree before their children"
 
     def parents_of(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the parents of pages; 0 is the root."""
+        """Returns the parents of pages; 0 is the root."""
         return np.frombuffer(self._parent, np.int64)[pages]
 
 
 def num_in_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Return the number of tokens that two runs have in common at their beginning."""
+    """Returns the number of tokens that two runs have in common at their beginning."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if len(differing) else length

@@ -47,7 +47,7 @@ class CalibrateOptions:
 
 @with_options(CalibrateOptions)
 def calibrate(options: CalibrateOptions) -> None:
-    """Measure how long attention, experts and transfers take on this machine.
+    """Measures how long attention, experts and transfers take on this machine.
 
     `moe-serve plan --calibration FILE` uses the measured times to compare layouts.
     """

@@ -143,7 +143,7 @@ class ChatClient:
 
 
 def _is_text(content: str) -> bool:
-    """Return whether the text is valid UTF-8: other bytes from a terminal or pipe arrive as lone
+    """Returns whether the text is valid UTF-8: other bytes from a terminal or pipe arrive as lone
     surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in content)
 

@@ -36,7 +36,7 @@ def rebalance(
         bool, typer.Option(help="Wait until the plan is rejected or the experts have moved.")
     ] = True,
 ) -> None:
-    """Plan a new placement from recent loads now. Experts move only if the gain is large
+    """Plans a new placement from recent loads now. Experts move only if the gain is large
     enough."""
     client = _client(url, admin_key)
     found = client.ask("POST", "placement/rebalance", _STATUS)
@@ -53,7 +53,7 @@ def apply(
     admin_key: AdminKey = None,
     wait: Annotated[bool, typer.Option(help="Wait until the experts have moved.")] = True,
 ) -> None:
-    """Put a plan into effect on a running server. The experts move while the server answers
+    """Puts a plan into effect on a running server. The experts move while the server answers
     requests."""
     content = _read(file)
     client = _client(url, admin_key)

@@ -156,7 +156,7 @@ def trusted() -> ssl.SSLContext:
 
 
 def is_distrust(error: Exception) -> bool:
-    """Return whether the server answered with a certificate that this machine does not trust."""
+    """Returns whether the server answered with a certificate that this machine does not trust."""
     return _UNVERIFIED in str(error)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @with_options(SimulateOptions)
 def simulate(options: SimulateOptions) -> None:
-    """Predict how a cluster would serve a workload: latency, throughput and goodput.
+    """Predicts how a cluster would serve a workload: latency, throughput and goodput.
 
     The server's own engines and schedulers run on a virtual clock; a cost model gives the time of
     each step. Give --model and --device for published hardware, or --calibration for this machine.
@@ -124,7 +124,7 @@ def _settings(
 
 
 def _workload(options: SimulateOptions) -> Workload:
-    """Read the load. Without arrivals and a trace, all requests arrive at once."""
+    """Reads the load. Without arrivals and a trace, all requests arrive at once."""
     from moe_serve.cli.bench.bench_plan import check_load, workload_of
 
     check_load(options.load)
@@ -141,7 +141,7 @@ def _workload(options: SimulateOptions) -> Workload:
 
 
 def _check_deadlines(options: SimulateOptions) -> None:
-    """Refuse options that would do nothing."""
+    """Refuses options that would do nothing."""
     if options.tiers.tiers is None:
         for name, value in option_values(options.deadlines).items():
             if name != "order" and value != getattr(DeadlineOptions(), name):

@@ -1,44 +1,79 @@
-"""The memory tier of a cluster: its memory, its index, and a tier for each attention rank's
-engine."""
+"""The tiers of a cluster: the memory that its attention ranks share, the disk behind it, and a tier
+for each attention rank's engine."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
 
 from moe_serve.cache.tiers.arena import ArenaIndex, SharedArena
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
-from moe_serve.config.sections import CacheConfig
+from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.build_tiers import open_disk
 from moe_serve.engine.opened_model import LoadReport
+from moe_serve.engine.schedule.arena_disk import ArenaDisk
 from moe_serve.engine.schedule.arena_tier import ArenaTier, RankCopies
 from moe_serve.engine.schedule.kv_tier import MakeTier
 
+_STAGING_BYTES = 2**30  # of the memory in front of a disk; only what is used is taken
+
 
 class RankArena:
-    """Memory that the attention ranks of this host share, if the configuration has a memory
-    tier."""
+    """Memory that the attention ranks of this host share, if the configuration has a memory tier
+    or a disk tier."""
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError where the system has no such memory."""
-        num_bytes, self._after_s = config.memory_tier_bytes, config.checkpoint_after_s
+        self._config, num_bytes = config, config.cache.memory_tier_bytes
+        if num_bytes is None and config.cache.disk_path is not None:
+            num_bytes = _STAGING_BYTES
         self._memory = None if num_bytes is None else SharedArena(num_bytes)
         self._index: ArenaIndex | None = None
+        self._disk: ArenaDisk | None = None
 
     @property
     def path(self) -> str:
-        """The path by which ranks open it; empty without a memory tier."""
+        """The path by which ranks open it; empty without a tier."""
         return "" if self._memory is None else self._memory.path
 
-    def tier_maker(self, executor: RemoteExecutor, report: LoadReport) -> MakeTier | None:
-        """Return what makes the tier of a rank's engine. `report`: that of any attention rank.
+    def open(self, model_folder: Path, report: LoadReport, reports: Sequence[LoadReport]) -> None:
+        """Divides the memory into slots, and open the disk. `report`: of any attention rank;
+        `reports`: of all ranks.
 
-        Raises ConfigError if the memory is too small for the pages.
+        Raises ConfigError if the memory is too small for the pages, or the folder cannot be used.
         """
         if self._memory is None:
-            return None
+            return
+        config, num_shards = self._config, self._config.cluster.attention_tp
+        slot_bytes = report.page_bytes * num_shards
+        self._index = ArenaIndex(self._memory.num_bytes, slot_bytes)
+        if config.cache.disk_path is None:
+            return
+        # What computes a page's values beside the rank that holds it. Experts may be elsewhere.
+        kinds = {(r.kernels, r.build, r.device, r.dtype, r.expert_weights) for r in reports}
+        layout = {"attention_shards": num_shards, "ranks": repr(sorted(kinds))}
+        store = open_disk(config, model_folder, report, page_bytes=slot_bytes, layout=layout)
+        slots, page_size = self._memory.slots(slot_bytes), config.cache.page_size
+        self._disk = ArenaDisk(self._index, slots, store, page_size, REAL_CLOCK)
+
+    def tier_maker(self, executor: RemoteExecutor) -> MakeTier | None:
+        """Returns what makes the tier of a rank's engine; None without a tier."""
         if self._index is None:
-            self._index = ArenaIndex(self._memory.num_bytes, report.kv_bytes // report.num_pages)
-        index, copies = self._index, RankCopies(executor.save_page, executor.load_page)
-        return lambda cache: ArenaTier(cache, index, copies, REAL_CLOCK, self._after_s)
+            return None
+        index, disk, after_s = self._index, self._disk, self._config.cache.checkpoint_after_s
+        copies = RankCopies(executor.save_page, executor.load_page, executor.finish_copies)
+        return lambda cache: ArenaTier(cache, index, copies, REAL_CLOCK, after_s, disk)
+
+    def wait(self) -> None:
+        """Waits a moment if requests wait for pages of the disk."""
+        if self._disk is not None:
+            self._disk.wait()
 
     def close(self) -> None:
+        """Stores what is in the memory and not on the disk yet, at most for some seconds."""
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            disk.close()
         if self._memory is not None:
             self._memory.close()

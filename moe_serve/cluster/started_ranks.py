@@ -45,6 +45,7 @@ from moe_serve.engine.drafting.drafting_maker import check_on_ranks, drafting_ma
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
+from moe_serve.engine.opened_model import LoadReport
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
@@ -71,7 +72,7 @@ class StartedRanks:
         self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
         self._starter: RankStarter | None = None
-        self._arena = RankArena(model.config.cache)
+        self._arena = RankArena(model.config)
         self._roster = Roster(model.ranks)
         self._membership = Membership(
             self._roster, self._configure, model.weights, cluster.heartbeat_s
@@ -115,10 +116,15 @@ class StartedRanks:
         assert loaded is not None, "the attention ranks have loaded"
         return loaded
 
+    @property
+    def _reports(self) -> list[LoadReport]:
+        return [s.loaded.report for s in self._roster.states.values() if s.loaded is not None]
+
     def engine(
         self, watch: PoolWatch, routes: RouteListeners, make_policy: MakePolicy, plan: Plan
     ) -> ClusterEngine:
         """Makes the engine over all ranks. `routes` tells listeners which experts were chosen."""
+        self._arena.open(self._model.folder, self.first_loaded.report, self._reports)
         calls = RankCalls(self._membership, watch)
         mover = make_mover(self._model, self._roster, calls, self.current)
         coordinator = self._coordinator(calls, watch, mover)
@@ -146,7 +152,13 @@ class StartedRanks:
 
         is_ahead = self._model.config.pipeline.ahead
         engine = ClusterEngine(
-            coordinator, make_engine, watch, close, is_ahead=is_ahead, service=service
+            coordinator,
+            make_engine,
+            watch,
+            close,
+            is_ahead=is_ahead,
+            service=service,
+            wait_for_pages=self._arena.wait,
         )
         rebalancer = make_rebalancer(self._model, self.current, mover, routes, plan)
         rebalancer.start(lambda: self._membership.on_event())
@@ -213,7 +225,7 @@ class StartedRanks:
             policy=policy,
             routes=routes,
             drafting=drafting,
-            make_tier=self._arena.tier_maker(executor, loaded.report),
+            make_tier=self._arena.tier_maker(executor),
             window=None if checkpoint.mtp_layer(config) else checkpoint.spec.window,
             service=service,
             layered=LayeredPrefill.of(

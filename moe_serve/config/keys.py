@@ -151,14 +151,14 @@ class ConfigKey:
         return text + (", or null" if self.is_optional else "")
 
     def plain(self, value: Value) -> object:
-        """Return a value of this key as lists and mappings, as YAML and JSON have them."""
+        """Returns a value of this key as lists and mappings, as YAML and JSON have them."""
         if self.kind is TierConfig:
             assert isinstance(value, tuple), f"{self.path}: tiers are a tuple"
             return plain_tiers([tier for tier in value if isinstance(tier, TierConfig)])
         return list(value) if isinstance(value, tuple) else value
 
     def check(self, value: object, source: str) -> Value:
-        """Return the value in its type, or raise ConfigError. `source` completes "... (from
+        """Returns the value in its type, or raise ConfigError. `source` completes "... (from
         {source})"."""
         if self.kind is TierConfig:
             return check_tiers(value, self.path, source)
@@ -172,7 +172,7 @@ class ConfigKey:
         return checked
 
     def check_yaml(self, value: object, source: str) -> Value:
-        """Check a YAML value like `check`. `yes`, `no`, `on` and `off` count as true and false for
+        """Checks a YAML value like `check`. `yes`, `no`, `on` and `off` count as true and false for
         keys that take those."""
         if value is None and not self.is_optional:
             raise self.error(value, source, shown="null")
@@ -185,7 +185,8 @@ class ConfigKey:
         return self.check(value, source)
 
     def parse(self, text: str, source: str) -> Value:
-        """Parse the value of an environment variable. A list is written with commas, or as JSON."""
+        """Parses the value of an environment variable. A list is written with commas, or as
+        JSON."""
         if self.is_optional and text.lower() in ("null", "none"):
             return None
         if self.kind is tuple:
@@ -223,7 +224,7 @@ class ConfigKey:
         )
 
     def _converted(self, value: object) -> Scalar | tuple[str, ...] | None:
-        """Return the value in the key's type; None if it is not of this type."""
+        """Returns the value in the key's type; None if it is not of this type."""
         if self.kind is bool:
             return value if isinstance(value, bool) else None
         if self.name.endswith(_SIZES) and isinstance(value, str):
@@ -244,7 +245,7 @@ class ConfigKey:
         return value if isinstance(value, str) and value.strip() else None
 
     def _is_item(self, item: str) -> bool:
-        """Return whether a list may have this string. Settings may follow an API key."""
+        """Returns whether a list may have this string. Settings may follow an API key."""
         words = item.split()
         if self.may_have_settings and item.isprintable() and item.strip() == item:
             return bool(words) and all(_SETTING.fullmatch(word) for word in words[1:])
@@ -260,12 +261,12 @@ class ConfigKey:
 
 
 def config_keys() -> tuple[ConfigKey, ...]:
-    """Return all keys in the order of `sections.py`."""
+    """Returns all keys in the order of `sections.py`."""
     return tuple(_keys_of(Config))
 
 
 def check_engine_config(config: EngineConfig, source: str = "an argument") -> EngineConfig:
-    """Check a config that was built in code against the same limits. Returns it or raises
+    """Checks a config that was built in code against the same limits. Returns it or raises
     ConfigError."""
     for key in _keys_of(EngineConfig):
         key.check(getattr(getattr(config, key.section), key.name), source)
@@ -307,7 +308,7 @@ def _check_cluster(cluster: ClusterConfig) -> None:
 
 
 def unknown_name(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:
-    """Build the error for a name that is not in the table, with the most similar known name."""
+    """Builds the error for a name that is not in the table, with the most similar known name."""
     names = sorted(known)
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(names)}."
@@ -339,7 +340,7 @@ def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes of a size such as "512MiB"; None if it is not a size."""
+    """Returns the bytes of a size such as "512MiB"; None if it is not a size."""
     number, unit = text.strip()[:-3].strip(), text.strip()[-3:]
     is_size = number.isascii() and number.isdigit() and len(number) < 20 and unit in UNITS
     return int(number) * UNITS[unit] if is_size else None

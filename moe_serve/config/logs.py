@@ -41,7 +41,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def set_up_logs(config: LogConfig) -> None:
-    """Set up the log of the whole process, replacing an earlier setup. The access log has its own
+    """Sets up the log of the whole process, replacing an earlier setup. The access log has its own
     switch."""
     handler, root = StderrHandler(), logging.getLogger()
     is_json = config.format == "json"
@@ -61,7 +61,7 @@ def set_up_logs(config: LogConfig) -> None:
 
 
 def is_json_log() -> bool:
-    """Return whether the log is JSON, so that other output should go into it too."""
+    """Returns whether the log is JSON, so that other output should go into it too."""
     return any(isinstance(h.formatter, JsonFormatter) for h in logging.getLogger().handlers)
 
 

@@ -105,6 +105,7 @@ class CacheConfig:
     memory_tier_bytes: int | None = None  # shared by the ranks of a host; None: no memory tier
     checkpoint_after_s: float = 2.0  # how often running requests give their pages to a tier
     share_across_keys: bool = False  # API keys share pages, also with a disk tier
+    allow_kv_window: bool = False  # requests may forget the middle of their context
 
     @property
     def separates_keys(self) -> bool:

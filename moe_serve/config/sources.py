@@ -71,7 +71,7 @@ class LoadedConfig:
     entries: tuple[ConfigEntry, ...]
 
     def to_yaml(self) -> str:
-        """Return the effective configuration as a file that `--config` reads, without secrets."""
+        """Returns the effective configuration as a file that `--config` reads, without secrets."""
         lines: list[str] = []
         for section in dict.fromkeys(entry.key.section for entry in self.entries):
             lines.append(f"{section}:")
@@ -91,7 +91,7 @@ def load_config(
     settings: Mapping[str, object] | None = None,
     settings_source: str = "",
 ) -> LoadedConfig:
-    """Merge the sources. `flags` holds the values set on the command line, as {"server.port":
+    """Merges the sources. `flags` holds the values set on the command line, as {"server.port":
     8001}.
 
     `settings` have the same form: they come from a cluster file and override the YAML file.
@@ -137,8 +137,8 @@ def _check_key_tiers(config: Config) -> None:
 def wants_json_log(
     *, flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None = None
 ) -> bool:
-    """Return whether `log.format` is json, before everything is read and checked, so that errors in
-    the rest are reported in that format."""
+    """Returns whether `log.format` is json, before everything is read and checked, so that errors
+    in the rest are reported in that format."""
     if "log.format" in flags:
         return flags["log.format"] == "json"
     if text := environ.get("MOE_SERVE_LOG_FORMAT", "").strip():
@@ -155,7 +155,7 @@ def wants_json_log(
 
 
 def describe(loaded: LoadedConfig) -> list[ConfigEntry]:
-    """Return every key with its value and its source. Print `entry.shown`, never `entry.value`."""
+    """Returns every key with its value and its source. Print `entry.shown`, never `entry.value`."""
     return list(loaded.entries)
 
 
@@ -193,7 +193,7 @@ def _file_entries(
 
 
 def _named_file(file: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the file of `--config`, or the one that the environment names instead."""
+    """Returns the file of `--config`, or the one that the environment names instead."""
     named = environ.get(CONFIG_VARIABLE, "").strip()
     return Path(named) if file is None and named else file
 
@@ -213,7 +213,7 @@ def _parse_yaml(file: Path) -> yaml.Node | None:
 
 
 def _written(node: yaml.Node, place: str, file: Path) -> Written:
-    """Return the value of a node, in which every part keeps the place of its own line."""
+    """Returns the value of a node, in which every part keeps the place of its own line."""
     if not isinstance(node, yaml.MappingNode):
         return Written(value=_plain_value(node, place), source=place)
     parts = _mapping(node, file, "it")
@@ -229,7 +229,7 @@ def _plain_value(node: yaml.Node, place: str) -> object:
 
 
 def _mapping(node: yaml.Node | None, file: Path, what: str) -> Iterator[tuple[str, yaml.Node, str]]:
-    """Yield (name, node, "file:line") of each entry of a mapping."""
+    """Yields (name, node, "file:line") of each entry of a mapping."""
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
         return
     if not isinstance(node, yaml.MappingNode):
@@ -240,7 +240,7 @@ def _mapping(node: yaml.Node | None, file: Path, what: str) -> Iterator[tuple[st
 
 
 def _with_secrets_read(entry: ConfigEntry) -> ConfigEntry:
-    """Replace `@FILE` among the API keys by the lines of that file."""
+    """Replaces `@FILE` among the API keys by the lines of that file."""
     if not entry.key.is_secret or not isinstance(entry.value, tuple):
         return entry
     secrets: list[str] = []
@@ -251,8 +251,8 @@ def _with_secrets_read(entry: ConfigEntry) -> ConfigEntry:
 
 
 def read_secret_file(path: str) -> list[str]:
-    """Read one secret per line. Empty lines are skipped, and so are comments: from a # at the start
-    or after a space to the end of the line."""
+    """Reads one secret per line. Empty lines are skipped, and so are comments: from a # at the
+    start or after a space to the end of the line."""
     try:
         lines = regular_file(Path(path)).read_text("utf-8").splitlines()
     except OSError as error:
@@ -266,7 +266,7 @@ def read_secret_file(path: str) -> list[str]:
 
 
 def split_key(line: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split a line into a key and the settings after it: `s3cret min_priority=-10`."""
+    """Splits a line into a key and the settings after it: `s3cret min_priority=-10`."""
     settings: list[tuple[str, str]] = []
     while found := _KEY_SETTING.search(line):
         settings.append((found[1], found[2]))
@@ -275,12 +275,12 @@ def split_key(line: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def read_first_key(path: str) -> str:
-    """Return the key that a client sends: the first one of a file, without its settings."""
+    """Returns the key that a client sends: the first one of a file, without its settings."""
     return split_key(read_secret_file(path)[0])[0]
 
 
 def _build(component: type, values: Mapping[str, Value], section: str = "") -> Any:
-    """Build the dataclass `component` with all its parts from {"section.name": value}."""
+    """Builds the dataclass `component` with all its parts from {"section.name": value}."""
     arguments: dict[str, Any] = {}
     for item in dataclasses.fields(component):
         if item.default is dataclasses.MISSING:

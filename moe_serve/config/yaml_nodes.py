@@ -43,7 +43,7 @@ _PLAIN: Mapping[str, tuple[str, str]] = {
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Return the resolvers as PyYAML keeps them, by the first character of a value."""
+    """Returns the resolvers as PyYAML keeps them, by the first character of a value."""
     by_character: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for name, (pattern, characters) in _PLAIN.items():
         entry = (_TAG + name, re.compile(rf"(?:{pattern})\Z"))
@@ -69,7 +69,7 @@ def _construct_float(_loader: Any, node: yaml.ScalarNode) -> float:
 
 
 def _plain(base: type) -> Any:
-    """Return a loader class with the rules of this module."""
+    """Returns a loader class with the rules of this module."""
     loader: Any = type("PlainLoader", (base,), {"yaml_implicit_resolvers": _resolvers()})
     loader.add_constructor(f"{_TAG}int", _construct_int)
     loader.add_constructor(f"{_TAG}float", _construct_float)
@@ -88,7 +88,7 @@ _COMPILED_LOADER = _plain(getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read_yaml(text: str, source: str, *, is_large: bool = False) -> yaml.Node | None:
-    """Return the root of a file of one document, checked: no duplicate keys, no tags, limited
+    """Returns the root of a file of one document, checked: no duplicate keys, no tags, limited
     aliases.
 
     `is_large` uses the compiled parser if available. Raises ConfigError with file and line, and
@@ -106,13 +106,13 @@ def read_yaml(text: str, source: str, *, is_large: bool = False) -> yaml.Node | 
 
 
 def plain_value(node: yaml.Node | None) -> Any:
-    """Return the value of a node of `read_yaml`: text, numbers, lists, mappings. Raises
+    """Returns the value of a node of `read_yaml`: text, numbers, lists, mappings. Raises
     YAMLError."""
     return None if node is None else _LOADER("").construct_document(node)
 
 
 def yaml_line(value: object) -> str:
-    """Return a plain value on one line, which `read_yaml` and other YAML readers read back
+    """Returns a plain value on one line, which `read_yaml` and other YAML readers read back
     unchanged."""
     text: str = yaml.dump(
         value, Dumper=_QuotingDumper, default_flow_style=True, width=10_000, sort_keys=False
@@ -121,7 +121,7 @@ def yaml_line(value: object) -> str:
 
 
 def value_place(root: yaml.Node | None, message: str, source: str) -> str:
-    """Return place and text of the value that a msgspec message ("... - at `$.nodes[0].slots`") is
+    """Returns place and text of the value that a msgspec message ("... - at `$.nodes[0].slots`") is
     about: " (cluster.yaml:3: '1:30')"."""
     found = re.search(r"at `\$([^`]*)`", message)
     node = root
@@ -146,7 +146,7 @@ def _inner_node(node: yaml.Node | None, name: str, index: str) -> yaml.Node | No
 
 
 def _refuse_tag(loader: Any, node: yaml.Node, source: str) -> None:
-    """Refuse tags except `!!str`, which means the same as quotes."""
+    """Refuses tags except `!!str`, which means the same as quotes."""
     is_scalar = isinstance(node, yaml.ScalarNode)
     is_bare = isinstance(node, yaml.ScalarNode) and not node.style  # without quotes
     implied = loader.resolve(type(node), node.value, (is_bare, not is_bare))
@@ -170,7 +170,7 @@ def _refuse_doubled_keys(node: yaml.Node, source: str) -> None:
 
 
 def distinct_nodes(root: yaml.Node | None, source: str) -> list[yaml.Node]:
-    """Return the nodes in the order of the file. Raises ConfigError if aliases stand for too many
+    """Returns the nodes in the order of the file. Raises ConfigError if aliases stand for too many
     values or for a value that contains them, or if values are nested too deeply."""
     walk = _Walk(source)
     if root is None:
@@ -194,7 +194,7 @@ class _Walk:
         self._measured: dict[int, tuple[int, int] | None] = {}  # by id; None: being measured
 
     def measure(self, node: yaml.Node) -> tuple[int, int]:
-        """Return (nodes, levels) as if every alias were written out."""
+        """Returns (nodes, levels) as if every alias were written out."""
         place = f"{self._source}:{node.start_mark.line + 1}"
         if id(node) in self._measured:
             known = self._measured[id(node)]

@@ -121,7 +121,7 @@ class AsyncEngine:
         )
 
     def close(self) -> None:
-        """Stop the thread after its current step. Open requests end with an error.
+        """Stops the thread after its current step. Open requests end with an error.
 
         Raises EngineDeadError if the step does not end in time; the process must then exit.
         """
@@ -158,7 +158,7 @@ class AsyncEngine:
             )
 
     def _run(self) -> None:
-        """Run the engine thread, the only thread that touches the engine."""
+        """Runs the engine thread, the only thread that touches the engine."""
         try:
             while not self._is_closing:
                 self._last_turn = self._clock()

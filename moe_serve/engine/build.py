@@ -77,8 +77,9 @@ def build_engine(
     progress: LoadProgress | None = None,
     open_weights: OpenWeights = open_checkpoint,
 ) -> BuiltEngine:
-    """Load the model and build the engine. `open_weights` opens the checkpoint's weights. Sets this
-    process's number of torch threads: as configured, or 1 if the kernels have their own threads."""
+    """Loads the model and builds the engine. `open_weights` opens the checkpoint's weights. Sets
+    this process's number of torch threads: as configured, or 1 if the kernels have their own
+    threads."""
     clock = time.monotonic()
     model = _opened(config, progress, open_weights)
     loader, spec, max_model_len = model.loader, model.spec, model.max_model_len
@@ -96,7 +97,7 @@ def build_engine(
     executor = LocalExecutor(
         runner, sampler, tap, experts.memory, masks, watch, drafter, pipeline.parked
     )
-    report = model.report(num_pages=part.num_pages, kv_bytes=part.kv_bytes, kv_dtype=part.kv_dtype)
+    report = model.report(part)
     engine = Engine(
         executor,
         scheduler=config.scheduler,
@@ -154,7 +155,7 @@ def _sampling(
     pipeline: Pipeline,
     experts: ExpertStage,
 ) -> tuple[SamplingBackend, AnswerMasks, StepDrafter | None]:
-    """Build what samples a step's tokens: a sampler, masks and drafts for the next step."""
+    """Builds what samples a step's tokens: a sampler, masks and drafts for the next step."""
     eos = model.eos_token_ids
     masks = AnswerMasks(model.spec.vocab_size, eos, grammars)
     by_self = _self_drafter(config, model.spec, part, experts, pipeline.device)
@@ -169,8 +170,8 @@ def _self_drafter(
     experts: ExpertStage,
     device: torch.device,
 ) -> SelfDrafter | None:
-    """Build what drafts with the model itself, if the configuration asks for it. Raises ConfigError
-    if the model cannot run with fewer experts."""
+    """Builds what drafts with the model itself, if the configuration asks for it. Raises
+    ConfigError if the model cannot run with fewer experts."""
     if config.speculation.method != "self":
         return None
     wanted, top_k = config.speculation.self_experts, spec.router.top_k
@@ -213,7 +214,7 @@ def _pipeline(
     beside: tuple[StageLog, RouteTap, NextLayer | None],
     adapters: AdapterRegistry | None,
 ) -> Pipeline:
-    """Build the pipeline of this process, with all layers in one call if nothing lies between."""
+    """Builds the pipeline of this process, with all layers in one call if nothing lies between."""
     transport, (*_, next_layer) = _local_transport(loader, experts, config), beside
     parts = part.stage, transport, part.cache, loader.device
     pipeline = Pipeline(*parts, *beside, adapters=adapters)
@@ -225,7 +226,7 @@ def _pipeline(
 def _local_transport(
     loader: ModelLoader, stage: ExpertStage, config: EngineConfig
 ) -> LocalTransport:
-    """Build the local transport, which rounds rows like ranks if `cluster.wire_dtype` is set."""
+    """Builds the local transport, which rounds rows like ranks if `cluster.wire_dtype` is set."""
     spec, wire_dtype, wire = loader.spec, config.cluster.wire_dtype, None
     if wire_dtype != "auto":
         wire = make_wire_format(spec.width, spec.router.top_k, loader.dtype, 1, wire_dtype)

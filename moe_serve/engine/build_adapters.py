@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_serve.adapters.build import AdapterBuilder
+from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.registry import AdapterRegistry, open_registry
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError
@@ -10,7 +10,7 @@ from moe_serve.model.load.loader import ModelLoader
 
 
 def check_adapters(config: EngineConfig) -> None:
-    """Raise ConfigError if the configuration asks for adapters in a way that is not served."""
+    """Raises ConfigError if the configuration asks for adapters in a way that is not served."""
     adapters, cluster = config.adapters, config.cluster
     if not adapters.is_enabled:
         for key in ("modules", "root", "memory_bytes"):
@@ -35,7 +35,7 @@ def check_adapters(config: EngineConfig) -> None:
 
 
 def open_adapters(config: EngineConfig, loader: ModelLoader) -> AdapterRegistry | None:
-    """Load the configured adapters; None: the engine serves none. Raises ConfigError, and
+    """Loads the configured adapters; None: the engine serves none. Raises ConfigError, and
     CheckpointError for an adapter that cannot be served."""
     if not config.adapters.is_enabled:
         return None

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
-from moe_kernels.kernel_choice import kernels_build
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.page_bytes import PageBytes
 from moe_serve.cache.prefix_cache import PrefixCache
@@ -16,7 +15,7 @@ from moe_serve.cache.tiers.disk_space import DiskLimits
 from moe_serve.cache.tiers.disk_store import DiskStore
 from moe_serve.cache.tiers.weights_digest import weights_digest
 from moe_serve.clock import REAL_CLOCK
-from moe_serve.config.sections import CacheConfig, EngineConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.opened_model import LoadReport, OpenedModel
 from moe_serve.engine.schedule.kv_tier import MakeTier
 from moe_serve.engine.schedule.page_tiers import PageAccess, PageTiers
@@ -26,7 +25,7 @@ _WITHOUT_EFFECT = ("path", "num_threads", "expert_memory_bytes", "expert_memory_
 
 
 def check_tiers(config: EngineConfig) -> None:
-    """Raise ConfigError for a tier that the rest of the configuration does not allow."""
+    """Raises ConfigError for a tier that the rest of the configuration does not allow."""
     cache = config.cache
     if cache.memory_tier_bytes is not None and not config.cluster.is_disaggregated:
         raise ConfigError(
@@ -46,17 +45,12 @@ def check_tiers(config: EngineConfig) -> None:
             "cache.disk_path is set, but cache.prefix_cache is false: the disk tier keeps pages of "
             "the prefix cache. Set cache.prefix_cache to true, or leave out cache.disk_path."
         )
-    if config.cluster.is_disaggregated:
-        raise ConfigError(
-            "cache.disk_path is set, but the disk tier works in one process only: leave it out, or "
-            "serve without attention and expert ranks."
-        )
 
 
 def tier_maker(
     config: EngineConfig, model: OpenedModel, cache: KVCache, report: LoadReport
 ) -> MakeTier | None:
-    """Return what makes the tier of an engine; None without a tier. Raises ConfigError."""
+    """Returns what makes the tier of an engine; None without a tier. Raises ConfigError."""
     if config.cache.disk_path is None:
         return None
     if cache.device.type != "cpu":
@@ -65,8 +59,7 @@ def tier_maker(
             "serves pages in main memory only (model.device: cpu)."
         )
     pages = PageBytes(cache)
-    path, facts = Path(config.cache.disk_path), _facts(config, report)
-    store = _open_disk(config.cache, pages, path, facts, model)
+    store = open_disk(config, model.folder, report, page_bytes=pages.num_bytes)
     access = PageAccess(pages.read, pages.write, pages.num_bytes)
 
     def make(prefixes: PrefixCache) -> PageTiers:
@@ -76,33 +69,38 @@ def tier_maker(
     return make
 
 
-def _open_disk(
-    config: CacheConfig,
-    pages: PageBytes,
-    path: Path,
-    facts: Mapping[str, object],
-    model: OpenedModel,
+def open_disk(
+    config: EngineConfig,
+    model_folder: Path,
+    report: LoadReport,
+    *,
+    page_bytes: int,
+    layout: Mapping[str, object] | None = None,
 ) -> DiskStore:
+    """Opens the store of `cache.disk_path`. `report`: of the process that has the pages. `layout`:
+    what else the bits of a page depend on. Raises ConfigError."""
+    cache, facts = config.cache, {**_facts(config, report), **(layout or {})}
+    assert cache.disk_path is not None, "a folder is configured"
     limits = DiskLimits(
-        max_bytes=config.disk_bytes,
-        min_free_bytes=config.disk_min_free_bytes,
-        ttl_s=config.disk_ttl_s,
-        write_bytes_per_day=config.disk_write_bytes_per_day,
+        max_bytes=cache.disk_bytes,
+        min_free_bytes=cache.disk_min_free_bytes,
+        ttl_s=cache.disk_ttl_s,
+        write_bytes_per_day=cache.disk_write_bytes_per_day,
     )
-    folder = DiskFolder.claim(path.expanduser())
+    folder = DiskFolder.claim(Path(cache.disk_path).expanduser())
 
     def identify() -> StoreIdentity:
-        weights = weights_digest(model.folder, folder.path / "weights.json")
-        meta = {**facts, "weights": weights.hex(), "geometry": pages.geometry.hex()}
+        weights = weights_digest(model_folder, folder.path / "weights.json")
+        meta = {**facts, "weights": weights.hex()}
         digest = sha256(repr(sorted(meta.items())).encode()).digest()
-        return StoreIdentity(digest, {**meta, "model": model.folder.name})
+        return StoreIdentity(digest, {**meta, "model": model_folder.name})
 
     try:
         return DiskStore(
             folder,
             limits,
-            page_bytes=pages.num_bytes,
-            geometry=pages.geometry,
+            page_bytes=page_bytes,
+            geometry=bytes.fromhex(report.page_geometry),
             identify=identify,
         )
     except ConfigError:
@@ -111,15 +109,16 @@ def _open_disk(
 
 
 def _facts(config: EngineConfig, report: LoadReport) -> Mapping[str, object]:
-    """Return everything but the weights that the bits of a page may depend on."""
+    """Returns everything but the weights that the bits of a page may depend on."""
     model = {k: v for k, v in asdict(config.model).items() if k not in _WITHOUT_EFFECT}
     return {
         "config": repr(sorted(model.items())),
         "dtype": report.dtype,
         "kv_dtype": report.kv_dtype,
         "kernels": report.kernels,
-        "build": kernels_build(),
+        "build": report.build,
         "expert_weights": report.expert_weights,
         "wire_dtype": config.cluster.wire_dtype,
         "page_size": config.cache.page_size,
+        "geometry": report.page_geometry,
     }

@@ -43,11 +43,11 @@ class DrivenEngine(Protocol):
     def check_integrity(self) -> None: ...
 
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """Set a callback that any thread may call to signal work other than a new request."""
+        """Sets a callback that any thread may call to signal work other than a new request."""
         ...
 
     def stop_waiting(self) -> None:
-        """Announce `close`: a step that waits for ranks gives up. Safe from any thread."""
+        """Announces `close`: a step that waits for ranks gives up. Safe from any thread."""
         ...
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ class Engine:
         return len(self._scheduler.running)
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request, whose prompt the caller has found shorter than `max_model_len`."""
+        """Queues a request, whose prompt the caller has found shorter than `max_model_len`."""
         assert 0 < len(request.prompt_token_ids) < self.max_model_len, "the prompt is too long"
         assert request.request_id not in self._sequences, f"{request.request_id} is running"
         self.adopt(Sequence(next(self._ids), request))
@@ -121,10 +121,9 @@ class Engine:
         return None if self.service is None else self.service.state.admission
 
     def abort(self, request_id: str) -> None:
-        """End a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
+        """Ends a request, even if this raises ExecutorLostError. Unknown ids are ignored."""
         if request_id in self._sequences:
-            aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
-            self._pending.append(aborted)
+            self._pending += [TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)]
             self._end([self._sequences[request_id]])
 
     @property
@@ -148,7 +147,7 @@ class Engine:
         return self._scheduler.num_pending_tokens
 
     def surrender(self) -> list[Sequence]:
-        """Give up all sequences in order of arrival. Their pages and computed state are lost."""
+        """Gives up all sequences in order of arrival. Their pages and computed state are lost."""
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
         self._scheduler.abandon(sequences)
         self.drafts.forget(sequences)
@@ -159,23 +158,23 @@ class Engine:
         return sequences
 
     def adopt(self, sequence: Sequence) -> None:
-        """Queue a sequence: a new one, or one that another engine surrendered."""
+        """Queues a sequence: a new one, or one that another engine surrendered."""
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence)
 
     def release(self, sequence: Sequence) -> Sequence:
-        """Give up a sequence that never ran, for another engine to adopt."""
+        """Gives up a sequence that never ran, for another engine to adopt."""
         del self._sequences[sequence.request.request_id]
         self._scheduler.release(sequence)
         return sequence
 
     def step(self) -> list[TokenDelta]:
-        """Schedule, run, publish."""
+        """Schedules, runs and publishes a step."""
         plan = self.begin_step()
         return self.end_step(None if plan is None else self._try(plan, self._schedule))
 
     def begin_step(self, most: int | None = None, number: int | None = None) -> StepPlan | None:
-        """Schedule a step and plan it in at most `most` micro-batches; None: nothing to do."""
+        """Schedules a step and plans it in at most `most` micro-batches; None: nothing to do."""
         self._pending += [self._fail(s, TOO_COSTLY) for s in self._scheduler.overdue()]
         self._pending += [self._fail(s, DEADLINE_EXCEEDED) for s in self._scheduler.expired()]
         self._schedule = self._scheduler.schedule()
@@ -186,13 +185,13 @@ class Engine:
         return self.make_plan(most, number) if self._schedule else None
 
     def make_plan(self, micro_batches: int | None = None, number: int | None = None) -> StepPlan:
-        """Plan the step that has begun. `number` is the step's if several engines step together."""
+        """Plans the step that has begun. `number` is that of engines which step together."""
         most, drafts = micro_batches or self._micro_batches, self.drafts.running
         plan = make_step_plan(self._schedule, most, self._policy, drafts, self._scheduler.layered)
         return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
 
     def begin_ahead(self) -> bool:
-        """Begin the step after the running one; False if its contents are not certain yet."""
+        """Begins the step after the running one; False if its contents are not certain yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
         is_last = any(self.stop_rule.is_last(s, s.num_output_tokens + 1) for s in sequences)
         if self._leaving or is_last or not self.drafts.allow_ahead(self._schedule):
@@ -202,12 +201,12 @@ class Engine:
         return bool(self._ahead)
 
     def make_plan_ahead(self, micro_batches: int, number: int | None = None) -> StepPlan:
-        """Plan the step that has begun ahead. See `make_plan`."""
+        """Plans the step that has begun ahead. See `make_plan`."""
         plan = make_next_plan(self._ahead, micro_batches, self._policy)
         return self._routes.with_requests(plan, number or self._num_steps + 1, self._ahead)
 
     def drop_ahead(self) -> None:
-        """Discard the step that has begun ahead."""
+        """Discards the step that has begun ahead."""
         self._ahead = {}
 
     @property
@@ -216,10 +215,11 @@ class Engine:
         return sequences_of(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
-        """Return the step's deltas and those of requests that ended without one. Raises
+        """Returns the step's deltas and those of requests that ended without one. Raises
         ExecutorLostError; `take_pending` then has the deltas made before it."""
         if not isinstance(outcome, StepOutcome):
             self.drop_ahead()  # it needs the tokens of this step
+            self._scheduler.tier.step_failed()
         schedule, self._schedule, self._ahead = self._schedule, self._ahead, {}
         self._ending = schedule
         if schedule:
@@ -237,12 +237,12 @@ class Engine:
         return self.take_pending()
 
     def take_pending(self) -> list[TokenDelta]:
-        """Return the deltas that were not returned yet."""
+        """Returns the deltas that were not returned yet."""
         deltas, self._pending = self._pending, []
         return deltas
 
     def _try(self, plan: StepPlan, schedule: Schedule) -> StepOutcome | Exception:
-        """Run a plan. An exception becomes the step's outcome, except ExecutorLostError."""
+        """Runs a plan. An exception becomes the step's outcome, except ExecutorLostError."""
         try:
             return self._executor.run(plan, sequences_of(schedule))
         except ExecutorLostError:
@@ -251,7 +251,7 @@ class Engine:
             return error
 
     def _finish(self, schedule: Schedule, outcome: StepOutcome | Exception) -> None:
-        """Publish a step's deltas. If the step raised, run each of its sequences alone."""
+        """Publishes a step's deltas. If the step raised, runs each of its sequences alone."""
         if isinstance(outcome, StepOutcome):
             outcome = outcome.cut(schedule, self.stop_rule)
             self._routes.notify(schedule, outcome.choices, outcome.sampled)
@@ -287,14 +287,14 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Assert that pages, reference counts, page tables and requests agree."""
+        """Asserts that pages, reference counts, page tables and requests agree."""
         scheduler, known = self._scheduler, {s.id for s in self._sequences.values()}
         scheduler.check_integrity()
         scheduled = {s.id for s in (*scheduler.running, *scheduler.waiting)} - self._leaving.ids
         assert known == scheduled, f"requests {known ^ scheduled} are lost"
 
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
-        """Advance sequences, add their deltas, then end some, which may lose the executor."""
+        """Advances sequences, adds their deltas, then ends some, which may lose the executor."""
         ended, made = [], made_tokens(schedule, outcome.choices, outcome.sampled)
         self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
         for key, (sequence, count) in schedule.items():
@@ -312,7 +312,7 @@ class Engine:
         self._end(ended)
 
     def _advance(self, sequence: Sequence, outcome: StepOutcome, made: Made) -> bool:
-        """Append a sequence's run and return whether it has ended. A failed one ends in here."""
+        """Appends a sequence's run and returns whether it has ended. A failed one ends in here."""
         run, failure = outcome.run_of(sequence.id)
         if run:
             self._pending.append(self._append(sequence, run, made))

@@ -86,7 +86,7 @@ class EngineFacts:
 
     @property
     def stages(self) -> str:
-        """Describe in one line where each stage runs."""
+        """Describes in one line where each stage runs."""
         if self.attention_ranks:
             return (
                 f"{self.num_layers} layers: {_ranks(self.attention_ranks, 'attention')}"
@@ -102,7 +102,7 @@ class EngineFacts:
 
 
 def memory_line(model: ModelConfig) -> str | None:
-    """Describe the limit `model.expert_memory_bytes`; None without a limit."""
+    """Describes the limit `model.expert_memory_bytes`; None without a limit."""
     if model.expert_memory_bytes is None:
         return None
     return (

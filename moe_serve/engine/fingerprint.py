@@ -32,7 +32,7 @@ _NUM_DIGITS = 12
 
 
 def system_fingerprint(layout: EngineFacts, config: Config) -> str:
-    """Return `fp_` followed by twelve hexadecimal digits."""
+    """Returns `fp_` followed by twelve hexadecimal digits."""
     server, cluster = config.server, config.engine.cluster
     digest = sha256()
     for detail in (
@@ -57,7 +57,7 @@ def system_fingerprint(layout: EngineFacts, config: Config) -> str:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return the digest of a checkpoint's files. Weights of up to `MAX_WHOLE_BYTES` are read
+    """Returns the digest of a checkpoint's files. Weights of up to `MAX_WHOLE_BYTES` are read
     completely; for larger ones the sizes, the headers and a few hundred bytes of every tensor are
     read."""
     digest = sha256()
@@ -83,7 +83,7 @@ def _add_whole(digest: Digest, path: Path) -> None:
 
 
 def _add_tensor_samples(digest: Digest, path: Path) -> None:
-    """Add the middle of every tensor, as a fine-tune may change only a few tensors."""
+    """Adds the middle of every tensor, as a fine-tune may change only a few tensors."""
     try:
         headers = sorted(SafetensorsFile(path).headers.values(), key=lambda header: header.begin)
     except CheckpointError:  # a file that the index does not name
@@ -96,7 +96,7 @@ def _add_tensor_samples(digest: Digest, path: Path) -> None:
 
 
 def _processor(device: str) -> str:
-    """Return the machine's instruction set or GPU, which determines the order of additions."""
+    """Returns the machine's instruction set or GPU, which determines the order of additions."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -31,22 +31,22 @@ class LeavingSequences:
         return self._has_failed.keys()
 
     def staying(self, schedule: Schedule) -> Schedule:
-        """Return the part of a step whose sequences have not ended."""
+        """Returns the part of a step whose sequences have not ended."""
         return {key: item for key, item in schedule.items() if key not in self._has_failed}
 
     def forget(self) -> None:
-        """Drop all, as their pages are lost."""
+        """Drops all, as their pages are lost."""
         self._has_failed = {}
 
     def end(self, sequences: Items[Sequence], schedule: Schedule) -> None:
-        """End sequences that are complete or aborted. Those in the running step, `schedule`, are
+        """Ends sequences that are complete or aborted. Those in the running step, `schedule`, are
         removed when it ends."""
         self._drafts.finish(sequences)
         self._has_failed |= {s.id: False for s in sequences if s.id in schedule}
         self._remove([s for s in sequences if s.id not in self._has_failed])
 
     def fail(self, sequence: Sequence, failure: RowFailure, schedule: Schedule) -> TokenDelta:
-        """End one request with an error. Its pages are zeroed before they are used again."""
+        """Ends one request with an error. Its pages are zeroed before they are used again."""
         if sequence.id in schedule:
             self._has_failed[sequence.id] = True
         else:
@@ -54,7 +54,7 @@ class LeavingSequences:
         return failure.delta_of(sequence)
 
     def release(self, ended: Iterable[Sequence], outcome: StepOutcome | Exception) -> None:
-        """Remove sequences whose last step has ended. Without a valid token their last pages are
+        """Removes sequences whose last step has ended. Without a valid token their last pages are
         not proven."""
         ended = list(ended)
         for sequence in ended:

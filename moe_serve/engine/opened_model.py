@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from moe_kernels.interface.kv_form import FLOATS, KVForm
+from moe_kernels.kernel_choice import kernels_build
 from moe_serve.cache.kv_cache import KVCache, checked_kv_form, num_pages
+from moe_serve.cache.page_bytes import page_geometry
 from moe_serve.cache.page_key import model_identity
 from moe_serve.config.sections import EngineConfig, ModelConfig
 from moe_serve.engine.memory.free_memory import free_bytes
@@ -32,7 +34,7 @@ from moe_serve.regular_file import is_there
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """Return the checkpoint's folder. Raises CheckpointError if it is missing or incomplete."""
+    """Returns the checkpoint's folder. Raises CheckpointError if it is missing or incomplete."""
     folder = demo_model_folder() if config.path is None else Path(config.path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(
@@ -69,6 +71,9 @@ class LoadReport:
     num_pages: int = 0
     kv_bytes: int = 0
     kv_dtype: str = "auto"  # of the pages; auto: `dtype`
+    page_bytes: int = 0  # of a page, in this process
+    page_geometry: str = ""  # digest of its shapes
+    build: str = ""  # of the kernels: bits may differ between two builds
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ class AttentionPart:
 def kv_bytes_per_token(
     spec: ModelSpec, mtp: MTPLayer | None, itemsize: int, form: KVForm = FLOATS
 ) -> int:
-    """Return the bytes of one token in the KV cache, over all layers and that which drafts."""
+    """Returns the bytes of one token in the KV cache, over all layers and that which drafts."""
     own = 0 if mtp is None else mtp.spec.kv_bytes_per_token(itemsize, form)
     return spec.kv_bytes_per_token(itemsize, form) + own
 
@@ -137,7 +142,7 @@ class ServedCheckpoint:
         return StopRule(self.eos_token_ids, self.max_model_len)
 
     def mtp_layer(self, config: EngineConfig) -> MTPLayer | None:
-        """Return the checkpoint's own layer that drafts, if `config` wants it.
+        """Returns the checkpoint's own layer that drafts, if `config` wants it.
 
         Raises ConfigError or CheckpointError if it cannot be used. Its weights may be missing.
         """
@@ -160,12 +165,12 @@ class ServedCheckpoint:
         return family.read_mtp(hf_config.text(), family.names, self.spec)
 
     def grammars(self) -> Grammars:
-        """Return the model's grammars. The tokenizer is read at the first constraint."""
+        """Returns the model's grammars. The tokenizer is read at the first constraint."""
         folder, size, eos = self.folder, self.spec.vocab_size, self.eos_token_ids
         return Grammars(lambda: read_vocabulary(folder, size, eos))
 
     def page_identity(self, report: LoadReport) -> bytes:
-        """Return the identity that cached pages belong to: the weights, how they are computed, and
+        """Returns the identity that cached pages belong to: the weights, how they are computed, and
         the form of the pages."""
         return model_identity(
             self.folder, report.dtype, report.kernels, report.expert_weights, report.kv_dtype
@@ -209,11 +214,11 @@ class OpenedModel(ServedCheckpoint):
         return OpenedModel(folder, config, loader.spec, loader, num_threads)
 
     def set_torch_threads(self) -> None:
-        """Set torch's number of threads in this process: 1 if the kernels have their own."""
+        """Sets torch's number of threads in this process: 1 if the kernels have their own."""
         torch.set_num_threads(1 if self.loader.kernels.has_own_threads else self.num_threads)
 
     def load_attention(self, config: EngineConfig, gather: Gather | None = None) -> AttentionPart:
-        """Load everything but the routed experts, or one shard's part of it, and build the
+        """Loads everything but the routed experts, or one shard's part of it, and builds the
         configured cache."""
         loader, max_model_len = self.loader, self.max_model_len
         mtp = self.mtp_layer(config)
@@ -233,18 +238,25 @@ class OpenedModel(ServedCheckpoint):
         drafting = None if mtp_loader is None else mtp_loader.load(stage, cache, max_model_len)
         return AttentionPart(stage, cache, pages, pages * page_size * token_bytes, drafting)
 
-    def report(
-        self, *, num_pages: int = 0, kv_bytes: int = 0, kv_dtype: str = "auto"
-    ) -> LoadReport:
+    def report(self, part: AttentionPart | None = None) -> LoadReport:
+        """Reports on the model with its attention, if this process has that."""
         loader = self.loader
-        return LoadReport(
+        report = LoadReport(
             kernels=loader.kernels.name,
             num_threads=self.num_threads,
             dtype=str(loader.dtype).removeprefix("torch."),
             device=str(loader.device),
             weight_format=loader.weight_format,
             expert_weights=loader.expert_weights,
-            num_pages=num_pages,
-            kv_bytes=kv_bytes,
-            kv_dtype=kv_dtype,
+            build=kernels_build(),
+        )
+        if part is None:
+            return report
+        return replace(
+            report,
+            num_pages=part.num_pages,
+            kv_bytes=part.kv_bytes,
+            kv_dtype=part.kv_dtype,
+            page_bytes=sum(each[0].nbytes for each in part.cache.parts),
+            page_geometry=page_geometry(part.cache).hex(),
         )

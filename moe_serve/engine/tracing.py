@@ -68,7 +68,7 @@ class Tracing:
     def start(
         self, sample_rate: float | None = None, has_weights: bool | None = None
     ) -> TracingStatus:
-        """Begin a recording in a new folder.
+        """Begins a recording in a new folder.
 
         Raises TracingError if it cannot start now, and InvalidRequestError if it can never start
         with these values; the status is then unchanged.
@@ -96,7 +96,7 @@ class Tracing:
         return self.status()
 
     def stop(self) -> TracingStatus:
-        """End the recording and write its remaining tokens. Raises TracingError if none is
+        """Ends the recording and writes its remaining tokens. Raises TracingError if none is
         running."""
         with self._lock:
             if self._running is None:
@@ -118,7 +118,7 @@ class Tracing:
         )
 
     def close(self) -> None:
-        """End a running recording and write its remaining tokens, as the server ends."""
+        """Ends a running recording and writes its remaining tokens, as the server ends."""
         with self._lock:
             if self._running is not None:
                 self._end(self._running)
@@ -129,7 +129,7 @@ class Tracing:
         self._last, self._running = running.writer.close(), None
 
     def _header(self, has_weights: bool) -> TraceHeader:
-        """Read the header. The configured files may have changed since the server started."""
+        """Reads the header. The configured files may have changed since the server started."""
         try:
             header = self._read_header()
         except (ConfigError, CheckpointError, OSError) as error:
@@ -138,7 +138,7 @@ class Tracing:
         return replace(header, has_weights=has_weights, has_tokens=self._config.tokens)
 
     def _open(self, directory: Path, header: TraceHeader) -> RecordingWriter:
-        """Create a folder named after the time in seconds, with a number if it exists already."""
+        """Creates a folder named after the time in seconds, with a number if it exists already."""
         name = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self._clock()))
         folder, number = directory / name, 1
         while folder.exists():
@@ -159,12 +159,12 @@ class Tracing:
 def make_tracing(
     built: BuiltEngine, engine: EngineConfig, config: TraceConfig, name: str
 ) -> Tracing:
-    """Build the recording control of a server whose model is called `name`."""
+    """Builds the recording control of a server whose model is called `name`."""
     return Tracing(config, built.routes, lambda: trace_header(built, engine, name))
 
 
 def trace_header(built: BuiltEngine, config: EngineConfig, name: str) -> TraceHeader:
-    """Return the header of this engine's traces. Reads samples of the model's weights."""
+    """Returns the header of this engine's traces. Reads samples of the model's weights."""
     spec = built.spec
     return TraceHeader(
         num_experts=spec.router.num_experts,

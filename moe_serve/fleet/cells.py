@@ -90,7 +90,7 @@ def style_of(layout: Layout) -> CellStyle:
 def step_seconds_of(
     model: CostedModel, layout: Layout, micro_batches: int, busiest: BatchLoad, others: BatchLoad
 ) -> float:
-    """Predict a step in which one attention rank has the load `busiest`. See `step_time`."""
+    """Predicts a step in which one attention rank has the load `busiest`. See `step_time`."""
     if not layout.is_split and layout.num_attention == 1:
         return model.costs.colocated_time(busiest)
     num_others = layout.num_attention - 1
@@ -110,7 +110,7 @@ class _Sizer:
     num_tokens: int | None  # that the KV pages of a rank hold
 
     def step_s(self, bucket: Bucket, batch: int) -> float:
-        """Predict the mean step, with the prompts that start."""
+        """Predicts the mean step, with the prompts that start."""
         num_chunks = max(1.0, bucket.computed / _CHUNKS[0])
         num_ranks = self.layout.num_attention
         starts = num_chunks * num_ranks * batch / bucket.output
@@ -124,7 +124,7 @@ class _Sizer:
         )
 
     def chunk_s(self, bucket: Bucket, batch: int, num_rows: float) -> float:
-        """Predict a step that decodes, and reads so many tokens of a prompt on one rank."""
+        """Predicts a step that decodes, and reads so many tokens of a prompt on one rank."""
         decode = BatchLoad.decode(batch, round(bucket.prompt + bucket.output / 2))
         rows = round(num_rows)
         before = round(bucket.prompt - bucket.computed)
@@ -147,7 +147,7 @@ class _Sizer:
         return slo.e2e_s is None or ttft_s + step_s * bucket.output <= headroom * slo.e2e_s
 
     def largest(self, bucket: Bucket, headroom: float) -> int:
-        """Return the largest batch of an attention rank, or 0 if not even one request fits."""
+        """Returns the largest batch of an attention rank, or 0 if not even one request fits."""
         low, high = 0, MAX_SEQUENCES
         if self.num_tokens is not None:
             high = min(high, int(self.num_tokens // bucket.tokens))
@@ -160,7 +160,8 @@ class _Sizer:
         return low if low >= self.micro_batches else 0
 
     def chunk(self, bucket: Bucket, batch: int) -> int:
-        """Return the largest number of tokens of a step that keeps most steps within the limits."""
+        """Returns the largest number of tokens of a step that keeps most steps within the
+        limits."""
         if self.slo.tpot_s is None:
             return _CHUNKS[0]
         needed = batch * (1 + bucket.computed / bucket.output)
@@ -177,7 +178,7 @@ class _Sizer:
 
 
 def capacity_for(kind: CellKind, bucket: Bucket, slo: Slo) -> float:
-    """Return how many requests of a bucket the cell serves in a second; 0 if it is too slow."""
+    """Returns how many requests of a bucket the cell serves in a second; 0 if it is too slow."""
     sizer = _Sizer(kind.model, kind.layout, kind.micro_batches, slo, _num_tokens(kind))
     batch = min(kind.max_num_seqs, sizer.largest(bucket, kind.headroom))
     return sizer.capacity(bucket, batch) if batch else 0.0
@@ -188,7 +189,7 @@ def _num_tokens(kind: CellKind, page_size: int = 16) -> int | None:
 
 
 def cells_of(offer: Offer, demand: Demand) -> Iterator[CellKind]:
-    """Yield the cells of all layouts that fit the devices of an offer and meet the limits."""
+    """Yields the cells of all layouts that fit the devices of an offer and meet the limits."""
     for layout in layouts_of(offer):
         try:
             model, num_pages = offer.costed(layout), pages_of(offer, layout)
@@ -217,14 +218,14 @@ def cells_of(offer: Offer, demand: Demand) -> Iterator[CellKind]:
 
 
 def pages_of(offer: Offer, layout: Layout) -> int | None:
-    """Return the KV pages of a rank. Raises ConfigError if the weights do not fit."""
+    """Returns the KV pages of a rank. Raises ConfigError if the weights do not fit."""
     if offer.memory_bytes is None:
         return None
     return offer.size.num_pages(layout, int(offer.memory_bytes * MEMORY_SHARE), 16)
 
 
 def layouts_of(offer: Offer) -> Iterator[Layout]:
-    """Yield the layouts of one cell with up to all devices of an offer."""
+    """Yields the layouts of one cell with up to all devices of an offer."""
     most, per_node = offer.num_devices, min(offer.node_devices, 8)
     shards = [1] if offer.has_whole_cells_only else [1 << i for i in range(4) if 1 << i <= per_node]
     for num_shards in shards:

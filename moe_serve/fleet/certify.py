@@ -57,7 +57,7 @@ class Certified:
 
 
 def certify(fleet: Fleet, demand: Demand) -> Certified:
-    """Serve all requests of the demand with the real engines on a virtual clock."""
+    """Serves all requests of the demand with the real engines on a virtual clock."""
     cells = [cell for group in fleet.groups for cell in _cells(group, demand)]
     balancer = ByPromptLength(
         [bucket.most_prompt for bucket in demand.buckets],

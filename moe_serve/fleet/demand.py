@@ -102,7 +102,7 @@ def demand_of(
 
 
 def _shared(slots: Sequence[Slot]) -> np.ndarray:
-    """Count the tokens of each prompt that begin an earlier one, block by block."""
+    """Counts the tokens of each prompt that begin an earlier one, block by block."""
     seen: set[str] = set()
     counts = []
     for slot in slots:

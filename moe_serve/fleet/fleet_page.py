@@ -30,7 +30,7 @@ _STYLE = """
 
 
 def write_plan_page(path: Path, plan: FleetPlan, verdict: FleetVerdict, model: str) -> None:
-    """Write the page. Raises ConfigError."""
+    """Writes the page. Raises ConfigError."""
     try:
         path.write_text(render_plan(plan, verdict, model), encoding="utf-8")
     except OSError as error:
@@ -63,7 +63,7 @@ def _capital(text: str) -> str:
 
 
 def _frontier(plan: FleetPlan) -> str:
-    """Draw the simulated fleets: price against P99 of TPOT, with a line along the best."""
+    """Draws the simulated fleets: price against P99 of TPOT, with a line along the best."""
     shown = [each for each in plan.certified if each.summary.tpot_ms is not None]
     if not shown:
         return ""
@@ -93,7 +93,7 @@ def _frontier(plan: FleetPlan) -> str:
 
 
 def _searched(plan: FleetPlan) -> str:
-    """Draw all fleets by formula."""
+    """Draws all fleets by formula."""
     if not plan.points:
         return ""
     marks = [
@@ -115,7 +115,7 @@ def _tpot(each: Certified) -> float:
 
 
 def _stairs(points: Iterable[tuple[float, float]]) -> PlotLine:
-    """Return the line along the points that no other point beats in both directions."""
+    """Returns the line along the points that no other point beats in both directions."""
     xs: list[float] = []
     ys: list[float] = []
     for x, y in sorted(points):

@@ -57,7 +57,7 @@ class FleetPlan:
         return next((each for each in self.certified if each.meets), None)
 
     def cheapest(self, is_wanted: Callable[[Certified], bool]) -> Certified | None:
-        """Return the cheapest fleet of a sort that meets the limits."""
+        """Returns the cheapest fleet of a sort that meets the limits."""
         return next((each for each in self.certified if each.meets and is_wanted(each)), None)
 
 
@@ -102,7 +102,7 @@ def _check_context(offers: Sequence[Offer], demand: Demand) -> None:
 
 
 def _no_cell(offers: Sequence[Offer], demand: Demand) -> str:
-    """Say how short the steps of the largest layout are, or why no layout fits."""
+    """Says how short the steps of the largest layout are, or why no layout fits."""
     why = []
     for offer in offers:
         try:
@@ -131,7 +131,7 @@ def _widest(offer: Offer) -> Layout:
 
 
 def _candidates(kinds: Sequence[CellKind], demand: Demand) -> list[Fleet]:
-    """Return fleets by formula, the cheapest first: of equal cells, and packed ones."""
+    """Returns fleets by formula, the cheapest first: of equal cells, and packed ones."""
     equal = [fleet for kind in kinds if (fleet := equal_cells(kind, demand)) is not None]
     best = list(_best_kinds(kinds))
     served = [kind for kind in best if kind.is_served]
@@ -152,7 +152,7 @@ def _as_many(kind: CellKind, demand: Demand) -> Fleet:
 
 
 def _best_kinds(kinds: Iterable[CellKind]) -> Iterator[CellKind]:
-    """Yield the cheapest kinds per request, a few of each style and type of device."""
+    """Yields the cheapest kinds per request, a few of each style and type of device."""
     found: dict[tuple[str, str, bool], list[CellKind]] = {}
     for kind in sorted(kinds, key=lambda k: (k.price / k.capacity, k.step_s)):
         group = found.setdefault((kind.offer.name, kind.style, kind.is_served), [])
@@ -162,7 +162,7 @@ def _best_kinds(kinds: Iterable[CellKind]) -> Iterator[CellKind]:
 
 
 def _chosen(fleets: Sequence[Fleet], most: int) -> list[Fleet]:
-    """Return the fleets to simulate: the cheapest of every sort first, then those that no other is
+    """Returns the fleets to simulate: the cheapest of every sort first, then those that no other is
     both cheaper and faster than, then the cheapest."""
     firsts: dict[tuple[object, ...], Fleet] = {}
     for fleet in fleets:
@@ -179,7 +179,7 @@ def _chosen(fleets: Sequence[Fleet], most: int) -> list[Fleet]:
 
 
 def _frontier(fleets: Sequence[Fleet]) -> Iterator[Fleet]:
-    """Yield the fleets along the frontier of price and step, with steps at least 5% shorter."""
+    """Yields the fleets along the frontier of price and step, with steps at least 5% shorter."""
     shortest = math.inf
     for fleet in fleets:
         if fleet.step_s < 0.95 * shortest:
@@ -188,7 +188,7 @@ def _frontier(fleets: Sequence[Fleet]) -> Iterator[Fleet]:
 
 
 def _adjusted(done: Sequence[Certified], demand: Demand, progress: Progress) -> list[Certified]:
-    """Simulate larger fleets where cheap ones missed the limits, and smaller ones than those that
+    """Simulates larger fleets where cheap ones missed the limits, and smaller ones than those that
     keep them, as long as one may become the cheapest.
 
     The formulas know the mean step, and not bursts. Fleets that moe-serve serves are compared with
@@ -213,7 +213,7 @@ def _adjusted(done: Sequence[Certified], demand: Demand, progress: Progress) -> 
 
 
 def _change(each: Certified) -> float:
-    """Return by how much to enlarge a fleet, from the share that met the limits; below 0: shrink
+    """Returns by how much to enlarge a fleet, from the share that met the limits; below 0: shrink
     it."""
     if each.meets:
         return -0.2
@@ -226,7 +226,7 @@ def _cheapest(known: Iterable[Certified], is_served: bool) -> float:
 
 
 def _resized(fleet: Fleet, demand: Demand, share: float) -> Fleet | None:
-    """Return the fleet with more or fewer cells of its largest group: at least one; None if there
+    """Returns the fleet with more or fewer cells of its largest group: at least one; None if there
     are not so many devices, or if fewer could not do."""
     index = max(range(len(fleet.groups)), key=lambda i: fleet.groups[i].price)
     group = fleet.groups[index]
@@ -252,7 +252,7 @@ def _resized(fleet: Fleet, demand: Demand, share: float) -> Fleet | None:
 def _one_device(
     offers: Sequence[Offer], kinds: Sequence[CellKind], demand: Demand
 ) -> tuple[Fleet | None, str]:
-    """Return a fleet of one device, with the largest batch; else why it cannot have the model."""
+    """Returns a fleet of one device, with the largest batch; else why it cannot have the model."""
     why = ""
     for offer in offers:
         layout = Layout.parse("colocated", 1)

@@ -17,7 +17,7 @@ COLUMNS = (
 
 
 def cells_of_row(each: Certified) -> tuple[str, ...]:
-    """Return the cells of a fleet's row, as many as COLUMNS."""
+    """Returns the cells of a fleet's row, as many as COLUMNS."""
     ttft, tpot = each.summary.ttft_ms, each.summary.tpot_ms
     notes = [] if each.meets else ["misses the limits"]
     notes += [] if each.fleet.is_served else ["not served"]
@@ -39,7 +39,7 @@ def cells_of_row(each: Certified) -> tuple[str, ...]:
 
 
 def plan_document(plan: FleetPlan, verdict: FleetVerdict, model: str) -> dict[str, Any]:
-    """Return the plan as JSON types."""
+    """Returns the plan as JSON types."""
     demand = plan.demand
     return {
         "model": model,

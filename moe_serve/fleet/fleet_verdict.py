@@ -27,7 +27,7 @@ class FleetVerdict:
 
 
 def fleet_verdict(plan: FleetPlan) -> FleetVerdict:
-    """Compare the simulated fleets of a plan."""
+    """Compares the simulated fleets of a plan."""
     best, served = plan.best, plan.cheapest(lambda x: x.fleet.is_served)
     split = plan.cheapest(lambda x: x.fleet.is_served and _has_split(x))
     whole = plan.cheapest(lambda x: not _has_split(x) and not x.fleet.is_mixed)
@@ -113,7 +113,7 @@ def _one_device(plan: FleetPlan) -> Iterator[str]:
 
 
 def _confidence(plan: FleetPlan, best: Certified | None) -> tuple[Confidence, str]:
-    """Compare the best fleet's lead over the next other sort with the error of the costs."""
+    """Compares the best fleet's lead over the next other sort with the error of the costs."""
     errors = [e for each in plan.certified for e in _held_out(each)]
     if best is None or not errors:
         return "unknown", (

@@ -35,7 +35,7 @@ class Offer:
 
 
 def read_fleet(text: str, model: ModelShape, routing: Path | None) -> tuple[Offer, ...]:
-    """Parse "h100:64@2.50,h20:32@0.90": type, number, and price of a device and hour (1 if left
+    """Parses "h100:64@2.50,h20:32@0.90": type, number, and price of a device and hour (1 if left
     out). Raises ConfigError."""
     offers: list[Offer] = []
     for term in text.replace(" ", "").split(","):

@@ -86,13 +86,13 @@ class Fleet:
 
 
 def equal_cells(kind: CellKind, demand: Demand) -> Fleet | None:
-    """Return the smallest fleet of one kind of cell; None if the devices do not suffice."""
+    """Returns the smallest fleet of one kind of cell; None if the devices do not suffice."""
     num_cells = math.ceil(demand.whole.rate / (LOAD * kind.capacity) - _SMALL)
     return fleet_of(kind, max(1, num_cells), demand)
 
 
 def fleet_of(kind: CellKind, num_cells: int, demand: Demand) -> Fleet | None:
-    """Return a fleet of equal cells; None if the devices do not suffice."""
+    """Returns a fleet of equal cells; None if the devices do not suffice."""
     if num_cells * kind.num_devices > kind.offer.num_devices:
         return None
     shares = (1.0,) * len(demand.buckets)
@@ -111,7 +111,7 @@ class _Packing:
 
 
 def pack(kinds: Sequence[CellKind], demand: Demand, *, must_mix: bool = False) -> Fleet | None:
-    """Return the cheapest fleet of these kinds; None if the devices do not suffice.
+    """Returns the cheapest fleet of these kinds; None if the devices do not suffice.
 
     `must_mix`: use at least one cell on every type of device.
     """

@@ -49,7 +49,7 @@ class TextPiece:
 
 
 def read_documents(paths: Sequence[Path], split: str) -> list[Document]:
-    """Read the documents of a split, "train" or "valid". Raises ConfigError if there are none."""
+    """Reads the documents of a split, "train" or "valid". Raises ConfigError if there are none."""
     documents = []
     for path in paths:
         for file in _files_of(path, split):
@@ -82,7 +82,7 @@ def cut_into_pieces(
 
 
 def hash_of(pieces: Sequence[TextPiece]) -> str:
-    """Return the hash of all names and tokens, in order."""
+    """Returns the hash of all names and tokens, in order."""
     digest = sha256()
     for piece in pieces:
         digest.update(piece.request_id.encode())

@@ -55,8 +55,8 @@ class HiddenCapture:
         self._cache = KVCache(stage.spec, num_pages, page_size, stage.dtype, device)
 
     def batches(self, documents: Sequence[Tokens]) -> Iterator[list[int]]:
-        """Yield indices of documents to run together: at most `max_tokens` tokens, but at least one
-        document."""
+        """Yields indices of documents to run together: at most `max_tokens` tokens, but at least
+        one document."""
         batch, size = list[int](), 0
         for index, document in enumerate(documents):
             if batch and size + len(document) > self._max_tokens:
@@ -69,7 +69,7 @@ class HiddenCapture:
 
     @torch.inference_mode()
     def run(self, documents: Sequence[Tokens], *, has_hidden: bool = True) -> CapturedLayers:
-        """Pass documents through all layers. Each is read from its start."""
+        """Passes documents through all layers. Each is read from its start."""
         stage, cache = self._stage, self._cache
         inputs = stage.make_inputs(as_batch(documents, cache.page_size), cache, cache.device)
         hidden_TD = stage.embed(inputs)
@@ -95,7 +95,7 @@ class HiddenCapture:
 
 
 def as_batch(documents: Sequence[Tokens], page_size: int) -> MicroBatch:
-    """Lay whole documents side by side on pages of their own, from page 1 on."""
+    """Lays whole documents side by side on pages of their own, from page 1 on."""
     slices, page = [], 1
     for index, tokens in enumerate(documents):
         num_pages = -(-len(tokens) // page_size)
@@ -140,11 +140,11 @@ class PredictorModel:
         return min(self.spec.max_positions, _TOKENS_AT_ONCE)
 
     def embedding(self) -> Tensor:
-        """Return the embedding [V, D], as stored."""
+        """Returns the embedding [V, D], as stored."""
         return self._loader.embedding()
 
     def routers(self) -> list[RouterWeights]:
-        """Return norm and router of each layer with routed experts. Raises ConfigError like
+        """Returns norm and router of each layer with routed experts. Raises ConfigError like
         `capture`."""
         check_routers(self.spec, self.name)
         return layer_routers(self._loader)

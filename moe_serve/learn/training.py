@@ -59,7 +59,7 @@ class Trained:
 
 
 def data_facts(pieces: Sequence[TextPiece]) -> dict[str, Any]:
-    """Return the facts about the texts for the predictor's card."""
+    """Returns the facts about the texts for the predictor's card."""
     by_label: dict[str, int] = {}
     for piece in pieces:
         by_label[piece.label] = by_label.get(piece.label, 0) + len(piece.tokens)
@@ -77,7 +77,7 @@ def train_request_predictor(
     recipe: Recipe,
     progress: Progress,
 ) -> Trained:
-    """Train a request predictor. Raises RoutingError for a trace that cannot be learnt from."""
+    """Trains a request predictor. Raises RoutingError for a trace that cannot be learnt from."""
     pools = PrefixPools(model.embedding())
     mlp, fit = train_request(texts_of(trace), lambda cuts: pooled(cuts, pools), recipe, progress)
     sizes = {"hidden": NUM_HIDDEN, "windows": list(pools.windows), "horizon": HORIZON}
@@ -94,7 +94,7 @@ def train_layer_predictors(
     progress: Progress,
     loss: Loss = "router",
 ) -> Trained:
-    """Train one predictor per predicted layer, each separately. Raises RoutingError for texts that
+    """Trains one predictor per predicted layer, each separately. Raises RoutingError for texts that
     cannot be learnt from."""
     source, num_hidden = layer_source(model, captured), HIDDEN[kind]
     is_held_out_N = held_out_tokens(captured.trace)
@@ -138,7 +138,7 @@ def layer_source(model: PredictorModel, captured: Captured) -> LayerSource:
 
 
 def held_out_tokens(trace: RoutingTrace) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return a mask of the tokens of every twentieth document, which decide when training stops.
+    """Returns a mask of the tokens of every twentieth document, which decide when training stops.
     Raises TraceError for fewer than two documents."""
     names = np.array([name.split(PIECE)[0] for name in trace.request_ids])
     document = np.unique(names, return_inverse=True)[1][trace.request_N]
@@ -186,7 +186,7 @@ def judge_request(
     seed: int,
     progress: Progress,
 ) -> list[PredictorVerdict]:
-    """Evaluate a request predictor.
+    """Evaluates a request predictor.
 
     `seen` are texts that the baselines may learn from; None evaluates without baselines. `horizon`
     is the number of coming tokens to evaluate; None uses the number that the predictor was trained
@@ -212,7 +212,7 @@ def judge_layers(
     captured: Captured,
     seen: RoutedTexts | None,
 ) -> list[PredictorVerdict]:
-    """Evaluate predictors between layers, the frozen router alone, and baselines by token."""
+    """Evaluates predictors between layers, the frozen router alone, and baselines by token."""
     routers = model.routers()
     predictors = load_layer_predictors(
         folder, kind, routers, model_identity=model.identity, model=model.name

@@ -66,7 +66,7 @@ class RopeSpec:
 
 
 def make_rotary_table(rope: RopeSpec, num_positions: int, device: torch.device) -> RotaryTable:
-    """Return cos and sin [P, R] in fp32."""
+    """Returns cos and sin [P, R] in fp32."""
     positions = torch.arange(num_positions).float()
     table = rotary_table(positions[:, None] * inverse_frequencies(rope)[None])
     factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
@@ -74,13 +74,13 @@ def make_rotary_table(rope: RopeSpec, num_positions: int, device: torch.device) 
 
 
 def identity_table(dim: int, num_positions: int, device: torch.device) -> RotaryTable:
-    """Return a table that rotates nothing, for layers without positions."""
+    """Returns a table that rotates nothing, for layers without positions."""
     shape = (num_positions, dim)
     return RotaryTable(torch.ones(shape, device=device), torch.zeros(shape, device=device))
 
 
 def inverse_frequencies(rope: RopeSpec) -> Tensor:
-    """Return radians per position, [R / 2] in fp32."""
+    """Returns radians per position, [R / 2] in fp32."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     match rope.scaling:
@@ -96,7 +96,7 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
 
 def _yarn(frequencies: Tensor, theta: float, dim: int, yarn: YarnScaling) -> Tensor:
     def dimension(num_rotations: float) -> float:
-        """Return the dimension that rotates this often within the original context."""
+        """Returns the dimension that rotates this often within the original context."""
         wavelength = yarn.original_positions / (num_rotations * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(theta))
 
@@ -122,7 +122,7 @@ def _llama3(frequencies: Tensor, llama3: Llama3Scaling) -> Tensor:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return the growth of the attention's logits with the context: 0.1 scale ln(factor) + 1
+    """Returns the growth of the attention's logits with the context: 0.1 scale ln(factor) + 1
     (YaRN).
     """
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -144,7 +144,7 @@ class ModelSpec:
         return a.num_kv_heads * (a.head_dim + a.value_width)
 
     def kv_bytes_per_token(self, itemsize: int, form: KVForm = FLOATS) -> int:
-        """Return the bytes of one token in the KV cache, over all layers. `itemsize` is that of
+        """Returns the bytes of one token in the KV cache, over all layers. `itemsize` is that of
         the model's dtype."""
         a = self.attention
         if self.latent is not None:

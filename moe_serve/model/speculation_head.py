@@ -61,21 +61,21 @@ class SpeculationHead:
     def load(
         cls, folder: Path, spec: ModelSpec, kernels: Kernels, embedding_VD: Tensor, output: Linear
     ) -> SpeculationHead:
-        """Read the head in a folder. Raises CheckpointError if it is missing or does not fit the
+        """Reads the head in a folder. Raises CheckpointError if it is missing or does not fit the
         model."""
         weights = read_head(folder, spec)
         return cls(weights, spec, kernels, embedding_VD, output)
 
     @classmethod
     def load_for(cls, stage: AttentionStage, folder: Path) -> SpeculationHead:
-        """Read the head in a folder for a loaded model, whose embedding and output head it shares.
+        """Reads the head in a folder for a loaded model, whose embedding and output head it shares.
         Raises CheckpointError like `load`."""
         return cls.load(folder, stage.spec, stage.kernels, stage.embedding, stage.head)
 
     @torch.inference_mode()
     def draft(self, hidden_SD: Tensor, token_ids_S: Tensor, most: int) -> list[list[int]]:
-        """Return `most` tokens for each sequence, each the likeliest behind the one before. A row's
-        tokens do not depend on its neighbours.
+        """Returns `most` tokens for each sequence, each the likeliest behind the one before. A
+        row's tokens do not depend on its neighbours.
 
         `hidden_SD`: the residual stream behind the last layer, before the final norm, at the last
         computed position; `token_ids_S`: the token sampled there.
@@ -87,7 +87,8 @@ class SpeculationHead:
 
 
 def read_head(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Read a head's tensors. Raises CheckpointError if they are missing or do not fit the model."""
+    """Reads a head's tensors. Raises CheckpointError if they are missing or do not fit the
+    model."""
     path = folder / HEAD_FILE
     try:
         regular_file(path)
@@ -107,7 +108,7 @@ def read_head(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def _misfit(weights: Mapping[str, Tensor], spec: ModelSpec) -> str | None:
-    """Return what is wrong with a head's tensors, or None."""
+    """Returns what is wrong with a head's tensors, or None."""
     d, num_blocks = spec.width, _num_blocks(weights)
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("state_norm", "token_norm", "output_norm"), (d,)),

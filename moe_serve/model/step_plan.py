@@ -21,11 +21,11 @@ class LayerRange:
 
     @property
     def is_last(self) -> bool:
-        """Return whether the last layer is in the range."""
+        """Returns whether the last layer is in the range."""
         return self.end == self.total
 
     def rows(self, count: int) -> int:
-        """Return the rows through all layers that are as much work as `count` rows here."""
+        """Returns the rows through all layers that are as much work as `count` rows here."""
         return -(-count * (self.end - self.first) // self.total)
 
 
@@ -40,6 +40,8 @@ class SequenceSlice:
 
     With `layers`, the tokens take part in these layers only. Before the others their states are
     parked, and they want no logits before the last one.
+
+    `page_table` may lack pages in its middle, whose `num_dropped` tokens these rows do not see.
     """
 
     sequence_id: int
@@ -50,10 +52,16 @@ class SequenceSlice:
     num_drafted: int = 0
     layers: LayerRange | None = None
     adapter: bytes = b""
+    num_dropped: int = 0
+
+    @property
+    def key_start(self) -> int:
+        """Returns how many keys the first token sees, besides its own."""
+        return self.start - self.num_dropped
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the step takes the tokens through the last layer."""
+        """Returns whether the step takes the tokens through the last layer."""
         return self.layers is None or self.layers.is_last
 
     @property
@@ -71,7 +79,7 @@ class MicroBatch:
 
     @property
     def is_grouped(self) -> bool:
-        """Return whether some of the sequences take part in some layers only."""
+        """Returns whether some of the sequences take part in some layers only."""
         return any(s.layers is not None for s in self.slices)
 
     @property

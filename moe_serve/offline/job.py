@@ -47,6 +47,7 @@ class GrowingAnswer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
+    num_dropped_tokens: int = 0
     finish_reason: FinishReason = FinishReason.ABORT
     stop_reason: str | int | None = None
 
@@ -66,7 +67,7 @@ class Job:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Convert one text, one list of ids, or a list of either into a list of prompts."""
+    """Converts one text, one list of ids, or a list of either into a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -92,7 +93,7 @@ _NO_TIER = TierConfig(name="")
 
 
 def _listed(names: str | Sequence[str | None], count: int, param: str) -> list[Any]:
-    """Return a name for each prompt."""
+    """Returns a name for each prompt."""
     if not isinstance(names, str | Sequence):
         raise InvalidRequestError(
             f"{param} cannot be {names!r:.60}: give one name for all prompts, or one for each.",
@@ -104,7 +105,7 @@ def _listed(names: str | Sequence[str | None], count: int, param: str) -> list[A
 def tiers_of(
     names: str | Sequence[str], num_prompts: int, tiers: Sequence[TierConfig]
 ) -> list[TierConfig]:
-    """Return the tier of each prompt: one name for all, or one for each; empty: the first tier."""
+    """Returns the tier of each prompt: one name for all, or one for each; empty: the first tier."""
     listed = _listed(names, num_prompts, "service_tier")
     if len(listed) != num_prompts:
         raise InvalidRequestError(
@@ -126,7 +127,7 @@ def tiers_of(
 
 
 def limited(rules: DecodingRules, tier: TierConfig) -> DecodingRules:
-    """Return the rules with the tier's limit of an answer."""
+    """Returns the rules with the tier's limit of an answer."""
     most = tier.max_output_tokens
     if most is None:
         return rules
@@ -134,7 +135,7 @@ def limited(rules: DecodingRules, tier: TierConfig) -> DecodingRules:
 
 
 def check_text_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """Refuse a text that cannot fit before it is tokenized."""
+    """Refuses a text that cannot fit before it is tokenized."""
     min_tokens = tokenizer.min_num_tokens(text)
     if min_tokens >= max_model_len:
         raise ContextLengthError(
@@ -152,7 +153,7 @@ def resolve_rules(
     gate: GrammarGate,
     reasoning: Callable[[], ReasoningFormat | None],
 ) -> DecodingRules:
-    """Return the rules for the answers to one prompt. `reasoning` is called if it has a budget."""
+    """Returns the rules for the answers to one prompt. `reasoning` is called if it has a budget."""
     constraint = None if params.constraint is None else gate.check(params.constraint)
     thinking = params.limited_thinking
     if thinking is None and params.thinking_token_budget not in (None, -1):
@@ -168,7 +169,7 @@ def resolve_rules(
 
 
 def make_output(job: Job, tokenizer: Tokenizer) -> RequestOutput:
-    """Convert the finished job into vLLM's result classes."""
+    """Converts the finished job into vLLM's result classes."""
     first = job.first_token_time or job.start_time
     return RequestOutput(
         request_id=job.request_id,
@@ -181,6 +182,7 @@ def make_output(job: Job, tokenizer: Tokenizer) -> RequestOutput:
         ],
         outputs=[_completion(index, answer, tokenizer) for index, answer in enumerate(job.answers)],
         num_cached_tokens=job.answers[0].num_cached_tokens,
+        num_dropped_tokens=sum(answer.num_dropped_tokens for answer in job.answers),
         metrics=RequestMetrics(ttft_s=first - job.start_time, e2e_s=job.end_time - job.start_time),
     )
 
@@ -205,8 +207,8 @@ def _completion(index: int, answer: GrowingAnswer, tokenizer: Tokenizer) -> Comp
 def _logprobs(
     entry: TokenLogprob, tokenizer: Tokenizer, *, is_ranked: bool = True
 ) -> dict[int, Logprob]:
-    """Convert log probabilities. `is_ranked` means that the entry has the likeliest tokens, so that
-    their order gives their ranks."""
+    """Converts log probabilities. `is_ranked` means that the entry has the likeliest tokens, so
+    that their order gives their ranks."""
     described = {
         token: Logprob(value, rank if is_ranked else None, tokenizer.token_text(token))
         for rank, (token, value) in enumerate(entry.top, start=1)
@@ -216,7 +218,7 @@ def _logprobs(
 
 
 def check_prompt(ids: tuple[int, ...], params: SamplingParams, vocab_size: int, limit: int) -> None:
-    """Raise InvalidRequestError or ContextLengthError for a prompt that the model cannot
+    """Raises InvalidRequestError or ContextLengthError for a prompt that the model cannot
     read."""
     if not ids:
         raise InvalidRequestError("The prompt is empty.", param="prompts")
@@ -242,7 +244,7 @@ def check_prompt(ids: tuple[int, ...], params: SamplingParams, vocab_size: int, 
 
 
 def adapter_config(adapters: Mapping[str, str]) -> AdapterConfig:
-    """Return the configuration of adapters by name: their folders."""
+    """Returns the configuration of adapters by name: their folders."""
     if not isinstance(adapters, Mapping):
         raise ConfigError(f"adapters cannot be {adapters!r:.80} (LLM): give {{name: folder}}.")
     modules = tuple(f"{name}={folder}" for name, folder in adapters.items())
@@ -252,7 +254,7 @@ def adapter_config(adapters: Mapping[str, str]) -> AdapterConfig:
 def each_adapter(
     registry: AdapterRegistry | None, adapter: str | Sequence[str | None] | None, count: int
 ) -> list[Adapter | None]:
-    """Return the adapter of each of `count` prompts. Raises InvalidRequestError or
+    """Returns the adapter of each of `count` prompts. Raises InvalidRequestError or
     ModelNotFoundError."""
     names = [None] * count if adapter is None else _listed(adapter, count, "adapter")
     if len(names) != count:
@@ -272,13 +274,14 @@ def each_adapter(
 def take_delta(
     job: Job, answer: GrowingAnswer, delta: TokenDelta, abort: Callable[[str], None]
 ) -> bool:
-    """Add a delta to its answer, and abort a request that its text has ended. Returns True if the
+    """Adds a delta to its answer, and abort a request that its text has ended. Returns True if the
     answer is complete."""
     if delta.finish_reason is FinishReason.ERROR:
         raise GenerationError(f"{delta.request_id}: {delta.error}.")
     if delta.prompt_logprobs is not None:
         job.prompt_logprobs = delta.prompt_logprobs
     answer.num_cached_tokens = max(answer.num_cached_tokens, delta.num_cached_tokens)
+    answer.num_dropped_tokens = max(answer.num_dropped_tokens, delta.num_dropped_tokens)
     job.first_token_time = job.first_token_time or time.monotonic()
     text = answer.stream.push(delta)
     answer.text.append(text.text)

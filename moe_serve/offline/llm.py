@@ -43,6 +43,7 @@ from moe_serve.config.sections import (
 from moe_serve.config.tiers import TierConfig, check_tiers
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.opened_model import model_folder
+from moe_serve.engine.request.kv_window import KVWindowRules
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.service_terms import Service
@@ -129,9 +130,8 @@ class LLM:
         )  # fmt: skip
         config = EngineConfig(
             model=model_config, scheduler=scheduler_config, cluster=cluster_config,
-            cache=CacheConfig(
-                num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype, disk_path=kv_disk
-            ),
+            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache,
+                              kv_dtype=kv_dtype, disk_path=kv_disk),
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor), adapters=adapter_config(adapters or {}),
             speculation=SpeculationConfig(method=speculation),
@@ -142,6 +142,7 @@ class LLM:
         self._open_engine, self.layout, self._adapters = built.engine, built.layout, built.adapters
         assert built.grammars is not None, "an engine of a checkpoint knows its vocabulary"
         self._gate, self._tiers = GrammarGate(built.grammars), config.scheduler.tiers
+        self._kv_windows = KVWindowRules.of(built.spec, config.cache.page_size, is_allowed=True)
 
     def __enter__(self) -> LLM:
         return self
@@ -150,7 +151,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the weights and the cache, and end the ranks. Every later call is refused."""
+        """Frees the weights and the cache, and ends the ranks. Every later call is refused."""
         engine = self._open_engine
         self._tokenizer = self._open_engine = None
         self._gate.close()
@@ -159,7 +160,7 @@ class LLM:
             engine.close()
 
     def stats(self) -> EngineStats:
-        """Return steps, pages, preemptions and tokens so far."""
+        """Returns steps, pages, preemptions and tokens so far."""
         return self._engine.stats()
 
     @property
@@ -189,7 +190,7 @@ class LLM:
         service_tier: str | Sequence[str] = "",
         use_progress_bar: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one or many prompts (text or token ids); results in the prompts' order.
+        """Completes one or many prompts (text or token ids); results in the prompts' order.
 
         Prompts reuse cached prefixes of calls with the same `cache_salt` only. `adapter` names the
         adapter of all prompts, or of each; None: the base model. `service_tier` names one of the
@@ -255,7 +256,7 @@ class LLM:
         adapter: str | None = None,
         use_progress_bar: bool = False,
     ) -> RequestOutput:
-        """Answer one conversation, through the model's chat template."""
+        """Answers one conversation, through the model's chat template."""
         template = self._template
         if template is None:
             raise InvalidRequestError(
@@ -288,6 +289,7 @@ class LLM:
         is_text = isinstance(prompt, str)
         ids = tuple(self._encoded(prompt) if isinstance(prompt, str) else prompt)
         check_prompt(ids, params, self.layout.vocab_size, self.layout.max_model_len)
+        self._kv_windows.check(params.kv_window)
         vocab_size, gate = self.layout.vocab_size, self._gate
         rules = resolve_rules(params, ids, self.tokenizer, vocab_size, gate, self._reasoning)
         rules = limited(rules, tier)
@@ -320,7 +322,7 @@ class LLM:
         return REASONING_FORMATS.get(reasoning_format_of(source) or "none")
 
     def _run(self, jobs: list[Job], use_progress_bar: bool) -> None:
-        """Step until every answer is complete. Ctrl-C leaves through `generate`, which aborts the
+        """Steps until every answer is complete. Ctrl-C leaves through `generate`, which aborts the
         requests."""
         open_answers = {a.request.request_id: (job, a) for job in jobs for a in job.answers}
         columns = (*Progress.get_default_columns(), TextColumn("{task.fields[speed]}"))

@@ -46,4 +46,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     num_cached_tokens: int = 0  # of the prompt, for the first answer
+    num_dropped_tokens: int = 0  # with `kv_window`: not seen at the end, over all answers
     finished: bool = True

@@ -37,7 +37,7 @@ class FewerExperts(LocalTransport):
 
 
 def strongest(rows: RoutedRows, num: int, resident_E: Tensor | None = None) -> RoutedRows:
-    """Return the rows with their `num` choices of the largest weights, scaled to the sum of all K.
+    """Returns the rows with their `num` choices of the largest weights, scaled to the sum of all K.
 
     Only experts marked in `resident_E` are taken; a choice that is missing becomes -1.
 

@@ -61,7 +61,7 @@ class Pipeline:
         self.hidden_TD: Tensor | None = None  # the last step's states of all its rows, if kept
 
     def run(self, plan: StepPlan) -> Tensor:
-        """Compute a step -> the requested logits [R, V] in fp32, slice after slice.
+        """Computes a step -> the requested logits [R, V] in fp32, slice after slice.
 
         Afterwards the cache holds the keys and values of every token of the step, in the layers
         in which it takes part. Raises ParkedStateError.
@@ -82,7 +82,7 @@ class Pipeline:
 
     @torch.inference_mode()
     def _run_segments(self, stacked: StackedLayers, plan: StepPlan, since: float) -> Tensor:
-        """Run a step of one micro-batch as one call per segment."""
+        """Runs a step of one micro-batch as one call per segment."""
         (batch,), logits, hidden = plan.micro_batches, self._no_logits(), self._no_hidden()
         rows = SegmentRows(batch, self._stage.spec.num_layers, self.parked)
         for segment in rows.segments:
@@ -112,7 +112,7 @@ class Pipeline:
         return torch.empty(0, self._stage.spec.width, dtype=self._stage.dtype, device=self._device)
 
     def _state(self, batch: MicroBatch) -> MicroBatchState:
-        """Return the state of a micro-batch before the first layer."""
+        """Returns the state of a micro-batch before the first layer."""
         if batch.is_grouped:
             rows = SegmentRows(batch, self._stage.spec.num_layers, self.parked)
             return SegmentedState(rows, self._inputs, self._stage)
@@ -156,7 +156,7 @@ class Pipeline:
         return [state.hidden_TD for state in self._finished(states)]
 
     def _finished(self, begun: Iterable[MicroBatchState]) -> Iterator[MicroBatchState]:
-        """Yield each micro-batch once it has left the last layer.
+        """Yields each micro-batch once it has left the last layer.
 
         States are consumed, and the caller's work on a yielded micro-batch runs, while the experts
         compute other micro-batches.
@@ -176,23 +176,23 @@ class Pipeline:
         self._transport.finish()
 
     def clear_pages(self, pages: list[int]) -> None:
-        """Zero pages that may hold NaNs of a failed request."""
+        """Zeroes pages that may hold NaNs of a failed request."""
         if pages:
             self._cache.clear(pages)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pages given as (from, to), so that a sequence can continue from another one's
+        """Copies pages given as (from, to), so that a sequence can continue from another one's
         page.
         """
         if pairs:
             self._cache.copy(pairs)
 
     def finite_pages(self, pages: list[int]) -> list[bool]:
-        """Return for each page whether its contents are finite in every layer."""
+        """Returns for each page whether its contents are finite in every layer."""
         return self._cache.finite(pages) if pages else []
 
     def _start(self, layer: int, index: int, state: MicroBatchState) -> None:
-        """Run a layer's attention and send its rows to the experts, unless the layer is dense."""
+        """Runs a layer's attention and sends its rows to the experts, unless the layer is dense."""
         if not state.enter(layer):
             return
         log, rows = self._log, state.hidden_TD.shape[0]
@@ -218,7 +218,7 @@ class Pipeline:
             log.add(Stage.SHARED, layer, index, rows, start)
 
     def _finish(self, index: int, state: MicroBatchState) -> None:
-        """Add the experts' sum to the residual stream."""
+        """Adds the experts' sum to the residual stream."""
         if state.layer_away is None:
             return
         layer, out_TD = state.layer_away, self._transport.combine(state.layer_away, index)

@@ -51,7 +51,7 @@ class RouteTap:
         self._parked: dict[int, tuple[int, list[_Choices]]] = {}
 
     def begin(self, plan: StepPlan) -> None:
-        """Start a step; data left by a failed step is dropped."""
+        """Starts a step; data left by a failed step is dropped."""
         self._is_on = plan.routes is not None
         self._rows, self._in_groups = {}, {}
         if self._parked:
@@ -64,7 +64,7 @@ class RouteTap:
         weights_TK: Tensor,
         pieces: Sequence[SequenceSlice] | None = None,
     ) -> None:
-        """Keep a layer's choices before its rows are sent to the experts. `pieces`: those of the
+        """Keeps a layer's choices before its rows are sent to the experts. `pieces`: those of the
         rows, if not all of the micro-batch's slices take part in the layer."""
         if not self._is_on:
             return
@@ -84,13 +84,13 @@ class RouteTap:
     def take_stacked(
         self, result: StackResult, pieces: Sequence[SequenceSlice] | None = None
     ) -> None:
-        """Keep the choices of all layers that one call has computed. `pieces`: see `take`."""
+        """Keeps the choices of all layers that one call has computed. `pieces`: see `take`."""
         if result.expert_ids_LTK is not None and result.weights_LTK is not None:
             for choices in zip(result.expert_ids_LTK, result.weights_LTK, strict=True):
                 self.take(0, *choices, pieces)
 
     def end(self, plan: StepPlan) -> StepChoices | None:
-        """Return the choices that the plan asked for; None if it asked for none."""
+        """Returns the choices that the plan asked for; None if it asked for none."""
         kept, self._rows, self._is_on = self._rows, {}, False
         if plan.routes is None:
             return None
@@ -130,7 +130,7 @@ class RouteTap:
         )
 
     def _passed(self, piece: SequenceSlice) -> list[_Choices]:
-        """Return the choices of tokens that have now passed all layers, in several steps; empty if
+        """Returns the choices of tokens that have now passed all layers, in several steps; empty if
         they have not, or if some are missing."""
         if piece.layers is None:
             return []
@@ -147,7 +147,7 @@ class RouteTap:
 
 
 def _rows_of(batch: MicroBatch, wanted: frozenset[int]) -> list[int] | slice | None:
-    """Return the requested rows of a micro-batch; None if there are none."""
+    """Returns the requested rows of a micro-batch; None if there are none."""
     rows: list[int] = []
     end, is_whole = 0, True
     for piece in batch.slices:
@@ -162,7 +162,7 @@ def _rows_of(batch: MicroBatch, wanted: frozenset[int]) -> list[int] | slice | N
 def _chosen(
     layers: list[Tensor], rows: list[int] | slice, dtype: torch.dtype
 ) -> NDArray[np.integer[Any]] | NDArray[np.float16]:
-    """Stack [T, K] of every layer -> [N, L, K] on the host, with a single copy if they are on a
+    """Stacks [T, K] of every layer -> [N, L, K] on the host, with a single copy if they are on a
     device.
 
     On a CPU it uses numpy, whose calls are short: they are most of the cost of this feature.

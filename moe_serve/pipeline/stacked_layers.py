@@ -32,7 +32,7 @@ class StackedLayers:
     def of(
         cls, stage: AttentionStage, experts: ExpertStage, cache: KVCache
     ) -> StackedLayers | None:
-        """Return the layers as one call over a cache; None if they cannot be one."""
+        """Returns the layers as one call over a cache; None if they cannot be one."""
         sparse = experts.sparse_layers
         banks = {layer: experts.layer(layer).whole_bank for layer in sparse}
         if experts.memory is not None or None in banks.values():
@@ -56,13 +56,14 @@ class StackedLayers:
         layers: tuple[int, int] | None = None,
         hidden_TD: Tensor | None = None,
     ) -> StackResult:
-        """Compute a step of one micro-batch. `has_choices`: return the routers' choices too.
+        """Computes a step of one micro-batch. `has_choices`: return the routers' choices too.
 
         With `layers`, it computes these layers only, [first, end), from the residual stream before
         them. Logits exist behind the last layer."""
         rows = StackRows()
         for piece in batch.slices:
-            rows.add(piece.start, piece.token_ids, piece.page_table, piece.num_logits)
+            table, dropped = piece.page_table, piece.num_dropped
+            rows.add(piece.start, piece.token_ids, table, piece.num_logits, dropped)
         start = log.now()
         log.enter(Stage.STEP, at_layer=lambda: self.call.at_layer)
         result = self.call(
@@ -73,7 +74,7 @@ class StackedLayers:
         return result
 
     def _note(self, result: StackResult, log: StageLog, start: int, first: int) -> None:
-        """Record the stages of layers from `first` on, which began at `start`."""
+        """Records the stages of layers from `first` on, which began at `start`."""
         assert result.times is not None, "the step was timed"
         num_rows = len(result.hidden_TD)
         for layer, times in enumerate((result.times + start).tolist(), first):
@@ -89,7 +90,7 @@ class StackedLayers:
 
 
 def hidden_of_logits(batch: MicroBatch, hidden_TD: Tensor) -> Tensor:
-    """Return the rows of the residual stream behind a micro-batch's logits, [R, D]."""
+    """Returns the rows of the residual stream behind a micro-batch's logits, [R, D]."""
     rows: list[int] = []
     end = 0
     for piece in batch.slices:

@@ -24,11 +24,11 @@ class Transport(Protocol):
     """The connection of one attention rank to the experts."""
 
     def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
-        """Send a micro-batch's rows of one layer. At most one is in flight per micro-batch."""
+        """Sends a micro-batch's rows of one layer. At most one is in flight per micro-batch."""
         ...
 
     def combine(self, layer: int, micro_batch: int) -> Tensor:
-        """Wait -> the weighted sum of the rows' experts, [T, D] in fp32,
+        """Waits -> the weighted sum of the rows' experts, [T, D] in fp32,
         in the order dispatched.
         """
         ...
@@ -41,7 +41,7 @@ class Transport(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget the exchanges that were in flight when a step failed."""
+        """Forgets the exchanges that were in flight when a step failed."""
         ...
 
 
@@ -72,14 +72,14 @@ class LocalTransport:
         return self._results.pop(micro_batch)
 
     def finish(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
     def reset(self) -> None:
         self._results.clear()
 
 
 def _adapted_total(experts: ExpertLayer, rows: RoutedRows, adapted: Sequence[ExpertRows]) -> Tensor:
-    """Return the rows' sums [T, D] in fp32, where adapters have experts in place of others.
+    """Returns the rows' sums [T, D] in fp32, where adapters have experts in place of others.
 
     Sums over banks are exact and rounded once (moe_kernels), so a row has the bits of a checkpoint
     that contains the adapter's experts.

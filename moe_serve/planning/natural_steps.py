@@ -112,7 +112,7 @@ def _engine(model: MeasuredModel, num_sequences: int, transport: LocalTransport)
 def measured_engine(
     executor: LocalExecutor, model: MeasuredModel, scheduler: SchedulerConfig
 ) -> Engine:
-    """Build an engine over a measured model, without shared prefixes."""
+    """Builds an engine over a measured model, without shared prefixes."""
     return Engine(
         executor,
         scheduler=scheduler,

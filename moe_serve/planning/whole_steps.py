@@ -53,7 +53,7 @@ class _NotingExecutor(LocalExecutor):
 
 
 def one_call_pipeline(model: MeasuredModel) -> Pipeline:
-    """Build the pipeline that a server of one process has."""
+    """Builds the pipeline that a server of one process has."""
     pipeline = Pipeline(model.attention, LocalTransport(model.experts), model.cache, model.device)
     pipeline.stacked = StackedLayers.of(model.attention, model.experts, model.cache)
     return pipeline
@@ -62,7 +62,7 @@ def one_call_pipeline(model: MeasuredModel) -> Pipeline:
 def whole_steps(
     model: MeasuredModel, budget_s: float, clock: Clock = time.perf_counter
 ) -> list[StepSample]:
-    """Serve requests of random lengths in closed loops of several sizes, about `budget_s` seconds
+    """Serves requests of random lengths in closed loops of several sizes, about `budget_s` seconds
     each -> all steps but the first of each loop."""
     samples: list[StepSample] = []
     generator = torch.Generator().manual_seed(7)
@@ -84,7 +84,7 @@ def whole_steps(
 
 
 def _request(index: int, generator: torch.Generator, model: MeasuredModel) -> GenerationRequest:
-    """Return a request whose prompt has a length that is even on a logarithmic scale."""
+    """Returns a request whose prompt has a length that is even on a logarithmic scale."""
     low, high = _PROMPTS[0], min(_PROMPTS[1], model.max_context // 2)
     share = float(torch.rand(1, generator=generator))
     count = round(low * (high / low) ** share)

@@ -21,7 +21,8 @@ _DAMPING = 0.01  # of the mean of H's diagonal
 def gptq_rounded(
     weight_NK: Tensor, hessian_KK: Tensor, storage: Storage, scale_dtype: torch.dtype
 ) -> RoundedMatrix:
-    """Round a matrix for inputs whose second moments are `hessian_KK`, the most used columns first.
+    """Rounds a matrix for inputs whose second moments are `hessian_KK`, the most used columns
+    first.
 
     Columns without any input are rounded like others: the damping gives them a small weight.
     """
@@ -44,7 +45,7 @@ def _damped(hessian_KK: Tensor) -> Tensor:
 
 
 def _inverse_factor(hessian_KK: Tensor) -> Tensor:
-    """Return the upper triangle U with U^T U = H^-1."""
+    """Returns the upper triangle U with U^T U = H^-1."""
     lower = torch.linalg.cholesky(hessian_KK.double())
     inverse = torch.cholesky_inverse(lower)
     upper: Tensor = torch.linalg.cholesky(inverse, upper=True).float()
@@ -54,7 +55,7 @@ def _inverse_factor(hessian_KK: Tensor) -> Tensor:
 def _rounded_columns(
     weight_KN: Tensor, scales_KN: Tensor, upper_KK: Tensor, storage: Storage
 ) -> Tensor:
-    """Return the values [K, N]; a column of the matrix is a row here, so that it is contiguous."""
+    """Returns the values [K, N]; a column of the matrix is a row here, so that it is contiguous."""
     weight_KN = weight_KN.contiguous()
     values_KN = torch.empty(weight_KN.shape, dtype=torch.int8)
     for start in range(0, len(weight_KN), _BLOCK):

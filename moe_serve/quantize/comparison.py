@@ -57,7 +57,7 @@ class Comparison:
         self.rerouted: list[float | None] = []  # by layer: share of tokens with other experts
 
     def pass_layer(self, result: RoundedLayer) -> None:
-        """Take both through a layer."""
+        """Takes both through a layer."""
         quantizer, layer = self._quantizer, result.layer
         stage = layer_stage(quantizer.base, layer, quantizer.max_positions)
         self._base.attend(stage)
@@ -68,7 +68,7 @@ class Comparison:
         self.rerouted.append(_share_of_other_rows(before, after))
 
     def figures(self, changed: ModelLoader) -> list[DomainFigures]:
-        """Return the figures by domain, after the last layer; `changed` has the rounded head."""
+        """Returns the figures by domain, after the last layer; `changed` has the rounded head."""
         base_head, changed_head = OutputHead(self._quantizer.base), OutputHead(changed)
         targets_T = torch.cat([_next_tokens(piece) for piece in self._pieces])
         labels = sorted({piece.label for piece in self._pieces})
@@ -105,7 +105,7 @@ def _next_tokens(piece: TextPiece) -> Tensor:
 
 
 def _token_figures(first_TV: Tensor, second_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Return for each token [T, 5]: 1, both models' negative log-likelihoods, the divergence, and
+    """Returns for each token [T, 5]: 1, both models' negative log-likelihoods, the divergence, and
     whether both find the same token most likely; zeros after the end of a piece.
     """
     is_inside_T = targets_T != _END

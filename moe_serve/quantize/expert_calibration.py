@@ -69,7 +69,7 @@ class ExpertCalibration:
     def round(
         self, expert: int, weights: ExpertWeights, planned: PlannedExpert
     ) -> tuple[dict[str, RoundedMatrix], ExpertReport]:
-        """Round one expert's matrices; their names are those of the plan."""
+        """Rounds one expert's matrices; their names are those of the plan."""
         row_n, _ = (self._rows.expert_ids_TK == expert).nonzero(as_tuple=True)
         num_rows, storage = len(row_n), planned.gate.storage
         gate, up, down = (
@@ -107,7 +107,7 @@ class ExpertCalibration:
         up: RoundedMatrix,
         weights: ExpertWeights,
     ) -> Tensor:
-        """Return the second moments of the rows that enter the down projection."""
+        """Returns the second moments of the rows that enter the down projection."""
         width, num_rows = gate.shape[0], len(x_nD)
 
         def hidden(x_TD: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class ExpertCalibration:
 
 
 def second_moments(x_TK: Tensor) -> Tensor:
-    """Return the mean of x x^T over rows, [K, K] in fp32."""
+    """Returns the mean of x x^T over rows, [K, K] in fp32."""
     total_KK = torch.zeros(x_TK.shape[1], x_TK.shape[1])
     for rows in _slices(len(x_TK)):
         part = x_TK[rows].float()
@@ -138,7 +138,7 @@ def round_mlp(
     storage: Storage,
     scale_dtype: torch.dtype,
 ) -> dict[str, RoundedMatrix]:
-    """Round a shared expert or a dense MLP, which all tokens pass; keys as in its table."""
+    """Rounds a shared expert or a dense MLP, which all tokens pass; keys as in its table."""
     hessian_DD = second_moments(x_TD)
     results = {
         key: gptq_rounded(weight, hessian_DD, storage, scale_dtype)
@@ -167,7 +167,7 @@ def _hidden(
     weights: ExpertWeights | None,
     activation: GatedActivation,
 ) -> Tensor:
-    """Return the rows [T, F] that enter the down projection, in the dtype of x."""
+    """Returns the rows [T, F] that enter the down projection, in the dtype of x."""
     gate_FD, up_FD = gate.floats(torch.float32), up.floats(torch.float32)
     gate_bias = up_bias = torch.zeros(())
     if weights is not None and weights.gate_bias is not None and weights.up_bias is not None:

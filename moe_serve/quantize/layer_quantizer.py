@@ -60,7 +60,7 @@ class LayerQuantizer:
         states: HiddenStates | None = None,
         settings: GptqSettings | None = None,
     ) -> RoundedLayer:
-        """Round a layer to nearest, or, if given `states` and `settings`, for these inputs.
+        """Rounds a layer to nearest, or, if given `states` and `settings`, for these inputs.
 
         `states` are taken through the layer, with its rounded matrices.
         """
@@ -80,23 +80,23 @@ class LayerQuantizer:
         return result
 
     def head(self, matrix: PlannedMatrix) -> RoundedMatrix:
-        """Round the output head."""
+        """Rounds the output head."""
         return self._nearest(matrix)
 
     def with_head(self, name: str, head: RoundedMatrix) -> ModelLoader:
-        """Return a loader whose head is the rounded one."""
+        """Returns a loader whose head is the rounded one."""
         self._rounded.clear()
         self._rounded[name] = head
         return self._changed
 
     def stage(self, result: RoundedLayer) -> AttentionStage:
-        """Load a rounded layer's attention, router and dense MLP."""
+        """Loads a rounded layer's attention, router and dense MLP."""
         self._rounded.clear()
         self._rounded.update(result.matrices)
         return layer_stage(self._changed, result.layer, self.max_positions)
 
     def bank(self, result: RoundedLayer) -> ExpertBank | None:
-        """Load a rounded layer's routed experts; None for a dense layer."""
+        """Loads a rounded layer's routed experts; None for a dense layer."""
         if not result.planned.experts:
             return base_bank(self.base, result.layer)
         experts = RoundedExperts(

@@ -82,12 +82,12 @@ class HiddenStates:
         return cls(batches, parts if multiplier == 1.0 else [p * multiplier for p in parts])
 
     def copy(self) -> HiddenStates:
-        """Return the same states, to be carried on separately."""
+        """Returns the same states, to be carried on separately."""
         return HiddenStates(self.batches, self.parts)
 
     @torch.inference_mode()
     def attend(self, stage: AttentionStage) -> None:
-        """Pass the attention of the stage's layer."""
+        """Passes the attention of the stage's layer."""
         device = torch.device("cpu")
         most = max(batch.num_pages for batch in self.batches)
         page_size = CacheConfig().page_size
@@ -98,7 +98,7 @@ class HiddenStates:
 
     @torch.inference_mode()
     def expert_inputs(self, stage: AttentionStage) -> ExpertInputs:
-        """Return what enters the experts of the stage's layer, after its attention."""
+        """Returns what enters the experts of the stage's layer, after its attention."""
         x_TD = torch.cat([stage.moe_normed(0, part) for part in self.parts])
         if not stage.spec.layers[0].is_sparse:
             return ExpertInputs(x_TD, None)
@@ -115,8 +115,8 @@ class HiddenStates:
 
     @torch.inference_mode()
     def feed_forward(self, stage: AttentionStage, bank: ExpertBank | None) -> list[Tensor]:
-        """Pass the layer's experts, `bank`, or its dense MLP, and return the choices [T, K] of each
-        part.
+        """Passes the layer's experts, `bank`, or its dense MLP, and returns the choices [T, K] of
+        each part.
         """
         choices = []
         for index, part in enumerate(self.parts):
@@ -131,7 +131,7 @@ class HiddenStates:
         return choices
 
     def pieces(self) -> Iterator[Tensor]:
-        """Yield the states of all tokens in order, a few rows at a time."""
+        """Yields the states of all tokens in order, a few rows at a time."""
         for part in self.parts:
             yield from part.split(_ROWS_AT_ONCE)
 
@@ -145,13 +145,13 @@ class OutputHead:
 
     @torch.inference_mode()
     def log_probabilities(self, hidden_TD: Tensor) -> Tensor:
-        """Return the logarithms of the next token's probabilities [T, V], in fp32."""
+        """Returns the logarithms of the next token's probabilities [T, V], in fp32."""
         normed = self._kernels.rms_norm(hidden_TD, self._norm, self._spec.norm_eps)
         return (self._head(normed).float() / self._spec.logits_divisor).log_softmax(-1)
 
 
 def layer_stage(loader: ModelLoader, layer: int, max_positions: int) -> AttentionStage:
-    """Load one layer as a stage of a single layer, without embedding and head."""
+    """Loads one layer as a stage of a single layer, without embedding and head."""
     return AttentionStage(
         replace(loader.spec, layers=(loader.spec.layers[layer],)),
         loader.kernels,
@@ -168,7 +168,7 @@ def _no_head(x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
 
 
 def base_bank(loader: ModelLoader, layer: int) -> ExpertBank | None:
-    """Load the routed experts of a layer as they are stored; None for a dense layer."""
+    """Loads the routed experts of a layer as they are stored; None for a dense layer."""
     if not loader.spec.layers[layer].is_sparse:
         return None
     return loader.expert_bank(layer, range(loader.spec.router.num_experts))

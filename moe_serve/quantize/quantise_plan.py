@@ -120,7 +120,7 @@ class QuantisePlan:
 def make_plan(
     spec: ModelSpec, names: TensorNames, experts: ExpertNames, rules: QuantiseRules
 ) -> QuantisePlan:
-    """Plan a model whose routed experts are stored as `experts`. Raises ConfigError."""
+    """Plans a model whose routed experts are stored as `experts`. Raises ConfigError."""
     chooser = _Chooser(rules)
     layers = tuple(
         _plan_layer(spec, names, experts, layer, chooser) for layer in range(spec.num_layers)
@@ -140,7 +140,7 @@ class _Chooser:
         self._keep = None if rules.keep is None else _compiled(rules.keep)
 
     def matrix(self, stored: Stored, storage: Storage | None) -> PlannedMatrix | None:
-        """Return the matrix, or None if it is kept. Raises ConfigError if groups do not divide."""
+        """Returns the matrix, or None if it is kept. Raises ConfigError if groups do not divide."""
         module = stored.name.removesuffix(".weight")
         if storage is None or (self._keep is not None and self._keep.search(module)):
             return None
@@ -215,7 +215,7 @@ def _plan_experts(
     chooser: _Chooser,
     fused: tuple[Stored, ...],
 ) -> tuple[PlannedExpert, ...]:
-    """Plan the routed experts, one by one also if the checkpoint stores them fused."""
+    """Plans the routed experts, one by one also if the checkpoint stores them fused."""
     if not spec.layers[layer].is_sparse:
         return ()
     layout = _within(fused) if fused else _separate(names, spec)
@@ -234,7 +234,7 @@ def _plan_experts(
 
 
 def _within(fused: tuple[Stored, ...]) -> ExpertNames:
-    """Return names for the matrices of experts that stay fused: those of parts, not of tensors."""
+    """Returns names for the matrices of experts that stay fused: those of parts, not of tensors."""
     gate_up, down = (stored.name for stored in fused)
     return ExpertNames(
         gate=gate_up + ".{expert}.gate", up=gate_up + ".{expert}.up", down=down + ".{expert}"
@@ -242,7 +242,7 @@ def _within(fused: tuple[Stored, ...]) -> ExpertNames:
 
 
 def _fused(spec: ModelSpec, experts: ExpertNames, layer: int) -> tuple[Stored, ...]:
-    """Return gate_up and down as GPT-OSS stores them. Raises ConfigError."""
+    """Returns gate_up and down as GPT-OSS stores them. Raises ConfigError."""
     if not (experts.gate_up and experts.is_transposed and experts.is_interleaved):
         raise ConfigError(
             f"--scheme is 'mxfp4', which stores fused experts as GPT-OSS has them, but those of "
@@ -253,7 +253,7 @@ def _fused(spec: ModelSpec, experts: ExpertNames, layer: int) -> tuple[Stored, .
 
 
 def _separate(names: TensorNames, spec: ModelSpec) -> ExpertNames:
-    """Return the names under which experts are stored one by one. Raises ConfigError."""
+    """Returns the names under which experts are stored one by one. Raises ConfigError."""
     for layout in names.experts:
         if layout.gate:
             return layout
@@ -274,7 +274,7 @@ def _stored_experts(spec: ModelSpec, experts: ExpertNames, layer: int) -> set[st
 
 
 def _experts_module(gate: str) -> str:
-    """Convert `...mlp.experts.0.gate_proj.weight` to `...mlp.experts`."""
+    """Converts `...mlp.experts.0.gate_proj.weight` to `...mlp.experts`."""
     stem, is_there, _ = gate.rpartition(".experts.")
     return stem + ".experts" if is_there else gate.removesuffix(".weight")
 
@@ -295,18 +295,18 @@ def _plan_head(
 
 
 def storages(plan: QuantisePlan) -> Sequence[Storage]:
-    """Return the distinct storages of a plan, in order of appearance."""
+    """Returns the distinct storages of a plan, in order of appearance."""
     return tuple(dict.fromkeys(matrix.storage for matrix in plan.matrices))
 
 
 def is_fused(plan: QuantisePlan) -> bool:
-    """Return whether experts stay in fused tensors (MXFP4)."""
+    """Returns whether experts stay in fused tensors (MXFP4)."""
     return any(layer.fused for layer in plan.layers)
 
 
 def is_read_by_transformers(plan: QuantisePlan) -> bool:
-    """Return whether transformers 5 can read it: it knows one storage of routed experts, and one of
-    all other matrices.
+    """Returns whether transformers 5 can read it: it knows one storage of routed experts, and one
+    of all other matrices.
     """
     experts = {e.gate.storage for layer in plan.layers for e in layer.experts}
     dense = {m.storage for layer in plan.layers for m in (*layer.attention, *layer.mlp.values())}

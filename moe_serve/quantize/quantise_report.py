@@ -13,7 +13,7 @@ from moe_serve.quantize.quantize_job import QuantiseOutcome
 
 
 def report_files(outcome: QuantiseOutcome) -> Mapping[str, bytes]:
-    """Return the files that the quantised folder gets: the report and the model card."""
+    """Returns the files that the quantised folder gets: the report and the model card."""
     return {
         "quantization_report.json": (json.dumps(record(outcome), indent=2) + "\n").encode(),
         "README.md": model_card(outcome).encode(),
@@ -21,7 +21,7 @@ def report_files(outcome: QuantiseOutcome) -> Mapping[str, bytes]:
 
 
 def record(outcome: QuantiseOutcome) -> dict[str, Any]:
-    """Return everything that was measured, for JSON."""
+    """Returns everything that was measured, for JSON."""
     job = outcome.job
     return {
         "model": job.folder.resolve().name,
@@ -63,7 +63,7 @@ def _domain(figures: DomainFigures) -> dict[str, Any]:
 
 
 def summary(outcome: QuantiseOutcome) -> list[str]:
-    """Return lines for the terminal."""
+    """Returns lines for the terminal."""
     before, after = outcome.bytes_before, outcome.bytes_after
     lines = [
         f"{outcome.job.out}: {after / 1e9:.3f} GB, {after / before:.0%} of {before / 1e9:.3f} GB, "
@@ -81,7 +81,7 @@ def summary(outcome: QuantiseOutcome) -> list[str]:
 
 
 def _rules(outcome: QuantiseOutcome) -> str:
-    """Return "own 180, pooled 12", with the fewest rows that an expert had."""
+    """Returns "own 180, pooled 12", with the fewest rows that an expert had."""
     reports = [each for layer in outcome.experts for each in layer]
     if not reports:
         return ""
@@ -92,7 +92,7 @@ def _rules(outcome: QuantiseOutcome) -> str:
 
 
 def _table(domains: Sequence[DomainFigures]) -> list[str]:
-    """Return a Markdown table by domain, with the mean over domains."""
+    """Returns a Markdown table by domain, with the mean over domains."""
     lines = [
         "| domain | tokens | perplexity before | after | ratio | KL in nats | same top token |",
         "|---|---|---|---|---|---|---|",
@@ -123,7 +123,7 @@ ones were rounded to nearest.
 
 
 def model_card(outcome: QuantiseOutcome) -> str:
-    """Return the README.md of the quantised folder."""
+    """Returns the README.md of the quantised folder."""
     job, name = outcome.job, outcome.job.folder.resolve().name
     method = "GPTQ" if job.is_gptq else "rounding to nearest"
     kinds = "; ".join(storage.name for storage in storages(outcome.plan))

@@ -25,7 +25,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\..*$")
 
 
 def quantization_config(plan: QuantisePlan, copied: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the value of `quantization_config` in config.json.
+    """Returns the value of `quantization_config` in config.json.
 
     `copied`: modules that the checkpoint has beside the model's own (a vision tower, layers that
     predict further tokens); they are named as not quantised.
@@ -80,7 +80,7 @@ def _without_expert(module: str) -> str:
 
 
 def _layers_of(modules: Iterable[str]) -> dict[str, set[int]]:
-    """Return the layers that have each kind of module ("self_attn.q_proj")."""
+    """Returns the layers that have each kind of module ("self_attn.q_proj")."""
     layers_of: dict[str, set[int]] = {}
     for module in modules:
         found = _LAYER.match(module)
@@ -90,7 +90,7 @@ def _layers_of(modules: Iterable[str]) -> dict[str, set[int]]:
 
 
 def _patterns(modules: Sequence[str], layers_of: Mapping[str, set[int]]) -> list[str]:
-    """Return a pattern for each kind of module. It lists layers unless they are all that have this
+    """Returns a pattern for each kind of module. It lists layers unless they are all that have this
     kind. Modules outside the layers are returned as they are.
     """
     patterns = [module for module in modules if _LAYER.match(module) is None]
@@ -104,7 +104,7 @@ def _patterns(modules: Sequence[str], layers_of: Mapping[str, set[int]]) -> list
 
 
 def _beside(modules: Iterable[str], num_layers: int) -> list[str]:
-    """Return names for modules beside the model; a pattern for each layer after its last one."""
+    """Returns names for modules beside the model; a pattern for each layer after its last one."""
     names = []
     for module in modules:
         found = _LAYER.match(module)

@@ -107,7 +107,7 @@ class CheckpointSource:
 
 
 def quantise(job: QuantiseJob, progress: Progress, finish: FinishFiles) -> QuantiseOutcome:
-    """Quantise a checkpoint. Raises ConfigError or CheckpointError before anything is written, and
+    """Quantises a checkpoint. Raises ConfigError or CheckpointError before anything is written, and
     leaves nothing behind if it fails. `finish` makes the report and the model card.
     """
     started = time.monotonic()
@@ -158,7 +158,7 @@ def _texts(job: QuantiseJob, source: CheckpointSource) -> QuantiseTexts | None:
 
 
 def _check_memory(job: QuantiseJob, source: CheckpointSource, dtype: torch.dtype) -> None:
-    """Refuse a model of which one layer and the texts' states do not fit into free memory."""
+    """Refuses a model of which one layer and the texts' states do not fit into free memory."""
     spec = source.spec
     expert = 3 * spec.width * spec.expert_width
     layer = spec.router.num_experts * expert
@@ -178,7 +178,7 @@ def _check_memory(job: QuantiseJob, source: CheckpointSource, dtype: torch.dtype
 
 
 def _other_files(folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer, templates and other small files beside the weights."""
+    """Returns the tokenizer, templates and other small files beside the weights."""
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
@@ -210,7 +210,7 @@ class _Run:
         self._domains: list[DomainFigures] = []
 
     def planned_tensors(self) -> Iterator[PlannedTensor]:
-        """Yield everything that will be written, in the order of the files."""
+        """Yields everything that will be written, in the order of the files."""
         for name in self._copied:
             tensor = self._source.checkpoint.view(name)
             yield PlannedTensor(name, tensor.dtype, tuple(tensor.shape))
@@ -227,7 +227,7 @@ class _Run:
                 yield PlannedTensor(f"{stored.name}_scales", torch.uint8, grid)
 
     def beside(self) -> list[str]:
-        """Return the names of copied matrices that are none of the model's own."""
+        """Returns the names of copied matrices that are none of the model's own."""
         own = {module for layer in self._plan.layers for module in layer.kept}
         own |= set(self._plan.kept)
         checkpoint = self._source.checkpoint

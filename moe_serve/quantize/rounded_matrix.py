@@ -50,7 +50,7 @@ class Storage:
         return num_columns // self.group if self.group else 1
 
     def planned(self, name: str, shape: Shape, dtype: torch.dtype) -> list[PlannedTensor]:
-        """Return the tensors that a matrix of this shape is stored as, with scales in `dtype`."""
+        """Returns the tensors that a matrix of this shape is stored as, with scales in `dtype`."""
         num_rows, num_columns = shape
         words = (num_rows, -(-num_columns * self.bits // 32))
         return [
@@ -73,7 +73,7 @@ class RoundedMatrix:
         return self.values_NK.shape[0], self.values_NK.shape[1]
 
     def floats(self, dtype: torch.dtype) -> Tensor:
-        """Return [N, K] as the loader reads it: the product is rounded to the scales' dtype."""
+        """Returns [N, K] as the loader reads it: the product is rounded to the scales' dtype."""
         num_groups = self.scales_NG.shape[1]
         values_NGc = self.values_NK.float().unflatten(1, (num_groups, -1))
         product = values_NGc * self.scales_NG.float()[:, :, None]
@@ -84,7 +84,7 @@ class RoundedMatrix:
         return RoundedMatrix(self.storage, self.values_NK[wanted], self.scales_NG[wanted])
 
     def stored(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stored tensors by name."""
+        """Yields the stored tensors by name."""
         yield f"{name}_packed", _words(self.values_NK, self.storage.bits)
         yield f"{name}_scale", self.scales_NG.contiguous()
         yield f"{name}_shape", torch.tensor(self.shape)
@@ -96,7 +96,7 @@ _EXPONENT_BIAS = 127
 
 
 def mxfp4_parts(matrices: Sequence[RoundedMatrix]) -> tuple[Tensor, Tensor]:
-    """Return blocks [N, K / 32, 16] and scales [N, K / 32] in uint8, with the rows of the matrices
+    """Returns blocks [N, K / 32, 16] and scales [N, K / 32] in uint8, with the rows of the matrices
     in turn: row 0 of each, row 1 of each, and so on.
     """
     values_NK = torch.stack([each.values_NK for each in matrices], 1).flatten(0, 1)
@@ -110,7 +110,7 @@ def mxfp4_parts(matrices: Sequence[RoundedMatrix]) -> tuple[Tensor, Tensor]:
 
 
 def _words(values_NK: Tensor, bits: int) -> Tensor:
-    """Pack int8 values -> [N, ceil(K * bits / 32)] int32."""
+    """Packs int8 values -> [N, ceil(K * bits / 32)] int32."""
     bytes_NB = (values_NK + 2 ** (bits - 1)).to(torch.uint8)
     bytes_NB = F.pad(bytes_NB, (0, -bytes_NB.shape[1] % (32 // bits)))
     if bits == 4:

@@ -20,7 +20,7 @@ def rounded(
     scale_dtype: torch.dtype,
     importance_K: Tensor | None = None,
 ) -> RoundedMatrix:
-    """Round each value to the nearest multiple of its group's scale.
+    """Rounds each value to the nearest multiple of its group's scale.
 
     `importance_K`: weights of the columns' squared errors, for the choice of scales.
     """
@@ -39,7 +39,7 @@ def chosen_scales(
     scale_dtype: torch.dtype,
     importance_K: Tensor | None = None,
 ) -> Tensor:
-    """Choose each group's scale [N, G]: of several fractions of the one that just fits the largest
+    """Chooses each group's scale [N, G]: of several fractions of the one that just fits the largest
     value, that with the smallest squared error. int8 always takes the whole.
     """
     num_groups = storage.num_groups(weight_NK.shape[1])
@@ -81,8 +81,8 @@ def _best(
 
 
 def _best_powers(weight_nGC: Tensor, storage: Storage) -> Tensor:
-    """Return the power of two with the smaller squared error of two: the one with which the largest
-    value falls between 8 and 16 (above 12 it is cut), and twice that.
+    """Returns the power of two with the smaller squared error of two: the one with which the
+    largest value falls between 8 and 16 (above 12 it is cut), and twice that.
     """
     largest_nG = weight_nGC.abs().amax(-1).clamp_min(2.0**-120)
     low_nG = torch.exp2(largest_nG.log2().floor() - 3)
@@ -115,6 +115,6 @@ def _grouped(weight_nK: Tensor, storage: Storage) -> Tensor:
 
 
 def _pieces(weight_NK: Tensor) -> list[slice]:
-    """Return slices of rows whose values in float32 stay small."""
+    """Returns slices of rows whose values in float32 stay small."""
     step = max(1, _VALUES_AT_ONCE // max(1, weight_NK.shape[1]))
     return [slice(start, start + step) for start in range(0, len(weight_NK), step)]

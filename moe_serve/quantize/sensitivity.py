@@ -24,7 +24,7 @@ def layer_divergences(
     pieces: Sequence[TextPiece],
     progress: Callable[[int], None],
 ) -> list[float]:
-    """Return for each layer the mean KL divergence, in nats a token, of the model in which this
+    """Returns for each layer the mean KL divergence, in nats a token, of the model in which this
     layer alone is rounded, from the original.
 
     All these models are carried through the layers together, so each layer is loaded once.
@@ -58,7 +58,7 @@ def layer_divergences(
 
 
 def int8_layers(divergences: Sequence[float], budget: float) -> frozenset[int]:
-    """Return the fewest layers without which the sum of divergences is at most `budget`: those
+    """Returns the fewest layers without which the sum of divergences is at most `budget`: those
     with the largest ones.
     """
     order = sorted(range(len(divergences)), key=lambda layer: -divergences[layer])

@@ -11,7 +11,7 @@ class Balancer(Protocol):
     """Knows of a request only its prompt's length, and of cells only their requests in progress."""
 
     def cell_of(self, num_prompt: int, num_in_cell: Sequence[int]) -> int:
-        """Return the number of the cell that gets a request."""
+        """Returns the number of the cell that gets a request."""
         ...
 
 

@@ -11,12 +11,12 @@ _CONFIGS = (_PACKAGE.parent / "configs", _PACKAGE / "configs")  # a checkout, an
 
 
 def find_device(text: str) -> Path:
-    """Return the file of a device: a path to a YAML file, or a name such as h100."""
+    """Returns the file of a device: a path to a YAML file, or a name such as h100."""
     return _found(text, "devices", ".yaml", "device")
 
 
 def find_model(text: str) -> Path:
-    """Return a folder with a config.json, a config.json, or the published config of a name such as
+    """Returns a folder with a config.json, a config.json, or the published config of a name such as
     qwen3-235b."""
     return _found(text, "models", ".json", "model")
 

@@ -66,7 +66,7 @@ class Cell:
 
 
 def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: CellLimits) -> Cell:
-    """Build a cell. `costs` and `ranks` are those of one cell of the layout.
+    """Builds a cell. `costs` and `ranks` are those of one cell of the layout.
 
     A single attention rank with the experts on its own devices is one engine, as in one process.
     Otherwise the cell is a cluster's engine over ranks.

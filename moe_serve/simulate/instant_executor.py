@@ -45,7 +45,7 @@ class InstantExecutor:
         return ends
 
     def repeat(self, ends: Items[float]) -> None:
-        """Let the next call of `run` run as many steps at once, which end at these times."""
+        """Lets the next call of `run` run as many steps at once, which end at these times."""
         self._ends = ends
 
     @property

@@ -64,7 +64,7 @@ class InstantCoordinator:
         return name in self.epoch.starts
 
     def settle(self, *, is_patient: bool) -> bool:
-        """Return True: all ranks are there."""
+        """Returns True: all ranks are there."""
         return True
 
     def launch(self, works: Mapping[str, RankWork]) -> StepInFlight:
@@ -78,7 +78,7 @@ class InstantCoordinator:
         return self._sent(after, self._begun[flight.step][0])
 
     def collect(self, flight: StepInFlight) -> dict[str, StepDone | Exception]:
-        """Move the clock to the step's end, and report on it as the ranks would."""
+        """Moves the clock to the step's end, and report on it as the ranks would."""
         end, served = self._begun.pop(flight.step)
         self._clock.advance_to(end)
         for name, result in flight.results.items():
@@ -117,7 +117,7 @@ class InstantCoordinator:
 def _stage_seconds(
     times: Sequence[LayerTimes], seconds: float
 ) -> tuple[StageSeconds, StageSeconds]:
-    """Return how long the attention ranks and the expert ranks computed and waited in a step."""
+    """Returns how long the attention ranks and the expert ranks computed and waited in a step."""
     attention_s = sum(t.num_layers * sum(t.attention_s) for t in times)
     experts_s = sum(t.num_layers * sum(t.experts_s) for t in times)
     layers_s = step_seconds(times)
@@ -128,7 +128,7 @@ def _stage_seconds(
 
 
 def batch_loads(work: RankWork) -> list[BatchLoad]:
-    """Return the load of each micro-batch of a rank's work."""
+    """Returns the load of each micro-batch of a rank's work."""
     return [
         BatchLoad.of_parts([s.start for s in batch], [s.count for s in batch])
         for batch in work.micro_batches

@@ -49,7 +49,8 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, num_devices: int, num_shards: int = 1) -> Layout:
-        """Parse "replicas", "colocated", "4xcolocated", "2A4E" or "2x2A4E" for a number of devices.
+        """Parses "replicas", "colocated", "4xcolocated", "2A4E" or "2x2A4E" for a number of
+        devices.
 
         Raises ConfigError if the layout does not use exactly these devices.
         """
@@ -110,14 +111,14 @@ class ModelSize:
     max_context: int
 
     def device_bytes(self, layout: Layout) -> tuple[int, int]:
-        """Return the weights of a device that holds attention, and of one with experts only."""
+        """Returns the weights of a device that holds attention, and of one with experts only."""
         one_expert = self.expert_bytes / self.num_experts  # in all layers
         experts = int(-(-self.num_experts // layout.num_holders) * one_expert)
         attention = -(-self.attention_bytes // layout.num_shards)
         return (attention, experts) if layout.is_split else (attention + experts, 0)
 
     def num_pages(self, layout: Layout, memory_bytes: int, page_size: int) -> int:
-        """Return the KV pages of an attention rank, from the usable memory of a device.
+        """Returns the KV pages of an attention rank, from the usable memory of a device.
 
         Raises ConfigError if the weights do not fit a device.
         """

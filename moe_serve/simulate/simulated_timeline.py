@@ -25,7 +25,7 @@ class SimulatedTimeline:
         self._cells: set[int] = set()
 
     def append_steps(self, cell: int, done: StepsDone, num_running: int) -> None:
-        """Add steps of a cell, in which `num_running` requests were in progress."""
+        """Adds steps of a cell, in which `num_running` requests were in progress."""
         self._name(cell)
         begins = (done.begin_s, *done.ends[:-1])
         for begin_s, end_s in zip(begins, done.ends, strict=True):
@@ -42,7 +42,7 @@ class SimulatedTimeline:
             )
 
     def append_requests(self, jobs: Iterable[RequestTimes]) -> None:
-        """Add the requests of a run that has ended."""
+        """Adds the requests of a run that has ended."""
         for job in jobs:
             first_s = job.token_times[0] if job.token_times else job.end_s
             for name, begin_s, end_s in (
@@ -63,7 +63,7 @@ class SimulatedTimeline:
                     )
 
     def write(self, path: Path) -> None:
-        """Write the file. Raises ConfigError."""
+        """Writes the file. Raises ConfigError."""
         document = {"traceEvents": self._events, "displayTimeUnit": "ms"}
         try:
             path.write_text(json.dumps(document), encoding="utf-8")

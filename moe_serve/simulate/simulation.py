@@ -113,7 +113,7 @@ def calibrated(calibration: Calibration, layout: Layout) -> CostedModel:
 
 
 def make_cells(model: CostedModel, settings: CellSettings) -> list[Cell]:
-    """Build the cells of a layout. Raises ConfigError if the model does not fit its memory."""
+    """Builds the cells of a layout. Raises ConfigError if the model does not fit its memory."""
     limits = limits_of(model, settings)
     return [
         make_cell(settings.layout, model.costs, model.ranks, limits)
@@ -122,7 +122,7 @@ def make_cells(model: CostedModel, settings: CellSettings) -> list[Cell]:
 
 
 def limits_of(model: CostedModel, settings: CellSettings) -> CellLimits:
-    """Return the engines' limits, with as many pages as the memory holds. Raises ConfigError."""
+    """Returns the engines' limits, with as many pages as the memory holds. Raises ConfigError."""
     size, longest = model.size, settings.max_model_len or model.size.max_context
     if not 2 <= longest <= size.max_context:
         raise ConfigError(

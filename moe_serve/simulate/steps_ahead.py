@@ -73,7 +73,7 @@ class StepsDone:
 
 
 def num_alike(running: Collection[RequestTimes], page_size: int) -> int:
-    """Return how many steps are alike: until a request ends or needs a page.
+    """Returns how many steps are alike: until a request ends or needs a page.
 
     A request of n tokens computes its last one in the next step, at place n - 1. It needs a new
     page if that place is the first of one.

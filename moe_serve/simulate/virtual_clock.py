@@ -20,14 +20,14 @@ class VirtualClock:
         return self.now
 
     def advance_to(self, seconds: float) -> None:
-        """Move on. An earlier moment leaves the clock as it is."""
+        """Moves on. An earlier moment leaves the clock as it is."""
         self.now = max(self.now, seconds)
 
 
 def answers(
     slices: Iterable[tuple[int, int]], num_tokens: int = 1
 ) -> dict[int, tuple[Sampled, ...]]:
-    """Return `num_tokens` tokens for each (sequence id, number of logits) that wants logits.
+    """Returns `num_tokens` tokens for each (sequence id, number of logits) that wants logits.
 
     Every token is the same, as greedy answers to equal prompts are. The length of an answer comes
     from the workload.

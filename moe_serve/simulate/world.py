@@ -65,7 +65,7 @@ class World:
     def run(
         self, jobs: Iterator[SimulatedRequest], concurrency: int | None = None
     ) -> list[RequestTimes]:
-        """Serve all jobs, in the order of their ends. `concurrency`: a closed loop, in which that
+        """Serves all jobs, in the order of their ends. `concurrency`: a closed loop, in which that
         many jobs are in progress; None: an open loop, in which jobs arrive at their times."""
         self._jobs, self._is_closed = jobs, concurrency is not None
         for _ in range(concurrency or 1):
@@ -138,7 +138,7 @@ class World:
             self._send_next(at_s)
 
     def _is_refused(self, job: SimulatedRequest, times: RequestTimes) -> bool:
-        """Ask the cell whether it accepts a request, as the HTTP server does, and note its
+        """Asks the cell whether it accepts a request, as the HTTP server does, and notes its
         forecast."""
         admission = self._cells[times.cell].engine.admission
         if admission is None:
@@ -155,7 +155,7 @@ class World:
         return times.is_refused
 
     def _start(self, at_s: float, index: int) -> None:
-        """Run a cell's next step. Its tokens are known now, and come out when it ends."""
+        """Runs a cell's next step. Its tokens are known now, and come out when it ends."""
         cell = self._cells[index]
         cell.clock.advance_to(at_s)
         ahead = self._foreseen(index, cell)
@@ -169,7 +169,7 @@ class World:
         self._push(cell.clock.now, _END, index, StepsDone(at_s, (cell.clock.now,), deltas))
 
     def _foreseen(self, index: int, cell: Cell) -> StepsAhead | None:
-        """Return the next steps of a cell, if they are alike as long as no request comes. With
+        """Returns the next steps of a cell, if they are alike as long as no request comes. With
         service tiers none are: the engine measures every step for its forecasts."""
         is_possible = self._jumps and self._is_steady[index] and cell.executor is not None
         if not is_possible or cell.engine.num_waiting or cell.engine.admission is not None:
@@ -183,7 +183,7 @@ class World:
         return StepsAhead(begins=(cell.clock.now, *ends[:-1]), ends=tuple(ends))
 
     def _cut_ahead(self, at_s: float, index: int) -> None:
-        """Run what a cell had begun when a request comes: only steps that began before it."""
+        """Runs what a cell had begun when a request comes: only steps that began before it."""
         ahead = self._ahead[index]
         if ahead is None:
             return
@@ -192,7 +192,7 @@ class World:
         self._push(done.ends[-1], _END, index, done)
 
     def _run_ahead(self, index: int, ahead: StepsAhead, num_steps: int) -> StepsDone:
-        """Run the first steps of those foreseen."""
+        """Runs the first steps of those foreseen."""
         cell, self._ahead[index] = self._cells[index], None
         assert cell.executor is not None, "only steps of one device are run at once"
         ends = ahead.ends[:num_steps]
@@ -201,7 +201,7 @@ class World:
         return StepsDone(ahead.begins[0], ends, cell.engine.step())
 
     def _end(self, index: int, done: StepsDone) -> None:
-        """Note the tokens of steps, the last of which ends now."""
+        """Notes the tokens of steps, the last of which ends now."""
         at_s, running = done.ends[-1], self._running[index]
         if self._timeline is not None:
             self._timeline.append_steps(index, done, len(running))

@@ -89,7 +89,7 @@ class ChatTemplate:
         return cls(entry, special_tokens=special_tokens, name=name).check()
 
     def check(self) -> ChatTemplate:
-        """Return the template itself if it can be compiled; raises CheckpointError if not."""
+        """Returns the template itself if it can be compiled; raises CheckpointError if not."""
         reply = self._renderer.check()
         if reply is not None:
             self.close()
@@ -97,16 +97,16 @@ class ChatTemplate:
         return self
 
     def close(self) -> None:
-        """End the worker processes; rendering is impossible afterwards."""
+        """Ends the worker processes; rendering is impossible afterwards."""
         self._renderer.close()
 
     def mentions(self, name: str) -> bool:
-        """Return whether the template contains this word; if not, the value has no effect."""
+        """Returns whether the template contains this word; if not, the value has no effect."""
         return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
 
     @cached_property
     def has_text_arguments(self) -> bool:
-        """Return whether the arguments of earlier calls must be JSON text.
+        """Returns whether the arguments of earlier calls must be JSON text.
 
         That is so if an object cannot be rendered, or is rendered in Python's notation.
         """
@@ -130,7 +130,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text.
+        """Returns the prompt text.
 
         Raises InvalidRequestError if the template refuses or a limit is hit.
 
@@ -143,7 +143,7 @@ class ChatTemplate:
         return self._text(self._renderer.render(order))
 
     async def render_order(self, order: bytes) -> str:
-        """Render the result of `order` without blocking the event loop.
+        """Renders the result of `order` without blocking the event loop.
 
         Raises as `render` does, and ServerOverloadedError if too many chats wait.
         """
@@ -158,7 +158,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Encode a chat for the worker processes; see `render`.
+        """Encodes a chat for the worker processes; see `render`.
 
         `continues`: the text ends where the content of the last message ends.
         """
@@ -208,7 +208,7 @@ def _with_plain_content(index: int, message: Mapping[str, Any]) -> dict[str, Any
 
 
 def join_text_parts(parts: Sequence[Any], param: str) -> str:
-    """Join the text of a list of content parts; a part that is not text is refused."""
+    """Joins the text of a list of content parts; a part that is not text is refused."""
     texts: list[str] = []
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None

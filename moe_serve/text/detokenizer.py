@@ -18,11 +18,11 @@ _MAX_HELD_TOKENS = 8  # a valid character needs at most four bytes
 
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
-        """Return the text that is certain after this token; may be empty."""
+        """Returns the text that is certain after this token; may be empty."""
         ...
 
     def flush(self) -> str:
-        """Return the held text when no token follows."""
+        """Returns the held text when no token follows."""
         ...
 
 
@@ -34,7 +34,7 @@ def make_detokenizer(
     follows: int | None = None,
     keeps_first_space: bool = False,
 ) -> Detokenizer:
-    """Make the detokenizer for the vocabulary's spelling; `kept_ids` are never skipped.
+    """Makes the detokenizer for the vocabulary's spelling; `kept_ids` are never skipped.
 
     `follows`: the last token of a text that continues. None: a text begins here, and a
     SentencePiece decoder removes its first space, unless `keeps_first_space`.
@@ -47,7 +47,7 @@ def make_detokenizer(
 
 
 def _context_of(follows: int | None, tokenizer: Tokenizer) -> list[int]:
-    """Return the context after `follows`: empty after a special token or a part of a character,
+    """Returns the context after `follows`: empty after a special token or a part of a character,
     which has no text of its own.
     """
     if follows is None or follows in tokenizer.special_token_ids:
@@ -120,7 +120,7 @@ class WindowDetokenizer:
         return after[len(before) :]
 
     def _take(self, text: str) -> str:
-        """Return the text of the pending tokens, which are now shown."""
+        """Returns the text of the pending tokens, which are now shown."""
         spelt = b""
         if self._may_lack_space:
             self._may_lack_space = False

@@ -24,7 +24,7 @@ class StopStrings:
 
 
 def _fallback_table(stop: str) -> list[int]:
-    """Build the table: [k] is the length of the longest proper prefix of `stop[:k]` that also ends
+    """Builds the table: [k] is the length of the longest proper prefix of `stop[:k]` that also ends
     it.
 
         "abab" -> [0, 0, 0, 1, 2]
@@ -50,7 +50,7 @@ class _Automaton:
         self._fallback = fallback
 
     def step(self, char: str) -> bool:
-        """Return whether the stop string ends with this character; if so, shorter borders stay
+        """Returns whether the stop string ends with this character; if so, shorter borders stay
         active.
         """
         state = self.state
@@ -76,7 +76,7 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, is_armed: bool = True) -> str:
-        """Return the text that can be shown now.
+        """Returns the text that can be shown now.
 
         A stop string that completes while not armed is text.
         """
@@ -97,7 +97,7 @@ class StopStringMatcher:
         return shown
 
     def flush(self) -> str:
-        """Return the held text when no text follows."""
+        """Returns the held text when no text follows."""
         shown, self._held = self._held, ""
         return shown
 

@@ -60,7 +60,7 @@ class Order:
     continues: bool
 
     def encode(self) -> bytes:
-        """Encode the order.
+        """Encodes the order.
 
         Raises TypeError, ValueError or RecursionError if JSON cannot represent the chat.
         """

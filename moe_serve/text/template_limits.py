@@ -45,7 +45,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.globals[_TICK] = _tick
 
     def limit_filters(self) -> None:
-        """Add limits to all filters; call it after all filters are registered."""
+        """Adds limits to all filters; call it after all filters are registered."""
         for name, function in self.filters.items():
             self.filters[name] = _limited(name, function)
 
@@ -60,7 +60,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return Jinja's replacement of `format`, wrapped: it is a function without an owner to
+        """Returns Jinja's replacement of `format`, wrapped: it is a function without an owner to
         inspect.
         """
         wrapped = super().wrap_str_format(value)
@@ -133,7 +133,7 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def _check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check a call. `args[0]` is the method's owner or the filter's input."""
+    """Checks a call. `args[0]` is the method's owner or the filter's input."""
     for value in (*args[1:], *kwargs.values()):
         if isinstance(value, int):
             _check_size(abs(value), _MAX_WIDTH, f"a number for {name}")
@@ -153,7 +153,7 @@ def _check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def _joined_size(args: tuple[Any, ...]) -> int:
-    """Return the size of "x".join(items) or items | join("x").
+    """Returns the size of "x".join(items) or items | join("x").
 
     Iterators, which can be read only once, count as small: the values behind them were checked.
     """
@@ -167,7 +167,7 @@ def _size_of(items: Iterable[Any], separator: int) -> int:
 
 
 def _check_format(pattern: str, values: tuple[Any, ...]) -> None:
-    """Check a format's widths, which come from the pattern, or with * and {} from the values."""
+    """Checks a format's widths, which come from the pattern, or with * and {} from the values."""
     flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     is_wide = any(isinstance(value, int) and abs(value) > _MAX_WIDTH for value in flat)
     if _WIDE.search(pattern) or (is_wide and _WIDTH_FROM_VALUE.search(pattern)):

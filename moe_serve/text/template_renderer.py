@@ -78,7 +78,7 @@ class TemplateWorker:
         return 0 if self._process is None else 1 + self._is_ready
 
     def ask(self, order: bytes) -> Reply:
-        """Return the answer to an encoded Order. Errors of the rendering do not raise.
+        """Returns the answer to an encoded Order. Errors of the rendering do not raise.
 
         Raises TemplateWorkerError if no worker can be started.
         """
@@ -103,7 +103,7 @@ class TemplateWorker:
         return Reply.decode(content)
 
     def make_ready(self) -> Reply | None:
-        """Wait until the template is compiled;
+        """Waits until the template is compiled;
         returns the reply with the reason if it cannot be.
         """
         if self._process is not None and self._process.poll() is not None:
@@ -134,7 +134,7 @@ class TemplateWorker:
         return reply
 
     def start(self) -> None:
-        """Start the process if there is none, without waiting for it."""
+        """Starts the process if there is none, without waiting for it."""
         if self._process is not None:
             return
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
@@ -160,7 +160,7 @@ class TemplateWorker:
         self._finalizer = weakref.finalize(self, _end, process)
 
     def close(self) -> None:
-        """End the process. The next request starts another one."""
+        """Ends the process. The next request starts another one."""
         finalizer, self._finalizer = self._finalizer, None
         self._process, self._is_ready = None, False
         if finalizer is not None:
@@ -221,14 +221,14 @@ class TemplateRenderer:
         self._slow = _Lane(setup, SLOW)
 
     def check(self) -> Reply | None:
-        """Start a process of each lane; returns the reply with the reason if the template cannot be
-        compiled.
+        """Starts a process of each lane; returns the reply with the reason if the template cannot
+        be compiled.
         """
         self._slow.start()  # so that a slow chat need not wait for the start
         return self._quick.check()
 
     def render(self, order: bytes) -> Reply:
-        """Answer an encoded Order. Raises ServerOverloadedError and TemplateWorkerError."""
+        """Answers an encoded Order. Raises ServerOverloadedError and TemplateWorkerError."""
         for lane in self._lanes(order):
             reply = lane.submit(order).result()
             if reply.kind not in _RETRIED:
@@ -236,7 +236,7 @@ class TemplateRenderer:
         return reply
 
     async def render_async(self, order: bytes) -> Reply:
-        """Answer an encoded Order without blocking the event loop.
+        """Answers an encoded Order without blocking the event loop.
 
         A chat that took too long in the quick lane waits only briefly for the slow one, so that its
         client has an answer soon: ServerOverloadedError if others are before it.
@@ -250,7 +250,7 @@ class TemplateRenderer:
         return reply
 
     def close(self) -> None:
-        """End the processes, and refuse every later order."""
+        """Ends the processes, and refuse every later order."""
         self._quick.close()
         self._slow.close()
 
@@ -262,7 +262,7 @@ class TemplateRenderer:
 
 
 async def _awaited(future: Future[Reply], max_wait_s: float | None) -> Reply:
-    """Return the reply, if the order is begun within `max_wait_s`."""
+    """Returns the reply, if the order is begun within `max_wait_s`."""
     reply = asyncio.wrap_future(future)
     try:
         done, _ = await asyncio.wait([reply], timeout=max_wait_s)
@@ -289,11 +289,12 @@ class _Lane:
         self._idle = [TemplateWorker(setup) for _ in range(limits.num_workers)]
 
     def check(self) -> Reply | None:
-        """Start a process; returns the reply with the reason if the template cannot be compiled."""
+        """Starts a process; returns the reply with the reason if the template cannot be
+        compiled."""
         return self._threads.submit(self._with_worker, TemplateWorker.make_ready).result()
 
     def start(self) -> None:
-        """Start a process without waiting for it."""
+        """Starts a process without waiting for it."""
         self._threads.submit(self._with_worker, TemplateWorker.start).result()
 
     def submit(self, order: bytes) -> Future[Reply]:
@@ -316,7 +317,7 @@ class _Lane:
         self._close_idle()
 
     def _with_worker(self, work: Callable[..., T], *args: bytes) -> T:
-        """Run `work` with an idle worker, preferring a started one; there are as many workers as
+        """Runs `work` with an idle worker, preferring a started one; there are as many workers as
         threads.
         """
         with self._lock:

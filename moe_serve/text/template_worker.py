@@ -98,7 +98,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON without the HTML escapes of Jinja's own filter, which no model was trained on."""
+    """Writes JSON without the HTML escapes of Jinja's own filter, which no model was trained on."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -109,7 +109,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def chat_environment() -> LimitedEnvironment:
-    """Make an environment with the filters, globals and extensions that chat templates expect."""
+    """Makes an environment with the filters, globals and extensions that chat templates expect."""
     environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -137,7 +137,7 @@ class TooLongError(Exception):
 
 
 def main() -> int:
-    """Answer one order after the other until standard input ends."""
+    """Answers one order after the other until standard input ends."""
     # meant for the server, which may still be finishing requests
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -162,7 +162,8 @@ def main() -> int:
 
 
 def _serve(template: Template, setup: Setup) -> int:
-    """Run the child: answer orders until one takes much memory, which is freed with the process."""
+    """Runs the child: answer orders until one takes much memory, which is freed with the
+    process."""
     base = _address_space()
     try:
         while (content := receive_frame(0)) is not None:
@@ -175,7 +176,7 @@ def _serve(template: Template, setup: Setup) -> int:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Limit the address space, also of children, to the current size plus `max_bytes`."""
+    """Limits the address space, also of children, to the current size plus `max_bytes`."""
     base = _address_space()
     limits = {
         resource.RLIMIT_AS: base + max_bytes if base else resource.RLIM_INFINITY,
@@ -189,7 +190,7 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes of this process's address space; 0 if the system does not report it."""
+    """Returns the bytes of this process's address space; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -198,7 +199,7 @@ def _address_space() -> int:
 
 
 def _compiled(setup: Setup) -> Template | None:
-    """Compile the template and tell the server whether it succeeded; returns the template."""
+    """Compiles the template and tells the server whether it succeeded; returns the template."""
     signal.setitimer(signal.ITIMER_REAL, _MAX_COMPILE_SECONDS)
     template, reply = None, Reply(Kind.READY)
     try:
@@ -213,7 +214,7 @@ def _compiled(setup: Setup) -> Template | None:
 
 
 def _answer(template: Template, setup: Setup, content: bytes) -> Reply:
-    """Return the reply to one order, whatever the template raises."""
+    """Returns the reply to one order, whatever the template raises."""
     signal.setitimer(signal.ITIMER_REAL, setup.max_seconds + _SECONDS_BEFORE_KILL)
     DEADLINE.set(time.monotonic() + setup.max_seconds)
     try:

@@ -76,7 +76,7 @@ class TextStream:
         self.is_finished = False
 
     def push(self, delta: TokenDelta) -> TextDelta:
-        """Return the text that `delta` adds. Nothing may be pushed after a finished delta."""
+        """Returns the text that `delta` adds. Nothing may be pushed after a finished delta."""
         assert not self.is_finished, "a delta came after the sequence had finished"
         if len(delta.token_ids) == 1 and delta.finish_reason is None:
             return self._push_one(delta)
@@ -108,7 +108,7 @@ class TextStream:
         )
 
     def _push_one(self, delta: TokenDelta) -> TextDelta:
-        """Push one token: `push` without the steps needed only for several tokens or the last
+        """Pushes one token: `push` without the steps needed only for several tokens or the last
         one.
         """
         offsets = (self._num_decoded,)
@@ -133,7 +133,7 @@ class TextStream:
     def _end_at_stop_string(
         self, delta: TokenDelta, shown: list[str], offsets: list[int]
     ) -> TextDelta:
-        """End at a stop string; tokens after the one that completed it do not count."""
+        """Ends at a stop string; tokens after the one that completed it do not count."""
         self.is_finished = True
         count, experts = len(offsets), delta.routed_experts
         return TextDelta(
@@ -148,8 +148,8 @@ class TextStream:
         )
 
     def _is_stop_token_hidden(self, delta: TokenDelta) -> bool:
-        """Return whether to hide the token that ended the text: always, unless the client asked for
-        it.
+        """Returns whether to hide the token that ended the text: always, unless the client asked
+        for it.
         """
         if delta.stop_token_id is None:
             return False

@@ -26,7 +26,7 @@ class ByteSpelling(enum.Enum):
 
 
 def spelling_of(decoder: Mapping[str, Any] | None) -> ByteSpelling:
-    """Return the spelling that the `decoder` entry of a tokenizer.json stands for."""
+    """Returns the spelling that the `decoder` entry of a tokenizer.json stands for."""
     parts = _flatten(decoder)
     kinds = [part.get("type") for part in parts]
     if kinds == ["ByteLevel"]:
@@ -40,7 +40,7 @@ def spelling_of(decoder: Mapping[str, Any] | None) -> ByteSpelling:
 
 
 def bytes_of(token: str, spelling: ByteSpelling) -> bytes:
-    """Return the bytes of one vocabulary entry, as the tokenizer's decoder would write them."""
+    """Returns the bytes of one vocabulary entry, as the tokenizer's decoder would write them."""
     if spelling is ByteSpelling.BYTE_LEVEL:
         try:
             return bytes([_BYTE_OF_CHAR[char] for char in token])
@@ -54,7 +54,7 @@ def bytes_of(token: str, spelling: ByteSpelling) -> bytes:
 
 
 def is_byte_token(token: str) -> bool:
-    """Return whether a byte-fallback vocabulary writes a single byte with this token."""
+    """Returns whether a byte-fallback vocabulary writes a single byte with this token."""
     return _BYTE_TOKEN.fullmatch(token) is not None
 
 
@@ -67,7 +67,7 @@ def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for 256, 257,
+    """Returns GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for 256, 257,
     ...
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

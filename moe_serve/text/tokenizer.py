@@ -32,7 +32,7 @@ _AFTER = ("", " ", "\n", "\n\n")
 
 
 def max_bytes_per_token(content: Mapping[str, Any]) -> int | None:
-    """Return a bound of the text that one token can stand for, or None if there is none.
+    """Returns a bound of the text that one token can stand for, or None if there is none.
 
     It serves to refuse a text that is too long before tokenizing it. A bound exists if the
     tokenizer drops nothing and has no token of unbounded length. That holds for byte-level BPE and
@@ -77,7 +77,7 @@ def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
 
 
 def _steps(part: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a normalizer or pre-tokenizer, with sequences of them flattened."""
+    """Yields the steps of a normalizer or pre-tokenizer, with sequences of them flattened."""
     if part is None:
         return
     if part["type"] == "Sequence":
@@ -138,7 +138,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json, and the special tokens in the folder's other files."""
+        """Reads tokenizer.json, and the special tokens in the folder's other files."""
         path = folder / "tokenizer.json"
         if not is_there(path):
             raise CheckpointError(f"{path} does not exist: a tokenizers-format file is needed.")
@@ -158,7 +158,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return token ids; text rendered by a chat template needs `add_special_tokens=False`.
+        """Returns token ids; text rendered by a chat template needs `add_special_tokens=False`.
 
         Other threads run while a long text is encoded. Raises TokenizerError if the library fails.
         """
@@ -173,7 +173,7 @@ class Tokenizer:
         return batch[0].ids
 
     def min_num_tokens(self, text: str) -> int:
-        """Return a lower bound of `encode`'s number of tokens, without encoding; 0 if there is no
+        """Returns a lower bound of `encode`'s number of tokens, without encoding; 0 if there is no
         bound.
         """
         if self._max_bytes_per_token is None:
@@ -181,7 +181,7 @@ class Tokenizer:
         return -(-len(text.encode()) // self._max_bytes_per_token)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text; see `encode`."""
+        """Returns the text; see `encode`."""
         ids = list(token_ids)
         return _guarded(lambda: self._decode(ids, skip_special_tokens), f"{len(ids)} token ids")
 
@@ -191,7 +191,7 @@ class Tokenizer:
         return self._backend.decode_batch([ids], skip_special_tokens=skips_special)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the token adds to the text;
+        """Returns the bytes that the token adds to the text;
         empty for an id outside the vocabulary.
         """
         cached = self._token_bytes.get(token_id)
@@ -213,7 +213,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Return whether the token is one byte of a character that other tokens complete (byte
+        """Returns whether the token is one byte of a character that other tokens complete (byte
         fallback).
         """
         if self.spelling is not ByteSpelling.BYTE_FALLBACK:
@@ -223,7 +223,7 @@ class Tokenizer:
 
 
 def _guarded(work: Callable[[], T], subject: str) -> T:
-    """Return the library's result.
+    """Returns the library's result.
 
     Its panics are not an `Exception`: no caller would catch them.
     """
@@ -238,7 +238,7 @@ def _guarded(work: Callable[[], T], subject: str) -> T:
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """Return the object in a checkpoint's JSON file; {} if there is no such file."""
+    """Returns the object in a checkpoint's JSON file; {} if there is no such file."""
     if not is_there(path):
         return {}
     try:
@@ -283,7 +283,7 @@ def _eos_token_ids(
 
 @functools.lru_cache(maxsize=64)
 def spellings(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the text's own spelling first, then others: between line breaks, after a full stop.
+    """Returns the text's own spelling first, then others: between line breaks, after a full stop.
 
     At an edge a token may include a neighbour too (`>\\n`). Empty if the vocabulary cannot write
     the text. A marker that is a token of its own has one spelling.
@@ -299,7 +299,7 @@ def spellings(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
 
 @functools.lru_cache(maxsize=8)
 def blank_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of spaces and line breaks that answers begin with."""
+    """Returns the tokens of spaces and line breaks that answers begin with."""
     ids = {i for t in ("\n", "\n\n", " ") for i in tokenizer.encode(t, add_special_tokens=False)}
     return tuple(sorted(i for i in ids if tokenizer.token_bytes(i).isspace()))
 
@@ -307,7 +307,7 @@ def blank_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 def _around(
     wanted: bytes, ids: list[int], num_before: int, tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """Return the tokens that contain a part of `wanted`; empty if they do not spell it."""
+    """Returns the tokens that contain a part of `wanted`; empty if they do not spell it."""
     pieces = [tokenizer.token_bytes(i) for i in ids]
     start = b"".join(pieces).find(wanted, num_before)
     if start < 0:

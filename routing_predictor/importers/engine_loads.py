@@ -38,7 +38,7 @@ STATS, VERSION = "eplb_load_stats", 1
 
 
 def import_vllm(paths: Sequence[Path], options: ImportOptions) -> RecordedLoad:
-    """Read the loads. Raises TraceError."""
+    """Reads the loads. Raises TraceError."""
     if len(paths) != 1:
         raise TraceError(
             f"got {len(paths)} files, but vLLM writes one file for all ranks: give that one"
@@ -81,7 +81,7 @@ META = "meta_info.json"
 
 
 def import_trtllm(paths: Sequence[Path], options: ImportOptions) -> RecordedLoad:
-    """Read the loads of all ranks. Raises TraceError."""
+    """Reads the loads of all ranks. Raises TraceError."""
     if len(paths) != 1 or not paths[0].is_dir():
         raise TraceError(f"give one folder with {META} and rank*.safetensors, got {paths[0]}")
     (folder,) = paths

@@ -40,7 +40,7 @@ def import_files(paths: Sequence[Path], kind: str, options: ImportOptions) -> Im
 
 
 def detect(path: Path) -> str:
-    """Return the name of the format, from the file's name and, for JSON, from its keys. Raises
+    """Returns the name of the format, from the file's name and, for JSON, from its keys. Raises
     TraceError."""
     if not path.exists():
         raise TraceError(f"{path} does not exist")

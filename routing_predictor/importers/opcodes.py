@@ -77,7 +77,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_plain_data(content: bytes) -> Any:
-    """Return the data as dicts, lists, tuples, numbers, text, None and `StoredTensor`. Raises
+    """Returns the data as dicts, lists, tuples, numbers, text, None and `StoredTensor`. Raises
     TraceError."""
     if len(content) > _MAX_BYTES:
         raise TraceError(f"its pickle has {len(content)} bytes; at most {_MAX_BYTES} are read")
@@ -174,7 +174,7 @@ class _Machine:
             raise TraceError(f"its pickle uses {name}, which plain data does not need: refused")
 
     def _marked(self) -> list[Any]:
-        """Pop and return the values pushed since the last mark."""
+        """Pops and returns the values pushed since the last mark."""
         place = len(self._stack) - 1
         while place >= 0 and self._stack[place] is not _MARK:
             place -= 1
@@ -213,7 +213,7 @@ def _storage(reference: Any) -> _Storage:
 
 
 def _made(what: Any, arguments: Any) -> Any:
-    """Return the value of a REDUCE."""
+    """Returns the value of a REDUCE."""
     if not isinstance(what, Name) or not isinstance(arguments, tuple):
         raise TraceError("its pickle calls something that is not a name: refused")
     if what == _ORDERED and not arguments:

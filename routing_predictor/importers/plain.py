@@ -41,7 +41,7 @@ _MAX_NUMBER = 2**31  # limit on the number of a layer or a token
 
 
 def import_npz(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
-    """Read a trace from an npz file. Raises TraceError."""
+    """Reads a trace from an npz file. Raises TraceError."""
     path = _one(paths)
     arrays = _numpy_arrays(path)
     tables = [n for n, a in arrays.items() if a.ndim == 3 and a.dtype.kind in "iu"]
@@ -74,7 +74,7 @@ def import_npz(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
 
 
 def import_npy(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
-    """Read a trace from an npy file. Raises TraceError."""
+    """Reads a trace from an npy file. Raises TraceError."""
     path = _one(paths)
     ids = _numpy_arrays(path)[""]
     if ids.ndim not in (2, 3) or ids.dtype.kind not in "iu":
@@ -119,7 +119,7 @@ class _CsvRow(NamedTuple):
 
 
 def _csv_rows(text: str, path: Path) -> list[_CsvRow]:
-    """Return the rows that are not empty. Raises TraceError."""
+    """Returns the rows that are not empty. Raises TraceError."""
     lines = text.splitlines(keepends=True)
     reader, rows, first = csv.reader(lines), list[_CsvRow](), 0
     try:
@@ -134,7 +134,7 @@ def _csv_rows(text: str, path: Path) -> list[_CsvRow]:
 
 
 def import_token_lines(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
-    """Read a trace from JSON lines. Raises TraceError unless every token has every layer once."""
+    """Reads a trace from JSON lines. Raises TraceError unless every token has every layer once."""
     path = _one(paths)
     found: dict[tuple[int, int], Any] = {}
     for number, entry in enumerate(read_json_lines(path), 1):
@@ -167,7 +167,7 @@ def _one(paths: Sequence[Path]) -> Path:
 
 
 def _numpy_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
-    """Return the arrays of an npz by name, or that of an npy under ""; numpy itself refuses
+    """Returns the arrays of an npz by name, or that of an npy under ""; numpy itself refuses
     objects."""
     try:
         loaded = np.load(regular(path), allow_pickle=False)
@@ -203,7 +203,7 @@ def _names(array: NDArray[Any] | None, samples: NDArray[Any], path: Path) -> lis
 
 
 def _counted(sample_N: NDArray[Any]) -> NDArray[np.int64]:
-    """Return each token's number within its request."""
+    """Returns each token's number within its request."""
     order = np.argsort(sample_N, kind="stable")
     _, starts, counts = np.unique(sample_N[order], return_index=True, return_counts=True)
     position_N = np.empty(len(sample_N), np.int64)
@@ -216,6 +216,6 @@ def _is_index(value: Any) -> TypeGuard[int]:
 
 
 def _is_number(cell: str) -> bool:
-    """Accept numbers as spreadsheets write them; Python would also read 1_000 and digits of other
+    """Accepts numbers as spreadsheets write them; Python would also read 1_000 and digits of other
     scripts."""
     return _NUMBER.fullmatch(cell.strip()) is not None

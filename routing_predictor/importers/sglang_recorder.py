@@ -39,7 +39,7 @@ _EXTEND = 1  # forward_mode of tokens of prompts
 
 
 def import_sglang(paths: Sequence[Path], options: ImportOptions) -> Imported:
-    """Read one file, or those of all ranks of one recording. Raises TraceError."""
+    """Reads one file, or those of all ranks of one recording. Raises TraceError."""
     first = paths[0]
     if first.suffix == ".jsonl":
         return _answers([entry for path in paths for entry in read_json_lines(path)], options)
@@ -90,7 +90,7 @@ def _map(content: dict[str, Any], path: Path) -> NDArray[np.int64]:
 def _per_pass(
     contents: Sequence[dict[str, Any]], options: ImportOptions, paths: Sequence[Path]
 ) -> RecordedLoad:
-    """Make a load with one step for each pass: the sum over its ranks."""
+    """Makes a load with one step for each pass: the sum over its ranks."""
     steps: dict[Any, NDArray[np.float64]] = {}
     for content, path in zip(contents, paths, strict=True):
         map_LP = _map(content, path)
@@ -110,7 +110,7 @@ def _per_pass(
 def _per_token(
     contents: Sequence[dict[str, Any]], options: ImportOptions, paths: Sequence[Path]
 ) -> RoutingTrace:
-    """Make a trace. The file does not name the request of a token, so each chunk of a prompt is a
+    """Makes a trace. The file does not name the request of a token, so each chunk of a prompt is a
     request, and each generated token is one of its own."""
     columns: list[list[NDArray[Any]]] = [[], [], [], [], []]
     names: list[str] = []
@@ -159,7 +159,7 @@ def _per_token(
 def _pass(
     record: dict[str, Any], map_LP: NDArray[np.int64], path: Path
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return one pass as logical ids [T, L, K] (-1: no expert), token ids and positions."""
+    """Returns one pass as logical ids [T, L, K] (-1: no expert), token ids and positions."""
     token_T = as_ids(record.get("input_ids"), 1, f"{path}: input_ids")
     position_T = as_ids(record.get("positions"), 1, f"{path}: positions")
     ids_LTK = as_ids(record.get("topk_ids_of_layer"), 3, f"{path}: topk_ids_of_layer")
@@ -180,7 +180,7 @@ def _pass(
 
 
 def _lengths(record: dict[str, Any], count: int, is_prompt: bool, path: Path) -> list[int]:
-    """Return the number of tokens of each request of a pass."""
+    """Returns the number of tokens of each request of a pass."""
     if not is_prompt or record.get("extend_seq_lens") is None:
         return [count] if is_prompt else [1] * count
     lengths = as_ids(record["extend_seq_lens"], 1, f"{path}: extend_seq_lens")
@@ -193,8 +193,8 @@ def _lengths(record: dict[str, Any], count: int, is_prompt: bool, path: Path) ->
 
 
 def _answers(entries: Sequence[Any], options: ImportOptions) -> RoutingTrace:
-    """Make a trace from answers of the server, one request each; they list experts as flat [tokens,
-    layers, k]."""
+    """Makes a trace from answers of the server, one request each; they list experts as flat
+    [tokens, layers, k]."""
     if options.num_layers is None or options.top_k is None:
         raise TraceError(
             "answers with routed experts do not state their shape: give --num-layers and --top-k"

@@ -35,7 +35,7 @@ Imported = RoutingTrace | RecordedLoad
 
 
 def read_text(path: Path) -> str:
-    """Read a text file, without the byte order mark that spreadsheets write. Raises TraceError."""
+    """Reads a text file, without the byte order mark that spreadsheets write. Raises TraceError."""
     try:
         return regular(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -49,7 +49,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file with one on each line."""
+    """Returns the objects of a file with one on each line."""
     entries = []
     # Not `splitlines`: JSON may hold U+2028 and similar characters in a string.
     for number, line in enumerate(read_text(path).split("\n"), 1):
@@ -73,7 +73,7 @@ def parse_json(text: str, place: str) -> Any:
 
 
 def as_array(value: Any, num_dimensions: int, what: str) -> NDArray[np.float64]:
-    """Return numbers (lists of lists, or an array) with this number of dimensions. Refuses texts
+    """Returns numbers (lists of lists, or an array) with this number of dimensions. Refuses texts
     and booleans, which numpy would convert to numbers."""
     _check_types(value, what, ())
     try:
@@ -96,7 +96,7 @@ def as_array(value: Any, num_dimensions: int, what: str) -> NDArray[np.float64]:
 
 
 def _check_types(value: Any, what: str, place: tuple[int, ...]) -> None:
-    """Raise TraceError with the first entry that is not a number."""
+    """Raises TraceError with the first entry that is not a number."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "iuf":
             raise TraceError(f"{what} must be an array of numbers, but has the dtype {value.dtype}")
@@ -115,7 +115,7 @@ def _check_types(value: Any, what: str, place: tuple[int, ...]) -> None:
 
 
 def as_ids(value: Any, num_dimensions: int, what: str) -> NDArray[np.int64]:
-    """Return whole numbers, -1 or more."""
+    """Returns whole numbers, -1 or more."""
     array = as_array(value, num_dimensions, what)
     if (array != np.floor(array)).any() or array.min() < -1 or array.max() >= 2**31:
         raise TraceError(f"{what} contains a value that is not an expert id")
@@ -147,7 +147,7 @@ def logical_counts(
 def make_load(
     steps: Sequence[NDArray[np.float64]], source: str, model: str, layers: Sequence[int] = ()
 ) -> RecordedLoad:
-    """Make a load from [L, E] tables; layers without any count (dense ones) are left out."""
+    """Makes a load from [L, E] tables; layers without any count (dense ones) are left out."""
     shapes = {step.shape for step in steps}
     if len(shapes) != 1:
         raise TraceError(f"all steps must have the same shape, got {sorted(shapes)}")
@@ -176,7 +176,7 @@ def make_trace(
     request_ids: Sequence[str] = (),
     labels: Sequence[str] = (),
 ) -> RoutingTrace:
-    """Make a trace from logical ids. Tokens without a known request form one request; tokens
+    """Makes a trace from logical ids. Tokens without a known request form one request; tokens
     without a known phase count as generated."""
     count = len(ids_NLK)
     if not count:

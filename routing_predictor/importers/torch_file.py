@@ -27,7 +27,7 @@ _MAX_SHARED = 2**18  # values, or bytes of arrays, beyond those of files without
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file. Raises TraceError if it is not such a file, or holds more than plain data."""
+    """Reads a file. Raises TraceError if it is not such a file, or holds more than plain data."""
     try:
         with zipfile.ZipFile(regular(path)) as archive:
             return _TorchZip(archive, path.stat().st_size).read()
@@ -74,7 +74,7 @@ class _TorchZip:
         return self._archive.read(entry)
 
     def _filled(self, value: Any, depth: int) -> Any:
-        """Return the value with arrays in place of their descriptions."""
+        """Returns the value with arrays in place of their descriptions."""
         if depth > 32:
             raise TraceError("its lists are nested more than 32 deep: refused")
         self._values_left -= 1

@@ -101,8 +101,8 @@ class CalibrationCurve:
 def calibration(
     probability: Floats, frequency: Floats, num_bins: int = _NUM_BINS
 ) -> CalibrationCurve:
-    """Compare probabilities with `frequency`, how often the event happened (same shape; a share, or
-    0 and 1)."""
+    """Compares probabilities with `frequency`, how often the event happened (same shape; a share,
+    or 0 and 1)."""
     flat, happened = probability.ravel().astype(np.float64), frequency.ravel().astype(np.float64)
     place = np.minimum((flat * num_bins).astype(np.int64), num_bins - 1)
     cases = np.bincount(place, minlength=num_bins)
@@ -158,7 +158,7 @@ def document_means(
 def interval(
     value_S: NDArray[np.floating], document_S: NDArray[np.integer], seed: int = 0
 ) -> Interval:
-    """Compute an interval; every document counts the same, however many samples it has."""
+    """Computes an interval; every document counts the same, however many samples it has."""
     means = document_means(value_S, document_S)
     rng = np.random.default_rng(seed)
     draws = rng.integers(0, len(means), (NUM_RESAMPLES, len(means)))
@@ -227,7 +227,7 @@ class PredictorVerdict:
 def judge(
     name: str, score_SLE: Floats, truth: Truth, *, is_probability: bool = True
 ) -> PredictorVerdict:
-    """Judge scores. `score_SLE` orders experts; with `is_probability` it is the probability that a
+    """Judges scores. `score_SLE` orders experts; with `is_probability` it is the probability that a
     token chooses each."""
     used_SLE, top_k = truth.count_SLE, truth.top_k
     frequency_SLE = used_SLE / truth.num_tokens
@@ -259,7 +259,7 @@ def _batch(num_samples: int) -> int:
 
 
 def _of_batches(error_BL: Floats) -> Interval:
-    """Compute an interval by resampling batches, because batches mix documents."""
+    """Computes an interval by resampling batches, because batches mix documents."""
     return interval(error_BL.mean(1), np.arange(len(error_BL)))
 
 

@@ -45,19 +45,19 @@ _HISTORY_RECIPE = Recipe(epochs=12, batch_size=128, learning_rate=1e-3, weight_d
 
 
 def marginal(count_LE: NDArray[Any], num_samples: int) -> Floats:
-    """Score experts by how often they are chosen at all, in every layer."""
+    """Scores experts by how often they are chosen at all, in every layer."""
     frequency_LE = share(count_LE, count_LE.sum(-1, keepdims=True))
     repeated: Floats = np.broadcast_to(frequency_LE, (num_samples, *frequency_LE.shape))
     return repeated
 
 
 def from_history(history_SLE: NDArray[Any]) -> Floats:
-    """Score experts by the choices of the prefix's own tokens."""
+    """Scores experts by the choices of the prefix's own tokens."""
     return share(history_SLE, history_SLE.sum(-1, keepdims=True))
 
 
 def blended(history_SLE: NDArray[Any], count_LE: NDArray[Any]) -> Floats:
-    """Combine history with the marginal as its prior, because a short prefix says little."""
+    """Combines history with the marginal as its prior, because a short prefix says little."""
     prior_LE = share(count_LE, count_LE.sum(-1, keepdims=True)) * HISTORY_WEIGHT
     return from_history(history_SLE + prior_LE[None])
 
@@ -124,7 +124,7 @@ def judged_predictor(
 def judged_history(
     seen_count_LE: NDArray[np.integer], cuts: PrefixCuts, layers: tuple[int, ...]
 ) -> list[PredictorVerdict]:
-    """Judge the baselines that read only choices. `seen_count_LE` counts the texts they may learn
+    """Judges the baselines that read only choices. `seen_count_LE` counts the texts they may learn
     from."""
     truth, history = truth_of(cuts, layers), cuts.history()
     top_k, last = truth.top_k, cuts.history(1).astype(np.float64)
@@ -138,8 +138,8 @@ def judged_history(
 
 
 def _first_half(cuts: PrefixCuts) -> NDArray[np.int64]:
-    """Return the choices of the first half of the coming tokens, which show how well the other half
-    can be predicted at best."""
+    """Returns the choices of the first half of the coming tokens, which show how well the other
+    half can be predicted at best."""
     return np.stack([cuts.counts(end, end + cuts.horizon // 2) for end in cuts.end_S])
 
 
@@ -151,7 +151,7 @@ def judged_regression(
     seed: int,
     progress: Progress,
 ) -> PredictorVerdict:
-    """Judge a logistic regression on the same pooled embeddings."""
+    """Judges a logistic regression on the same pooled embeddings."""
     truth = truth_of(cuts, layers)
     fitted = cut_texts(seen, _CUTS_TO_FIT, seed=seed, horizon=cuts.horizon)
     scores = logistic_regression(
@@ -171,7 +171,7 @@ def cuts_to_judge(texts: RoutedTexts, seed: int, horizon: int) -> PrefixCuts:
 def judge_history(
     seen: RoutedTexts, unseen: RoutedTexts, trace: RoutingTrace, seed: int, progress: Progress
 ) -> list[PredictorVerdict]:
-    """Judge baselines, a decaying histogram and a learnt MLP on requests that none of them has
+    """Judges baselines, a decaying histogram and a learnt MLP on requests that none of them has
     seen."""
     cuts = cut_each(unseen, _HISTORY_CUTS_PER_TEXT, seed=seed)
     truth = truth_of(cuts, trace.layers)
@@ -225,7 +225,7 @@ def _learnt(
 
 
 def truth_of_tokens(texts: RoutedTexts, layers: tuple[int, ...], columns: list[int]) -> Truth:
-    """Make every token a sample, with its own choice as the truth."""
+    """Makes every token a sample, with its own choice as the truth."""
     ids_NLK = texts.expert_ids_TLK[:, columns]
     request_N = np.repeat(np.arange(texts.num_requests), texts.lengths)
     return Truth(
@@ -241,7 +241,8 @@ def truth_of_tokens(texts: RoutedTexts, layers: tuple[int, ...], columns: list[i
 def judged_previous_token(
     texts: RoutedTexts, truth: Truth, columns: list[int], seen_count_LE: NDArray[np.integer]
 ) -> list[PredictorVerdict]:
-    """Judge the marginal, and the last token's experts (ties and first tokens use the marginal)."""
+    """Judges the marginal, and the last token's experts (ties and first tokens use the
+    marginal)."""
     top_k, first_N = truth.top_k, np.zeros(len(truth.document_S), dtype=np.bool_)
     first_N[texts.starts[:-1]] = True
     total_L1 = seen_count_LE[columns].sum(-1, keepdims=True)

@@ -39,7 +39,7 @@ class RecallGuard:
         return self._recall
 
     def measure(self, recall: float, count: int = 1) -> None:
-        """Add the mean recall of `count` predictions. Logs a line when it switches."""
+        """Adds the mean recall of `count` predictions. Logs a line when it switches."""
         if count <= 0:
             return
         keep = (1 - 1 / self._limits.window) ** count

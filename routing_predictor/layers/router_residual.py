@@ -36,7 +36,7 @@ class RouterWeights:
     bias_E: Tensor | None = None
 
     def normed(self, hidden_TD: Tensor) -> Tensor:
-        """Return the router's input for a residual stream, in fp32."""
+        """Returns the router's input for a residual stream, in fp32."""
         hidden_TD = hidden_TD.float()
         mean_T1 = hidden_TD.square().mean(-1, keepdim=True)
         return hidden_TD * torch.rsqrt(mean_T1 + self.norm_eps) * self.norm_D
@@ -60,11 +60,11 @@ class RouterResidual(nn.Module):
         nn.init.zeros_(self.last.bias)
 
     def fit_scale(self, hidden_TD: Tensor) -> None:
-        """Set the scale so that the MLP reads normed rows of mean square 1."""
+        """Sets the scale so that the MLP reads normed rows of mean square 1."""
         self.scale.fill_(1 / self.router.normed(hidden_TD).square().mean().sqrt().clamp_min(1e-6))
 
     def forward(self, hidden_TD: Tensor, context_TC: Tensor | None = None) -> Tensor:
-        """Return logits [T, E] in fp32; the k largest are the prediction."""
+        """Returns logits [T, E] in fp32; the k largest are the prediction."""
         normed_TD = self.router.normed(hidden_TD)
         features = normed_TD * self.scale
         if context_TC is not None:
@@ -74,13 +74,13 @@ class RouterResidual(nn.Module):
 
 
 def choice_probability(logits_NE: Tensor, top_k: int) -> Tensor:
-    """Return the probability that each expert is among the chosen. The set of the k largest does
+    """Returns the probability that each expert is among the chosen. The set of the k largest does
     not change."""
     return torch.sigmoid(choice_odds(logits_NE, top_k))
 
 
 def choice_odds(logits_NE: Tensor, top_k: int) -> Tensor:
-    """Return the log odds that each expert is among the chosen: 0 halfway between the k-th and the
+    """Returns the log odds that each expert is among the chosen: 0 halfway between the k-th and the
     next logit."""
     top = logits_NE.topk(min(top_k + 1, logits_NE.shape[1]), dim=-1).values
     middle_N1 = top[:, top_k - 1 :].mean(-1, keepdim=True)

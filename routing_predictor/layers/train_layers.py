@@ -73,7 +73,7 @@ def train_layer(
 
 
 def layer_loss(module: RouterResidual, data: LayerData, samples: Tensor, loss: Loss) -> Tensor:
-    """Return the training loss. `router`: the divergence from the router's own distribution over
+    """Returns the training loss. `router`: the divergence from the router's own distribution over
     all experts. `ranked`: weighted BCE by rank and a pairwise hinge, which use only the choice and
     its runners-up."""
     context = None if data.context_NC is None else data.context_NC[samples]
@@ -134,7 +134,7 @@ class LayerSource:
 
 
 def predicted_pairs(kind: PredictorKind, num_layers: int) -> list[tuple[int, int]]:
-    """Return (layer that is read, layer that is predicted), as indices of layers with routed
+    """Returns (layer that is read, layer that is predicted), as indices of layers with routed
     experts."""
     if kind is PredictorKind.NEXT_LAYER:
         return [(layer, layer + 1) for layer in range(num_layers - 1)]
@@ -144,7 +144,7 @@ def predicted_pairs(kind: PredictorKind, num_layers: int) -> list[tuple[int, int
 def layer_data(
     kind: PredictorKind, source: LayerSource, read: int, target: int, rows_N: Tensor
 ) -> LayerData:
-    """Take the data of some of the tokens."""
+    """Takes the data of some of the tokens."""
     is_early = kind is PredictorKind.PRE_ATTENTION
     hidden_LND = source.before_attention_LND if is_early else source.before_router_LND
     context_NC = None

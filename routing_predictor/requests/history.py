@@ -34,7 +34,7 @@ class ChoiceHistory:
         return key in self._slots
 
     def observe(self, keys: Items[int], parts: Items[NDArray[np.integer]]) -> None:
-        """Add choices [N, L, K] of each of these requests, in the order of their tokens."""
+        """Adds choices [N, L, K] of each of these requests, in the order of their tokens."""
         if not keys:
             return
         self._reserve(keys, parts[0].shape[1])
@@ -72,7 +72,7 @@ class ChoiceHistory:
         return made
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Forget these requests; unknown ones are ignored."""
+        """Forgets these requests; unknown ones are ignored."""
         for key in keys:
             slot = self._slots.pop(key, None)
             if slot is not None:

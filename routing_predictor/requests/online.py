@@ -57,7 +57,7 @@ class OnlinePredictor:
         return shifted
 
     def observe(self, predicted_RLE: NDArray[np.float32], count_RLE: NDArray[np.integer]) -> None:
-        """Learn from the predictions for R requests, and from how often their next tokens chose
+        """Learns from the predictions for R requests, and from how often their next tokens chose
         each expert. Requests without a choice are left out."""
         seen = np.flatnonzero(count_RLE[:, 0].sum(-1))
         if not len(seen):

@@ -92,7 +92,8 @@ class RequestMLP(nn.Module):
         self.last = nn.Linear(num_hidden, num_layers * num_experts)
 
     def fit_scale(self, features_RF: Tensor) -> None:
-        """Set the scale so that features have mean 0 and deviation 1 or less over these samples."""
+        """Sets the scale so that features have mean 0 and deviation 1 or less over these
+        samples."""
         self.mean_F.copy_(features_RF.mean(0))
         self.scale_F.copy_(1 / features_RF.std(0).clamp_min(_MIN_DEVIATION))
 
@@ -126,6 +127,6 @@ class PrefixPredictor:
 
 
 def as_probability(share_RLE: Tensor, top_k: int) -> Tensor:
-    """Convert the share of the choices to the probability that a token is among them: k times the
+    """Converts the share of the choices to the probability that a token is among them: k times the
     share, at most 1."""
     return (share_RLE * top_k).clamp_max(1.0)

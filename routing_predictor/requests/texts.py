@@ -38,7 +38,7 @@ class RoutedTexts:
         return lengths
 
     def choose(self, requests: NDArray[np.int64]) -> RoutedTexts:
-        """Return some of the requests, in this order."""
+        """Returns some of the requests, in this order."""
         spans = [np.arange(self.starts[r], self.starts[r + 1]) for r in requests]
         tokens = np.concatenate([*spans, np.empty(0, dtype=np.int64)])
         return RoutedTexts(
@@ -52,7 +52,7 @@ class RoutedTexts:
 
 
 def texts_of(trace: RoutingTrace) -> RoutedTexts:
-    """Group a trace by request. Raises TraceError if there is no request."""
+    """Groups a trace by request. Raises TraceError if there is no request."""
     if not trace.num_tokens:
         raise TraceError("the trace holds no tokens")
     order = np.argsort(trace.request_N, kind="stable")
@@ -69,7 +69,7 @@ def texts_of(trace: RoutingTrace) -> RoutedTexts:
 
 
 def check_two_documents(num_documents: int) -> None:
-    """Raise TraceError if there are fewer than two documents."""
+    """Raises TraceError if there are fewer than two documents."""
     if num_documents < 2:
         raise TraceError(
             f"{num_documents} document is too few: training needs at least two, some to "
@@ -78,7 +78,7 @@ def check_two_documents(num_documents: int) -> None:
 
 
 def split_documents(texts: RoutedTexts, share: float, seed: int) -> tuple[RoutedTexts, RoutedTexts]:
-    """Return the requests of `share` of the documents (at least one) last, those of the others
+    """Returns the requests of `share` of the documents (at least one) last, those of the others
     first.
 
     Raises TraceError if there are fewer than two documents.

@@ -47,7 +47,7 @@ class PrefixCuts:
         return self.texts.document[self.request_S]
 
     def prefixes(self) -> list[NDArray[np.int32]]:
-        """Return the known tokens of each sample, the last MAX_PREFIX of them."""
+        """Returns the known tokens of each sample, the last MAX_PREFIX of them."""
         tokens = self.texts.token_T
         if tokens is None:
             raise TraceError(
@@ -100,7 +100,7 @@ def cut_each(texts: RoutedTexts, per_text: int, *, seed: int, horizon: int = HOR
 
 
 def _places(texts: RoutedTexts, horizon: int) -> NDArray[np.int64]:
-    """Return the number of cuts that each text allows."""
+    """Returns the number of cuts that each text allows."""
     places: NDArray[np.int64] = np.maximum(0, texts.lengths - horizon - MIN_PREFIX + 1)
     if not places.sum():
         raise TraceError(
@@ -147,7 +147,7 @@ def train_request(
     num_hidden: int = NUM_HIDDEN,
     horizon: int = HORIZON,
 ) -> tuple[RequestMLP, TrainingCourse]:
-    """Train a predictor. Raises TraceError if there are too few texts or they are too short."""
+    """Trains a predictor. Raises TraceError if there are too few texts or they are too short."""
     torch.manual_seed(recipe.seed)
     learnt, held_out = split_documents(texts, _HELD_OUT_SHARE, recipe.seed)
     num_cuts = max(recipe.batch_size, len(learnt.expert_ids_TLK) // _TOKENS_PER_CUT)

@@ -45,7 +45,7 @@ class PredictorCard:
     version: int = VERSION
 
     def size(self, name: str) -> int:
-        """Return a count among `sizes`. Raises PredictorError."""
+        """Returns a count among `sizes`. Raises PredictorError."""
         value = self.sizes.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise PredictorError(
@@ -54,7 +54,7 @@ class PredictorCard:
         return value
 
     def check_fits(self, model_identity: str, placement_version: str, model: str = "") -> None:
-        """Raise PredictorError, with the names of both, for another model or placement."""
+        """Raises PredictorError, with the names of both, for another model or placement."""
         if model_identity != self.model_identity:
             here = f"{model} ({model_identity[:12]})" if model else model_identity[:12]
             raise PredictorError(
@@ -73,7 +73,7 @@ def write_card(card: PredictorCard, path: Path) -> None:
 
 
 def read_card(path: Path) -> PredictorCard:
-    """Read a card. Raises PredictorError if it is not a card, or one of another version."""
+    """Reads a card. Raises PredictorError if it is not a card, or one of another version."""
     try:
         entries = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

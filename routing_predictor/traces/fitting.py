@@ -49,7 +49,7 @@ class Task:
 
 
 def fit(module: nn.Module, task: Task, recipe: Recipe, progress: Progress) -> TrainingCourse:
-    """Train in place. An interrupt ends training, not the program; the best weights so far are
+    """Trains in place. An interrupt ends training, not the program; the best weights so far are
     kept."""
     generator = torch.Generator().manual_seed(recipe.seed)
     num_batches = max(1, task.num_samples // recipe.batch_size)

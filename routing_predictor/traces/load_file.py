@@ -58,7 +58,7 @@ class RecordedLoad:
 
 
 def write_load(load: RecordedLoad, path: Path) -> int:
-    """Write the file completely or not at all; returns its bytes. Raises TraceError."""
+    """Writes the file completely or not at all; returns its bytes. Raises TraceError."""
     facts = {
         "layers": list(load.layers),
         "source": load.source,
@@ -69,7 +69,7 @@ def write_load(load: RecordedLoad, path: Path) -> int:
 
 
 def read_load(path: Path) -> RecordedLoad:
-    """Read and check a file. Raises TraceError."""
+    """Reads and checks a file. Raises TraceError."""
     file = read_tensors(path, FORMAT, VERSION)
     layers = file.fact("layers", list)
     if not all(isinstance(layer, int) and layer >= 0 for layer in layers):

@@ -35,7 +35,7 @@ class TensorFile:
     facts: Mapping[str, Any]
 
     def fact(self, name: str, kind: type) -> Any:
-        """Return a fact of this type (an int must not be negative). Raises TraceError."""
+        """Returns a fact of this type (an int must not be negative). Raises TraceError."""
         value = self.facts.get(name)
         is_wrong = not isinstance(value, kind) or isinstance(value, bool)
         if is_wrong or (isinstance(value, int) and value < 0):
@@ -49,7 +49,7 @@ class TensorFile:
         return tuple(values)
 
     def tensor(self, name: str, kinds: str, num_dimensions: int) -> NDArray[Any]:
-        """Return a tensor whose dtype is of these kinds (numpy's letters). Raises TraceError."""
+        """Returns a tensor whose dtype is of these kinds (numpy's letters). Raises TraceError."""
         array = self.tensors.get(name)
         if array is None:
             raise TraceError(f"{self.path}: the tensor {name} is missing")
@@ -68,7 +68,7 @@ _WORDS: Mapping[type, str] = {int: "a count", str: "text", list: "a list"}
 def write_tensors(
     path: Path, tensors: Tensors, facts: Mapping[str, Any], format_name: str, version: int
 ) -> int:
-    """Write a file completely or not at all; returns its bytes. Raises TraceError."""
+    """Writes a file completely or not at all; returns its bytes. Raises TraceError."""
     metadata = {"format": format_name, "version": str(version), "facts": json.dumps(facts)}
     whole = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     content = save(whole, metadata)
@@ -84,7 +84,7 @@ def write_tensors(
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:
-    """Return the strings of any safetensors file. Raises TraceError."""
+    """Returns the strings of any safetensors file. Raises TraceError."""
     try:
         with safe_open(regular(path), framework="numpy") as file:
             return file.metadata() or {}
@@ -93,7 +93,7 @@ def read_metadata(path: Path) -> Mapping[str, str]:
 
 
 def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
-    """Read a file. Raises TraceError if it is not of this format and version."""
+    """Reads a file. Raises TraceError if it is not of this format and version."""
     metadata = read_metadata(path)
     if metadata.get("format") != format_name:
         found = metadata.get("format", "a safetensors file without a format")
@@ -117,7 +117,7 @@ def read_tensors(path: Path, format_name: str, version: int) -> TensorFile:
 
 
 def whole_number(text: str) -> int:
-    """Parse a whole number of JSON; refuses thousands of digits, which cannot be multiplied and
+    """Parses a whole number of JSON; refuses thousands of digits, which cannot be multiplied and
     printed."""
     if len(text) > _MOST_DIGITS:
         raise TraceError(f"has a number of {len(text)} digits; at most {_MOST_DIGITS} are allowed")
@@ -125,7 +125,7 @@ def whole_number(text: str) -> int:
 
 
 def regular(path: Path) -> Path:
-    """Return the path. Raises OSError if opening it would wait for a writer or never end."""
+    """Returns the path. Raises OSError if opening it would wait for a writer or never end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is a FIFO, a socket or a device", str(path))
     return path

@@ -101,7 +101,7 @@ class CappedParts:
         self.num_dropped = 0  # deleted parts of any recording
 
     def add(self, path: Path, size: int) -> None:
-        """Register a new file and delete old ones. The newest stays, whatever its size. Raises
+        """Registers a new file and delete old ones. The newest stays, whatever its size. Raises
         TraceError."""
         self._parts.append(Part(path, size))
         self._total += size
@@ -139,7 +139,7 @@ def earlier_parts(directory: Path) -> list[Part]:
 
 
 def _size(path: Path) -> int:
-    """Return the size of a file, 0 if it has been deleted meanwhile."""
+    """Returns the size of a file, 0 if it has been deleted meanwhile."""
     try:
         return path.stat().st_size
     except OSError:
@@ -160,7 +160,7 @@ class RecordingWriter:
         labels: Mapping[str, str] = _NO_LABELS,
         earlier: Iterable[Part] = (),
     ) -> None:
-        """Make the folder, readable only by its owner. `labels` are those of requests; `earlier`
+        """Makes the folder, readable only by its owner. `labels` are those of requests; `earlier`
         parts also count towards `max_bytes` and are deleted first. Raises TraceError."""
         self._labels = labels
         self._folder, self._header = folder, header
@@ -189,7 +189,7 @@ class RecordingWriter:
         return self._header.has_weights
 
     def add(self, tokens: Sequence[TracedTokens]) -> None:
-        """Record the tokens of a step; the arrays must not change any more."""
+        """Records the tokens of a step; the arrays must not change any more."""
         if not tokens:
             return
         self._check_patient()
@@ -201,7 +201,7 @@ class RecordingWriter:
             self._hand_over()
 
     def close(self) -> RecordingStats:
-        """Write the remaining tokens, and wait for it."""
+        """Writes the remaining tokens, and waits for it."""
         self._full.put(self._open)  # close() waits for the disk anyway
         self._open, self._open_bytes = [], 0
         self._full.put(None)
@@ -223,7 +223,7 @@ class RecordingWriter:
         )
 
     def _check_patient(self) -> None:
-        """Raise TraceError if the disk failed and the writer is patient."""
+        """Raises TraceError if the disk failed and the writer is patient."""
         if self._is_patient and self._failure is not None:
             raise TraceError(f"{self._failure}; {self._num_made} parts were written before")
 
@@ -270,7 +270,7 @@ def as_trace(
     labels: Mapping[str, str] = _NO_LABELS,
     recording: str = "",
 ) -> RoutingTrace:
-    """Join runs of tokens (at least one) into a trace, in the order of their arrival."""
+    """Joins runs of tokens (at least one) into a trace, in the order of their arrival."""
     numbers: dict[str, int] = {}
     for part in parts:
         numbers.setdefault(part.request_id, len(numbers))

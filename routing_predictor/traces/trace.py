@@ -82,7 +82,7 @@ class RoutingTrace:
         return int(self.expert_ids_NLK.shape[2])
 
     def select(self, tokens: NDArray[np.bool_] | NDArray[np.integer] | slice) -> RoutingTrace:
-        """Return some of the tokens, in this order; the requests keep their numbers."""
+        """Returns some of the tokens, in this order; the requests keep their numbers."""
         return replace(
             self,
             expert_ids_NLK=self.expert_ids_NLK[tokens],
@@ -103,7 +103,7 @@ class RoutingTrace:
 
 
 def check_distinct(ids_NLK: NDArray[np.integer], layers: Sequence[int] = ()) -> None:
-    """Raise TraceError if a token has an expert twice in a layer. `layers` are the layers'
+    """Raises TraceError if a token has an expert twice in a layer. `layers` are the layers'
     numbers."""
     for row in range(ids_NLK.shape[1]):
         sorted_NK = np.sort(ids_NLK[:, row], axis=1)

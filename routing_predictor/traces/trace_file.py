@@ -32,21 +32,21 @@ _SAME = ("num_experts", "layers", "top_k", "model", "model_identity", "placement
 
 
 def id_dtype(num_experts: int) -> type[np.uint8] | type[np.int16]:
-    """Return the smallest type that holds all expert ids. Raises TraceError if none does."""
+    """Returns the smallest type that holds all expert ids. Raises TraceError if none does."""
     if num_experts > MAX_EXPERTS:
         raise TraceError(f"a trace can have at most {MAX_EXPERTS} experts, got {num_experts}")
     return np.uint8 if num_experts <= 256 else np.int16
 
 
 def as_int32(values_N: NDArray[np.integer], name: str) -> NDArray[np.int32]:
-    """Convert a column of a trace without changing any number. Raises TraceError."""
+    """Converts a column of a trace without changing any number. Raises TraceError."""
     if len(values_N) and not -(2**31) <= int(values_N.min()) <= int(values_N.max()) < 2**31:
         raise TraceError(f"{name} must be below {2**31} in a trace, got {values_N.max()}")
     return values_N.astype(np.int32, copy=False)
 
 
 def as_phase(values_N: NDArray[np.integer]) -> NDArray[np.uint8]:
-    """Convert the phase column. Raises TraceError for an unknown phase."""
+    """Converts the phase column. Raises TraceError for an unknown phase."""
     if len(values_N) and not PREFILL <= int(values_N.min()) <= int(values_N.max()) <= DECODE:
         raise TraceError(
             f"phase must be {PREFILL} (a token of the prompt) or {DECODE} (a generated "
@@ -56,7 +56,7 @@ def as_phase(values_N: NDArray[np.integer]) -> NDArray[np.uint8]:
 
 
 def check_columns(trace: RoutingTrace) -> None:
-    """Raise TraceError for an unknown phase, or if positions of a request do not ascend; splitting
+    """Raises TraceError for an unknown phase, or if positions of a request do not ascend; splitting
     requests by time relies on both."""
     as_phase(trace.phase_N)
     order = np.argsort(trace.request_N, kind="stable")
@@ -72,7 +72,7 @@ def check_columns(trace: RoutingTrace) -> None:
 
 
 def write_trace(trace: RoutingTrace, path: Path) -> int:
-    """Write the file completely or not at all; returns its bytes. Raises TraceError."""
+    """Writes the file completely or not at all; returns its bytes. Raises TraceError."""
     check_columns(trace)
     tensors: dict[str, NDArray[Any]] = {
         "expert_ids": trace.expert_ids_NLK.astype(id_dtype(trace.num_experts), copy=False),
@@ -98,7 +98,7 @@ def write_trace(trace: RoutingTrace, path: Path) -> int:
 
 
 def read_trace(path: Path) -> RoutingTrace:
-    """Read and check one file. Raises TraceError."""
+    """Reads and checks one file. Raises TraceError."""
     file = read_tensors(path, FORMAT, VERSION)
     layers = file.fact("layers", list)
     if not all(isinstance(layer, int) and layer >= 0 for layer in layers):
@@ -130,7 +130,7 @@ def read_trace(path: Path) -> RoutingTrace:
 
 
 def part_files(folder: Path) -> list[Path]:
-    """Return the parts of a recording in order. Raises TraceError if there is none."""
+    """Returns the parts of a recording in order. Raises TraceError if there is none."""
     parts = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
     if not parts:
         raise TraceError(f"{folder} contains no recording: it has no file *{SUFFIX}")
@@ -144,7 +144,7 @@ def read_traces(paths: Sequence[Path]) -> RoutingTrace:
 
 
 def join_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
-    """Join traces in this order. A request of the same recording is one request; requests of
+    """Joins traces in this order. A request of the same recording is one request; requests of
     different recordings stay apart. Fields that some parts lack (tokens, weights) are left out.
 
     Raises TraceError for traces of different models, layers or placements.
@@ -188,7 +188,7 @@ def join_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
 
 
 def _names(numbers: dict[tuple[object, str], int], *, is_one: bool) -> tuple[str, ...]:
-    """Return the request ids, prefixed by their recording if there are several."""
+    """Returns the request ids, prefixed by their recording if there are several."""
     if is_one and all(isinstance(source, str) for source, _ in numbers):
         return tuple(request_id for _, request_id in numbers)
     return tuple(f"{source}:{request_id}" for source, request_id in numbers)

@@ -63,7 +63,7 @@ class Drift:
 def layer_loads(
     load_LE: Loads, layers: Sequence[int], num_ranks: int, num_hottest: int = 3
 ) -> list[LayerDistribution]:
-    """Return one record for each layer."""
+    """Returns one record for each layer."""
     made = []
     for layer, load_E in zip(layers, load_LE, strict=True):
         total, num_experts = float(load_E.sum()), len(load_E)
@@ -91,7 +91,7 @@ def balancedness(load_E: Loads, num_ranks: int) -> float:
 
 
 def activations(trace: RoutingTrace, seed: int = 0) -> list[Activation]:
-    """Return one record for each batch size that the trace has enough tokens for."""
+    """Returns one record for each batch size that the trace has enough tokens for."""
     rng = np.random.default_rng(seed)
     has_decode = bool((trace.phase_N == DECODE).any())
     decode = trace.select(trace.phase_N == DECODE) if has_decode else trace
@@ -128,12 +128,12 @@ def windows(trace: RoutingTrace, count: int) -> NDArray[np.int64]:
 
 
 def shuffled(trace: RoutingTrace, seed: int = 0) -> RoutingTrace:
-    """Return the trace with its tokens in random order."""
+    """Returns the trace with its tokens in random order."""
     return trace.select(np.random.default_rng(seed).permutation(trace.num_tokens))
 
 
 def drifts(load_WLE: Loads, chance_WLE: Loads | None = None) -> list[Drift]:
-    """Return one record for each window; `chance_WLE` are the same windows of a shuffled trace."""
+    """Returns one record for each window; `chance_WLE` are the same windows of a shuffled trace."""
     all_LE = load_WLE.sum(axis=0)
     made: list[Drift] = []
     for index, load_LE in enumerate(load_WLE):
@@ -164,7 +164,7 @@ def total_variation(one_LE: Loads, other_LE: Loads) -> NDArray[np.float64]:
 def _by_request(
     trace: RoutingTrace,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Sort tokens by request; returns the order, and the start and number of each request's
+    """Sorts tokens by request; returns the order, and the start and number of each request's
     tokens."""
     order = np.argsort(trace.request_N, kind="stable")
     _, starts, counts = np.unique(trace.request_N[order], return_index=True, return_counts=True)

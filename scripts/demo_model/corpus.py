@@ -37,7 +37,7 @@ _DRILL = re.compile(r"Q: (.*?)\nA: (.*?)(?=\n\nQ: |\Z)", re.S)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:
-    """Train BPE over bytes (every digit its own token) and save it to `path`."""
+    """Trains BPE over bytes (every digit its own token) and saves it to `path`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -65,7 +65,7 @@ class Corpus:
 
     @classmethod
     def read(cls, root: Path, split: str) -> Corpus:
-        """Read `root/<domain>/<split>.txt.xz`; documents end with a line `<|endoftext|>`."""
+        """Reads `root/<domain>/<split>.txt.xz`; documents end with a line `<|endoftext|>`."""
         documents = {}
         for domain in DOMAINS:
             with lzma.open(root / domain / f"{split}.txt.xz", "rt", encoding="utf-8") as file:

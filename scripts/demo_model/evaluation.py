@@ -150,7 +150,7 @@ class DomainScore:
 
     @property
     def gain(self) -> float:
-        """Return how far the model is below the better of the two trigrams, as a fraction."""
+        """Returns how far the model is below the better of the two trigrams, as a fraction."""
         return 1 - self.model / min(self.trigram, REFERENCE_TRIGRAM[self.domain])
 
     @property

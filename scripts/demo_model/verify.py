@@ -53,7 +53,7 @@ def sample_text(corpus_root: Path | None) -> str:
 
 @torch.no_grad()
 def compare_with_transformers(folder: Path, network: Network, text: str) -> Comparison:
-    """Run `text` through the network and through transformers on the exported folder."""
+    """Runs `text` through the network and through transformers on the exported folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

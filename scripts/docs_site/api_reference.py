@@ -52,7 +52,7 @@ class NoEngine:
 
 
 def openapi() -> dict[str, Any]:
-    """Return the answer of a server with default settings to GET /openapi.json."""
+    """Returns the answer of a server with default settings to GET /openapi.json."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     model = ServedModel(
         name="model",

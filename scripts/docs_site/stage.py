@@ -23,7 +23,7 @@ _LINK = re.compile(r"\[(?P<words>[^\[\]]*)\]\((?P<target>[^)#\s]+)(?:#[^)\s]*)?\
 
 
 def stage(folder: Path) -> None:
-    """Fill an empty folder with the pages and files of the site."""
+    """Fills an empty folder with the pages and files of the site."""
     shutil.copytree(ROOT / "docs", folder / "docs", dirs_exist_ok=True)
     for name in OTHERS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -41,13 +41,13 @@ def stage(folder: Path) -> None:
 
 
 def linked(text: str, page: str) -> list[str]:
-    """Return the paths in the repository that a page links to."""
+    """Returns the paths in the repository that a page links to."""
     paths = [_path(match["target"], page) for match in _LINK.finditer(text)]
     return [path for path in paths if path is not None]
 
 
 def without_folder_links(text: str, page: str) -> str:
-    """Replace links to folders, which have no page on the site, by their words."""
+    """Replaces links to folders, which have no page on the site, by their words."""
 
     def replace(match: re.Match[str]) -> str:
         path = _path(match["target"], page)
@@ -57,7 +57,7 @@ def without_folder_links(text: str, page: str) -> str:
 
 
 def _path(target: str, page: str) -> str | None:
-    """Return the path in the repository, or None for a link to another site."""
+    """Returns the path in the repository, or None for a link to another site."""
     if ":" in target or target.startswith("/"):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))

@@ -33,7 +33,8 @@ _FORMAT = 1  # of CompiledFacts in the cache
 
 
 def cache_key(case: CompileCase, target: int) -> str:
-    """Hash the kernel's source, the functions it calls, the types, the configuration and triton."""
+    """Hashes the kernel's source, the functions it calls, the types, the configuration and
+    triton."""
     parts = [
         _FORMAT,
         triton.__version__,
@@ -49,7 +50,7 @@ def cache_key(case: CompileCase, target: int) -> str:
 
 
 def compile_case(case: CompileCase, target: int) -> CompiledFacts:
-    """Compile for `target` (90 for sm_90). Raises what triton raises when it cannot."""
+    """Compiles for `target` (90 for sm_90). Raises what triton raises when it cannot."""
     started = time.perf_counter()
     compiled = triton.compile(
         ASTSource(case.kernel, _signature(case), dict(case.constexprs), _attributes(case)),

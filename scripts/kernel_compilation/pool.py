@@ -30,7 +30,7 @@ def facts_folder() -> Path:
 
 
 def load(key: str, folder: Path) -> CompiledFacts | None:
-    """Return the facts under this key; None if absent or written by another version."""
+    """Returns the facts under this key; None if absent or written by another version."""
     try:
         found = json.loads((folder / f"{key}.json").read_text("utf-8"))
     except (OSError, ValueError):

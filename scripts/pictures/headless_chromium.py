@@ -57,7 +57,7 @@ def set_view(driver: webdriver.Chrome, width: int, height: int, theme: str = "li
 
 
 def console_errors(driver: webdriver.Chrome) -> list[str]:
-    """Return the console's messages since the last call, at the level of warnings and above."""
+    """Returns the console's messages since the last call, at the level of warnings and above."""
     entries = driver.get_log("browser")  # type: ignore[no-untyped-call]
     return [e["message"] for e in entries if e["level"] in ("WARNING", "SEVERE")]
 

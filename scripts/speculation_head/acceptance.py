@@ -65,7 +65,7 @@ def ask(
     sizes: Sizes,
     seed: int,
 ) -> Asked:
-    """Let the model continue the beginnings of texts."""
+    """Lets the model continue the beginnings of texts."""
     labels = tuple(sorted({piece.label for piece in pieces}))
     parts: list[tuple[Tensor, Ints, Ints, int, bool]] = []
     for index, label in enumerate(labels):
@@ -91,7 +91,7 @@ def ask(
 
 
 def _places(prompt: Tokens, tokens: Tokens) -> tuple[Ints, Ints]:
-    """Return the last three tokens and the following ones for every place of a text, whose first
+    """Returns the last three tokens and the following ones for every place of a text, whose first
     token is the prompt's last."""
     num_places = len(tokens) - 2
     whole = np.concatenate((prompt[-_CONTEXT:-1], tokens))
@@ -102,7 +102,7 @@ def _places(prompt: Tokens, tokens: Tokens) -> tuple[Ints, Ints]:
 
 
 def accepted(drafts_NM: Ints, asked: Asked, chosen_N: NDArray[np.bool_] | None = None) -> Accepted:
-    """Return the acceptance of drafts at the chosen places."""
+    """Returns the acceptance of drafts at the chosen places."""
     truth_NM = asked.truth_NM.numpy()
     if chosen_N is not None:
         drafts_NM, truth_NM = drafts_NM[chosen_N], truth_NM[chosen_N]
@@ -125,7 +125,7 @@ def accepted(drafts_NM: Ints, asked: Asked, chosen_N: NDArray[np.bool_] | None =
 
 
 def by_label(drafts_NM: Ints, asked: Asked) -> dict[str, Accepted]:
-    """Return the acceptance of each label, and of all places as "all"."""
+    """Returns the acceptance of each label, and of all places as "all"."""
     result = {"all": accepted(drafts_NM, asked)}
     for index, label in enumerate(asked.labels):
         result[label] = accepted(drafts_NM, asked, (asked.label_N == index).numpy())

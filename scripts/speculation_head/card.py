@@ -10,7 +10,7 @@ MIN_FIRST, MIN_GAIN = 0.60, 0.10  # of the first drafted token, greedy
 
 
 def write_card(folder: Path, figures: dict[str, Any]) -> None:
-    """Write README.md."""
+    """Writes README.md."""
     card = _TEMPLATE.read_text(encoding="utf-8").format(
         model=figures["model"],
         verdict=_verdict(figures),
@@ -31,7 +31,7 @@ def write_card(folder: Path, figures: dict[str, Any]) -> None:
 
 
 def _verdict(figures: dict[str, Any]) -> str:
-    """Say which bars are missed, misses first, and by which labels."""
+    """Says which bars are missed, misses first, and by which labels."""
     greedy = figures["greedy"]
     missed, met = list[str](), list[str]()
     first = greedy["head"]["all"]["first"]

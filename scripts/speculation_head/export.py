@@ -17,7 +17,7 @@ HEAD_FILE, FIGURES_FILE = "head.safetensors", "figures.json"
 def export_weights(
     checkpoint: Path, folder: Path, max_bytes: int | None = None
 ) -> dict[str, int | float]:
-    """Write the averaged weights in bf16; returns the facts of the training.
+    """Writes the averaged weights in bf16; returns the facts of the training.
 
     Raises ValueError above `max_bytes`.
     """
@@ -45,6 +45,6 @@ def export_weights(
 
 
 def write_figures(folder: Path, figures: dict[str, Any]) -> None:
-    """Write the figures of a head beside its weights."""
+    """Writes the figures of a head beside its weights."""
     text = json.dumps(figures, indent=2) + "\n"
     (folder / FIGURES_FILE).write_text(text, encoding="utf-8")

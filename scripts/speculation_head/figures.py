@@ -30,7 +30,7 @@ def judge(
     pieces: Sequence[TextPiece],
     sizes: Sizes,
 ) -> dict[str, Any]:
-    """Return the shares of accepted tokens by kind of text, drafter and label."""
+    """Returns the shares of accepted tokens by kind of text, drafter and label."""
     head = target.speculation_head(folder)
     figures: dict[str, Any] = {
         "model": target.folder.resolve().name,
@@ -54,7 +54,7 @@ def judge(
 
 
 def head_drafts(head: SpeculationHead, asked: Asked) -> Ints:
-    """Draft at every place -> [N, MOST]."""
+    """Drafts at every place -> [N, MOST]."""
     drafts = list[list[int]]()
     newest_N = asked.last_N3[:, -1].contiguous()
     for start in range(0, len(newest_N), _ROWS_AT_ONCE):

@@ -51,7 +51,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(h_BD: Tensor, head_VD: Tensor, ids_BK: Tensor, probs_BK: Tensor) -> Tensor:
-    """Return the cross entropy [B] in nats of softmax(h head^T) with the given distributions."""
+    """Returns the cross entropy [B] in nats of softmax(h head^T) with the given distributions."""
     function: type[torch.autograd.Function] = _CrossEntropy
     return cast(Tensor, function.apply(h_BD, head_VD, ids_BK, probs_BK))
 
@@ -109,6 +109,6 @@ class DraftingHead(nn.Module):
         return x_BD
 
     def normed(self, state_BD: Tensor) -> Tensor:
-        """Return the rows for the output head, in bf16."""
+        """Returns the rows for the output head, in bf16."""
         norm = self.output_norm
         return functional.rms_norm(state_BD, norm.shape, norm, self.shape.norm_eps).bfloat16()

@@ -28,7 +28,7 @@ class NgramTable:
         self._tables = [self._count(stream, text, order) for order in self._orders]
 
     def _count(self, stream: Ints, text: Ints, order: int) -> tuple[Ints, Ints]:
-        """Return contexts, sorted, and the token that most often follows each."""
+        """Returns contexts, sorted, and the token that most often follows each."""
         length = len(stream) - order + 1
         grams = np.zeros(length, dtype=np.int64)
         for offset in range(order):
@@ -42,7 +42,7 @@ class NgramTable:
         return contexts[best], found[best] % self._vocab_size
 
     def __call__(self, last_N3: Ints) -> Ints:
-        """Guess the tokens behind the last three (the newest last); -1 where nothing is known."""
+        """Guesses the tokens behind the last three (the newest last); -1 where nothing is known."""
         guess = np.full(len(last_N3), -1, dtype=np.int64)
         for order, (contexts, followers) in zip(self._orders, self._tables, strict=True):
             asked = np.zeros(len(last_N3), dtype=np.int64)

@@ -87,14 +87,14 @@ class Shard:
 
 
 def shard_paths(work: Path) -> list[Path]:
-    """Return the shards that are there."""
+    """Returns the shards that are there."""
     return sorted(work.glob("shard-*.safetensors"))
 
 
 def read_pieces(
     corpus: Path, split: str, tokenizer: Tokenizer, has_chats: bool, seed: int
 ) -> list[TextPiece]:
-    """Return the texts of a split in random order; the label of a text is its folder.
+    """Returns the texts of a split in random order; the label of a text is its folder.
 
     `has_chats`: questions and answers come once more as chats.
     """
@@ -108,7 +108,7 @@ def read_pieces(
 def make_shards(
     target: TargetModel, pieces: Sequence[TextPiece], work: Path, recipe: Recipe, most: int
 ) -> None:
-    """Make shards up to number `most`; logs a line for each."""
+    """Makes shards up to number `most`; logs a line for each."""
     work.mkdir(parents=True, exist_ok=True)
     reading = _batches(pieces, recipe.read_tokens)
     rng = np.random.default_rng(recipe.seed)
@@ -131,7 +131,7 @@ def make_shards(
 
 
 def natural_length(tokens: Tokens) -> int:
-    """Return how many tokens stand before the second turn of the loop that a text ends in; all of
+    """Returns how many tokens stand before the second turn of the loop that a text ends in; all of
     them if it ends in no loop.
 
     A loop repeats a period of at most 32 tokens over at least 64 tokens, up to the end.
@@ -146,7 +146,7 @@ def natural_length(tokens: Tokens) -> int:
 
 
 def without_loop(text: ReadText) -> ReadText:
-    """Return the text up to its loop."""
+    """Returns the text up to its loop."""
     length = natural_length(text.tokens)
     return ReadText(tokens=text.tokens[:length], rows=text.rows[: length - 1])
 
@@ -176,7 +176,7 @@ def _prompt(tokens: Tokens, rng: np.random.Generator) -> Tokens:
 
 
 def _batches(pieces: Sequence[TextPiece], size: int) -> Iterator[list[TextPiece]]:
-    """Yield pieces of about `size` tokens in all, until there are no more."""
+    """Yields pieces of about `size` tokens in all, until there are no more."""
     batch, count = list[TextPiece](), 0
     for piece in pieces:
         batch.append(piece)

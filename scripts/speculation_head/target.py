@@ -77,19 +77,19 @@ class TargetModel:
         self._experts = self._loader.expert_stage()
 
     def embedding(self) -> Tensor:
-        """Return the embedding [V, D], as stored."""
+        """Returns the embedding [V, D], as stored."""
         return self._loader.embedding()
 
     def output_matrix(self) -> Tensor:
-        """Return the matrix [V, D] that turns normed rows into logits."""
+        """Returns the matrix [V, D] that turns normed rows into logits."""
         return self._loader.output_matrix()
 
     def final_norm(self) -> Tensor:
-        """Return the weights [D] of the norm before it."""
+        """Returns the weights [D] of the norm before it."""
         return self._loader.final_norm()
 
     def speculation_head(self, folder: Path) -> SpeculationHead:
-        """Load a head as the server does."""
+        """Loads a head as the server does."""
         return SpeculationHead.load_for(self._stage, folder)
 
     def read(self, texts: Sequence[Tokens]) -> list[ReadText]:
@@ -160,7 +160,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def _states(self, slices: Sequence[SequenceSlice], cache: KVCache) -> Tensor:
-        """Return the residual stream [T, D] behind the last layer."""
+        """Returns the residual stream [T, D] behind the last layer."""
         stage = self._stage
         inputs = stage.make_inputs(MicroBatch(tuple(slices)), cache, cache.device)
         hidden_TD = stage.embed(inputs)

@@ -90,7 +90,7 @@ class Positions:
 def loss_of(
     head: DraftingHead, batch: Batch, head_VD: Tensor, weights: tuple[float, ...]
 ) -> Tensor:
-    """Return the weighted mean cross entropy of the unrolled steps."""
+    """Returns the weighted mean cross entropy of the unrolled steps."""
     state_BD, total = batch.hidden_BD, torch.zeros(())
     for step, weight in enumerate(weights):
         state_BD = head(state_BD, batch.tokens_BS[:, step])
@@ -102,7 +102,7 @@ def loss_of(
 
 
 def learning_rate_scale(schedule: Schedule, step: int, progress: float) -> float:
-    """Return 1 between warm-up and `decay_from`, then fall linearly to 0."""
+    """Returns 1 between warm-up and `decay_from`, then fall linearly to 0."""
     warmup = min(1.0, (step + 1) / schedule.warmup_steps)
     return max(0.0, min(warmup, (1.0 - progress) / (1.0 - schedule.decay_from)))
 
@@ -129,7 +129,7 @@ class Training:
             self._restore()
 
     def run(self) -> None:
-        """Train until the budget is spent."""
+        """Trains until the budget is spent."""
         schedule, saved = self._schedule, self.spent
         rng = np.random.default_rng([schedule.seed, int(self._optimizer.state["steps"])])
         uses, losses = Counter[Path](), list[float]()

@@ -63,7 +63,7 @@ def comments(text: str) -> dict[str, str]:
 
 
 def serve_parameters() -> dict[str, str]:
-    """Return the flag of each parameter of `moe-serve serve`: {"port": "--port"}."""
+    """Returns the flag of each parameter of `moe-serve serve`: {"port": "--port"}."""
     command = typer.main.get_group(app).commands["serve"]
     return {
         str(parameter.name): parameter.opts[0]

@@ -15,7 +15,7 @@ class PageBlock:
     end: str
 
     def text(self) -> str:
-        """Return the present text between the markers."""
+        """Returns the present text between the markers."""
         return self._parts()[1].strip("\n") + "\n"
 
     def write(self, text: str) -> None:

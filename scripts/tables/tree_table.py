@@ -32,7 +32,7 @@ def render() -> str:
 
 
 def purpose(folder: Path) -> str:
-    """Return the first paragraph of the folder's docstring as one line."""
+    """Returns the first paragraph of the folder's docstring as one line."""
     tree = ast.parse((folder / "__init__.py").read_text("utf-8"))
     text = ast.get_docstring(tree) or ""
     return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")

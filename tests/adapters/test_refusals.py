@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_adapter
-from moe_serve.adapters.build import AdapterBuilder
 from moe_serve.config.sections import (
     AdapterConfig,
     ClusterConfig,

@@ -55,7 +55,7 @@ def requests(built: BuiltEngine) -> list[GenerationRequest]:
 
 
 def run(config: EngineConfig, which: Sequence[int] = range(6)) -> tuple[Found, list[int]]:
-    """Return tokens and log probabilities by request, and the cached tokens of each."""
+    """Returns tokens and log probabilities by request, and the cached tokens of each."""
     built = build_engine(config)
     found: Found = {}
     cached: dict[str, int] = {}

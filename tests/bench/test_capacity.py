@@ -51,7 +51,7 @@ def simulated(num: int = 400) -> SimulatedRun:
 
 
 def waits(run: SimulatedRun) -> tuple[float, float]:
-    """Simulate -> the median TTFT of the second and of the last fifth of the requests."""
+    """Simulates -> the median TTFT of the second and of the last fifth of the requests."""
     records = run_simulation(run).records
     ttfts = [record.ttft_s or 0.0 for record in records]
     fifth = len(ttfts) // 5

@@ -50,7 +50,7 @@ def local(of: EngineConfig) -> tuple[Engine, LocalExecutor]:
 
 
 def until_parked(engine: Engine) -> list[TokenDelta]:
-    """Step until a prompt is parked."""
+    """Steps until a prompt is parked."""
     deltas = list[TokenDelta]()
     while not engine._scheduler.layered.parked:
         deltas += engine.step()

@@ -21,7 +21,7 @@ SLO = Slo.parse("ttft=2s,tpot=50ms")
 
 
 def slots(count: int, rate: float = 10.0) -> list[Slot]:
-    """Return requests of 100 or 1 000 tokens in turn, evenly spaced."""
+    """Returns requests of 100 or 1 000 tokens in turn, evenly spaced."""
     return [
         Slot(index=i, at_s=i / rate, prompt_tokens=(100, 1000)[i % 2], output_tokens=50)
         for i in range(count)
@@ -90,7 +90,7 @@ def test_layouts_use_at_most_the_devices() -> None:
 
 
 def kinds_of(offers: tuple[Offer, ...], wanted: Demand) -> list[CellKind]:
-    """Return the best cell of one device for each offer."""
+    """Returns the best cell of one device for each offer."""
     return [
         replace(
             max(cells_of(replace(offer, num_devices=1), wanted), key=lambda k: k.capacity),

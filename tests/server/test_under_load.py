@@ -30,7 +30,7 @@ def client_of(server: Any, **options: Any) -> openai.AsyncOpenAI:
 async def stream_tokens(
     client: openai.AsyncOpenAI, prompt: list[int], max_tokens: int, **extra: Any
 ) -> int:
-    """Read one stream to its end; -> completion tokens as the server counts them."""
+    """Reads one stream to its end; -> completion tokens as the server counts them."""
     chunks = await client.completions.create(
         model=MODEL,
         prompt=prompt,

@@ -51,7 +51,7 @@ Step = list[tuple[int, int, int, int, tuple[int, ...]]]
 
 
 def jobs() -> list[SimulatedRequest]:
-    """Return prompts that share beginnings, in bursts, and too many for the pages."""
+    """Returns prompts that share beginnings, in bursts, and too many for the pages."""
     made = []
     for index in range(14):
         shared = [7] * 16 * (index % 3)
@@ -74,7 +74,7 @@ def shown(plan: StepPlan) -> Step:
 
 
 def simulated_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Step], int]:
-    """Run the simulator -> the plan of every step, and the number of preemptions."""
+    """Runs the simulator -> the plan of every step, and the number of preemptions."""
     plans: list[StepPlan] = []
     run = InstantExecutor.run
 
@@ -91,7 +91,7 @@ def simulated_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Step], int]:
 
 
 def real_steps() -> list[Step]:
-    """Serve the same requests with a fake model, at the same times."""
+    """Serves the same requests with a fake model, at the same times."""
     clock, runner, left = VirtualClock(), FakeRunner(), jobs()
     engine = Engine(
         LocalExecutor(runner, Sampler(frozenset())),

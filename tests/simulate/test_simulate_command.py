@@ -32,7 +32,7 @@ def report_of(path: Path, *arguments: str) -> Report:
 
 
 def here(path: Path, **changes: str) -> str:
-    """Write a calibration that passes as one of this machine."""
+    """Writes a calibration that passes as one of this machine."""
     calibration = cpu_calibration()
     facts = {
         "host": f"{platform.system()} {platform.machine()}",
@@ -148,7 +148,7 @@ priorities: {slow: 3}
 
 
 def burst(folder: Path, num: int) -> str:
-    """Write a trace of requests in even gaps, from three tenants."""
+    """Writes a trace of requests in even gaps, from three tenants."""
     path = folder / "trace.csv"
     rows = [f"{0.5 * i},{300 + 37 * (i % 5)},{12 + i % 7},t{i % 3}" for i in range(num)]
     path.write_text("at_s,prompt_tokens,output_tokens,tenant\n" + "\n".join(rows), "utf-8")

@@ -79,7 +79,7 @@ Step = tuple[float, tuple[tuple[int, int, int, int], ...]]  # its end, (id, star
 
 
 def served(load: Load, *, jumps: bool) -> tuple[list[RequestTimes], list[list[Step]], World]:
-    """Serve the load -> requests in the order of their ends, and the steps of each cell."""
+    """Serves the load -> requests in the order of their ends, and the steps of each cell."""
     limits = CellLimits(
         scheduler=SchedulerConfig(
             max_num_seqs=load.num_seqs,

@@ -32,7 +32,7 @@ TOKENIZER = make_tokenizer()
 
 
 def run(text: str, sizes: list[int], **params: Any) -> list[TextDelta]:
-    """Feed the text's bytes in groups of these sizes, then the rest with an end-of-text token."""
+    """Feeds the text's bytes in groups of these sizes, then the rest with an end-of-text token."""
     stream = TextStream(TOKENIZER, SamplingParams(max_tokens=1000, **params))
     ids = [*TOKENIZER.encode(text), EOS]
     deltas: list[TextDelta] = []

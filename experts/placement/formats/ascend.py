@@ -29,7 +29,7 @@ NAME = "ascend"
 
 
 def parse(content: Any, facts: PlanFacts) -> EnginePlan:
-    """Read the plan. Raises PlacementError."""
+    """Reads the plan. Raises PlacementError."""
     top = check_keys(content, ["moe_layer_count", "layer_list"])
     entries = top["layer_list"]
     if not isinstance(entries, list) or not entries or len(entries) != top["moe_layer_count"]:
@@ -55,7 +55,7 @@ def parse(content: Any, facts: PlanFacts) -> EnginePlan:
 
 
 def render(placement: Placement, facts: PlanFacts) -> str:
-    """Write the plan as vLLM-Ascend records it. Raises PlacementError."""
+    """Writes the plan as vLLM-Ascend records it. Raises PlacementError."""
     layers = []
     for row, slots in enumerate(slots_of_plan(placement, NAME).values()):
         width = len(slots) // placement.num_ranks
@@ -68,7 +68,7 @@ def render(placement: Placement, facts: PlanFacts) -> str:
 
 
 def _layer(row: int, entry: Any) -> list[list[int]]:
-    """Return the experts of each device: the same number on all, and no expert twice on one."""
+    """Returns the experts of each device: the same number on all, and no expert twice on one."""
     where = f"Layer {row} of layer_list"
     is_object = isinstance(entry, dict) and isinstance(entry.get("device_list"), list)
     if not is_object or entry.get("layer_id", row) != row:

@@ -22,7 +22,7 @@ NAME, HEADER = "csv", ("Expert", "Node")
 
 
 def parse(text: str, facts: PlanFacts) -> EnginePlan:
-    """Read the plan. Devices may hold different numbers of experts. Raises PlacementError."""
+    """Reads the plan. Devices may hold different numbers of experts. Raises PlacementError."""
     if facts.num_experts is None:
         raise PlacementError(
             "A table of experts and nodes does not state the number of experts in a layer: "

@@ -33,7 +33,7 @@ class PlanFacts:
     def of_model(
         cls, model: ModelFacts, num_devices: int | None, num_experts: int | None = None
     ) -> PlanFacts:
-        """Take the facts of a model; `num_experts` takes precedence over the model's."""
+        """Takes the facts of a model; `num_experts` takes precedence over the model's."""
         return cls(
             layers=model.sparse,
             num_layers=model.num_layers,
@@ -64,7 +64,7 @@ class EnginePlan:
         return 0 if self.slots_LED is None else int(np.maximum(self.slots_LED - 1, 0).sum())
 
     def only(self, layers: Sequence[int]) -> EnginePlan:
-        """Return the plan of some of its layers, in ascending order."""
+        """Returns the plan of some of its layers, in ascending order."""
         kept = sorted(layers)
         rows = [sorted(self.placement.ranks_of).index(layer) for layer in kept]
         return replace(
@@ -77,7 +77,7 @@ class EnginePlan:
 
 
 def only_layers(plan: EnginePlan, layers: tuple[int, ...], name: str) -> EnginePlan:
-    """Return the plan of these layers. Raises PlacementInputError if some of them are missing;
+    """Returns the plan of these layers. Raises PlacementInputError if some of them are missing;
     `name` says where the plan is from."""
     ranks_of = plan.placement.ranks_of
     missing = [layer for layer in layers if layer not in ranks_of]
@@ -95,7 +95,7 @@ Slots = Mapping[int, Sequence[int]]  # layer -> the expert of each slot
 
 
 def plan_of_slots(slots: Slots, facts: PlanFacts, name: str) -> EnginePlan:
-    """Make a plan from slots. Worked example, one layer [0, 1, 2, 0] on two devices: the ranks of
+    """Makes a plan from slots. Worked example, one layer [0, 1, 2, 0] on two devices: the ranks of
     experts 0, 1, 2 are [0, 1], [0], [1]."""
     if facts.num_devices is None:
         raise PlacementError(
@@ -149,7 +149,7 @@ def slots_of_plan(placement: Placement, name: str) -> dict[int, list[int]]:
 
 
 def as_slots(value: Any, what: str) -> list[int]:
-    """Check that a value is a list of expert numbers. Raises PlacementError."""
+    """Checks that a value is a list of expert numbers. Raises PlacementError."""
     if not isinstance(value, list) or not value:
         raise PlacementError(f"{what} must be a list of experts, got {_shown(value)}.")
     for slot, expert in enumerate(value):
@@ -163,7 +163,7 @@ def is_index(value: Any) -> TypeGuard[int]:
 
 
 def check_keys(content: Any, wanted: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    """Check that the content is an object with these keys and no others."""
+    """Checks that the content is an object with these keys and no others."""
     if not isinstance(content, dict):
         raise PlacementError(f"The content must be an object, got {_shown(content)}.")
     missing = sorted(set(wanted) - content.keys())
@@ -174,8 +174,8 @@ def check_keys(content: Any, wanted: Sequence[str], optional: Sequence[str] = ()
 
 
 def counted_layers(count: int, facts: PlanFacts) -> tuple[int, ...]:
-    """Return the model's numbers of the layers that a file counts 0 to `count` - 1 among those with
-    experts; the file's own numbers if the model's are unknown."""
+    """Returns the model's numbers of the layers that a file counts 0 to `count` - 1 among those
+    with experts; the file's own numbers if the model's are unknown."""
     layers = facts.layers if facts.layers is not None else tuple(range(count))
     if len(layers) != count:
         raise PlacementError(
@@ -185,7 +185,7 @@ def counted_layers(count: int, facts: PlanFacts) -> tuple[int, ...]:
 
 
 def check_size(num_layers: int, num_experts: int, num_devices: int) -> None:
-    """Refuse sizes that would make a small file become a large object."""
+    """Refuses sizes that would make a small file become a large object."""
     if num_layers * num_experts * num_devices > _MAX_SIZE:
         raise PlacementError(
             f"{num_layers} layers of {num_experts} experts on {num_devices} devices exceed "

@@ -24,7 +24,7 @@ WRITERS: Mapping[str, Callable[[Placement, PlanFacts], str]] = {
 
 
 def parse_text(text: str, facts: PlanFacts) -> EnginePlan:
-    """Read JSON or CSV; `parse_content` reads YAML. Raises PlacementError or NotAPlanError."""
+    """Reads JSON or CSV; `parse_content` reads YAML. Raises PlacementError or NotAPlanError."""
     if text.lstrip().startswith(csv_table.HEADER[0]):
         return _sized(csv_table.parse(text, facts))
     try:
@@ -37,7 +37,7 @@ def parse_text(text: str, facts: PlanFacts) -> EnginePlan:
 
 
 def parse_content(content: Any, facts: PlanFacts) -> EnginePlan:
-    """Read the content of a JSON file, a YAML file or a recording. Raises PlacementError or
+    """Reads the content of a JSON file, a YAML file or a recording. Raises PlacementError or
     NotAPlanError."""
     return _sized(_parsed(content, facts))
 
@@ -66,7 +66,7 @@ def _parsed(content: Any, facts: PlanFacts) -> EnginePlan:
 
 
 def render_plan(name: str, placement: Placement, facts: PlanFacts) -> str:
-    """Write the plan for the engine `name`. Raises PlacementError."""
+    """Writes the plan for the engine `name`. Raises PlacementError."""
     if name not in WRITERS:
         raise PlacementError(f"The format must be one of {', '.join(WRITERS)}, got {name!r}.")
     return WRITERS[name](placement, facts)

@@ -27,7 +27,7 @@ NAME, KEY = "sglang", "physical_to_logical_map"
 
 
 def parse(content: Any, facts: PlanFacts) -> EnginePlan:
-    """Read the plan. Raises PlacementError."""
+    """Reads the plan. Raises PlacementError."""
     rows = check_keys(content, [KEY])[KEY]
     if not isinstance(rows, list) or not rows:
         raise PlacementError(f"{KEY} must be a list of layers.")
@@ -54,7 +54,7 @@ def parse(content: Any, facts: PlanFacts) -> EnginePlan:
 
 
 def render(placement: Placement, facts: PlanFacts) -> str:
-    """Write the plan, one row a line. Dense layers list the experts in order, starting again for
+    """Writes the plan, one row a line. Dense layers list the experts in order, starting again for
     replicas.
 
     Raises PlacementError if the number of the model's layers is unknown.

@@ -30,7 +30,7 @@ ASSIGNMENTS = "initial_global_assignments"
 
 
 def parse(content: Any, facts: PlanFacts) -> EnginePlan:
-    """Read the plan. Raises PlacementError."""
+    """Reads the plan. Raises PlacementError."""
     config = check_keys(content, ["num_slots", ASSIGNMENTS], ["layer_updates_per_iter"])
     if not is_index(config.get("layer_updates_per_iter", 0)):
         raise PlacementError(
@@ -62,7 +62,7 @@ def parse(content: Any, facts: PlanFacts) -> EnginePlan:
 
 
 def render(placement: Placement, facts: PlanFacts) -> str:
-    """Write the plan, one layer a line. Raises PlacementError if the model's layer numbers are
+    """Writes the plan, one layer a line. Raises PlacementError if the model's layer numbers are
     unknown."""
     if facts.layers is None:
         raise PlacementError(

@@ -29,7 +29,7 @@ _KEYS = ("record_type", "version", "num_redundant_experts", "num_slots", ASSIGNM
 
 
 def parse(content: Any, facts: PlanFacts) -> EnginePlan:
-    """Read the plan. Raises PlacementError."""
+    """Reads the plan. Raises PlacementError."""
     record = check_keys(content, _KEYS)
     if (record["record_type"], record["version"]) != (RECORD, VERSION):
         raise PlacementError(
@@ -64,7 +64,7 @@ def parse(content: Any, facts: PlanFacts) -> EnginePlan:
 
 
 def render(placement: Placement, facts: PlanFacts) -> str:
-    """Write the plan. Raises PlacementError."""
+    """Writes the plan. Raises PlacementError."""
     slots = slots_of_plan(placement, NAME)
     num_slots = len(next(iter(slots.values())))
     record = {

@@ -31,7 +31,7 @@ def device_loads(problem: PlacementProblem, copies_LED: NDArray[np.int64]) -> Ar
 
 
 def objective_of(problem: PlacementProblem, copies_LED: NDArray[np.int64]) -> float:
-    """Return the mean over layers and scenarios of the largest load; this is
+    """Returns the mean over layers and scenarios of the largest load; this is
     `Solution.objective`."""
     return float(device_loads(problem, copies_LED).max(axis=2).mean())
 
@@ -50,7 +50,7 @@ class Balancedness:
 
     @classmethod
     def of(cls, loads_LD: Array, speed_D: Array | None = None) -> Balancedness:
-        """Compute the balancedness from loads over speeds. Their mean is the total load over the
+        """Computes the balancedness from loads over speeds. Their mean is the total load over the
         total speed, which every device would have if loads were even. Without `speed_D` all devices
         are equally fast. Layers count equally, whatever their tokens."""
         weighed_LD = loads_LD if speed_D is None else loads_LD * (speed_D / speed_D.mean())
@@ -69,7 +69,7 @@ class Balancedness:
 def balancedness(
     problem: PlacementProblem, copies_LED: NDArray[np.int64]
 ) -> dict[str, Balancedness]:
-    """Return the balancedness of each scenario."""
+    """Returns the balancedness of each scenario."""
     loads_SLD = device_loads(problem, copies_LED)
     speed_D = np.array([device.speed for device in problem.devices.devices])
     return {
@@ -79,7 +79,7 @@ def balancedness(
 
 
 def memory_bytes(copies_LED: NDArray[np.int64], bytes_per_expert: int) -> list[int]:
-    """Return the bytes of each device for the experts of all layers."""
+    """Returns the bytes of each device for the experts of all layers."""
     return [int(copies) * bytes_per_expert for copies in copies_LED.sum(axis=(0, 1))]
 
 

@@ -65,7 +65,7 @@ class Bound:
 
 
 def lower_bound(problem: PlacementProblem) -> Bound:
-    """Compute the bound in milliseconds. Every (layer, scenario) is bounded separately, so their
+    """Computes the bound in milliseconds. Every (layer, scenario) is bounded separately, so their
     mean bounds the objective."""
     load = CopyLoad.of(problem)
     slots_LD = problem.slots_by_layer()
@@ -138,7 +138,7 @@ class FewestPeaks:
 
     @classmethod
     def of(cls, load: CopyLoad, speed_D: Floats, replicas_L: Ints, most_copies: int) -> FewestPeaks:
-        """Compute the peaks. `speed_D` is descending; an expert may have at most `most_copies`."""
+        """Computes the peaks. `speed_D` is descending; an expert may have at most `most_copies`."""
         shape = load.shares_SLE.shape
         rows_SL = np.ix_(range(shape[0]), range(shape[1]))
         num_steps = int(replicas_L.max(initial=0))
@@ -214,7 +214,7 @@ def _at_most(load: CopyLoad, peaks: FewestPeaks, slots_L: Ints, fastest: float) 
 
 
 def _lightest(load: CopyLoad, shares_E: Floats, copies_E: Ints, count: int, spare: int) -> float:
-    """Return a lower bound of the sum of `count` copies of distinct experts that have `copies_E`
+    """Returns a lower bound of the sum of `count` copies of distinct experts that have `copies_E`
     and share `spare` more.
 
     Each replica costs a price, and the price of all spare ones is subtracted at the end; any price
@@ -244,8 +244,8 @@ def crowded(loads_Sn: Floats, slots_m: Ints, speed_m: Floats) -> Floats:
 
 
 def _pigeonholes(down_Sn: Floats, slots_m: Ints) -> Floats:
-    """Bound by the pigeonhole principle: k + 1 of the m k + 1 hottest things share a place. At best
-    these are the coldest of them; if a place has more slots and all are used, the very coldest
+    """Bounds by the pigeonhole principle: k + 1 of the m k + 1 hottest things share a place. At
+    best these are the coldest of them; if a place has more slots and all are used, the very coldest
     things fill it.
 
     Worked example, loads 5, 4, 3, 2 in 2 places of 2: two of the hottest three meet, 4 + 3 = 7.

@@ -39,7 +39,7 @@ def copies_in_slots(slots_LDC: NDArray[np.int64], num_experts: int) -> NDArray[n
 
 
 def placement_of(copies_LED: NDArray[np.int64], layers: Sequence[int]) -> Placement:
-    """Make a placement that names each device of an expert once, ascending."""
+    """Makes a placement that names each device of an expert once, ascending."""
     num_experts, num_devices = copies_LED.shape[1:]
     ranks_of = {}
     for row, layer in enumerate(layers):
@@ -69,7 +69,7 @@ class CopyLoad:
 
     @classmethod
     def of(cls, problem: PlacementProblem) -> CopyLoad:
-        """Make the load for the kind of balance that the problem asks for."""
+        """Makes the load for the kind of balance that the problem asks for."""
         if problem.balance == "tokens":
             return cls(shares_SLE=problem.loads.shares_SLE())
         assert problem.top_k is not None, "PlacementProblem checks that activated has top_k"
@@ -80,7 +80,7 @@ class CopyLoad:
         )
 
     def each(self, shares: Array, copies: NDArray[np.integer] | int) -> Array:
-        """Return the load of one copy, for shares and numbers of copies that broadcast."""
+        """Returns the load of one copy, for shares and numbers of copies that broadcast."""
         if self.num_draws is None:
             return shares / copies
         chance = np.minimum(shares * self.top_k, 1.0) / copies

@@ -66,7 +66,7 @@ class FanOut:
 
 
 def measure_fan_out(placement: Placement, choices: TokenChoices, devices: Devices) -> FanOut:
-    """Measure the fan-out of a placement. Raises PlacementError unless it is for these layers and
+    """Measures the fan-out of a placement. Raises PlacementError unless it is for these layers and
     devices."""
     _check_same(placement, choices, devices)
     node_D = np.array([device.node for device in devices.devices])
@@ -101,7 +101,7 @@ def _check_same(placement: Placement, choices: TokenChoices, devices: Devices) -
 
 
 def _firsts(of_NK: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return each row sorted, and a mask of the first occurrence of each value in it."""
+    """Returns each row sorted, and a mask of the first occurrence of each value in it."""
     sorted_NK = np.sort(of_NK, axis=1)
     is_first_NK = np.ones(of_NK.shape, dtype=bool)
     is_first_NK[:, 1:] = sorted_NK[:, 1:] != sorted_NK[:, :-1]

@@ -143,7 +143,7 @@ def _count(trial: ReplicaTrial) -> str:
 
 
 def _pays(gain: float, added: float) -> bool:
-    """Return whether the gain justifies the memory, which the KV cache does not get then."""
+    """Returns whether the gain justifies the memory, which the KV cache does not get then."""
     return gain >= max(_WORTH, _OF_MEMORY * added)
 
 
@@ -171,7 +171,7 @@ class Redundancy:
 
     @classmethod
     def of(cls, problem: PlacementProblem, most: int | None = None) -> Redundancy:
-        """Compute the bounds for up to `most` replicas in a layer; by default as many as the
+        """Computes the bounds for up to `most` replicas in a layer; by default as many as the
         problem has, or twice its devices if that is more."""
         load = CopyLoad.of(problem)
         speed_D = np.array([device.speed for device in problem.devices.devices])
@@ -188,7 +188,7 @@ class Redundancy:
         )
 
     def needed(self, target: float) -> int | None:
-        """Return the fewest replicas of a layer with which `target` is not excluded; None if more
+        """Returns the fewest replicas of a layer with which `target` is not excluded; None if more
         than the examined number are needed."""
         enough = np.flatnonzero(self.best_H >= target)
         return int(enough[0]) if len(enough) else None

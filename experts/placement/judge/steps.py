@@ -36,7 +36,7 @@ class StepBalance:
 def draw_steps(
     problem: PlacementProblem, choices: TokenChoices | None, seed: int = _SEED
 ) -> NDArray[np.int64] | None:
-    """Draw the rows of each expert [W, L, E]; None if neither tokens nor top-k are known."""
+    """Draws the rows of each expert [W, L, E]; None if neither tokens nor top-k are known."""
     size, rng = problem.batch_size, np.random.default_rng(seed)
     num_steps = int(np.clip(_MOST_TOKENS // size, _FEWEST_STEPS, _MOST_STEPS))
     if choices is not None:
@@ -58,7 +58,7 @@ def step_balance(
     *,
     has_tokens: bool,
 ) -> StepBalance:
-    """Measure the balance of a plan in the drawn steps. `rows_WLE` comes from `draw_steps` and is
+    """Measures the balance of a plan in the drawn steps. `rows_WLE` comes from `draw_steps` and is
     the same for all plans that are compared."""
     copies_LE = np.maximum(copies_LED.sum(axis=2), 1)
     speed_D = np.array([device.speed for device in problem.devices.devices])

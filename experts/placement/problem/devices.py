@@ -68,7 +68,7 @@ class Devices:
 
 
 def even_devices(num_devices: int, num_nodes: int, num_slots: int) -> Devices:
-    """Return identical devices that share `num_slots` equally; consecutive devices are on one
+    """Returns identical devices that share `num_slots` equally; consecutive devices are on one
     node."""
     if num_devices < 1 or num_nodes < 1 or num_devices % num_nodes:
         raise PlacementError(

@@ -19,7 +19,8 @@ _MOST_PACKED = 2**35  # limit on the steps of a first packing: about two minutes
 
 
 def check_size(loads: ExpertLoads, devices: Devices) -> None:
-    """Refuse problems that take too much time or memory; their layers can be planned separately."""
+    """Refuses problems that take too much time or memory; their layers can be planned
+    separately."""
     num_scenarios, num_layers, num_experts = loads.counts_SLE.shape
     of_layer = num_experts * len(devices)
     packed = num_scenarios * len(devices) * min(devices.num_slots, of_layer)
@@ -36,7 +37,7 @@ def check_size(loads: ExpertLoads, devices: Devices) -> None:
 def check_numbers(
     loads: ExpertLoads, batch_size: int, top_k: int | None, *, needs_top_k: bool
 ) -> None:
-    """Check the batch size and top-k."""
+    """Checks the batch size and top-k."""
     if batch_size < 1:
         raise PlacementError(f"batch_size must be 1 or more, got {batch_size}.")
     if top_k is not None and not 1 <= top_k <= loads.num_experts:
@@ -51,7 +52,7 @@ def check_numbers(
 
 
 def check_slots(loads: ExpertLoads, devices: Devices, *, fill: bool) -> None:
-    """Check that every expert has a slot, and that with `fill` no device has more slots than there
+    """Checks that every expert has a slot, and that with `fill` no device has more slots than there
     are experts."""
     num_experts, num_slots = loads.num_experts, devices.num_slots
     if num_slots < num_experts:
@@ -71,7 +72,7 @@ def check_slots(loads: ExpertLoads, devices: Devices, *, fill: bool) -> None:
 def check_memory(
     loads: ExpertLoads, devices: Devices, bytes_per_expert: int | None, *, fill: bool
 ) -> None:
-    """Check that the copies of all layers fit into the devices whose memory is limited."""
+    """Checks that the copies of all layers fit into the devices whose memory is limited."""
     limited = [i for i, device in enumerate(devices.devices) if device.memory_bytes is not None]
     if bytes_per_expert is None:
         if limited:
@@ -105,7 +106,7 @@ def check_memory(
 
 
 def check_pins(loads: ExpertLoads, slots_LD: NDArray[np.int64], pins: Sequence[Pin]) -> None:
-    """Check that pins name existing layers, experts and devices, and leave room for the other
+    """Checks that pins name existing layers, experts and devices, and leave room for the other
     experts."""
     num_devices = slots_LD.shape[1]
     for pin in pins:
@@ -135,14 +136,14 @@ def check_pins(loads: ExpertLoads, slots_LD: NDArray[np.int64], pins: Sequence[P
 
 
 def pins_of_layer(pins: Sequence[Pin], layer: int) -> list[tuple[int, int]]:
-    """Return the pins of a layer as (expert, device) pairs, each once."""
+    """Returns the pins of a layer as (expert, device) pairs, each once."""
     return sorted({(pin.expert, pin.device) for pin in pins if pin.layer in (None, layer)})
 
 
 def check_grouping(
     loads: ExpertLoads, devices: Devices, grouping: Grouping, pins: Sequence[Pin], *, fill: bool
 ) -> None:
-    """Check that groups divide the experts, and that the nodes have slots for all groups."""
+    """Checks that groups divide the experts, and that the nodes have slots for all groups."""
     num_groups, most = grouping.num_groups, grouping.max_nodes_per_group
     if num_groups < 1 or loads.num_experts % num_groups:
         raise PlacementError(
@@ -201,7 +202,7 @@ def check_move(
     *,
     fill: bool,
 ) -> None:
-    """Check that the current plan fits the model and the devices, and that the budget of moves
+    """Checks that the current plan fits the model and the devices, and that the budget of moves
     suffices.
 
     The budget must cover the copies that any plan needs: pins that the current plan lacks, and

@@ -78,8 +78,8 @@ class ExpertLoads:
         return int(self.counts_SLE.shape[2])
 
     def shares_SLE(self) -> NDArray[np.float64]:  # noqa: N802
-        """Return the counts scaled to a sum of 1 in every layer; a layer without choices gets equal
-        shares."""
+        """Returns the counts scaled to a sum of 1 in every layer; a layer without choices gets
+        equal shares."""
         totals_SL1 = self.counts_SLE.sum(axis=2, keepdims=True)
         return np.where(
             totals_SL1 > 0,
@@ -109,7 +109,7 @@ class TokenChoices:
             )
 
     def loads(self, name: str) -> ExpertLoads:
-        """Count the choices as the loads of one scenario."""
+        """Counts the choices as the loads of one scenario."""
         num_layers = len(self.layers)
         offsets_L1 = np.arange(num_layers)[:, None] * self.num_experts
         counts = np.bincount(

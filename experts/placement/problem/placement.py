@@ -86,7 +86,7 @@ class Placement:
         }
 
     def without(self, ranks: Collection[int]) -> Placement:
-        """Return the placement without some ranks; the others keep their numbers. See `lost`."""
+        """Returns the placement without some ranks; the others keep their numbers. See `lost`."""
         return replace(
             self,
             ranks_of={
@@ -98,7 +98,7 @@ class Placement:
         )
 
     def with_lost_given_to(self, survivors: Collection[int]) -> Placement:
-        """Return a placement with every lost expert on one of `survivors`: in its layer the one
+        """Returns a placement with every lost expert on one of `survivors`: in its layer the one
         with the fewest experts, then the one that took over the fewest, then the lowest number.
 
         Worked example, one layer, ranks [0], [0], [1], [], [] and survivors 0, 1: the first lost
@@ -122,16 +122,16 @@ class Placement:
         return replace(self, ranks_of=ranks_of)
 
     def choice(self, layer: int) -> ReplicaChoice:
-        """Return the table that says which rank serves which row of a layer; callers may keep
+        """Returns the table that says which rank serves which row of a layer; callers may keep
         it."""
         return ReplicaChoice.of(layer, self.ranks_of[layer])
 
     def assign(self, layer: int, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rank [T, K] that serves each choice of rows 0 .. T - 1."""
+        """Returns the rank [T, K] that serves each choice of rows 0 .. T - 1."""
         return self.choice(layer).ranks(expert_ids_TK, np.arange(len(expert_ids_TK)))
 
     def check_fits(self, sparse_layers: Sequence[int], num_experts: int, num_ranks: int) -> None:
-        """Raise PlacementError unless the placement is for this model on these ranks."""
+        """Raises PlacementError unless the placement is for this model on these ranks."""
         if (self.num_experts, self.num_ranks) != (num_experts, num_ranks):
             raise PlacementError(
                 f"The placement is for {self.num_experts} experts on {self.num_ranks} "
@@ -148,7 +148,7 @@ class Placement:
 
 
 def contiguous(sparse_layers: Sequence[int], num_experts: int, num_ranks: int) -> Placement:
-    """Return a placement of consecutive runs of experts; ranks differ by at most one expert, and
+    """Returns a placement of consecutive runs of experts; ranks differ by at most one expert, and
     none is empty."""
     if not 1 <= num_ranks <= num_experts:
         raise PlacementError(

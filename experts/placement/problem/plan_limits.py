@@ -53,7 +53,7 @@ def slots_by_layer(
     bytes_per_expert: int | None,
     current: Placement | None = None,
 ) -> NDArray[np.int64]:
-    """Return slots [L, D]: each device's own number, or fewer if its memory is short. Memory is
+    """Returns slots [L, D]: each device's own number, or fewer if its memory is short. Memory is
     shared over the layers, and the copies of the current plan keep theirs.
 
     A remainder goes to the layers with the fewest slots so far, and among these to the one with the

@@ -88,8 +88,8 @@ def _read(path: Path, options: ImportOptions) -> Imported:
 
 
 def holds_loads(path: Path) -> bool:
-    """Return whether a file holds loads that `read_workloads` takes; used to explain a file that is
-    not a plan."""
+    """Returns whether a file holds loads that `read_workloads` takes; used to explain a file that
+    is not a plan."""
     try:
         _read(path, ImportOptions())
     except (PlacementInputError, TraceError):
@@ -98,7 +98,7 @@ def holds_loads(path: Path) -> bool:
 
 
 def _is_plan(path: Path) -> bool:
-    """Return whether a JSON file is a plan, of moe-serve or of another engine; used to explain a
+    """Returns whether a JSON file is a plan, of moe-serve or of another engine; used to explain a
     file that is not loads."""
     if path.suffix not in (".json", ".jsonl"):
         return False

@@ -28,7 +28,7 @@ class LeastTokens:
         self._ranks_of = [tuple(ranks) or (-1,) for ranks in ranks_of]
 
     def ranks(self, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rank of each choice [T, K]; -1 for a choice of -1.
+        """Returns the rank of each choice [T, K]; -1 for a choice of -1.
 
         Worked example, expert 0 on rank 0 alone with 4 rows, expert 1 on ranks 0 and 1 with 6: rank
         0 begins with 4, so one row of expert 1 goes there and five to rank 1: 5 and 5.
@@ -53,7 +53,7 @@ class LeastTokens:
 
 
 def poured(levels: Sequence[int], amount: int) -> list[int]:
-    """Divide `amount` so that the highest level is least; a remainder goes to the first that get
+    """Divides `amount` so that the highest level is least; a remainder goes to the first that get
     some. Worked example, levels [4, 0, 1] and amount 5: they end at [4, 3, 3], so [0, 3, 2]."""
     order = sorted(range(len(levels)), key=levels.__getitem__)
     total, num_under = amount, 0
@@ -86,7 +86,7 @@ class FewestActivated:
         self._is_single_E = np.array([len(ranks) == 1 for ranks in ranks_of])
 
     def ranks(self, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rank of each choice [T, K]; -1 for a choice of -1.
+        """Returns the rank of each choice [T, K]; -1 for a choice of -1.
 
         Worked example, experts 0 and 1 on rank 0 alone, 2 on 0 or 1, 3 on 0 or 1, all activated:
         rank 0 begins with two, so 2 goes to rank 1, and 3 too, with 2 and 2 in the end.

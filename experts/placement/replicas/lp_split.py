@@ -35,7 +35,8 @@ class LpSplit:
         self._replicated_n = np.array([expert for _, expert in by_copies], dtype=np.int64)
 
     def quotas(self, counts_E: NDArray[np.int64]) -> dict[int, list[int]]:
-        """Return the rows of each replicated expert that has any, by copy in the placement's order.
+        """Returns the rows of each replicated expert that has any, by copy in the placement's
+        order.
 
         Worked example, experts 0, 1 and 2 on ranks [0], [0, 1] and [1, 2] with 6, 3 and 9 rows:
         rank 0 has 6 already, so expert 1 goes to rank 1 in full, expert 2 mostly to rank 2: {1: [0,
@@ -63,8 +64,8 @@ class LpSplit:
         return quotas
 
     def ranks(self, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rank of each choice [T, K]; -1 for a choice of -1. The first rows of an expert
-        go to the copy that its placement names first, up to its quota, and so on."""
+        """Returns the rank of each choice [T, K]; -1 for a choice of -1. The first rows of an
+        expert go to the copy that its placement names first, up to its quota, and so on."""
         flat_N = expert_ids_TK.reshape(-1)
         counts_E = np.bincount(flat_N + 1, minlength=len(self._ranks_of) + 1)[1:]
         rank_N = np.where(flat_N < 0, -1, self._single_E[flat_N])
@@ -82,7 +83,7 @@ class LpSplit:
         return rank_N.reshape(expert_ids_TK.shape)
 
     def _loads_of_singles(self, counts_E: NDArray[np.int64]) -> list[int]:
-        """Return the rows of experts with one copy, by rank."""
+        """Returns the rows of experts with one copy, by rank."""
         is_here_E = self._is_single_E & (self._single_E >= 0)
         loads_R = np.bincount(
             self._single_E[is_here_E], weights=counts_E[is_here_E], minlength=self._num_ranks
@@ -108,7 +109,7 @@ class LpSplit:
 
 
 def _level_two(ranks: tuple[int, ...], quota: list[int], loads: list[int]) -> bool:
-    """Move half of the difference, as far as there are rows; returns whether any moved."""
+    """Moves half of the difference, as far as there are rows; returns whether any moved."""
     first, second = ranks
     more = loads[first] - loads[second]
     rows = min(more // 2, quota[0]) if more > 0 else -min(-more // 2, quota[1])
@@ -138,11 +139,11 @@ class _Paths:
                 self._on[rank].append((expert, copy))
 
     def can_lower(self) -> bool:
-        """Return whether some split has a lower busiest rank."""
+        """Returns whether some split has a lower busiest rank."""
         return bool(self._path_from(self._loads.index(max(self._loads))))
 
     def lower(self) -> None:
-        """Move rows until the busiest rank cannot have fewer."""
+        """Moves rows until the busiest rank cannot have fewer."""
         loads = self._loads
         while True:
             busiest = loads.index(max(loads))

@@ -35,7 +35,7 @@ class ReplicaChoice:
 
     @classmethod
     def of(cls, layer: int, ranks_of: Sequence[Sequence[int]]) -> ReplicaChoice:
-        """Make the table; `ranks_of[expert]` lists the ranks that hold it."""
+        """Makes the table; `ranks_of[expert]` lists the ranks that hold it."""
         num_experts = len(ranks_of)
         counts_E = np.array([max(1, len(ranks)) for ranks in ranks_of], dtype=np.int64)
         ranks_EM = np.full((num_experts, int(counts_E.max())), -1, dtype=np.int64)
@@ -46,7 +46,7 @@ class ReplicaChoice:
     def ranks(
         self, expert_ids_nK: NDArray[np.int64], rows_n: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the rank of each choice [n, K]; -1 for a choice of -1, which is held elsewhere.
+        """Returns the rank of each choice [n, K]; -1 for a choice of -1, which is held elsewhere.
 
         Worked example, layer 0, expert 0 on ranks [0, 1], expert 1 on [2], K = 2, rows 0 and 1 with
         ids [[0, 1], [0, 1]]: [[0, 2], [1, 2]].
@@ -69,7 +69,7 @@ class LayerChoice:
         self._split = LpSplit(ranks_of)
 
     def ranks(self, expert_ids_TK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rank of each choice [T, K] of a micro-batch; -1 for a choice of -1."""
+        """Returns the rank of each choice [T, K] of a micro-batch; -1 for a choice of -1."""
         policy = self._policy
         if policy == "auto":
             num_activated = len(np.unique(expert_ids_TK[expert_ids_TK >= 0]))

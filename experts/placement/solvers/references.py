@@ -79,7 +79,7 @@ def _layer(
 
 
 def packed(weights: list[float], num_packs: int) -> list[list[int]]:
-    """Return packs of equal size: the heaviest thing goes to the lightest pack that has room.
+    """Returns packs of equal size: the heaviest thing goes to the lightest pack that has room.
 
     Worked example, weights 5, 4, 2, 1 in 2 packs: [0, 3] and [1, 2].
     """
@@ -97,7 +97,7 @@ def packed(weights: list[float], num_packs: int) -> list[list[int]]:
 
 
 def replicated(loads: list[float], num_copies: int) -> list[int]:
-    """Return the thing each copy is of: one of everything, then of the thing whose copy weighs
+    """Returns the thing each copy is of: one of everything, then of the thing whose copy weighs
     most."""
     copies = list(range(len(loads)))
     counts = [1] * len(loads)
@@ -127,7 +127,7 @@ class Eplb:
         seconds: float | None = None,
         report: Callable[[Progress], bool] | None = None,
     ) -> Solution:
-        """Solve at once; the reported time is that of the algorithm alone."""
+        """Solves at once; the reported time is that of the algorithm alone."""
         slots_LD = problem.slots_by_layer()
         if (slots_LD != slots_LD[0, 0]).any():
             raise PlacementError(
@@ -221,7 +221,7 @@ def _in_order(slots_D: Ints, num_experts: int, num_copies: int) -> Ints:
 
 
 def _even_runs(slots_D: Ints, num_copies: int) -> Ints:
-    """Return run lengths as even as the slots allow."""
+    """Returns run lengths as even as the slots allow."""
     used_D = np.zeros_like(slots_D)
     for _ in range(num_copies):
         used_D[np.where(used_D < slots_D, used_D, num_copies + 1).argmin()] += 1

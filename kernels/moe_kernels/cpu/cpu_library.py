@@ -112,7 +112,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of built libraries in the user's cache; only the user can read it."""
+    """Returns the folder of built libraries in the user's cache; only the user can read it."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "moe-serve"
 
@@ -174,14 +174,14 @@ def _told_progress(num_files: int) -> Iterator[None]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Check that a kept library is unchanged: it ends with its digest. A full disk or a loss of
+    """Checks that a kept library is unchanged: it ends with its digest. A full disk or a loss of
     power may leave a part of it, which would not load, or would end the process that loads it."""
     content = path.read_bytes()
     return content[-_DIGEST_BYTES:] == hashlib.sha256(content[:-_DIGEST_BYTES]).digest()
 
 
 def _work_folder(cache: Path) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary folder in the cache, so that a finished build can be moved within it."""
+    """Makes a temporary folder in the cache, so that a finished build can be moved within it."""
     try:
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         return tempfile.TemporaryDirectory(dir=cache)
@@ -196,7 +196,7 @@ def _run(command: list[str]) -> None:
 
 
 def _processor() -> str:
-    """Describe the CPU: everything that -march=native may depend on."""
+    """Describes the CPU: everything that -march=native may depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -256,7 +256,7 @@ class NativeLibrary:
     def pack(
         self, weight_NK: Tensor, packed: Tensor, panels: int, first: int = 0, stride: int = 1
     ) -> None:
-        """Put a matrix (any strides: it may be a view of a mapped file) into every `stride`-th
+        """Puts a matrix (any strides: it may be a view of a mapped file) into every `stride`-th
         panel from `first` on of a packed matrix of `panels`."""
         name = f"moe_pack_{SUFFIXES[weight_NK.dtype]}"
         rows, width = weight_NK.shape

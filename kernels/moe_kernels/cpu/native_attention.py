@@ -32,6 +32,7 @@ class PlanStruct(ctypes.Structure):
     _fields_ = (
         ("sequences", Pointer),
         ("tables", Pointer),
+        ("places", Pointer),
         *((name, Int) for name in (
             "num_tokens", "max_pages", "page_size", "num_heads", "num_kv_heads", "head_dim",
             "value_dim", "rotary_dim", "norm", "window", "chunk", "threads",
@@ -52,7 +53,7 @@ class PagesStruct(ctypes.Structure):
 
 
 def pages_struct(pages: KVPages) -> PagesStruct:
-    """Return where pages lie; the tensors must outlive it."""
+    """Returns where pages lie; the tensors must outlive it."""
     scales, form = pages.key_scales, pages.form
     if scales is None:
         return PagesStruct(pages.keys.data_ptr(), pages.values.data_ptr(), None, None, 0, 0, 0)
@@ -65,13 +66,13 @@ def pages_struct(pages: KVPages) -> PagesStruct:
 
 
 def plan_struct(shape: AttentionShape, page_size: int, threads: int) -> PlanStruct:
-    """Return the shape, without a step's tokens and tables."""
+    """Returns the shape, without a step's tokens and tables."""
     assert shape.head_dim <= _MAX_HEAD_DIM, f"heads of {shape.head_dim} values are too wide"
     norm = _NORMS[shape.qk_norm]
     if norm and shape.is_norm_after_rotation:
         norm = _NORM_AFTER_ROTATION
     return PlanStruct(
-        None, None, 0, 0, page_size, shape.num_heads, shape.num_kv_heads, shape.head_dim,
+        None, None, None, 0, 0, page_size, shape.num_heads, shape.num_kv_heads, shape.head_dim,
         shape.value_width, shape.num_rotated, norm, shape.sliding_window or 0, shape.chunk or 0,
         threads, shape.scale, shape.norm_eps, shape.clip or 0.0,
     )  # fmt: skip
@@ -80,7 +81,7 @@ def plan_struct(shape: AttentionShape, page_size: int, threads: int) -> PlanStru
 class NativePlan:
     """The sequence of each token [T], the page tables [S, most pages], and the shape."""
 
-    __slots__ = ("_sequences", "_struct", "_tables", "pointer")
+    __slots__ = ("_places", "_sequences", "_struct", "_tables", "pointer")
 
     def __init__(self, step: StepRows, shape: AttentionShape, threads: int) -> None:
         most = max(len(table) for table in step.page_tables)
@@ -91,11 +92,14 @@ class NativePlan:
         self._struct = plan_struct(shape, step.page_size, threads)
         self._struct.sequences = self._sequences.ctypes.data
         self._struct.tables = self._tables.ctypes.data
+        if step.drops_keys:
+            self._places = step.places
+            self._struct.places = self._places.ctypes.data
         self._struct.num_tokens, self._struct.max_pages = len(self._sequences), most
         self.pointer = ctypes.addressof(self._struct)
 
     def for_latents(self, shape: LatentShape) -> None:
-        """Set the sizes that a plan made from `shape.absorbed()` lacks."""
+        """Sets the sizes that a plan made from `shape.absorbed()` lacks."""
         self._struct.rotary_dim, self._struct.eps = shape.rope_dim, shape.norm_eps
 
 

@@ -182,7 +182,7 @@ class LazyExperts(Protocol):
 
 
 def _num_held(experts: Sequence[ExpertWeights | None]) -> int:
-    """Count the held experts of a bank, without reading those that are read on demand."""
+    """Counts the held experts of a bank, without reading those that are read on demand."""
     if isinstance(experts, LazyExperts):
         return experts.num_held
     return sum(expert is not None for expert in experts)

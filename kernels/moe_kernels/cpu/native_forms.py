@@ -63,7 +63,7 @@ class _StoredStruct(ctypes.Structure):
 
 
 def native_layout(form: MatrixForm, products: LowBitProducts) -> PackedLayout | str:
-    """Return the layout of matrices of this form, or why they are not held in few bits."""
+    """Returns the layout of matrices of this form, or why they are not held in few bits."""
     if form.is_shuffled:
         return "their groups are shuffled (activation order)"
     if form.group % _EIGHT:
@@ -104,7 +104,8 @@ class NativeForm:
     def pack(
         self, weight: Weight, packed: Tensor, panels: int, first: int = 0, stride: int = 1
     ) -> None:
-        """Put a matrix into every `stride`-th panel from `first` on of a packed one of `panels`."""
+        """Puts a matrix into every `stride`-th panel from `first` on of a packed one of
+        `panels`."""
         assert weight.shape[1] == self.width, f"{weight.shape[1]} inputs, not {self.width}"
         if isinstance(weight, Tensor):
             assert self.form is None, f"a matrix in floats among {self.form}"

@@ -101,7 +101,7 @@ class NativeFront:
         return FrontResult(out_TD, x_TD, ids_TK, weights_TK)
 
     def _pages_struct(self, pages: KVPages) -> PagesStruct:
-        """Return where the pages lie: a layer is mostly called with the same ones."""
+        """Returns where the pages lie: a layer is mostly called with the same ones."""
         if self._pages is None or self._pages[0] is not pages:
             self._pages = pages, pages_struct(pages)
         return self._pages[1]

@@ -183,7 +183,7 @@ class NativeKernels:
         return NativeFront(self._native, parts, None if shape is None else self._router(shape))
 
     def layer_stack(self, parts: StackParts) -> NativeStack | None:
-        """Return the parts as one call; None if the head is a shard's, which gathers columns."""
+        """Returns the parts as one call; None if the head is a shard's, which gathers columns."""
         is_native = isinstance(parts.head, NativeLinear)
         return NativeStack(self._native, parts) if is_native else None
 

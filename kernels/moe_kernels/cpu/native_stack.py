@@ -130,7 +130,7 @@ class NativeStack:
         step.logits, step.hidden = logits_RV.data_ptr(), hidden_TD.data_ptr()
         step.ids, step.weights = address(ids_LTK), address(weights_LTK)
         step.times = None if times is None else times.ctypes.data
-        step.num_slices, step.num_tokens = num_numbers // 4, num_tokens
+        step.num_slices, step.num_tokens = num_numbers // 5, num_tokens
         step.num_logits, step.first, step.end = num_logits, first, end
         absent = self._function(*self._pointers)
         assert not absent, absence(absent)

@@ -166,7 +166,7 @@ def _parts(experts: GroupedExperts) -> list[Tensor]:
 
 
 def _room(one: GroupedExperts, num_slots: int) -> GroupedExperts:
-    """Allocate zeros for `num_slots` experts like this one."""
+    """Allocates zeros for `num_slots` experts like this one."""
 
     def stacked(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.new_zeros(num_slots, *part.shape[1:])

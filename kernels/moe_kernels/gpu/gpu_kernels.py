@@ -119,7 +119,7 @@ class TritonKernels:
     def _asked(
         self, made: GroupedLinear | GroupedHeadLinear, weight: Tensor, widths: tuple[int, ...]
     ) -> Chip:
-        """Return the chip with its self-check for linear layers of this shape."""
+        """Returns the chip with its self-check for linear layers of this shape."""
 
         def ask() -> bool:
             rows = grouped_linear.checked_rows(*widths, dtype=weight.dtype, device=weight.device)
@@ -150,7 +150,7 @@ class TritonKernels:
         return slots
 
     def _chip_of(self, stacked: GroupedExperts) -> Chip:
-        """Return the chip with its self-check for experts of this shape."""
+        """Returns the chip with its self-check for experts of this shape."""
         gate_up, down = (
             (weight.weight_format, weight.group, weight.values.shape)
             for weight in (stacked.gate_up, stacked.down)

@@ -31,11 +31,11 @@ class TunedTable:
     entries: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def of(self, key: str) -> Mapping[str, int]:
-        """Return the fields to override; empty where nothing was tuned."""
+        """Returns the fields to override; empty where nothing was tuned."""
         return self.entries.get(key, {})
 
     def write(self, folder: Path = FOLDER) -> Path:
-        """Write the device's file, keys sorted."""
+        """Writes the device's file, keys sorted."""
         folder.mkdir(exist_ok=True)
         path = folder / f"{slug(self.device)}.json"
         content = {"device": self.device, "triton": self.triton, "entries": dict(self.entries)}
@@ -44,7 +44,7 @@ class TunedTable:
 
 
 def load_tuned(device: str, triton_version: str, folder: Path = FOLDER) -> TunedTable:
-    """Load the table for this device and version of triton; empty if no file exists."""
+    """Loads the table for this device and version of triton; empty if no file exists."""
     path = folder / f"{slug(device)}.json"
     triton = minor_version(triton_version)
     if not path.is_file():

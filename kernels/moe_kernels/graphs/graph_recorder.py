@@ -21,7 +21,7 @@ class Recording(Protocol):
     """Recorded work."""
 
     def replay(self) -> None:
-        """Run it with the present content of its inputs. Returns before a device has done it."""
+        """Runs it with the present content of its inputs. Returns before a device has done it."""
         ...
 
 
@@ -32,7 +32,7 @@ class GraphRecorder(Protocol):
     """
 
     def record(self, function: Callable[[], None], fixed: Addresses) -> Recording:
-        """Record a function; this may run it a few times.
+        """Records a function; this may run it a few times.
 
         `fixed` returns the tensors that it reads and writes from outside: they must be at the same
         addresses at every replay.

@@ -83,7 +83,7 @@ class LatentShape:
     softmax_scale: float
 
     def absorbed(self) -> AttentionShape:
-        """Return the shape of attention over latents: one key head; values are its first part."""
+        """Returns the shape of attention over latents: one key head; values are its first part."""
         return AttentionShape(
             num_heads=self.num_heads,
             num_kv_heads=1,
@@ -105,12 +105,24 @@ class QKNormWeights:
 class StepRows:
     """The query tokens of a step, sequence after sequence. Sequence i has tokens at positions
     [query_starts[i], query_starts[i] + query_lens[i]) and `page_tables[i]` covers them.
+
+    With `drops_keys` these are places among the keys that are left, and the positions by which the
+    rows are rotated are larger.
     """
 
     query_lens: NDArray[np.int64]
     query_starts: NDArray[np.int64]
     page_tables: Sequence[Sequence[int]]
     page_size: int
+    drops_keys: bool = False
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """The place of each row among the keys of its sequence, [T]."""
+        firsts = np.cumsum(self.query_lens) - self.query_lens
+        rows = np.arange(self.query_lens.sum(), dtype=np.int64)
+        places: NDArray[np.int64] = rows + np.repeat(self.query_starts - firsts, self.query_lens)
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +161,11 @@ class FixedAttention(Protocol):
         ...
 
     def pack(self, step: StepRows) -> Any:
-        """Lay a step out on the host. It has exactly the room's sequences."""
+        """Lays a step out on the host. It has exactly the room's sequences."""
         ...
 
     def load(self, packed: Any) -> None:
-        """Let the plan be that step's, in place and without waiting for a device."""
+        """Lets the plan be that step's, in place and without waiting for a device."""
         ...
 
 

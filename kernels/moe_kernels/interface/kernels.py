@@ -85,11 +85,11 @@ class ExpertSlots(Protocol):
         ...
 
     def write(self, slot: int, weights: ExpertWeights) -> None:
-        """Pack an expert into a slot that no bank points to. Threads may write to several."""
+        """Packs an expert into a slot that no bank points to. Threads may write to several."""
         ...
 
     def bank(self, num_experts: int) -> SlotBank:
-        """Make a layer's bank."""
+        """Makes a layer's bank."""
         ...
 
 
@@ -228,32 +228,32 @@ class Kernels(Protocol):
         ...
 
     def packed_layout(self, form: MatrixForm) -> PackedLayout | str:
-        """Return how `experts` would hold quantised matrices of this form, or why it cannot."""
+        """Returns how `experts` would hold quantised matrices of this form, or why it cannot."""
         ...
 
     def linear_layout(self, form: MatrixForm) -> PackedLayout | str:
-        """Return how `linear` would hold a quantised matrix of this form, or why it cannot."""
+        """Returns how `linear` would hold a quantised matrix of this form, or why it cannot."""
         ...
 
     def linear(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Linear:
-        """Make a linear layer; the weight may be repacked, and need not be kept by the caller.
+        """Makes a linear layer; the weight may be repacked, and need not be kept by the caller.
 
         A quantised matrix is of a form for which `linear_layout` has given a layout.
         """
         ...
 
     def head_linear(self, weight_HNK: Tensor) -> HeadLinear:
-        """Make a layer of one matrix per head."""
+        """Makes a layer of one matrix per head."""
         ...
 
     def router_linear(self, weight_ED: Tensor, bias_E: Tensor | None = None) -> RouterLinear:
-        """Make a router's projection."""
+        """Makes a router's projection."""
         ...
 
     def experts(
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation
     ) -> ExpertBank:
-        """Make a layer's bank; None stands for an expert that lives elsewhere.
+        """Makes a layer's bank; None stands for an expert that lives elsewhere.
 
         All experts are of the same forms, for which `packed_layout` has given a layout.
         """
@@ -266,8 +266,8 @@ class Kernels(Protocol):
         ...
 
     def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:
-        """Make a part of an MLP: gate and up are [some of F, D], down is [some of D, F], and so are
-        the biases. Only where `can_split_columns`."""
+        """Makes a part of an MLP: gate and up are [some of F, D], down is [some of D, F], and so
+        are the biases. Only where `can_split_columns`."""
         ...
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -275,7 +275,7 @@ class Kernels(Protocol):
         ...
 
     def plan_attention(self, step: StepRows, shape: AttentionShape, device: torch.device) -> Any:
-        """Work out once per step what the attention of every layer of this shape needs."""
+        """Works out once per step what the attention of every layer of this shape needs."""
         ...
 
     def fixed_attention(

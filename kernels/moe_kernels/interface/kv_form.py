@@ -39,23 +39,23 @@ class KVForm:
         return {None: None, 8: torch.int8, 4: torch.uint8}[self.bits]
 
     def row_width(self, width: int) -> int:
-        """Return the elements of the pages that a row of `width` values takes."""
+        """Returns the elements of the pages that a row of `width` values takes."""
         return width // 2 if self.bits == 4 else width
 
     def num_scales(self, num_parts: int) -> int:
-        """Return the scales of a row of parts: one each, and with 4 bits a zero as well."""
+        """Returns the scales of a row of parts: one each, and with 4 bits a zero as well."""
         if self.bits is None:
             return 0
         return 2 if self.bits == 4 else num_parts
 
     def row_bytes(self, width: int, num_parts: int, itemsize: int) -> int:
-        """Return the bytes of a row of `width` values; `itemsize` is that of the model's dtype."""
+        """Returns the bytes of a row of `width` values; `itemsize` is that of the model's dtype."""
         if self.bits is None:
             return width * itemsize
         return self.row_width(width) + self.num_scales(num_parts) * SCALE_DTYPE.itemsize
 
     def rotation(self, width: int) -> int:
-        """Return the width of the Hadamard matrices for keys of `width` values; 0: none."""
+        """Returns the width of the Hadamard matrices for keys of `width` values; 0: none."""
         return min(width & -width, _MOST_ROTATED) if self.is_rotated else 0
 
 
@@ -68,12 +68,12 @@ _FORMS: dict[KVDtype, KVForm] = {
 
 
 def kv_form(name: KVDtype) -> KVForm:
-    """Return the form that the configuration names."""
+    """Returns the form that the configuration names."""
     return _FORMS[name]
 
 
 def kv_form_refusal(form: KVForm, *, head_dim: int, value_dim: int, is_latent: bool) -> str | None:
-    """Return why attention of this shape cannot have pages of this form; None: it can."""
+    """Returns why attention of this shape cannot have pages of this form; None: it can."""
     if form.bits != 4:
         return None
     if is_latent:

@@ -59,11 +59,16 @@ class StackRows:
         self.num_logits = 0
 
     def add(
-        self, start: int, token_ids: NDArray[np.int64], page_table: Sequence[int], num_logits: int
+        self,
+        start: int,
+        token_ids: NDArray[np.int64],
+        page_table: Sequence[int],
+        num_logits: int,
+        num_dropped: int = 0,
     ) -> None:
-        """Add a sequence: tokens at positions from `start` on, the pages that hold them and all
-        earlier ones, and the number of its last tokens that want logits."""
-        self.slices.extend((start, len(token_ids), num_logits, len(page_table)))
+        """Adds a sequence: tokens at positions from `start` on, the pages that hold them and all
+        earlier ones but `num_dropped`, and the number of its last tokens that want logits."""
+        self.slices.extend((start, len(token_ids), num_logits, len(page_table), num_dropped))
         self.tokens.frombytes(token_ids.tobytes())
         self.pages.extend(page_table)
         self.num_logits += num_logits

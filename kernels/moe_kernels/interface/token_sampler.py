@@ -116,7 +116,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def ban_others(logits_SV: Tensor, masks: TokenMasks) -> None:
-    """Give tokens without a bit -inf, in place, on the host.
+    """Gives tokens without a bit -inf, in place, on the host.
 
     -inf is added, not set: a NaN or infinity that the model made stays visible in the row.
     """
@@ -127,7 +127,7 @@ def ban_others(logits_SV: Tensor, masks: TokenMasks) -> None:
 
 
 def ban_others_on_device(logits_SV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
-    """Do the same as `ban_others` on any device. `bits_CW` is int32."""
+    """Does the same as `ban_others` on any device. `bits_CW` is int32."""
     shifts = torch.arange(WORD, dtype=torch.int32, device=bits_CW.device)
     is_banned = ((bits_CW[:, :, None] >> shifts) & 1).view(len(bits_CW), -1) == 0
     row_CV = logits_SV[rows_C]

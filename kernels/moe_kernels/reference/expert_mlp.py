@@ -78,7 +78,7 @@ class QuantisedMLP:
 def made_mlp(
     weights: ExpertWeights, activation: GatedActivation, products: LowBitProducts = "exact"
 ) -> ExpertMLP | QuantisedMLP:
-    """Prepare an expert to run; it keeps copies, never the tensors of `weights`."""
+    """Prepares an expert to run; it keeps copies, never the tensors of `weights`."""
     matrices = (weights.gate, weights.up, weights.down)
     if all(isinstance(matrix, Tensor) for matrix in matrices):
         return ExpertMLP.from_weights(weights, activation)

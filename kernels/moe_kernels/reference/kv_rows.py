@@ -38,7 +38,7 @@ class QuantisedRows:
         return self.numbers.shape[-1] * (2 if self.form.bits == 4 else 1)
 
     def floats(self) -> Tensor:
-        """Return the rows as they are meant, [.., D] in fp32."""
+        """Returns the rows as they are meant, [.., D] in fp32."""
         scales = self.scales.float()
         first, second = scales[..., :1], scales[..., 1:]
         if self.form.bits == 4:
@@ -52,7 +52,7 @@ class QuantisedRows:
 
 
 def page_rows(pages: KVPages) -> tuple[Tensor | QuantisedRows, Tensor | QuantisedRows]:
-    """Return the keys and the values of pages, whatever their form."""
+    """Returns the keys and the values of pages, whatever their form."""
     if pages.form.bits is None:
         return pages.keys, pages.values
     assert pages.key_scales is not None and pages.value_scales is not None, "pages without scales"
@@ -65,7 +65,7 @@ def page_rows(pages: KVPages) -> tuple[Tensor | QuantisedRows, Tensor | Quantise
 
 
 def quantised(x_RD: Tensor, form: KVForm) -> QuantisedRows:
-    """Quantise rows, given in fp32."""
+    """Quantises rows, given in fp32."""
     least_R1, most_R1 = x_RD.amin(-1, keepdim=True), x_RD.amax(-1, keepdim=True)
     is_finite_R1 = x_RD.isfinite().all(-1, keepdim=True)
     if form.bits == 4:
@@ -91,7 +91,7 @@ def quantised(x_RD: Tensor, form: KVForm) -> QuantisedRows:
 
 
 def rotated(x: Tensor, block: int) -> Tensor:
-    """Multiply each block of values by the orthonormal Hadamard matrix; `block` 0: leave them."""
+    """Multiplies each block of values by the orthonormal Hadamard matrix; `block` 0: leave them."""
     if not block:
         return x
     shape, half = x.shape, 1

@@ -123,7 +123,7 @@ def packing_refusal(dtype: torch.dtype) -> str | None:
 
 
 def _is_row_invariant(dtype: torch.dtype) -> bool:
-    """Check that rows have the same bits as in a larger batch; with AMX they do not."""
+    """Checks that rows have the same bits as in a larger batch; with AMX they do not."""
     generator = torch.Generator().manual_seed(1)
     packed = PackedLinear(torch.randn(1024, 1024, generator=generator).to(dtype))
     x = torch.randn(129, 1024, generator=generator).to(dtype)

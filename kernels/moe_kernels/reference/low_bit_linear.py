@@ -51,7 +51,7 @@ AnyLinear = FastLinear | QuantisedLinear | Int8Linear
 def made_linear(
     weight: Weight, bias_N: Tensor | None = None, products: LowBitProducts = "exact"
 ) -> AnyLinear:
-    """Make a layer of floats or of few bits. May keep or replace a tensor; copies a matrix."""
+    """Makes a layer of floats or of few bits. May keep or replace a tensor; copies a matrix."""
     if isinstance(weight, Tensor):
         return make_linear(weight, bias_N)
     has_groups = weight.num_columns % ROW_GROUP == 0 and weight.form.can_quantise_rows

@@ -71,7 +71,7 @@ class _Tiles:
 
 
 def plan_attention(step: StepRows, shape: AttentionShape, device: torch.device) -> AttentionPlan:
-    """Plan a step. Page 0 is the empty page and stands for "none" in the tables."""
+    """Plans a step. Page 0 is the empty page and stands for "none" in the tables."""
     query_lens, query_starts = step.query_lens, step.query_starts
     num_heads, group = shape.num_heads, shape.group
     small = 8 // math.gcd(8, group)
@@ -270,7 +270,7 @@ def _gather(cache: Tensor | QuantisedRows, page_rows: Tensor) -> Tensor:
 
 
 def _join(parts: Tensor, tiles_by_block: tuple[int, ...], combine: Callable[..., Tensor]) -> Tensor:
-    """Fold the pairs of each tile, in block order: [P, ...] -> [N, ...]."""
+    """Folds the pairs of each tile, in block order: [P, ...] -> [N, ...]."""
     start = tiles_by_block[0]
     joined = parts[:start]
     for count in tiles_by_block[1:]:

@@ -226,7 +226,7 @@ def _norm_heads(
 
 
 def _rotate(x_THD: Tensor, rotary: RotaryTable, positions: Tensor) -> Tensor:
-    """Rotate the first values of each head, as many as the table has -> fp32."""
+    """Rotates the first values of each head, as many as the table has -> fp32."""
     cos, sin = rotary.cos[positions][:, None], rotary.signed_sin[positions][:, None]
     width = cos.shape[-1]
     if width == x_THD.shape[-1]:

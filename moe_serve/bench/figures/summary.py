@@ -82,8 +82,8 @@ class Slo:
         return cls(ttft_s=limits.get("ttft"), tpot_s=limits.get("tpot"), e2e_s=limits.get("e2e"))
 
     def is_met(self, record: RequestRecord) -> bool:
-        """Return whether the request met the limits, counted from when it was due. A failed request
-        never does.
+        """Returns whether the request met the limits, counted from when it was due. A failed
+        request never does.
 
         A latency that an answer does not have cannot miss its limit: an answer of one token has no
         TPOT.

@@ -113,7 +113,7 @@ class ServiceFigures:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ServiceFigures:
-        """Read what `dataclasses.asdict` has made of it."""
+        """Reads what `dataclasses.asdict` has made of it."""
         tiers = [
             TierFigures(
                 **{**row, "ttft_ms": _spread(row["ttft_ms"]), "tpot_ms": _spread(row["tpot_ms"])}
@@ -125,7 +125,7 @@ class ServiceFigures:
 
 
 def tardiness(record: RequestRecord, tier: TierConfig) -> float:
-    """Return the seconds by which an answered request missed its targets; 0: it met them."""
+    """Returns the seconds by which an answered request missed its targets; 0: it met them."""
     late = 0.0
     if tier.ttft_s is not None and record.ttft_s is not None:
         late = record.ttft_s - tier.ttft_s
@@ -135,7 +135,7 @@ def tardiness(record: RequestRecord, tier: TierConfig) -> float:
 
 
 def jain(values: Sequence[float]) -> float | None:
-    """Return Jain's index, (sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if one has all."""
+    """Returns Jain's index, (sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if one has all."""
     squares = sum(value * value for value in values)
     if len(values) < 2 or not squares:
         return None
@@ -173,7 +173,7 @@ def _share(records: Sequence[RequestRecord], slo: Slo) -> float:
 
 
 def _is_promise(record: RequestRecord, tier: TierConfig) -> bool:
-    """Return whether a request was accepted with a forecast. It is broken if it then failed."""
+    """Returns whether a request was accepted with a forecast. It is broken if it then failed."""
     is_accepted = record.predicted_ttft_s is not None and record.error != REFUSED
     return is_accepted and tier.ttft_s is not None
 
@@ -188,7 +188,7 @@ def _forecast_error(records: Sequence[RequestRecord]) -> float | None:
 
 
 def _tenants(records: Sequence[RequestRecord]) -> list[TenantFigures]:
-    """Return the figures of all tenants, the one with most service first."""
+    """Returns the figures of all tenants, the one with most service first."""
     by_tenant = defaultdict[str, list[RequestRecord]](list)
     for record in records:
         if record.tenant:

@@ -112,7 +112,7 @@ def _latencies(report: Report) -> Table:
 
 
 def service_facts(service: ServiceFigures) -> Iterator[tuple[str, str]]:
-    """Yield the figures of all tiers and tenants together."""
+    """Yields the figures of all tiers and tenants together."""
     text = f"{service.attained:.1%} met their tier's targets, {service.goodput_per_s:.2f} a second"
     text += f"; weighted tardiness {service.weighted_tardiness_s:.2f} s"
     if service.longest_wait_s is not None:
@@ -134,7 +134,7 @@ TIER_HEADS = ("tier", "requests", "refused", "met", "TTFT p50", "p99", "longest"
 
 
 def tier_rows(service: ServiceFigures) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each tier, under `TIER_HEADS`."""
+    """Yields the cells of each tier, under `TIER_HEADS`."""
     for tier in service.tiers:
         p50, p99 = ("-", "-") if tier.ttft_ms is None else _seconds(tier.ttft_ms)
         yield (

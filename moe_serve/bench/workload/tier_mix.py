@@ -46,7 +46,7 @@ class TierMix:
         shares: Mapping[str, float] | None = None,
         priorities: Mapping[str, int] | None = None,
     ) -> TierMix:
-        """Make a mix. Shares may have any sum above 0; a tier without one is never drawn."""
+        """Makes a mix. Shares may have any sum above 0; a tier without one is never drawn."""
         names = [tier.name for tier in tiers]
         given = dict.fromkeys(names, 1.0) if shares is None else shares
         levels = priorities or {}
@@ -68,7 +68,7 @@ class TierMix:
         )
 
     def named(self, name: str) -> TierConfig:
-        """Return a tier by its name. Raises BenchError."""
+        """Returns a tier by its name. Raises BenchError."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier
@@ -76,11 +76,11 @@ class TierMix:
         raise BenchError(f"a request of the trace has tier {name!r}; the tiers are {names}.")
 
     def priority_of(self, name: str) -> int:
-        """Return the priority that requests of a tier send."""
+        """Returns the priority that requests of a tier send."""
         return self.priorities[[tier.name for tier in self.tiers].index(name)]
 
     def at(self, place: float) -> TierConfig:
-        """Return the tier at a place from 0 to 1 in the row of all shares."""
+        """Returns the tier at a place from 0 to 1 in the row of all shares."""
         for tier, share in zip(self.tiers, self.shares, strict=True):
             place -= share
             if place < 0:
@@ -88,7 +88,7 @@ class TierMix:
         return self.tiers[int(np.argmax(self.shares))]
 
     def facts(self) -> dict[str, object]:
-        """Return the tiers as JSON types, for a report."""
+        """Returns the tiers as JSON types, for a report."""
         return {
             tier.name: {
                 "share": share,
@@ -104,7 +104,7 @@ class TierMix:
 
 
 def read_tier_mix(path: Path) -> TierMix:
-    """Read a file of tiers, YAML or JSON. Raises BenchError and ConfigError."""
+    """Reads a file of tiers, YAML or JSON. Raises BenchError and ConfigError."""
     try:
         content = yaml.safe_load(regular_file(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -125,7 +125,7 @@ def read_tier_mix(path: Path) -> TierMix:
 def _numbers(
     content: Mapping[str, Any], key: str, kinds: tuple[type, ...], path: Path
 ) -> dict[str, Any] | None:
-    """Read a number for each tier; None: the file has none."""
+    """Reads a number for each tier; None: the file has none."""
     row = content.get(key)
     if row is None:
         return None

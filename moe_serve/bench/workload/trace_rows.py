@@ -184,7 +184,7 @@ def _json_row(row: Mapping[str, Any]) -> tuple[int, TraceRow]:
 
 
 def _label(row: Mapping[str, Any], known: Sequence[str]) -> str:
-    """Read an optional name, which may be written as a number; empty: none."""
+    """Reads an optional name, which may be written as a number; empty: none."""
     value = next((row[name] for name in known if row.get(name) is not None), "")
     if not isinstance(value, str | int) or len(str(value)) > _LONGEST_LABEL:
         raise ValueError(value)

@@ -130,7 +130,7 @@ class Workload:
         return may_share or self.prefixes.num_tokens > 0 or bool(self.files)
 
     def facts(self) -> dict[str, object]:
-        """Return the settings as JSON types, for a report."""
+        """Returns the settings as JSON types, for a report."""
         names = [item.name for item in fields(TraceCut) if item.name != "max_requests"]
         cut = {f"trace_{name}": self.cut and getattr(self.cut, name) for name in names}
         return {

@@ -4,9 +4,10 @@
     ArenaIndex: which page is in which slot        ArenaView: copies a page into a slot, or back
                           one mapping of the same memory
 
-The coordinator decides about slots and never touches the memory. A rank copies when its next step's
-message says so. A slot is found by others only after the rank has reported a later step, so a rank
-that dies in the middle of a copy leaves no torn page behind.
+The coordinator decides about slots. A rank copies when its next step's message says so. A slot is
+found by others only after the rank has reported a later step, so a rank that dies in the middle of
+a copy leaves no torn page behind. With a disk tier, the coordinator also copies filled slots for
+the disk, and what the disk has read into slots that it has reserved.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.cache.page_bytes import PageBytes
 from moe_serve.cache.tiers.store import TierStats
@@ -33,7 +35,8 @@ class SharedArena:
         """Raises ConfigError where the system has no such memory, or too little."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError(
-                "cache.memory_tier_bytes is set, but this system has no memfd: it needs Linux."
+                "cache.memory_tier_bytes or cache.disk_path is set, but this system has no memfd: "
+                "a tier of attention ranks needs Linux."
             )
         self.num_bytes = num_bytes
         self._descriptor = os.memfd_create("moe-serve-arena", os.MFD_CLOEXEC)
@@ -44,8 +47,14 @@ class SharedArena:
         """The path by which processes of the same user and host open it."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
+    def slots(self, slot_bytes: int) -> NDArray[np.uint8]:
+        """Returns the memory as slots of this size, [slots, bytes of a slot]."""
+        memory = np.frombuffer(mmap.mmap(self._descriptor, self.num_bytes), dtype=np.uint8)
+        count = self.num_bytes // slot_bytes
+        return memory[: count * slot_bytes].reshape(count, slot_bytes)
+
     def close(self) -> None:
-        """Give it up; ranks that have opened it keep it."""
+        """Gives it up; ranks that have opened it keep it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -60,8 +69,9 @@ class ArenaView:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
-                f"the memory tier cannot be opened ({error.strerror or error}): its ranks must be "
-                "processes of the same user on the same host."
+                f"the memory tier cannot be opened ({error.strerror or error}): with "
+                "cache.memory_tier_bytes or cache.disk_path, attention ranks must be processes of "
+                "the same user on the same host."
             ) from None
         with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)) as file:
             memory = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
@@ -71,7 +81,7 @@ class ArenaView:
         self._pages, self._slots = pages, slots[:, shard]
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages into slots, given as (page, slot)."""
+        """Copies pages into slots, given as (page, slot)."""
         for page, slot in pairs:
             self._slots[slot] = self._pages.read(page)
 
@@ -109,6 +119,10 @@ class ArenaIndex:
         self._pins = [0] * self._num_slots  # copies under way
         self.counts = ArenaCounts()
 
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
     def __len__(self) -> int:
         return len(self._slot_of)
 
@@ -116,7 +130,7 @@ class ArenaIndex:
         return key in self._slot_of
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the slots of the longest known run of `keys`."""
+        """Returns the slots of the longest known run of `keys`."""
         slots = []
         for key in keys:
             slot = self._slot_of.get(key)
@@ -126,8 +140,12 @@ class ArenaIndex:
             slots.append(slot)
         return slots
 
+    def slot_of(self, key: bytes) -> int | None:
+        """Returns a known page's slot; None if the page is not known. Does not count as a use."""
+        return self._slot_of.get(key)
+
     def reserve(self) -> int | None:
-        """Take a slot for a page that a rank will copy, evicting if needed; None if all slots are
+        """Takes a slot for a page that a rank will copy, evicting if needed; None if all slots are
         in use. `enter` or `give_back` must follow."""
         if not self._free:
             unused = (key for key, slot in self._slot_of.items() if not self._pins[slot])
@@ -142,7 +160,7 @@ class ArenaIndex:
         return slot
 
     def enter(self, key: bytes, slot: int) -> None:
-        """Make a page visible, as its copy is complete. A page that is known gives its new slot
+        """Makes a page visible, as its copy is complete. A page that is known gives its new slot
         back."""
         if key in self._slot_of:
             self.give_back(slot)
@@ -152,19 +170,19 @@ class ArenaIndex:
         self.counts.num_saved += 1
 
     def give_back(self, slot: int) -> None:
-        """Free a reserved slot whose copy may be incomplete."""
+        """Frees a reserved slot whose copy may be incomplete."""
         self._pins[slot] -= 1
         self._free.append(slot)
 
     def pin(self, slot: int) -> None:
-        """Keep a slot until `unpin`, as a rank copies from it."""
+        """Keeps a slot until `unpin`, as a rank copies from it."""
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
         self._pins[slot] -= 1
 
     def check_integrity(self) -> None:
-        """Assert that every slot is free, reserved, or holds one page."""
+        """Asserts that every slot is free, reserved, or holds one page."""
         held = [*self._free, *self._slot_of.values()]
         assert len(set(held)) == len(held), "a slot is free and holds a page, or holds two"
         lost = {slot for slot, pins in enumerate(self._pins) if not pins} - set(held)
@@ -172,7 +190,7 @@ class ArenaIndex:
         assert min(self._pins) >= 0, "a slot was unpinned more often than pinned"
 
     def stats(self) -> TierStats:
-        """Return a snapshot; safe from any thread."""
+        """Returns a snapshot; safe from any thread."""
         c = self.counts
         return TierStats(
             name="memory",

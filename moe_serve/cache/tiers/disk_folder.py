@@ -70,7 +70,7 @@ class DiskFolder:
 
     @classmethod
     def claim(cls, path: Path) -> DiskFolder:
-        """Make or check the folder and lock it. Raises ConfigError if it cannot be trusted."""
+        """Makes or checks the folder and lock it. Raises ConfigError if it cannot be trusted."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(path)
@@ -114,7 +114,7 @@ class DiskFolder:
         return IdentityFolder(folder, secret)
 
     def shrink_others(self, own: IdentityFolder, num_bytes: int) -> int:
-        """Remove files of other identities, oldest first, until they take at most `num_bytes`.
+        """Removes files of other identities, oldest first, until they take at most `num_bytes`.
         Returns the bytes that they take. Raises OSError."""
         others = [f for f in identity_folders(self.path) if f.path != own.path]
         files = [(path.stat(), path) for folder in others for path in folder.segments]
@@ -131,7 +131,7 @@ class DiskFolder:
         return taken
 
     def written_on(self, day: str) -> int:
-        """Return the bytes that were noted for a day, as in "2026-11-26"."""
+        """Returns the bytes that were noted for a day, as in "2026-11-26"."""
         try:
             noted = json.loads((self.path / _WRITTEN).read_text("utf-8"))
             return int(noted["bytes"]) if noted["day"] == day else 0
@@ -139,17 +139,17 @@ class DiskFolder:
             return 0
 
     def note_written(self, day: str, num_bytes: int) -> None:
-        """Note the bytes of a day. Raises OSError."""
+        """Notes the bytes of a day. Raises OSError."""
         write_whole(self.path / _WRITTEN, json.dumps({"day": day, "bytes": num_bytes}).encode())
 
     def free_bytes(self) -> int:
-        """Return the free space of the disk. Raises OSError."""
+        """Returns the free space of the disk. Raises OSError."""
         status = os.statvfs(self.path)
         return status.f_bavail * status.f_frsize
 
 
 def check_folder(path: Path) -> None:
-    """Raise ConfigError if others could read or replace what is in the folder."""
+    """Raises ConfigError if others could read or replace what is in the folder."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"cache.disk_path {path} is a link or a file: give a folder.")
@@ -166,7 +166,7 @@ def check_folder(path: Path) -> None:
 
 
 def identity_folders(path: Path) -> list[IdentityFolder]:
-    """Return the folders of identities whose secret can be read."""
+    """Returns the folders of identities whose secret can be read."""
     found = []
     for folder in sorted(path.iterdir()):
         is_ours = len(folder.name) == _NAME_DIGITS and folder.is_dir() and not folder.is_symlink()
@@ -189,7 +189,7 @@ def _read_secret(path: Path) -> bytes | None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file at once, readable by this user only. Raises OSError."""
+    """Replaces a file at once, readable by this user only. Raises OSError."""
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -50,14 +50,14 @@ class DiskIndex:
         return sum(segment.num_bytes for segment in self.segments)
 
     def num_held(self, keys: Sequence[bytes]) -> int:
-        """Return how many keys are known, from the first on."""
+        """Returns how many keys are known, from the first on."""
         for count, key in enumerate(keys):
             if key not in self._places:
                 return count
         return len(keys)
 
     def find(self, key: bytes) -> Place | None:
-        """Return a page's place, and note that it was used."""
+        """Returns a page's place, and notes that it was used."""
         with self._lock:
             place = self._places.get(key)
             if place is None:
@@ -67,7 +67,7 @@ class DiskIndex:
             return Place(segment, slot, segment.generations[slot])
 
     def add_segment(self, segment: Segment, entries: Iterable[Entry], now: float) -> None:
-        """Add a file with the slots that it has already. A page that is known stays where it is;
+        """Adds a file with the slots that it has already. A page that is known stays where it is;
         an expired one is left out."""
         with self._lock:
             self._segments[segment.number] = segment
@@ -82,14 +82,14 @@ class DiskIndex:
                 segment.keys[slot] = key
 
     def drop(self, key: bytes, place: Place) -> None:
-        """Remove a page, unless it has moved to another slot."""
+        """Removes a page, unless it has moved to another slot."""
         with self._lock:
             if self._places.get(key) == place.segment.number << _SLOT_BITS | place.slot:
                 del self._places[key]
                 place.segment.keys.pop(place.slot, None)
 
     def remove_segment(self, segment: Segment) -> int:
-        """Remove a file and its pages; return how many."""
+        """Removes a file and its pages; return how many."""
         with self._lock:
             del self._segments[segment.number]
             for key in segment.keys.values():
@@ -98,6 +98,6 @@ class DiskIndex:
         return count
 
     def some_keys(self, most: int) -> list[bytes]:
-        """Return a few keys that the index has."""
+        """Returns a few keys that the index has."""
         with self._lock:
             return list(itertools.islice(self._places, most))

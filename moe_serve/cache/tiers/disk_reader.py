@@ -69,7 +69,7 @@ class DiskReader:
         ]
 
     def open(self, secret: bytes) -> None:
-        """Begin to read, with the secret that proves headers. Measures the disk, if it has pages.
+        """Begins to read, with the secret that proves headers. Measures the disk, if it has pages.
 
         A failure of the disk is left to the loads that follow.
         """
@@ -105,7 +105,7 @@ class DiskReader:
         self._wake = wake
 
     def end(self) -> None:
-        """Let the threads end after the parts that are queued."""
+        """Lets the threads end after the parts that are queued."""
         for _ in self.threads:
             self._queue.put(None)
 
@@ -153,7 +153,7 @@ class DiskReader:
         return pages
 
     def _read(self, key: bytes) -> NDArray[np.uint8] | None:
-        """Read one page; None if it is missing, expired or not proven."""
+        """Reads one page; None if it is missing, expired or not proven."""
         place = self._index.find(key)
         if place is None:
             return None
@@ -174,10 +174,10 @@ class DiskReader:
 
 
 def be_nice() -> None:
-    """Let the calling thread give way to those that compute, where the system can."""
+    """Lets the calling thread give way to those that compute, where the system can."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _nothing() -> None:
-    """Do nothing."""
+    """Does nothing."""

@@ -33,7 +33,7 @@ class IdentityReport:
 
 
 def report(path: Path, *, now: float, verifies: bool = False) -> list[IdentityReport]:
-    """Report on every identity in a folder. `verifies` reads every byte.
+    """Reports on every identity in a folder. `verifies` reads every byte.
 
     Raises ConfigError if the folder is none of this user's, or cannot be read.
     """
@@ -48,7 +48,7 @@ def report(path: Path, *, now: float, verifies: bool = False) -> list[IdentityRe
 
 
 def clear(path: Path) -> int:
-    """Remove all pages in a folder; return the bytes that they took.
+    """Removes all pages in a folder; return the bytes that they took.
 
     Raises ConfigError if a server uses the folder.
     """
@@ -93,7 +93,7 @@ def _report_one(
 def _headers(
     files: list[Path], secret: bytes, *, verifies: bool
 ) -> Iterator[tuple[SlotHeader, bool]]:
-    """Yield the proven headers, and whether their payload is proven too (True if not read)."""
+    """Yields the proven headers, and whether their payload is proven too (True if not read)."""
     for file in files:
         size = slot_size(file, secret)
         segment = None if size is None else Segment.open(file, size, secret)

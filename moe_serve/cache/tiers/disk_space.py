@@ -50,7 +50,7 @@ class Survivor:
 
 
 def num_slots_of(limits: DiskLimits, slot_bytes: int) -> int:
-    """Return the slots of one file: 64 MiB or more, at least 4 and at most 128 files.
+    """Returns the slots of one file: 64 MiB or more, at least 4 and at most 128 files.
 
     Raises ConfigError if not even 4 files of 4 slots fit the bound.
     """
@@ -93,7 +93,7 @@ class DiskSpace:
         return self._max_bytes
 
     def may_write(self, num_bytes: int) -> bool:
-        """Take bytes of the day's budget; False if it is used up. Raises OSError."""
+        """Takes bytes of the day's budget; False if it is used up. Raises OSError."""
         budget = self._limits.write_bytes_per_day
         if budget is None:
             return True
@@ -112,7 +112,7 @@ class DiskSpace:
         return True
 
     def new_segment(self) -> tuple[Segment, list[Survivor]] | None:
-        """Make a file, and return it with pages of removed files that go into it. None if there
+        """Makes a file, and returns it with pages of removed files that go into it. None if there
         is no space. Raises OSError."""
         survivors: list[Survivor] = []
         while True:

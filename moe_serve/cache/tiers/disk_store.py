@@ -192,14 +192,14 @@ class DiskStore:
             self._state = ""
 
     def _next(self) -> SavedPage | None:
-        """Wait for a queued page; None at the end."""
+        """Waits for a queued page; None at the end."""
         with self._changed:
             while not self._queue and not self._is_closing:
                 self._changed.wait()
             return self._queue.popleft() if self._queue else None
 
     def _keep(self, page: SavedPage) -> None:
-        """Write one page. A failure drops it, and the third in turn ends the writing."""
+        """Writes one page. A failure drops it, and the third in turn ends the writing."""
         result = "failed"
         try:
             assert self._space is not None, "the folder is open"
@@ -234,7 +234,7 @@ class DiskStore:
         )
 
     def _append(self, header: SlotHeader, payload: NDArray[np.uint8]) -> bool:
-        """Write a slot, into a new file if the open one is full. False if there is no space."""
+        """Writes a slot, into a new file if the open one is full. False if there is no space."""
         assert self._space is not None and self._own is not None, "the folder is open"
         if self._open is None or self._open.is_full:
             if self._open is not None:

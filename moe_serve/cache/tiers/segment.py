@@ -44,7 +44,7 @@ class Entry:
 
 
 def segment_bytes(num_slots: int, slot_bytes: int) -> int:
-    """Return the size of a file with so many slots."""
+    """Returns the size of a file with so many slots."""
     footer = _FOOTER_HEAD.size + num_slots * _ENTRY.size + _MAC_BYTES
     return ALIGNMENT + num_slots * slot_bytes + -(-footer // ALIGNMENT) * ALIGNMENT
 
@@ -65,7 +65,7 @@ class Segment:
 
     @classmethod
     def make(cls, path: Path, num_slots: int, slot_bytes: int, secret: bytes) -> Segment:
-        """Make a file of full size. Raises OSError, and then leaves no file."""
+        """Makes a file of full size. Raises OSError, and then leaves no file."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             size = segment_bytes(num_slots, slot_bytes)
@@ -83,7 +83,7 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path, slot_bytes: int, secret: bytes) -> Segment | None:
-        """Open a file; None if its head does not prove slots of this size. Raises OSError."""
+        """Opens a file; None if its head does not prove slots of this size. Raises OSError."""
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         head = _read_head(descriptor, secret)
         if head is None or head[1] != slot_bytes:
@@ -96,7 +96,7 @@ class Segment:
         return self.num_written == self.num_slots
 
     def write(self, header: SlotHeader, payload: NDArray[np.uint8], secret: bytes) -> int:
-        """Write the next slot and return its number. Raises OSError."""
+        """Writes the next slot and returns its number. Raises OSError."""
         slot = self.num_written
         head = header.pack(secret).ljust(ALIGNMENT, b"\0")
         written = os.pwritev(self._descriptor, [head, payload.data], self._offset(slot))
@@ -107,13 +107,13 @@ class Segment:
         return slot
 
     def read(self, slot: int) -> NDArray[np.uint8]:
-        """Return a slot's bytes, header included, [slot_bytes]. Raises OSError."""
+        """Returns a slot's bytes, header included, [slot_bytes]. Raises OSError."""
         data = np.empty(self.slot_bytes, dtype=np.uint8)
         count = os.preadv(self._descriptor, [data.data], self._offset(slot))
         return data[:count]
 
     def seal(self, entries: list[Entry], secret: bytes) -> None:
-        """Write the footer, and wait until the disk has everything. Raises OSError."""
+        """Writes the footer, and waits until the disk has everything. Raises OSError."""
         rows = (_ENTRY.pack(e.slot, e.generation, e.key, e.expires_at) for e in entries)
         footer = _FOOTER_HEAD.pack(_FOOTER_MAGIC, len(entries)) + b"".join(rows)
         footer += hmac.digest(secret, footer, "sha256")
@@ -122,11 +122,11 @@ class Segment:
         self.is_sealed = True
 
     def sync(self) -> None:
-        """Wait until the disk has everything. Raises OSError."""
+        """Waits until the disk has everything. Raises OSError."""
         os.fsync(self._descriptor)
 
     def entries(self, secret: bytes) -> list[Entry]:
-        """Read the slots from the footer, or else from the slots' headers. Raises OSError."""
+        """Reads the slots from the footer, or else from the slots' headers. Raises OSError."""
         sealed = self._footer(secret)
         found = list(self._headers(secret)) if sealed is None else sealed
         self.is_sealed = sealed is not None
@@ -136,7 +136,7 @@ class Segment:
         return found
 
     def headers(self, secret: bytes) -> Iterator[tuple[int, SlotHeader]]:
-        """Yield the proven headers with their slots. Raises OSError."""
+        """Yields the proven headers with their slots. Raises OSError."""
         for slot in range(self.num_slots):
             data = os.pread(self._descriptor, HEADER_BYTES, self._offset(slot))
             header = SlotHeader.unpack(data, secret)
@@ -144,14 +144,14 @@ class Segment:
                 yield slot, header
 
     def close(self) -> None:
-        """Close the file; nothing may read it any more."""
+        """Closes the file; nothing may read it any more."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
     def delete(self) -> None:
-        """Remove the file. Readers that are at work still read what they asked for."""
+        """Removes the file. Readers that are at work still read what they asked for."""
         self.path.unlink(missing_ok=True)
 
     def __del__(self) -> None:
@@ -181,7 +181,7 @@ class Segment:
 
 
 def slot_size(path: Path, secret: bytes) -> int | None:
-    """Return the bytes of a slot in a file; None if its head proves nothing. Raises OSError."""
+    """Returns the bytes of a slot in a file; None if its head proves nothing. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         head = _read_head(descriptor, secret)
@@ -191,7 +191,7 @@ def slot_size(path: Path, secret: bytes) -> int | None:
 
 
 def _read_head(descriptor: int, secret: bytes) -> tuple[int, int] | None:
-    """Return the slots of a file and the bytes of one; None if its head proves nothing."""
+    """Returns the slots of a file and the bytes of one; None if its head proves nothing."""
     head = os.pread(descriptor, _HEAD.size + _MAC_BYTES, 0)
     fields, mac = head[: _HEAD.size], head[_HEAD.size :]
     if not hmac.compare_digest(mac, hmac.digest(secret, fields, "sha256")):

@@ -37,7 +37,7 @@ class SlotHeader:
     expires_at: float
 
     def pack(self, secret: bytes) -> bytes:
-        """Return the header's bytes with their HMAC, [HEADER_BYTES]."""
+        """Returns the header's bytes with their HMAC, [HEADER_BYTES]."""
         fields = _FIELDS.pack(
             _MAGIC,
             _VERSION,
@@ -55,7 +55,7 @@ class SlotHeader:
 
     @classmethod
     def unpack(cls, data: bytes, secret: bytes) -> SlotHeader | None:
-        """Return the header in the first bytes of a slot; None if they do not prove one."""
+        """Returns the header in the first bytes of a slot; None if they do not prove one."""
         fields, mac = data[: _FIELDS.size], data[_FIELDS.size : HEADER_BYTES]
         if len(mac) != _MAC_BYTES or not hmac.compare_digest(
             mac, hmac.digest(secret, fields, "sha256")
@@ -79,10 +79,10 @@ class SlotHeader:
         )
 
     def proves(self, payload: memoryview) -> bool:
-        """Return whether the payload is the one that was written."""
+        """Returns whether the payload is the one that was written."""
         return len(payload) == self.num_bytes and sha256(payload).digest() == self.digest
 
 
 def slot_bytes(payload_bytes: int) -> int:
-    """Return the size of a slot for payloads of this size."""
+    """Returns the size of a slot for payloads of this size."""
     return ALIGNMENT + -(-payload_bytes // ALIGNMENT) * ALIGNMENT

@@ -45,7 +45,7 @@ SaveResult = Literal["saved", "dropped", "failed", "over_budget"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """A snapshot of a tier. Filled by the store and by `PageTiers`."""
+    """A snapshot of a tier. Filled by the store and by those who use it."""
 
     name: str  # disk
     where: str  # the folder
@@ -64,17 +64,23 @@ class TierStats:
     queried_tokens: int = 0  # prompt tokens that the cache did not have
     hit_tokens: int = 0  # those that came from the tier
     read_bytes_per_s: float | None = None  # of the last loads; None: none yet
+    memory: TierStats | None = None  # the shared memory through which ranks use a disk
+
+    @property
+    def parts(self) -> tuple[TierStats, ...]:
+        """This tier, and the memory in front of it."""
+        return (self,) if self.memory is None else (self, self.memory)
 
 
 class PageStore(Protocol):
     """Keeps pages by key. All methods are called on the engine's thread."""
 
     def num_held(self, keys: Sequence[bytes]) -> int:
-        """Return how many keys, from the first on, the store has. Never touches the disk."""
+        """Returns how many keys, from the first on, the store has. Never touches the disk."""
         ...
 
     def has(self, key: bytes) -> bool:
-        """Return whether a page is stored, or waits to be. Never touches the disk."""
+        """Returns whether a page is stored, or waits to be. Never touches the disk."""
         ...
 
     @property
@@ -88,33 +94,33 @@ class PageStore(Protocol):
         ...
 
     def save(self, page: SavedPage) -> None:
-        """Queue a page. The oldest queued page is dropped if the queue is full."""
+        """Queues a page. The oldest queued page is dropped if the queue is full."""
         ...
 
     def load(self, job: int, keys: Sequence[bytes]) -> None:
-        """Queue a run of pages to be read."""
+        """Queues a run of pages to be read."""
         ...
 
     def take_done(self) -> list[LoadDone]:
-        """Return the loads that have ended since the last call."""
+        """Returns the loads that have ended since the last call."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Wait until a load ends, at most for a time."""
+        """Waits until a load ends, at most for a time."""
         ...
 
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """Set a callback for the end of a load. A thread of the store calls it."""
+        """Sets a callback for the end of a load. A thread of the store calls it."""
         ...
 
     def stop_reading(self, why: str) -> None:
-        """Answer that nothing is held, until the process ends."""
+        """Answers that nothing is held, until the process ends."""
         ...
 
     def stats(self) -> TierStats:
-        """Return a snapshot; safe from any thread."""
+        """Returns a snapshot; safe from any thread."""
         ...
 
     def close(self, seconds: float) -> None:
-        """Write what is queued, at most for a time, and end the threads."""
+        """Writes what is queued, at most for a time, and ends the threads."""
         ...

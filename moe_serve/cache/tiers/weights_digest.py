@@ -18,7 +18,7 @@ _BLOCK = 4 * 2**20
 
 
 def weights_digest(folder: Path, kept: Path) -> bytes:
-    """Return the SHA-256 of config.json and of all weight files in `folder`.
+    """Returns the SHA-256 of config.json and of all weight files in `folder`.
 
     `kept`: the file that keeps digests between starts. Raises OSError if a weight file cannot be
     read.

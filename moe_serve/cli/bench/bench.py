@@ -29,7 +29,7 @@ T = TypeVar("T")
 @bench.callback()
 @with_options(BenchOptions)
 def run(context: typer.Context, options: BenchOptions) -> None:
-    """Send load to an OpenAI-compatible server and measure latency, throughput and errors.
+    """Sends load to an OpenAI-compatible server and measure latency, throughput and errors.
 
     Choose the load with --concurrency (a fixed number of requests in progress), --rate (a fixed
     number of requests per second) or --trace (a replay). The exit code is 1 if the server cannot be
@@ -49,7 +49,7 @@ def run(context: typer.Context, options: BenchOptions) -> None:
 @bench.command("compare")
 @with_options(CompareReportsOptions)
 def compare_reports(options: CompareReportsOptions) -> None:
-    """Compare two reports in one table.
+    """Compares two reports in one table.
 
     The table has confidence intervals if both reports were written with --save-requests.
     """

@@ -41,7 +41,7 @@ def doctor(
         bool, typer.Option("--json", help="Print the result as JSON, for scripts.")
     ] = False,
 ) -> None:
-    """Check this machine: hardware, which backends can be used and why, and problems with serving.
+    """Checks this machine: hardware, which backends can be used and why, and problems with serving.
 
     The exit code is 1 if something is missing without which a server cannot run.
     """

@@ -88,7 +88,7 @@ def _port(host: str, port: int) -> str:
 
 
 def _is_synchronised() -> bool | None:
-    """Return whether the kernel reports a synchronised clock; None if that cannot be read."""
+    """Returns whether the kernel reports a synchronised clock; None if that cannot be read."""
     with contextlib.suppress(OSError, AttributeError):
         answer = int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)))
         return None if answer < 0 else answer != _TIME_ERROR

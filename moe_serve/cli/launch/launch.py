@@ -165,7 +165,7 @@ def _write(folder: Path, name: str, text: str) -> Path:
 
 @with_options(LaunchOptions)
 def launch(options: LaunchOptions) -> None:
-    """Serve a model on several nodes: run the same command on each node.
+    """Serves a model on several nodes: run the same command on each node.
 
     Node 0 serves HTTP and coordinates. The other nodes start the ranks that node 0 asks for.
     """

@@ -68,7 +68,7 @@ def list_models(context: typer.Context, options: ListOptions) -> None:
 @models.command()
 @with_options(NamedOptions)
 def pull(options: NamedOptions) -> None:
-    """Download a model into the shared cache without serving it.
+    """Downloads a model into the shared cache without serving it.
 
     An interrupted download continues where it ended. HF_ENDPOINT chooses another hub, and HF_TOKEN
     gives the token for a gated or private model.
@@ -90,7 +90,7 @@ def pull(options: NamedOptions) -> None:
 @models.command()
 @with_options(NamedOptions)
 def remove(options: NamedOptions) -> None:
-    """Remove a model from the shared cache.
+    """Removes a model from the shared cache.
 
     With a revision (a branch, a tag, a commit or the beginning of one), only that
     revision is removed.

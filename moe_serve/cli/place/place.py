@@ -96,7 +96,7 @@ def _read(options: PlaceOptions) -> ProblemWithSources:
 @place.command(cls=ManyFilesCommand)
 @with_options(CompareOptions)
 def compare(options: CompareOptions) -> None:
-    """Compare the planned placement with all reference methods on the same loads."""
+    """Compares the planned placement with all reference methods on the same loads."""
     from moe_serve.cli.place.place_plan import run_compare
 
     if not run_compare(options):
@@ -106,7 +106,7 @@ def compare(options: CompareOptions) -> None:
 @place.command(cls=ManyFilesCommand)
 @with_options(ShowOptions)
 def show(options: ShowOptions) -> None:
-    """Show the load of each device and the hottest expert of each layer under a plan."""
+    """Shows the load of each device and the hottest expert of each layer under a plan."""
     from moe_serve.cli.place.place_show import run_show
 
     run_show(options)
@@ -115,7 +115,7 @@ def show(options: ShowOptions) -> None:
 @place.command()
 @with_options(CheckOptions)
 def check(options: CheckOptions) -> None:
-    """Check that a plan fits a model and a cluster.
+    """Checks that a plan fits a model and a cluster.
 
     The exit code is 1 if it does not fit, with the reasons, and 2 if the file is not a plan.
     """

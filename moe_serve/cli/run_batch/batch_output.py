@@ -151,7 +151,7 @@ class BatchOutput:
         os.close(self._file)
 
     def has(self, number: int, custom_id: str | None) -> bool:
-        """Return whether an earlier run wrote the row of this line."""
+        """Returns whether an earlier run wrote the row of this line."""
         if custom_id is None:
             return row_id(number) in self._ids
         return custom_id in self._custom_ids

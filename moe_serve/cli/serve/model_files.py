@@ -17,6 +17,7 @@ from moe_serve.engine.async_engine import AsyncEngine
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.fingerprint import system_fingerprint
 from moe_serve.engine.opened_model import model_folder
+from moe_serve.engine.request.kv_window import KVWindowRules
 from moe_serve.errors import ConfigError
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.model.hub.hub_name import HubName, folder_model_name, snapshot_name
@@ -89,6 +90,11 @@ class ModelFiles:
             tokenizer_info=self.tokenizer_info() if config.server.tokenizer_info else None,
             description=description,
             adapters=built.adapters,
+            kv_windows=KVWindowRules.of(
+                built.spec,
+                config.engine.cache.page_size,
+                is_allowed=config.engine.cache.allow_kv_window,
+            ),
         )
 
     def tokenizer_info(self) -> Mapping[str, Any]:

@@ -42,7 +42,7 @@ def check_is_guarded(server: ServerConfig) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`. A name other than localhost is not
+    """Returns whether only this machine can reach `host`. A name other than localhost is not
     trusted."""
     if host == "localhost":
         return True
@@ -117,7 +117,7 @@ class ServeOptions:
 
 @with_options(ServeOptions)
 def serve(options: ServeOptions) -> None:
-    """Serve a model over an OpenAI-compatible HTTP API.
+    """Serves a model over an OpenAI-compatible HTTP API.
 
     Settings come from flags, from environment variables such as MOE_SERVE_SERVER_PORT=8001 and from
     the YAML file given with --config. Flags override environment variables, and environment

@@ -291,10 +291,10 @@ def _tier(config: Config) -> str:
 def _placed(placement: PlacementControl) -> str:
     plan = placement.plan()
     counts = [sum(map(len, plan.held_by(rank).values())) for rank in range(plan.num_ranks)]
-    num_layers = len(plan.ranks_of)
+    where = "1 expert rank" if plan.num_ranks == 1 else f"{plan.num_ranks} expert ranks"
     return (
-        f"{sum(counts)} experts of {num_layers} layers, copies included, on {plan.num_ranks} "
-        f"expert ranks: {min(counts)} to {max(counts)} each"
+        f"{sum(counts)} experts of {len(plan.ranks_of)} layers, copies included, on {where}: "
+        f"{min(counts)} to {max(counts)} each"
     )
 
 

@@ -73,6 +73,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     pages: Sequence[int]
     drafted: bytes = b""  # int32, little-endian
     layers: LayerRange | None = None  # None: all
+    num_dropped: int = 0  # tokens that the page table lacks in its middle
 
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True):

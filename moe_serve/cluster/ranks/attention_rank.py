@@ -106,13 +106,8 @@ class AttentionRank:
 
     @property
     def loaded(self) -> Loaded:
-        return loaded_message(
-            self._model,
-            self._seconds,
-            num_pages=self._part.num_pages,
-            kv_bytes=self._part.kv_bytes * self._configure.config.cluster.attention_tp,
-            kv_dtype=self._part.kv_dtype,
-        )
+        num_shards = self._configure.config.cluster.attention_tp
+        return loaded_message(self._model, self._seconds, self._part, num_shards)
 
     @property
     def operation(self) -> Operation | None:

@@ -64,6 +64,7 @@ class Mirrors:
             piece.num_logits,
             len(drafted),
             piece.layers,
+            num_dropped=piece.num_dropped,
         )
 
 
@@ -129,13 +130,14 @@ class RankPages:
         if arena:
             if cache.device.type != "cpu":
                 raise ConfigError(
-                    f"cache.memory_tier_bytes is set, but the KV pages are on {cache.device.type}: "
-                    "the memory tier serves pages in main memory only (model.device: cpu)."
+                    "cache.memory_tier_bytes or cache.disk_path is set, but the KV pages are on "
+                    f"{cache.device.type}: tiers serve pages in main memory only (model.device: "
+                    "cpu)."
                 )
             self._view = ArenaView(arena, PageBytes(cache), shard, num_shards)
 
     def do(self, page_work: Iterable[PageWork]) -> None:
-        """Do the coordinator's work on pages in order: a page is cleared before data is copied to
+        """Does the coordinator's work on pages in order: a page is cleared before data is copied to
         it."""
         for work in page_work:
             if work.clear:

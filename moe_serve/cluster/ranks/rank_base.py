@@ -5,6 +5,7 @@ loaded, and the placement by which a rank serves.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from moe_serve.cluster.control.messages import (
     SwitchPlacement,
 )
 from moe_serve.config.sections import ModelConfig
-from moe_serve.engine.opened_model import OpenedModel, device_of
+from moe_serve.engine.opened_model import AttentionPart, OpenedModel, device_of
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.links.nccl_link import gpu_of
@@ -49,18 +50,14 @@ def open_rank(configure: Configure, progress: LoadProgress) -> OpenedModel:
 
 
 def loaded_message(
-    model: OpenedModel,
-    seconds: float,
-    *,
-    num_pages: int = 0,
-    kv_bytes: int = 0,
-    kv_dtype: str = "auto",
+    model: OpenedModel, seconds: float, part: AttentionPart | None = None, num_shards: int = 1
 ) -> Loaded:
-    """Returns the message that the rank is ready, with its checkpoint's hash. Expert ranks have no
-    pages."""
+    """Returns the message that the rank is ready, with its checkpoint's hash. `part`: the first
+    shard's, on attention ranks. Expert ranks have no pages."""
+    report = model.report(part)
     return Loaded(
         weights_hash=model_identity(model.folder).hex(),
-        report=model.report(num_pages=num_pages, kv_bytes=kv_bytes, kv_dtype=kv_dtype),
+        report=replace(report, kv_bytes=report.kv_bytes * num_shards),
         load_seconds=seconds,
         gpu=gpu_of(model.loader.device),
     )

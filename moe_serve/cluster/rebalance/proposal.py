@@ -201,7 +201,7 @@ class Proposer:
         return -(-CHOICES_PER_EXPERT * placement.num_experts // self._limits.top_k)
 
     def given(self, window: WindowCounts, current: Placement, target: Placement) -> Proposal:
-        """Return a proposal of a placement that an operator gives, whatever its gain.
+        """Returns a proposal of a placement that an operator gives, whatever its gain.
 
         Raises PlacementError unless it is one for this model and these ranks, within their slots.
         """
@@ -282,7 +282,7 @@ class Proposer:
 
 
 def check_slots(target: Placement, slots: tuple[int, ...]) -> None:
-    """Raise PlacementError if a rank holds more experts of a layer than it has slots."""
+    """Raises PlacementError if a rank holds more experts of a layer than it has slots."""
     for rank, most in enumerate(slots):
         layer, held = max(target.held_by(rank).items(), key=lambda item: len(item[1]))
         if len(held) > most:

@@ -41,7 +41,7 @@ class _Move:
 
 
 def rounds(before: Placement, after: Placement, room: int) -> list[Round]:
-    """Return the way from one placement to another; it is empty if nothing changes.
+    """Returns the way from one placement to another; it is empty if nothing changes.
 
     No rank gains more than `room` copies in a round. A layer that gives a rank more takes several
     rounds, between which no rank holds more of it than before or after the whole move. Raises
@@ -67,7 +67,7 @@ def rounds(before: Placement, after: Placement, room: int) -> list[Round]:
 
 
 def _steps(layer: int, before: Placement, after: Placement, room: int) -> list[RanksOf]:
-    """Return what a layer is after each of its steps; a single one if all its copies fit."""
+    """Returns what a layer is after each of its steps; a single one if all its copies fit."""
     old, new = before.ranks_of[layer], after.ranks_of[layer]
     most = max(map(len, gained_between(old, new, before.num_ranks)))
     if most <= room:
@@ -99,7 +99,7 @@ def _steps(layer: int, before: Placement, after: Placement, room: int) -> list[R
 
 
 def _moves(old: RanksOf, new: RanksOf) -> list[_Move]:
-    """Return the copies that change their rank. Those that just go come first: they make room."""
+    """Returns the copies that change their rank. Those that just go come first: they make room."""
     found = list[_Move]()
     for expert, (before, after) in enumerate(zip(old, new, strict=True)):
         sources = [rank for rank in before if rank not in after]
@@ -115,7 +115,7 @@ def _chain(
     gained: Sequence[int],
     room: int,
 ) -> list[_Move]:
-    """Return moves that together leave every rank within its limit; empty if this round has none.
+    """Returns moves that together leave every rank within its limit; empty if this round has none.
 
     A chain ends where a rank has a free place, or comes back to a rank that it has left: then that
     circle alone is returned. While a rank is full, more copies have yet to leave it than to come,
@@ -142,7 +142,7 @@ def _chain(
 
 
 def _counts(ranks_of: RanksOf, num_ranks: int) -> list[int]:
-    """Return how many copies of a layer each rank holds."""
+    """Returns how many copies of a layer each rank holds."""
     counts = [0] * num_ranks
     for ranks in ranks_of:
         for rank in ranks:

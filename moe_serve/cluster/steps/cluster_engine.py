@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable
@@ -55,8 +56,12 @@ class ClusterEngine:
         *,
         is_ahead: bool,
         service: ServiceState | None = None,
+        wait_for_pages: Callable[[], None] = lambda: None,
     ) -> None:
-        """`service`: what the engines share to keep the targets of service tiers."""
+        """`service`: what the engines share to keep the targets of service tiers.
+        `wait_for_pages`: waits a moment if requests wait for a disk; called while no rank has a
+        step."""
+        self._wait_for_pages = wait_for_pages
         self._coordinator, self._make, self._close = coordinator, make_engine, close
         self._watch, self._is_ahead = watch, is_ahead
         self._service = None if service is None else LockstepService(service)
@@ -78,7 +83,10 @@ class ClusterEngine:
         self._coordinator.stop()
 
     def close(self) -> None:
-        """Ends all ranks."""
+        """Ends all ranks, after they have handed over the pages that a tier keeps."""
+        for engine in self._engines.values():
+            with contextlib.suppress(RankLostError):
+                engine.close()
         self._close()
 
     @property
@@ -201,6 +209,7 @@ class ClusterEngine:
             self._service.share_budget(self._engines.values())
         plans = {name: plan for name in list(self._engines) if (plan := self._begin(name))}
         if not plans:
+            self._wait_for_pages()
             return None
         count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
         works = {}

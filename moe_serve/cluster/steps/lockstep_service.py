@@ -26,7 +26,7 @@ class LockstepService:
         self._ended_at = 0.0
 
     def share_budget(self, engines: Iterable[Engine]) -> None:
-        """Give each engine its part of the prompt tokens that the next step may read."""
+        """Gives each engine its part of the prompt tokens that the next step may read."""
         services = [_service(engine) for engine in engines]
         queues = [service.queue for service in services]
         budget = next((queue.budget for queue in queues if queue.budget is not None), None)
@@ -42,7 +42,7 @@ class LockstepService:
             queue.prompt_limit = limit
 
     def choose(self, engines: Mapping[str, Engine], sequence: Sequence) -> Engine:
-        """Return the engine on which a sequence would get its first token first."""
+        """Returns the engine on which a sequence would get its first token first."""
 
         def predicted_s(engine: Engine) -> tuple[float, int]:
             return _service(engine).predicted_s(sequence), engine.num_pending_tokens
@@ -50,7 +50,7 @@ class LockstepService:
         return min(engines.values(), key=predicted_s)
 
     def move_waiting(self, engines: Iterable[Engine]) -> None:
-        """Let sequences that wait for a seat change to ranks that have seats and no queue. They
+        """Lets sequences that wait for a seat change to ranks that have seats and no queue. They
         have no pages yet, so moving them costs nothing."""
         engines = list(engines)
         crowded = [e for e in engines if e.num_waiting and e.num_running >= e.num_seats]
@@ -64,7 +64,7 @@ class LockstepService:
                     num_free -= 1
 
     def step_ended(self, begun_at: float, *, has_work: bool) -> None:
-        """Learn from a step of all engines that has ended."""
+        """Learns from a step of all engines that has ended."""
         now = self.state.clock()
         rows = self.state.take_rows()
         if rows is not None:

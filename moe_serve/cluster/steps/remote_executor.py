@@ -96,6 +96,11 @@ class RemoteExecutor:
         """Copies a slot of the memory tier to a page before the next step."""
         self._page_work.append(PageWork(load=((slot, page),)))
 
+    def finish_copies(self, page: int) -> None:
+        """Has the rank do its page work now, and waits for that; raises RankLostError. `page`: any
+        page, as the rank answers about pages."""
+        self.finite_pages([page])
+
     def finite_pages(self, pages: list[int]) -> list[bool]:
         """Asks the rank; raises RankLostError."""
         if not pages:
@@ -120,6 +125,7 @@ class RemoteExecutor:
             table[first:],
             pack_tokens(piece.drafted) if piece.num_drafted else b"",
             piece.layers,
+            piece.num_dropped,
         )
 
 

@@ -61,7 +61,7 @@ class _Counts:
             self._estimate()
 
     def _estimate(self) -> None:
-        """Update the estimates. A sixteenth of the counts may be newer than they are."""
+        """Updates the estimates. A sixteenth of the counts may be newer than they are."""
         self._num_new = 0
         if max(self.tried) > _MAX_TRIES:
             for counts in (self.tried, self.accepted):
@@ -102,12 +102,12 @@ class Acceptance:
         self._lucks: dict[int, dict[DraftSource, _Luck]] = {}
 
     def expected(self, sequence_id: int, draft: Draft) -> float:
-        """Return the number of tokens of the draft that are accepted on average."""
+        """Returns the number of tokens of the draft that are accepted on average."""
         totals = self._counts_of(draft).totals
         return self._factor(sequence_id, draft.source) * totals[len(draft.token_ids)]
 
     def survivals(self, sequence_id: int, draft: Draft) -> list[float]:
-        """Return for each token of the draft the probability that it and all before it are
+        """Returns for each token of the draft the probability that it and all before it are
         accepted. The improbable rest of a draft is left out."""
         factor = self._factor(sequence_id, draft.source)
         survivals = self._counts_of(draft).survivals[: len(draft.token_ids)]
@@ -118,7 +118,7 @@ class Acceptance:
         return survivals
 
     def note(self, sequence_id: int, draft: Draft, num_accepted: int) -> None:
-        """Count a draft that was verified. `num_accepted` of its tokens were published."""
+        """Counts a draft that was verified. `num_accepted` of its tokens were published."""
         lucks = self._lucks.setdefault(sequence_id, {})
         luck = lucks.get(draft.source)
         if luck is None:
@@ -130,7 +130,7 @@ class Acceptance:
         counts.note(num_drafted, num_accepted)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drop the state of sequences that have ended or moved away."""
+        """Drops the state of sequences that have ended or moved away."""
         for sequence_id in sequence_ids:
             self._lucks.pop(sequence_id, None)
 

@@ -22,7 +22,7 @@ class _Account:
     left_s: float = 0.0
 
     def add(self, seconds: float, step_s: float) -> None:
-        """Add seconds, up to the time of `most_steps` steps. A debt above that of one step is
+        """Adds seconds, up to the time of `most_steps` steps. A debt above that of one step is
         forgiven, so that better drafts need not wait for long."""
         left_s = min(self.left_s + seconds, self.most_steps * step_s)
         self.left_s = max(left_s, -_MOST_DEBT_STEPS * step_s)

@@ -14,7 +14,7 @@ _MOST_TRIED = 32  # numbers of tokens whose gain is computed, in a large step
 def choose_lengths(
     survivals: Mapping[int, List[float]], num_rows: int, most: int, seconds: Seconds
 ) -> dict[int, int]:
-    """Return the number of drafted tokens to verify by sequence; sequences with none are absent.
+    """Returns the number of drafted tokens to verify by sequence; sequences with none are absent.
 
     survivals: by sequence id, the probability that each drafted token and all before it are
     accepted; never increasing.
@@ -60,7 +60,7 @@ def choose_lengths(
 
 
 def _gains(survivals: List[float]) -> list[float]:
-    """Return what each token of a draft adds to the logarithm of the sequence's tokens."""
+    """Returns what each token of a draft adds to the logarithm of the sequence's tokens."""
     gains, tokens = list[float](), 1.0
     for survival in survivals:
         gains.append(log1p(survival / tokens))
@@ -69,7 +69,7 @@ def _gains(survivals: List[float]) -> list[float]:
 
 
 def _shares(gains: Mapping[int, List[float]], least: float, num: int) -> dict[int, int]:
-    """Return the number of tokens of each draft among the `num` best ones, of which the last gains
+    """Returns the number of tokens of each draft among the `num` best ones, of which the last gains
     `least`."""
     if len(gains) == 1:
         return dict.fromkeys(gains, num)

@@ -35,7 +35,7 @@ class Draft:
     evidence: int
 
     def cut(self, most: int) -> Draft:
-        """Return the draft with at most `most` tokens."""
+        """Returns the draft with at most `most` tokens."""
         if len(self.token_ids) <= most:
             return self
         return Draft(self.token_ids[:most], self.source, self.evidence)
@@ -45,10 +45,10 @@ class Drafter(Protocol):
     """Proposes tokens. It never changes a sequence, and its drafts never change an answer."""
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
-        """Return at most `most` tokens expected after the sequence's last one; None without an
+        """Returns at most `most` tokens expected after the sequence's last one; None without an
         expectation."""
         ...
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drop the state of sequences that have ended or moved away."""
+        """Drops the state of sequences that have ended or moved away."""
         ...

@@ -58,7 +58,7 @@ class Drafting:
         return self._counter.snapshot()
 
     def choose(self, schedule: Schedule, most: int) -> dict[int, Draft]:
-        """Return the drafts to verify in a step of at most `most` more rows, by sequence id."""
+        """Returns the drafts to verify in a step of at most `most` more rows, by sequence id."""
         self._num_accepted = 0
         drafts = self._find(schedule)
         if not drafts:
@@ -81,7 +81,7 @@ class Drafting:
         return chosen
 
     def expects(self, schedule: Schedule) -> bool:
-        """Return whether the step after this one, whose tokens are not known yet, will probably
+        """Returns whether the step after this one, whose tokens are not known yet, will probably
         have drafts. It must not begin ahead then."""
         if not self._is_adaptive:
             return bool(self._find(schedule))
@@ -101,7 +101,7 @@ class Drafting:
         return False
 
     def note(self, sequence_id: int, draft: Draft, num_accepted: int) -> DraftResult:
-        """Learn from a draft that was verified. `num_accepted` of its tokens were published."""
+        """Learns from a draft that was verified. `num_accepted` of its tokens were published."""
         result = DraftResult(draft.source.value, len(draft.token_ids), num_accepted)
         self._acceptance.note(sequence_id, draft, num_accepted)
         self._num_accepted += num_accepted
@@ -113,7 +113,7 @@ class Drafting:
     def note_step(
         self, num_rows: int, num_drafted: int, seconds: float, *, reads_prompt: bool
     ) -> None:
-        """Learn the time of a step. `num_drafted` of its rows were drafted."""
+        """Learns the time of a step. `num_drafted` of its rows were drafted."""
         if reads_prompt:
             self._allowance.earn(seconds)
             return
@@ -129,25 +129,25 @@ class Drafting:
         self._allowance.settle(num_steps, step_s, saved_s, lost_s)
 
     def note_proposals(self, proposals: Mapping[int, tuple[str, tuple[int, ...]]]) -> None:
-        """Keep what grammars or a head expect after a step, for the drafts of the next one."""
+        """Keeps what grammars or a head expect after a step, for the drafts of the next one."""
         self._proposed = proposals
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
-        """Learn from the answers of sequences that have ended well."""
+        """Learns from the answers of sequences that have ended well."""
         if self._past is not None:
             for sequence in sequences:
                 if sequence.page_keys and sequence.num_output_tokens:
                     self._past.learn(sequence.page_keys[0], sequence)
 
     def forget(self, sequence_ids: Collection[int]) -> None:
-        """Drop the state of sequences that have ended or moved away."""
+        """Drops the state of sequences that have ended or moved away."""
         self._acceptance.forget(sequence_ids)
         self._patience.forget(sequence_ids)
         for drafter in self._drafters:
             drafter.forget(sequence_ids)
 
     def _find(self, schedule: Schedule) -> dict[int, Draft]:
-        """Return the best drafts of the sequences that ask for one."""
+        """Returns the best drafts of the sequences that ask for one."""
         drafts, num_lookups, asking = dict[int, Draft](), 0, self._asking(schedule)
         if not (asking or self._proposed or (self._past is not None and self._past.has_work)):
             return drafts
@@ -181,7 +181,7 @@ class Drafting:
         return self._patience.awake(schedule, allowance.num_lookups) if allowance.has_rows else ()
 
     def _note_vain(self, schedule: Schedule, expected: Mapping[int, float | None]) -> None:
-        """Note the sequences whose drafts promise no gain, with the tokens to expect of them. A
+        """Notes the sequences whose drafts promise no gain, with the tokens to expect of them. A
         prediction is followed all the same, as it need not be searched for."""
         for key, num_tokens in expected.items():
             if not schedule[key][0].request.prediction:
@@ -191,7 +191,7 @@ class Drafting:
         return {key: self._acceptance.survivals(key, draft) for key, draft in drafts.items()}
 
     def _propose(self, sequence: Sequence, *, looks: bool) -> Draft | None:
-        """Return the draft with the most tokens to expect."""
+        """Returns the draft with the most tokens to expect."""
         most = min(self._max_tokens, self._stop.num_left(sequence) - 1)
         if most < 1:
             return None
@@ -217,7 +217,7 @@ class Drafting:
                 yield draft
 
     def _num_useful(self, sequence: Sequence, draft: Draft) -> int:
-        """Return the number of tokens before the first that ends the answer, as no row counts
+        """Returns the number of tokens before the first that ends the answer, as no row counts
         behind it, or that the model has no embedding for."""
         tokens, ends, size = draft.token_ids, self._stop.ends(sequence), self._vocab_size
         if ends.isdisjoint(tokens) and max(tokens, default=0) < size:
@@ -226,6 +226,6 @@ class Drafting:
 
 
 def _may_draft(sequence: Sequence, count: int) -> bool:
-    """Return whether a sequence gets its next token from one row, and the client lets it draft."""
+    """Returns whether a sequence gets its next token from one row, and the client lets it draft."""
     is_decoding = count == 1 and sequence.num_pending_tokens == 1 and sequence.num_output_tokens > 0
-    return is_decoding and sequence.request.may_draft
+    return is_decoding and sequence.request.drafts

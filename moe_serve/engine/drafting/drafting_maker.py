@@ -18,7 +18,7 @@ MakeDrafting = Callable[[], Drafting | None]
 
 
 def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -> MakeDrafting:
-    """Return a function that builds an engine's drafting, or None if speculation is off. Several
+    """Returns a function that builds an engine's drafting, or None if speculation is off. Several
     engines share the past answers. Raises ConfigError for lengths that contradict each other."""
     if not config.is_on:
         return lambda: None
@@ -51,7 +51,7 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
 
 
 def check_on_ranks(config: EngineConfig) -> None:
-    """Raise ConfigError if the method cannot run with separate ranks."""
+    """Raises ConfigError if the method cannot run with separate ranks."""
     method, num_shards = config.speculation.method, config.cluster.attention_tp
     if method == "self":
         raise ConfigError(

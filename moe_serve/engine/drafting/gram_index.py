@@ -34,7 +34,7 @@ class GramIndex:
         return sum(table.itemsize * len(table) for _, table in self._tables)
 
     def note(self, prefix: Prefix, start: int, end: int, offset: int = 0) -> None:
-        """Enter the positions in (start, end] of a text with these prefix hashes. They are found
+        """Enters the positions in (start, end] of a text with these prefix hashes. They are found
         as positions `offset` higher."""
         hash_of, shift = self._hashes.hash, self._shift
         for size, table in self._tables:
@@ -51,9 +51,9 @@ class GramIndex:
     def find(
         self, prefix: Prefix, tokens: list[int], text: Tokens[int], least: int = 0
     ) -> tuple[int, int] | None:
-        """Return the position behind the newest occurrence in `text` of the longest end of `tokens`
-        that was entered, and the length of that end; None if none of more than `least` tokens was
-        found.
+        """Returns the position behind the newest occurrence in `text` of the longest end of
+        `tokens` that was entered, and the length of that end; None if none of more than `least`
+        tokens was found.
 
         `prefix` has the hashes of `tokens`. The lengths are tried in ascending order: a longer end
         is there only if a shorter one is.

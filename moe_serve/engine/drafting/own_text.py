@@ -68,7 +68,7 @@ class OwnText:
             self._texts.pop(sequence_id, None)
 
     def _follow(self, text: _Text, tokens: list[int], prefix: Prefix) -> None:
-        """Move the place behind the sequence's new tokens, or find a better one."""
+        """Moves the place behind the sequence's new tokens, or find a better one."""
         num_tokens = len(tokens)
         num_new = num_tokens - text.num_seen
         if text.agreed:
@@ -89,7 +89,7 @@ class OwnText:
             text.place, text.agreed = found
 
     def _expected(self, sequence: Sequence) -> int:
-        """Return the largest number of tokens that the sequence can have."""
+        """Returns the largest number of tokens that the sequence can have."""
         most = sequence.request.params.max_tokens
         length = self._max_model_len if most is None else sequence.num_prompt_tokens + most
         return min(length, self._max_model_len)

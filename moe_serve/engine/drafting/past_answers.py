@@ -34,11 +34,11 @@ class AnswerStore:
         return self._ring.itemsize * len(self._ring) + self._index.num_bytes
 
     def has_room(self, num_tokens: int) -> bool:
-        """Return whether an answer of this length overwrites no other one."""
+        """Returns whether an answer of this length overwrites no other one."""
         return self._end + num_tokens + 1 <= self.capacity
 
     def add(self, tokens: list[int]) -> None:
-        """Enter the last `capacity` - 1 tokens of an answer."""
+        """Enters the last `capacity` - 1 tokens of an answer."""
         kept = tokens[-(self.capacity - 1) :]
         if self._end + len(kept) + 1 > self.capacity:
             self._end = 0
@@ -48,7 +48,7 @@ class AnswerStore:
         self._end = end + 1
 
     def grown(self) -> AnswerStore:
-        """Return a store of twice the size with the same answers. This one must not have wrapped
+        """Returns a store of twice the size with the same answers. This one must not have wrapped
         around: it has had room for every answer."""
         larger = AnswerStore(2 * self.capacity, self._hashes)
         larger._ring[: self._end] = self._ring[: self._end]
@@ -60,21 +60,21 @@ class AnswerStore:
         return larger
 
     def find(self, prefix: Prefix, tokens: list[int], least: int) -> tuple[int, int] | None:
-        """Return where the end of a text was found, and how many tokens agreed; None unless more
+        """Returns where the end of a text was found, and how many tokens agreed; None unless more
         than `least` did. `prefix` has the hashes of the text."""
         return self._index.find(prefix, tokens, self._ring, least)
 
     def has(self, position: int, tokens: list[int]) -> bool:
-        """Return whether these tokens stand at a position."""
+        """Returns whether these tokens stand at a position."""
         return self._ring[position : position + len(tokens)].tolist() == tokens
 
     def at(self, position: int, most: int) -> list[int]:
-        """Return at most `most` tokens from a position to the end of their answer."""
+        """Returns at most `most` tokens from a position to the end of their answer."""
         tokens = self._ring[position : position + most].tolist()
         return tokens[: tokens.index(_END)] if _END in tokens else tokens
 
     def _note(self, tokens: list[int], start: int) -> None:
-        """Enter the tokens of an answer that starts at a position of the ring."""
+        """Enters the tokens of an answer that starts at a position of the ring."""
         prefix = new_prefix()
         self._hashes.extend(prefix, tokens)
         self._index.note(prefix, 0, len(tokens) - 1, start)  # nothing follows the last token
@@ -113,7 +113,7 @@ class PastAnswers:
         return sum(store.num_bytes for store in self._stores.values())
 
     def learn(self, root_key: bytes, sequence: Sequence) -> None:
-        """Remember a finished answer, with the end of its prompt, by which it is found."""
+        """Remembers a finished answer, with the end of its prompt, by which it is found."""
         start = max(0, sequence.num_prompt_tokens - _SIZES[-1])
         self._waiting.append((root_key, sequence.token_ids[start:]))
 
@@ -123,7 +123,7 @@ class PastAnswers:
         return bool(self._waiting)
 
     def work(self) -> None:
-        """Enter answers that were learnt, at most about `_MAX_LEARNT` tokens of them."""
+        """Enters answers that were learnt, at most about `_MAX_LEARNT` tokens of them."""
         left = _MAX_LEARNT
         while self._waiting and left > 0:
             root_key, tokens = self._waiting.popleft()
@@ -153,7 +153,7 @@ class PastAnswers:
             self._places.pop(sequence_id, None)
 
     def _follow(self, place: _Place, store: AnswerStore, sequence: Sequence) -> None:
-        """Move the place behind the sequence's new tokens, or find a better one."""
+        """Moves the place behind the sequence's new tokens, or find a better one."""
         tokens = sequence.token_ids
         if place.store is not store:  # the owner's store has grown, or is a new one
             place.store, place.agreed = store, 0
@@ -171,7 +171,7 @@ class PastAnswers:
                 place.position, place.agreed = found
 
     def _store(self, root_key: bytes, num_tokens: int) -> AnswerStore:
-        """Return the owner's store, grown if it would overwrite an answer and has not before."""
+        """Returns the owner's store, grown if it would overwrite an answer and has not before."""
         store = self._stores.get(root_key)
         if store is None:
             store = AnswerStore(min(_LEAST_CAPACITY, self._max_tokens), self._hashes)

@@ -35,8 +35,8 @@ class Patience:
         self._waits: dict[int, _Wait] = {}
 
     def awake(self, sequence_ids: Iterable[int], most: int | None = None) -> list[int]:
-        """Count a step, and return the sequences that ask for a draft in it. If there are more than
-        `most`, those that have waited longest; but always those that are new or gain."""
+        """Counts a step, and returns the sequences that ask for a draft in it. If there are more
+        than `most`, those that have waited longest; but always those that are new or gain."""
         self._step += 1
         step, wake_of = self._step, self._wakes.get
         found = [key for key in sequence_ids if wake_of(key, 0) <= step]
@@ -47,8 +47,8 @@ class Patience:
         return found
 
     def in_vain(self, sequence_id: int, expected: float | None) -> None:
-        """Note a step in which a draft promised no gain, with the number of tokens to expect of it;
-        None: there was no draft."""
+        """Notes a step in which a draft promised no gain, with the number of tokens to expect of
+        it; None: there was no draft."""
         wait = self._wait(sequence_id)
         wait.num_vain += 1
         if wait.num_vain >= _NUM_VAIN:
@@ -58,14 +58,14 @@ class Patience:
         self._wakes[sequence_id] = self._step + 1 + wait.pause
 
     def gains(self, sequence_ids: Iterable[int]) -> None:
-        """Note that drafts of these sequences are verified because a gain is expected."""
+        """Notes that drafts of these sequences are verified because a gain is expected."""
         for sequence_id in sequence_ids:
             wait = self._wait(sequence_id)
             wait.since, wait.retry = self._step, _FIRST_RETRY
             wait.num_vain = wait.pause = self._wakes[sequence_id] = 0
 
     def retries(self, sequence_ids: Iterable[int], most: int) -> list[int]:
-        """Return the sequences, at most `most`, that try a draft without an expected gain."""
+        """Returns the sequences, at most `most`, that try a draft without an expected gain."""
         due = [key for key in sequence_ids if self._is_due(key)][:most]
         for sequence_id in due:
             wait = self._waits[sequence_id]
@@ -73,15 +73,15 @@ class Patience:
         return due
 
     def is_any_due(self, sequence_ids: Iterable[int]) -> bool:
-        """Return whether one of the sequences would retry."""
+        """Returns whether one of the sequences would retry."""
         return any(self._is_due(key) for key in sequence_ids)
 
     def accepted(self, sequence_id: int) -> None:
-        """Note that a token of the sequence's draft was accepted."""
+        """Notes that a token of the sequence's draft was accepted."""
         self._wait(sequence_id).pause = self._wakes[sequence_id] = 0
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drop the state of sequences that have ended or moved away."""
+        """Drops the state of sequences that have ended or moved away."""
         for sequence_id in sequence_ids:
             self._waits.pop(sequence_id, None)
             self._wakes.pop(sequence_id, None)

@@ -26,7 +26,7 @@ class _Place:
         self.agreed = 0  # tokens in a row that agreed
 
     def note(self, token: int) -> None:
-        """Compare the answer's next token. One that differs may be a replaced token, or the
+        """Compares the answer's next token. One that differs may be a replaced token, or the
         prediction may have some tokens more or less than the answer."""
         expected, position = self.predicted, self.position
         self.num_seen += 1
@@ -44,7 +44,7 @@ class _Place:
             self.position, self.agreed = position + 1, 0
 
     def search(self, tail: list[int]) -> bool:
-        """Go behind the occurrence of the longest anchor at the end of `tail` that is nearest to
+        """Goes behind the occurrence of the longest anchor at the end of `tail` that is nearest to
         the last place. Returns False if it was not found."""
         low, high = max(0, self.position - _WINDOW), self.position + _WINDOW
         for size in _ANCHORS:
@@ -58,7 +58,7 @@ class _Place:
         return False
 
     def _ends(self, anchor: bytes, size: int, low: int, high: int) -> list[int]:
-        """Return the positions behind the last occurrence before the place and the first one
+        """Returns the positions behind the last occurrence before the place and the first one
         behind it."""
         here, found = self.position * _WIDTH, list[int]()
         before = self.packed.rfind(anchor, low * _WIDTH, here)

@@ -45,8 +45,8 @@ class StepTimes:
         self._num_spared = self._num_measured = 0
 
     def observe(self, num_rows: int, seconds: float, *, has_drafts: bool) -> int:
-        """Add the time of a step. Most steps without drafts are left out, as they are many. Returns
-        the number of steps that the measurement stands for; 0: it was left out."""
+        """Adds the time of a step. Most steps without drafts are left out, as they are many.
+        Returns the number of steps that the measurement stands for; 0: it was left out."""
         num_steps = 1
         if not has_drafts:
             self._num_spared = (self._num_spared + 1) % (1 + _SPARED)

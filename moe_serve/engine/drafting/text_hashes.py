@@ -38,7 +38,7 @@ class TextHashes:
         self._of: dict[int, Prefix] = {}
 
     def of(self, sequence: Sequence) -> Prefix:
-        """Return the prefix hashes of all tokens of a sequence."""
+        """Returns the prefix hashes of all tokens of a sequence."""
         prefix = self._of.get(sequence.id)
         if prefix is None:
             prefix = self._of[sequence.id] = new_prefix()
@@ -48,12 +48,12 @@ class TextHashes:
         return prefix
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drop sequences that have ended or moved away."""
+        """Drops sequences that have ended or moved away."""
         for sequence_id in sequence_ids:
             self._of.pop(sequence_id, None)
 
     def extend(self, prefix: Prefix, tokens: Tokens[int]) -> None:
-        """Append the hashes behind more tokens of a text."""
+        """Appends the hashes behind more tokens of a text."""
         start = len(prefix)
         self._grow(start + len(tokens))
         if len(tokens) <= _FEW:
@@ -67,7 +67,7 @@ class TextHashes:
         prefix.frombytes((sums + np.uint64(prefix[-1])).tobytes())
 
     def hash(self, prefix: Prefix, start: int, end: int) -> int:
-        """Return the hash of the tokens in [start, end)."""
+        """Returns the hash of the tokens in [start, end)."""
         return (prefix[end] - prefix[start]) * self._inverses[start] & MASK
 
     @property
@@ -76,7 +76,7 @@ class TextHashes:
         return self._inverses
 
     def hashes(self, prefix: Prefix, first: int, last: int, size: int) -> NDArray[np.uint64]:
-        """Return the hashes of the `size` tokens before each position in [first, last]."""
+        """Returns the hashes of the `size` tokens before each position in [first, last]."""
         values = np.frombuffer(prefix, np.uint64)
         starts = slice(first - size, last + 1 - size)
         inverses = np.frombuffer(self._inverses, np.uint64)[starts]
@@ -84,7 +84,7 @@ class TextHashes:
         return found
 
     def _grow(self, num: int) -> None:
-        """Make powers up to B^num and their inverses."""
+        """Makes powers up to B^num and their inverses."""
         if num < len(self._powers):
             return
         wanted = max(2 * len(self._powers), num + 1, 1024)
@@ -96,5 +96,5 @@ class TextHashes:
 
 
 def new_prefix() -> Prefix:
-    """Return the prefix hashes of an empty text."""
+    """Returns the prefix hashes of an empty text."""
     return array("Q", [0])

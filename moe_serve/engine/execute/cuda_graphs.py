@@ -28,7 +28,7 @@ def with_cuda_graphs(
     max_model_len: int,
     micro_batches: int,
 ) -> tuple[StepRunner, str | None]:
-    """Return the pipeline, or one that replays its decode steps, and a description for the log.
+    """Returns the pipeline, or one that replays its decode steps, and a description for the log.
 
     The description is None if there is nothing to report. Raises ConfigError if `model.cuda_graphs`
     is on and no step can be captured.
@@ -65,7 +65,7 @@ def with_cuda_graphs(
 
 
 def capture_refusal(kernels: Kernels, device: torch.device, micro_batches: int) -> str | None:
-    """Return the reason why steps cannot be captured; None if they can."""
+    """Returns the reason why steps cannot be captured; None if they can."""
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA GPU, and the device is {device}"
     if not kernels.can_be_captured:
@@ -82,7 +82,7 @@ def make_recorder(device: torch.device) -> GraphRecorder:
 
 
 def graph_sizes(config: EngineConfig, max_model_len: int) -> list[GraphSize]:
-    """Return all sizes to capture: fixed numbers of rows, each with fixed numbers of keys."""
+    """Returns all sizes to capture: fixed numbers of rows, each with fixed numbers of keys."""
     most = min(config.scheduler.max_num_seqs, config.scheduler.max_batched_tokens)
     most = min(most, config.model.cuda_graph_max_rows or most)
     contexts = context_buckets(max_model_len)

@@ -9,7 +9,8 @@ from routing_predictor.layers.router_residual import RouterWeights
 
 
 def layer_routers(loader: ModelLoader) -> list[RouterWeights]:
-    """Return norm and router of each layer with routed experts, in fp32, on the loader's device."""
+    """Returns norm and router of each layer with routed experts, in fp32, on the loader's
+    device."""
     spec = loader.spec
     return [
         RouterWeights(
@@ -26,8 +27,8 @@ def layer_routers(loader: ModelLoader) -> list[RouterWeights]:
 
 
 def check_routers(spec: ModelSpec, name: str) -> None:
-    """Check that the model's routers choose the k largest logits, as predictors between layers know
-    logits only. Raises ConfigError for other routers; `name` is the model folder's name."""
+    """Checks that the model's routers choose the k largest logits, as predictors between layers
+    know logits only. Raises ConfigError for other routers; `name` is the model folder's name."""
     router = spec.router
     if router.has_selection_bias or router.shape.num_groups > 1:
         why = "a bias of the choice" if router.has_selection_bias else "groups of experts"

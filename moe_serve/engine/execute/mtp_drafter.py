@@ -54,7 +54,7 @@ class MTPDrafter:
     def propose(
         self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
     ) -> dict[int, Proposal]:
-        """Return drafts that follow the runs which a step has sampled, by sequence id."""
+        """Returns drafts that follow the runs which a step has sampled, by sequence id."""
         hidden_TD = self._pipeline.hidden_TD
         if hidden_TD is None or self._has_failed:
             return {}
@@ -91,7 +91,7 @@ class MTPDrafter:
         }
 
     def _note_use(self, plan: StepPlan) -> None:
-        """Count the decode steps in a row that verified no draft, as no gain was expected."""
+        """Counts the decode steps in a row that verified no draft, as no gain was expected."""
         before = self._num_unused
         self._num_unused = {
             piece.sequence_id: 0
@@ -101,17 +101,17 @@ class MTPDrafter:
         }
 
     def _may_draft(self, each: _Followed, sequences: Mapping[int, Sequence]) -> bool:
-        """Return whether tokens behind the rows are wanted, and have positions."""
+        """Returns whether tokens behind the rows are wanted, and have positions."""
         piece = each.piece
         num_unused = self._num_unused[piece.sequence_id]
         if not each.is_sampled or (num_unused > _PATIENCE and num_unused % _PAUSE):
             return False
         end = piece.start + len(piece.token_ids) + self._max_tokens
         request = sequences[piece.sequence_id].request
-        return request.may_draft and end <= self._part.max_positions
+        return request.drafts and end <= self._part.max_positions
 
     def _guesses(self, drafting: list[_Followed], state_SD: Tensor, most: int) -> list[list[int]]:
-        """Return `most` tokens for each sequence, each the likeliest behind the one before."""
+        """Returns `most` tokens for each sequence, each the likeliest behind the one before."""
         stage, cache = self._part.stage, self._part.cache
         pieces = [self._with_pages(i, each.piece, most) for i, each in enumerate(drafting)]
         tokens_S, guesses = stage.logits(state_SD).argmax(-1), list[Tensor]()
@@ -130,7 +130,7 @@ class MTPDrafter:
         return found
 
     def _with_pages(self, index: int, piece: SequenceSlice, most: int) -> SequenceSlice:
-        """Return the last token of a slice, with pages for the keys of `most` - 1 more tokens."""
+        """Returns the last token of a slice, with pages for the keys of `most` - 1 more tokens."""
         last, size = piece.start + len(piece.token_ids) - 1, self._part.cache.page_size
         num_missing = (last + most - 1) // size + 1 - len(piece.page_table)
         table = piece.page_table
@@ -143,7 +143,7 @@ class MTPDrafter:
 def _follow(
     plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
 ) -> tuple[list[_Followed], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Return the rows of a step whose next tokens are known, and their places in the step.
+    """Returns the rows of a step whose next tokens are known, and their places in the step.
 
     Of a sequence that caught up these are the rows of its tokens and of the accepted drafted ones;
     of any other sequence all rows, as the prompt goes on.
@@ -156,7 +156,7 @@ def _follow(
         if end == sequence.num_tokens:
             sampled = found.sampled.get(piece.sequence_id, ())
             run = [each.token_id for each in sampled if each.is_valid]
-        if following or run:
+        if (following or run) and not piece.num_dropped:  # else no draft is wanted
             tokens = np.array([*following, *run], dtype=np.int64)
             num_rows += len(tokens)
             ranges.append(range(start, start + len(tokens)))

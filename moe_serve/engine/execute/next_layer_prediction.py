@@ -23,7 +23,7 @@ _KIND = PredictorKind.NEXT_LAYER
 
 
 def has_next_layer(config: EngineConfig) -> bool:
-    """Return whether the expert memory is limited and its policy uses a next-layer predictor."""
+    """Returns whether the expert memory is limited and its policy uses a next-layer predictor."""
     model = config.model
     return model.expert_memory_bytes is not None and model.expert_memory_policy == _POLICY
 
@@ -35,7 +35,7 @@ def num_foreseen(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def check_next_layer(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
-    """Check the predictor before anything is loaded. `folder` is the checkpoint's. Raises
+    """Checks the predictor before anything is loaded. `folder` is the checkpoint's. Raises
     ConfigError if the policy needs a predictor that is missing, or that is for another model or
     placement."""
     if not has_next_layer(config):
@@ -51,7 +51,7 @@ def check_next_layer(config: EngineConfig, folder: Path, spec: ModelSpec) -> Non
 
 
 def open_next_layer(config: EngineConfig, folder: Path, loader: ModelLoader) -> NextLayer | None:
-    """Load the predictor and the norms and routers it needs; None if the policy uses none. Raises
+    """Loads the predictor and the norms and routers it needs; None if the policy uses none. Raises
     ConfigError like `check_next_layer`, and for a damaged predictor."""
     if not has_next_layer(config):
         return None

@@ -44,7 +44,7 @@ class SelfDrafter:
         self._has_proposed = False
 
     def propose(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
-        """Return drafts behind the runs of a step, by sequence id. A sequence whose draft is not
+        """Returns drafts behind the runs of a step, by sequence id. A sequence whose draft is not
         finite is added to the spoiled ones, as its page may hold NaNs."""
         if self._is_paused(plan):
             return {}
@@ -77,10 +77,12 @@ class SelfDrafter:
         return self._num_paused > 0
 
     def _first(self, piece: SequenceSlice, found: Verified) -> _Guess | None:
-        """Return the row of a sequence's newest token; None without a valid one."""
+        """Returns the row of a sequence's newest token; None without a valid one."""
         run = found.sampled.get(piece.sequence_id)
         if not run or not run[-1].is_valid or piece.sequence_id in found.spoiled:
             return None
+        if piece.num_dropped:
+            return None  # no draft is wanted
         start = piece.start + len(piece.token_ids) - piece.num_drafted + len(run) - 1
         room = len(piece.page_table) * self._page_size - start
         token = np.array([run[-1].token_id], dtype=np.int64)
@@ -88,7 +90,7 @@ class SelfDrafter:
         return _Guess(row, min(self._most, room), [])
 
     def _step(self, guesses: list[_Guess]) -> None:
-        """Draft one token of each sequence: the likeliest one."""
+        """Drafts one token of each sequence: the likeliest one."""
         batch = MicroBatch(tuple(guess.piece for guess in guesses))
         top_S, tokens_S = self._pipeline.run(StepPlan((batch,))).max(dim=-1)
         is_finite = torch.isfinite(top_S).tolist()

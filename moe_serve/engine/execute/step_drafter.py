@@ -57,7 +57,7 @@ class StepDrafter:
         mtp: MTPPart | None = None,
         by_self: SelfDrafter | None = None,
     ) -> StepDrafter | None:
-        """Build what `config.speculation` needs beside the engine's own drafters; None: nothing.
+        """Builds what `config.speculation` needs beside the engine's own drafters; None: nothing.
 
         `mtp` and `by_self` are there if the method needs them. Raises ConfigError or
         CheckpointError if a head is wanted and cannot be used.
@@ -83,7 +83,7 @@ class StepDrafter:
     def propose(
         self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
     ) -> dict[int, Proposal]:
-        """Return drafts that follow the runs which a step has sampled, by sequence id."""
+        """Returns drafts that follow the runs which a step has sampled, by sequence id."""
         proposals: dict[int, Proposal] = {}
         if self._mtp is not None:
             proposals = self._mtp.propose(plan, found, sequences)

@@ -40,19 +40,19 @@ class StepRunner(Protocol):
     """The pipeline interface that an executor needs. Tests and the simulator have their own."""
 
     def run(self, plan: StepPlan) -> Tensor:
-        """Return the wanted logits [R, V] in fp32, slice after slice."""
+        """Returns the wanted logits [R, V] in fp32, slice after slice."""
         ...
 
     def clear_pages(self, pages: list[int]) -> None:
-        """Zero pages in which a failed request may have left NaNs."""
+        """Zeroes pages in which a failed request may have left NaNs."""
         ...
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pages, given as (from, to). All are read before any is written."""
+        """Copies pages, given as (from, to). All are read before any is written."""
         ...
 
     def finite_pages(self, pages: list[int]) -> list[bool]:
-        """Return for each page whether all its values are finite."""
+        """Returns for each page whether all its values are finite."""
         ...
 
 
@@ -60,14 +60,14 @@ class StepExecutor(Protocol):
     """Computes steps on one attention rank's pages. Pages change in the order of the calls."""
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
-        """Compute a step; raises if it failed as a whole. `sequences` are those of its slices.
+        """Computes a step; raises if it failed as a whole. `sequences` are those of its slices.
 
         Any method may raise ExecutorLostError.
         """
         ...
 
     def forget(self, sequence_ids: list[int]) -> None:
-        """Drop the state of sequences that have ended or moved away."""
+        """Drops the state of sequences that have ended or moved away."""
         ...
 
     def clear_pages(self, pages: list[int]) -> None: ...
@@ -161,7 +161,7 @@ class LocalExecutor:
         return self.runner.finite_pages(pages)
 
     def _sample(self, logits: Tensor, points: list[SamplingPoint]) -> list[Sampled | RowFailure]:
-        """Sample one token per point. If that raises, sample row by row, so that only the faulty
+        """Samples one token per point. If that raises, sample row by row, so that only the faulty
         row fails."""
         try:
             return self._sample_together(logits, points)
@@ -175,7 +175,7 @@ class LocalExecutor:
     def _sample_together(
         self, logits: Tensor, points: list[SamplingPoint]
     ) -> list[Sampled | RowFailure]:
-        """Sample all rows. A row without any allowed token fails; the others are unaffected."""
+        """Samples all rows. A row without any allowed token fails; the others are unaffected."""
         if self._masks is None:
             return list(self._sampler.sample(logits, points))
         masked = self._masks.of(points)
@@ -197,7 +197,7 @@ class LocalExecutor:
     def _describe(
         self, sequence: Sequence, piece: SequenceSlice, logits: Tensor
     ) -> tuple[TokenLogprob, ...]:
-        """Return the log probabilities of the prompt tokens that follow those of a slice."""
+        """Returns the log probabilities of the prompt tokens that follow those of a slice."""
         first, count = piece.start + 1, len(piece.token_ids)
         following = sequence.token_ids[first : first + count]
         num_top = sequence.rules.prompt_logprobs or 0

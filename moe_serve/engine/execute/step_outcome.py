@@ -32,7 +32,7 @@ class RowFailure:
     code: str | None = None  # for clients
 
     def delta_of(self, sequence: Sequence) -> TokenDelta:
-        """Return the last delta of the failed sequence."""
+        """Returns the last delta of the failed sequence."""
         return TokenDelta(
             request_id=sequence.request.request_id,
             finish_reason=FinishReason.ERROR,
@@ -78,7 +78,7 @@ class StepOutcome:
     mask_costs: Mapping[int, MaskCost] = field(default_factory=dict)
 
     def run_of(self, sequence_id: int) -> tuple[tuple[Sampled, ...], RowFailure | None]:
-        """Return the valid tokens of a sequence that caught up, and why it fails after them, if it
+        """Returns the valid tokens of a sequence that caught up, and why it fails after them, if it
         does."""
         run, failure = self.sampled.get(sequence_id, ()), self.failures.get(sequence_id)
         if run and not run[-1].is_valid:
@@ -87,12 +87,12 @@ class StepOutcome:
         return run, NO_TOKEN if is_lacking else failure
 
     def is_sound(self, sequence_id: int) -> bool:
-        """Return whether a sequence got tokens, all of them valid."""
+        """Returns whether a sequence got tokens, all of them valid."""
         run = self.sampled.get(sequence_id, ())
         return bool(run) and sequence_id not in self.failures and all(s.is_valid for s in run)
 
     def cut(self, schedule: Schedule, stop: StopRule) -> StepOutcome:
-        """Return the outcome without the tokens behind the ends of the scheduled sequences."""
+        """Returns the outcome without the tokens behind the ends of the scheduled sequences."""
         runs = self.sampled
         if all(len(run) < 2 for run in runs.values()):
             return self
@@ -111,7 +111,7 @@ def delta_of(
     experts: tuple[TokenExperts, ...] | None,
     drafted: DraftResult | None = None,
 ) -> TokenDelta:
-    """Return the delta of a run that a sequence got, and with which it ended if there is a
+    """Returns the delta of a run that a sequence got, and with which it ended if there is a
     reason."""
     token_ids: tuple[int, ...] = (run[0].token_id,)
     logprobs = None if run[0].logprob is None else tuple([s.logprob for s in run if s.logprob])
@@ -130,6 +130,7 @@ def delta_of(
         stop_token_id=run[-1].token_id if reason is FinishReason.STOP else None,
         num_cached_tokens=sequence.num_cached_tokens,
         num_tier_tokens=min(sequence.num_tier_tokens, sequence.num_cached_tokens),
+        num_dropped_tokens=0 if sequence.kv_window is None else sequence.num_dropped_tokens,
         num_preemptions=sequence.num_preemptions,
         routed_experts=experts,
         started_at=sequence.started_at,
@@ -138,7 +139,7 @@ def delta_of(
 
 
 def _cut(run: tuple[Sampled, ...], sequence: Sequence, stop: StopRule) -> tuple[Sampled, ...]:
-    """Return the run up to its first token that is not valid or ends the sequence."""
+    """Returns the run up to its first token that is not valid or ends the sequence."""
     for count, sampled in enumerate(run, 1):
         length = sequence.num_output_tokens + count
         if not sampled.is_valid or stop.reason(sequence, sampled.token_id, length) is not None:

@@ -54,7 +54,7 @@ class StepTimeline:
 
 
 def step_timeline(number: int, tracks: Mapping[str, Records], why: str) -> StepTimeline | None:
-    """Build the timeline of one step from each rank's records on one clock; None if no whole step
+    """Builds the timeline of one step from each rank's records on one clock; None if no whole step
     is among them."""
     steps = [records[records["stage"] == Stage.STEP] for records in tracks.values()]
     whole = np.concatenate([np.empty(0, RECORD_DTYPE), *steps])
@@ -78,7 +78,7 @@ def step_timeline(number: int, tracks: Mapping[str, Records], why: str) -> StepT
 
 
 def _first_layers(tracks: Mapping[str, Records]) -> Mapping[str, Records]:
-    """Keep as many layers as MAX_SPANS allows. Spans without a layer are kept."""
+    """Keeps as many layers as MAX_SPANS allows. Spans without a layer are kept."""
     if _count(tracks) <= MAX_SPANS:
         return tracks
     layers = np.concatenate([records["layer"] for records in tracks.values()])
@@ -91,7 +91,7 @@ def _count(tracks: Mapping[str, Records]) -> int:
 
 
 def _span(row: tuple[int, int, int, int, int, int, int], zero_ns: int) -> Span:
-    """Convert a record. The fields are in the order of RECORD_DTYPE."""
+    """Converts a record. The fields are in the order of RECORD_DTYPE."""
     start_ns, end_ns, _, rows, layer, number, micro_batch = row
     stage = Stage(number)
     return Span(
@@ -119,7 +119,7 @@ class StepWatch:
         self._log.begin(self._num_steps)
 
     def finish(self, plan: StepPlan) -> None:
-        """Keep the step if it was recorded. Not called for a failed step."""
+        """Keeps the step if it was recorded. Not called for a failed step."""
         num_tokens = plan.num_tokens if self._log.is_on else 0  # which only a record needs
         self._log.finish(num_tokens)
         if num_tokens and (records := self._log.take()):
@@ -127,7 +127,7 @@ class StepWatch:
         self._num_steps += 1
 
     def last_step(self) -> StepTimeline | None:
-        """Return the newest recorded step. Safe from any thread."""
+        """Returns the newest recorded step. Safe from any thread."""
         if self._newest is None:
             return None
         number, packed = self._newest

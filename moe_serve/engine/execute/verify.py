@@ -49,7 +49,7 @@ class _Walk:
     is_spoiled: bool = False
 
     def goes_on(self, token: Sampled | RowFailure) -> bool:
-        """Note the next token and return whether the row behind it counts.
+        """Notes the next token and returns whether the row behind it counts.
 
         A row that is not finite may be so because of a drafted token behind it, as attention may
         multiply hidden values by 0. The next step computes it again, without drafts.
@@ -65,7 +65,7 @@ class _Walk:
         return place < len(self.draft) and token.token_id == self.draft[place]
 
     def note(self, found: Verified) -> None:
-        """Add the run of tokens to the result of the step."""
+        """Adds the run of tokens to the result of the step."""
         key = self.sequence.id
         if self.run:
             found.sampled[key] = tuple(self.run)
@@ -88,7 +88,7 @@ class _Rows:
         self.owners.append(owner)
 
     def add_walk(self, walk: _Walk, looks_ahead: bool) -> None:
-        """Add the next row of a sequence, or all if it `looks_ahead`."""
+        """Adds the next row of a sequence, or all if it `looks_ahead`."""
         done = len(walk.run)
         for place in range(done, 1 + (len(walk.draft) if looks_ahead else done)):
             self.add(walk.first + place, SamplingPoint(walk.sequence, walk.begin + place), walk)
@@ -104,7 +104,7 @@ def verify(
     sequences: Mapping[int, Sequence],
     sample: Sample,
 ) -> Verified:
-    """Sample the sequences that catch up in a step. Their tokens stay as they are.
+    """Samples the sequences that catch up in a step. Their tokens stay as they are.
 
     All rows behind sequences without drafts, and the first rows of the others, are sampled in one
     call. If sampling needs no state that a refused token would spoil, all rows of a sequence are
@@ -147,7 +147,7 @@ def verify(
 def _sample_levels(
     logits_RV: Tensor, level: _Rows, ahead: Set[int], sample: Sample, found: Verified
 ) -> None:
-    """Sample the first rows, and then row by row those of sequences whose tokens equal their
+    """Samples the first rows, and then row by row those of sequences whose tokens equal their
     drafts. `ahead` are sequences whose rows are all among the first."""
     while level.rows:
         walking = dict[int, _Walk]()  # by sequence id, those whose next row counts
@@ -175,14 +175,14 @@ def _sample_levels(
 
 
 def _looks_ahead(walk: _Walk, vocab_size: int) -> bool:
-    """Return whether all rows of a sequence may be sampled at once."""
+    """Returns whether all rows of a sequence may be sampled at once."""
     if not walk.draft or len(walk.draft) * vocab_size > _MOST_AT_ONCE:
         return False
     return SamplingPoint(walk.sequence, walk.begin).can_look_ahead
 
 
 def _spoiled(logits_RV: Tensor, walks: list[_Walk]) -> list[int]:
-    """Return the sequences with a row that is not finite behind their runs. Such a row may have
+    """Returns the sequences with a row that is not finite behind their runs. Such a row may have
     left NaNs in the sequence's pages."""
     spoiled = [walk.sequence.id for walk in walks if walk.is_spoiled]
     refused = dict[int, Tensor]()

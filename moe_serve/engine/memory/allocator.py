@@ -16,7 +16,7 @@ _KEPT = 512 * 2**20  # bytes kept at the heap's end
 
 
 def keep_freed_memory() -> bool:
-    """Set the allocator of this process. Returns False if the C library has no such settings
+    """Sets the allocator of this process. Returns False if the C library has no such settings
     (macOS, musl)."""
     if not sys.platform.startswith("linux"):
         return False

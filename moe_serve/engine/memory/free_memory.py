@@ -14,7 +14,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return free bytes: on a GPU as its driver reports; in host memory also within control group
+    """Returns free bytes: on a GPU as its driver reports; in host memory also within control group
     limits."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # torch still holds memory that loading has freed
@@ -23,7 +23,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _left_in_groups() -> list[int]:
-    """Return the free bytes of each control group with a limit. Cached files count as free."""
+    """Returns the free bytes of each control group with a limit. Cached files count as free."""
     found = []
     for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -59,14 +59,14 @@ class MemoryPlan:
         return sum(process.total for process in self.processes if process.name in room.users)
 
     def lines(self) -> list[str]:
-        """Return the lines for the log."""
+        """Returns the lines for the log."""
         rooms = [
             f"{room.name}: {gib(self.needed(room))} of {gib(room.free)} free" for room in self.rooms
         ]
         return [str(process) for process in self.processes] + rooms
 
     def check(self) -> None:
-        """Raise ConfigError if the processes cannot fit."""
+        """Raises ConfigError if the processes cannot fit."""
         for room in self.rooms:
             if self.needed(room) > room.free:
                 raise ConfigError(self._refusal(room))

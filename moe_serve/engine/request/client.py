@@ -35,27 +35,27 @@ class EngineClient(Protocol):
         ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
-        """Queue all requests or none. Raises ServerOverloadedError if the queue is full or closed.
+        """Queues all requests or none. Raises ServerOverloadedError if the queue is full or closed.
 
         Called on the event loop's thread. Each request's last delta has its `finish_reason` set.
         """
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request within one step. Unknown or finished ids are ignored."""
+        """Ends a request within one step. Unknown or finished ids are ignored."""
         ...
 
     def stats(self) -> EngineStats: ...
 
     def begin_drain(self) -> None:
-        """Refuse new requests from now on (ServerOverloadedError with `is_draining`)."""
+        """Refuses new requests from now on (ServerOverloadedError with `is_draining`)."""
         ...
 
 
 async def stream(
     engine: EngineClient, request: GenerationRequest
 ) -> AsyncGenerator[TokenDelta, None]:
-    """Yield the deltas of one request. Leaving the loop early aborts it."""
+    """Yields the deltas of one request. Leaving the loop early aborts it."""
     queue = engine.submit([request])
     is_finished = False
     try:

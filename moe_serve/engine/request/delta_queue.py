@@ -23,7 +23,7 @@ class DeltaQueue:
         self._on_step: Callable[[], bool] | None = None
 
     def listen(self, on_step: Callable[[], bool]) -> None:
-        """Call `on_step` instead of waking the waiting reader when a plain step arrives.
+        """Calls `on_step` instead of waking the waiting reader when a plain step arrives.
 
         A plain step has no finish reason and no log probabilities. `on_step` returns True if it
         took the step and the reader may go on waiting. An exception that it raises is raised in the
@@ -36,7 +36,7 @@ class DeltaQueue:
         self.tell()
 
     def add(self, delta: TokenDelta) -> bool:
-        """Add a delta without waking the reader. Returns True if the queue was empty, so that
+        """Adds a delta without waking the reader. Returns True if the queue was empty, so that
         `tell` must follow."""
         self._deltas.append(delta)
         return len(self._deltas) == 1
@@ -55,7 +55,7 @@ class DeltaQueue:
             reader.set_result(None)
 
     async def wait(self) -> None:
-        """Wait until there may be deltas to take."""
+        """Waits until there may be deltas to take."""
         if not self._deltas:
             self._reader = self._loop.create_future()
             try:
@@ -64,7 +64,7 @@ class DeltaQueue:
                 self._reader = None
 
     def take(self) -> list[TokenDelta]:
-        """Return all deltas and empty the queue."""
+        """Returns all deltas and empty the queue."""
         deltas, self._deltas = self._deltas, []
         return deltas
 

@@ -33,11 +33,11 @@ class AdmissionCheck(Protocol):
     def forecast(
         self, service: Service, num_prompt_tokens: int, priority: int = 0
     ) -> FirstTokenForecast | None:
-        """Predict the first token of a request that would be queued now; None until the engine has
+        """Predicts the first token of a request that would be queued now; None until the engine has
         measured a step."""
         ...
 
     def check(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> Refusal | None:
-        """Return why a strict or sheddable request is refused; None: it is accepted, which counts
+        """Returns why a strict or sheddable request is refused; None: it is accepted, which counts
         as queued from now on."""
         ...

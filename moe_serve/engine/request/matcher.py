@@ -32,7 +32,7 @@ class SequenceMatcher:
         self._costs: deque[tuple[int, float]] = deque(maxlen=2 * MAX_DRAFT)
 
     def go_back(self, num_tokens: int) -> None:
-        """Forget all but the answer's first `num_tokens` tokens; others may follow them."""
+        """Forgets all but the answer's first `num_tokens` tokens; others may follow them."""
         if self._num_read > num_tokens:
             self._matcher.rollback(self._num_read - num_tokens)
             self._num_read = num_tokens
@@ -40,7 +40,7 @@ class SequenceMatcher:
                 self.cpu_s -= self._costs.pop()[1]
 
     def fill(self, answer: list[int], bits_W: NDArray[np.uint32]) -> str | None:
-        """Set a bit for each token that may follow the answer. Returns the reason if no token
+        """Sets a bit for each token that may follow the answer. Returns the reason if no token
         may."""
         allowed_s = MAX_FOLLOW_S + MAX_FOLLOW_TOKEN_S * len(answer)
         if self.cpu_s > allowed_s:
@@ -58,7 +58,7 @@ class SequenceMatcher:
             self._costs.append((len(answer), seconds))
 
     def forced(self, answer: list[int], most: int) -> tuple[int, ...]:
-        """Return tokens that spell what the grammar forces after the answer, at most `most`. The
+        """Returns tokens that spell what the grammar forces after the answer, at most `most`. The
         model may spell it otherwise. Empty if nothing is forced, or the last mask was costly."""
         if self._costs and self._costs[-1][1] > _CHEAP_S:
             return ()

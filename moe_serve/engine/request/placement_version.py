@@ -14,7 +14,7 @@ _NUM_DIGITS = 16
 
 
 def placement_version(cluster: ClusterConfig) -> str:
-    """Return the hash of the placement file; empty without a file. Raises ConfigError if it cannot
+    """Returns the hash of the placement file; empty without a file. Raises ConfigError if it cannot
     be read."""
     if cluster.placement is None:
         return ""

@@ -71,7 +71,7 @@ class GenerationRequest:
     priority: int = 0  # lower is more urgent
     cache_salt: str = ""
     wants_routed_experts: bool = False  # each token then comes with a `TokenExperts`
-    may_draft: bool = True  # whether drafted tokens may be verified for it
+    may_draft: bool = True  # whether the client allows drafted tokens, see `drafts`
     prediction: tuple[int, ...] = ()  # the tokens of the answer that the client expects
     service: Service = NO_SERVICE  # tier, tenant and targets
     adapter: Adapter | None = None  # its weights stay in memory as long as the request; None: base
@@ -80,6 +80,11 @@ class GenerationRequest:
     def adapter_digest(self) -> bytes:
         """The content of the adapter; empty: the base model."""
         return b"" if self.adapter is None else self.adapter.version.digest
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafted tokens may be verified: not where rows see different pages."""
+        return self.may_draft and self.params.kv_window is None
 
     @property
     def rules(self) -> DecodingRules:
@@ -120,7 +125,7 @@ class TokenExperts:
         return self.num_layers * self.top_k
 
     def lists(self) -> list[list[int]]:
-        """Return the ids as [L][K]; empty if they are unknown."""
+        """Returns the ids as [L][K]; empty if they are unknown."""
         if not self.ids:
             return []
         ids: list[list[int]] = (
@@ -155,6 +160,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop_token_id: int | None = None  # the id that ended the request, last in `token_ids`
     num_cached_tokens: int = 0
     num_tier_tokens: int = 0  # those of them that were loaded from a KV tier
+    num_dropped_tokens: int = 0  # so far, with `kv_window`
     num_preemptions: int = 0  # so far
     started_at: float | None = None  # when it first joined a step, on the engine's clock
     error: str | None = None

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_serve.engine.request.constraint import Constraint
+from moe_serve.engine.request.kv_window import KVWindow
 from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.errors import InvalidRequestError
 
@@ -67,6 +68,7 @@ class SamplingParams:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     thinking_token_budget: int | None = None
     thinking_markers: ThinkingMarkers | None = None
+    kv_window: KVWindow | None = None  # None: every row sees all keys before it
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -100,6 +102,11 @@ class SamplingParams:
                 _check_num_logprobs(name, value)
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if not isinstance(self.kv_window, KVWindow | None):
+            raise InvalidRequestError(
+                f"kv_window must be a KVWindow or None, got {self.kv_window!r:.100}.",
+                param="kv_window",
+            )
         self._check_lists()
 
     def _check_lists(self) -> None:
@@ -154,7 +161,7 @@ class SamplingParams:
     def check_thinking_end(
         self, end: tuple[int, ...], bad_word_ids: Sequence[tuple[int, ...]] = ()
     ) -> None:
-        """Raise InvalidRequestError if a token of the end of reasoning may not be chosen."""
+        """Raises InvalidRequestError if a token of the end of reasoning may not be chosen."""
         name = "thinking_token_budget"
         missing = set(end).difference(self.allowed_token_ids or end)
         if missing:
@@ -189,7 +196,7 @@ class SamplingParams:
         )
 
     def check_vocabulary(self, vocab_size: int, thinking: ThinkingMarkers | None = None) -> None:
-        """Raise InvalidRequestError if a token id lies outside the model's vocabulary.
+        """Raises InvalidRequestError if a token id lies outside the model's vocabulary.
 
         `thinking` are the markers found for the budget, if these parameters have none.
         """
@@ -200,7 +207,7 @@ class SamplingParams:
             _check_range(name, token, 0, vocab_size - 1, "thinking_token_budget")
 
     def _check_ids(self, end: int) -> None:
-        """Check that every token id of the request is below `end`."""
+        """Checks that every token id of the request is below `end`."""
         for name, ids, param in (
             ("a stop token id", self.stop_token_ids, "stop_token_ids"),
             ("a logit_bias token id", self.logit_bias, "logit_bias"),
@@ -211,7 +218,7 @@ class SamplingParams:
 
 
 def all_logprobs_reason(*, has_ids: bool) -> str:
-    """Return why -1 is refused for log probabilities, and the alternative.
+    """Returns why -1 is refused for log probabilities, and the alternative.
 
     Other servers return the whole vocabulary for -1. `has_ids` is True if the request may name
     tokens instead.
@@ -228,7 +235,7 @@ def _check_num_logprobs(name: str, value: int) -> None:
 
 
 def shown_values(values: Sequence[object]) -> str:
-    """Return the first of several values as text, and the number of the others."""
+    """Returns the first of several values as text, and the number of the others."""
     more = len(values) - _MAX_SHOWN
     shown = ", ".join(f"{value!r}" for value in values[:_MAX_SHOWN])
     return f"{shown} and {more} more" if more > 0 else shown
@@ -241,7 +248,7 @@ def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 def _check_each(name: str, values: Iterable[float], low: float, high: float, param: str) -> None:
-    """Check each value like `_check_range`. The error names all wrong values."""
+    """Checks each value like `_check_range`. The error names all wrong values."""
     wrong = []
     for value in values:
         try:

@@ -28,9 +28,11 @@ class Sequence:
     __slots__ = (
         "awaited_key",
         "id",
+        "is_detached",
         "is_proven",
         "is_running",
         "is_sound",
+        "kv_window",
         "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -44,6 +46,7 @@ class Sequence:
         "num_tier_loads",
         "num_tier_tokens",
         "output_counts",
+        "owns_pages",
         "page_keys",
         "page_size",
         "page_table",
@@ -63,6 +66,7 @@ class Sequence:
         self.id = sequence_id
         self.request = request
         self.rules = request.rules
+        self.kv_window = request.params.kv_window  # None: every row sees all keys before it
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -76,6 +80,8 @@ class Sequence:
         self.waits_since = request.arrival_time  # or when it was last put back, same clock
         self.is_proven = True  # nothing computed since the last valid sampled token
         self.is_sound = True  # no NaN or infinity was found in its pages
+        self.is_detached = False  # it has hidden pages, so what it computes is not shared
+        self.owns_pages = False  # the pages behind those are its own; kept by PrefixSharing
         self.page_size = 0  # of the cache that has its pages; kept by the scheduler
         self.page_table: list[int] = []
         self.num_shared_pages = 0  # at the table's start, visible to other sequences
@@ -109,7 +115,7 @@ class Sequence:
         return self.rules.prompt_logprobs is not None and self.num_output_tokens == 0
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        """Return the prompt's log probabilities once, None for its first token; None if not
+        """Returns the prompt's log probabilities once, None for its first token; None if not
         requested."""
         if not self.wants_prompt_logprobs:
             return None
@@ -122,12 +128,12 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def num_missing_pages(self, num_tokens: int) -> int:
-        """Return the number of pages to add so that the table covers `num_tokens` tokens."""
+        """Returns the number of pages to add so that the table covers `num_tokens` tokens."""
         return -(-num_tokens // self.page_size) - len(self.page_table)
 
     @property
     def held_pages(self) -> list[int]:
-        """Its pages, without those behind the model's window that it gave back."""
+        """Its pages, without those behind a window that it gave back."""
         return [page for page in self.page_table if page]
 
     @property
@@ -136,15 +142,43 @@ class Sequence:
         return self.num_computed_tokens // self.page_size
 
     def num_unread(self, count: int) -> int:
-        """Return how many of the next `count` tokens to compute are the prompt's."""
+        """Returns how many of the next `count` tokens to compute are the prompt's."""
         return max(0, min(count, self.num_prompt_tokens - self.num_computed_tokens))
 
     @property
     def can_share(self) -> bool:
-        return bool(self.page_keys) and self.is_sound
+        return bool(self.page_keys) and self.is_sound and not self.is_detached
+
+    def hidden_pages(self, position: int) -> range:
+        """Returns the indices of the pages that the row at a position does not see. The rows of the
+        prompt see all."""
+        if self.kv_window is None or position < self.num_prompt_tokens:
+            return range(0)
+        return self.kv_window.hidden_pages(position, self.page_size)
+
+    def num_plain(self, num_tokens: int) -> int:
+        """Returns how many of the first tokens see all keys before them. Only these are shared."""
+        if self.kv_window is None:
+            return num_tokens
+        least = max(self.num_prompt_tokens, self.kv_window.first_hiding(self.page_size))
+        return min(num_tokens, least)
+
+    @property
+    def num_joint_tokens(self) -> int:
+        """Number of the next tokens that one step may compute: those that see the same pages."""
+        pending, start = self.num_pending_tokens, self.num_computed_tokens
+        if self.kv_window is None or pending <= 1:
+            return pending
+        plain = self.num_plain(self.num_tokens) - start
+        return min(pending, plain if plain > 0 else self.kv_window.run(start, self.page_size))
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """Number of tokens that the row computed last did not see."""
+        return len(self.hidden_pages(self.num_computed_tokens - 1)) * self.page_size
 
     def extend_keys(self, num_pages: int) -> None:
-        """Extend `page_keys` to the first `num_pages` pages, which must be full of tokens."""
+        """Extends `page_keys` to the first `num_pages` pages, which must be full of tokens."""
         known = len(self.page_keys) - 1
         if num_pages > known:
             size = self.page_size
@@ -152,12 +186,12 @@ class Sequence:
             self.page_keys += following_keys(self.page_keys[-1], tokens, size)
 
     def pending(self, count: int) -> NDArray[np.int64]:
-        """Return the next `count` tokens to compute."""
+        """Returns the next `count` tokens to compute."""
         start = self.num_computed_tokens
         return np.array(self.token_ids[start : start + count], dtype=np.int64)
 
     def park(self, num_tokens: int, num_layers: int) -> None:
-        """Record that the next tokens have passed the first layers; (0, 0): no layer."""
+        """Records that the next tokens have passed the first layers; (0, 0): no layer."""
         self.num_parked_tokens, self.num_parked_layers = num_tokens, num_layers
         self.is_proven = self.is_proven and not num_tokens  # its pages have new values
 
@@ -168,7 +202,7 @@ class Sequence:
             self.seen[token_id] = None
 
     def truncate(self, num_tokens: int) -> None:
-        """Remove the answer's tokens from index `num_tokens` on, as if they had never been there.
+        """Removes the answer's tokens from index `num_tokens` on, as if they had never been there.
         Their pages must have been truncated before (`Scheduler.truncate`)."""
         least = max(self.num_prompt_tokens, self.num_computed_tokens)
         assert least <= num_tokens <= self.num_tokens, f"{num_tokens} not in {least}.."
@@ -187,10 +221,11 @@ class Sequence:
             self.thoughts.go_back(num_tokens)
 
     def restart(self) -> None:
-        """Forget what was computed, as the pages are gone. The tokens stay."""
+        """Forgets what was computed, as the pages are gone. The tokens stay."""
         self.num_computed_tokens = 0
         self.park(0, 0)
         self.is_proven = True
+        self.is_detached = self.owns_pages = False
         self.num_shared_pages = self.num_found_pages = self.num_tier_loads = 0
         self.num_restarts += 1
         self.prompt_logprobs = []
@@ -206,7 +241,7 @@ Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens t
 
 
 def sequences_of(schedule: Schedule) -> dict[int, Sequence]:
-    """Return the scheduled sequences by their ids."""
+    """Returns the scheduled sequences by their ids."""
     return {key: sequence for key, (sequence, _) in schedule.items()}
 
 
@@ -219,7 +254,7 @@ class StopRule:
     def reason(
         self, sequence: Sequence, token_id: int, num_output_tokens: int
     ) -> FinishReason | None:
-        """Return why the sequence ends with `token_id`, the last of `num_output_tokens` in its
+        """Returns why the sequence ends with `token_id`, the last of `num_output_tokens` in its
         answer; None if it continues."""
         params = sequence.request.params
         is_eos = token_id in self._eos
@@ -232,20 +267,20 @@ class StopRule:
         return FinishReason.LENGTH if is_last else None
 
     def num_left(self, sequence: Sequence) -> int:
-        """Return the number of tokens after which the answer has its maximum length."""
+        """Returns the number of tokens after which the answer has its maximum length."""
         left = self.max_model_len - sequence.num_tokens
         max_tokens = sequence.rules.max_tokens
         return left if max_tokens is None else min(left, max_tokens - sequence.num_output_tokens)
 
     def ends(self, sequence: Sequence) -> Set[int]:
-        """Return the tokens that end the answer once it has its minimum length."""
+        """Returns the tokens that end the answer once it has its minimum length."""
         params = sequence.request.params
         if params.ignore_eos and sequence.rules.constraint is None:
             return frozenset(params.stop_token_ids)
         return self._eos.union(params.stop_token_ids)
 
     def is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:
-        """Return whether an answer of `num_output_tokens` has its maximum length."""
+        """Returns whether an answer of `num_output_tokens` has its maximum length."""
         max_tokens = sequence.rules.max_tokens
         is_full = sequence.num_prompt_tokens + num_output_tokens >= self.max_model_len
         return is_full or (max_tokens is not None and num_output_tokens >= max_tokens)

@@ -79,7 +79,7 @@ class ServiceStats:
 
 
 def jain_index(services: Iterable[float]) -> float:
-    """Return (sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if one has everything."""
+    """Returns (sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if one has everything."""
     values = list(services)
     squares = sum(value * value for value in values)
     return 1.0 if not squares else sum(values) ** 2 / (len(values) * squares)

@@ -39,7 +39,7 @@ class Service:
 
     @classmethod
     def of_tier(cls, tier: TierConfig, tenant: str = "") -> Service:
-        """Return what a tier gives to each of its requests."""
+        """Returns what a tier gives to each of its requests."""
         return cls(
             tier=tier.name,
             weight=tier.weight,

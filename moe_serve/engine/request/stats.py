@@ -208,7 +208,7 @@ class EngineStats:
     last_loss: str = ""  # the last lost rank and the reason
 
     def __add__(self, other: EngineStats) -> EngineStats:
-        """Add the load, the counts and the policy of an engine that takes part in the same steps.
+        """Adds the load, the counts and the policy of an engine that takes part in the same steps.
         All other fields stay."""
         policies = [policy for policy in (self.batching, other.batching) if policy is not None]
         return replace(
@@ -222,7 +222,7 @@ class EngineStats:
         )
 
     def lost(self) -> EngineStats:
-        """Return what remains of an engine that is lost: its counts, without its load."""
+        """Returns what remains of an engine that is lost: its counts, without its load."""
         batching = self.batching and replace(self.batching, activated_experts=None)
         return EngineStats(num_steps=self.num_steps, counts=self.counts, batching=batching)
 

@@ -37,13 +37,13 @@ class StepTokenCounter:
         self._num_tokens = 0
 
     def count(self, num_tokens: int) -> None:
-        """Count a step of `num_tokens` tokens. A step without tokens is not counted."""
+        """Counts a step of `num_tokens` tokens. A step without tokens is not counted."""
         if num_tokens:
             self._num_steps[bisect.bisect_left(BOUNDS, num_tokens)] += 1
             self._num_tokens += num_tokens
 
     def count_to(self, total: int) -> None:
-        """Count a step after which all steps together had `total` tokens."""
+        """Counts a step after which all steps together had `total` tokens."""
         self.count(total - self._num_tokens)
 
     def snapshot(self) -> StepTokens:

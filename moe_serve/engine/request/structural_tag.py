@@ -104,7 +104,7 @@ class StructuralTag:
     triggers: tuple[Trigger, ...]
 
     def tags_of(self, trigger: Trigger) -> list[int]:
-        """Return the indices of tags that begin with a trigger. If empty, the trigger may not
+        """Returns the indices of tags that begin with a trigger. If empty, the trigger may not
         appear."""
         return [i for i, tag in enumerate(self.tags) if tag.begin.startswith(trigger.text)]
 
@@ -115,7 +115,7 @@ class StructuralTagError(InvalidGrammarError):
 
 
 def read_structural_tag(source: str) -> StructuralTag:
-    """Parse and check a structural tag. Raises StructuralTagError."""
+    """Parses and checks a structural tag. Raises StructuralTagError."""
     try:
         value = msgspec.json.decode(source)
     except RecursionError:
@@ -159,7 +159,7 @@ def _read_format(value: Any) -> tuple[list[Tag], list[str]]:
 
 
 def _convert(value: Any, kind: type[_Form], hint: str = "") -> _Form:
-    """Convert a value. msgspec's errors end with ` - at `$.structures[3].begin``."""
+    """Converts a value. msgspec's errors end with ` - at `$.structures[3].begin``."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -194,7 +194,7 @@ def _schema(schema: _Schema, place: str) -> dict[str, Any]:
 
 
 def _first_triggers(triggers: Sequence[str], at: str) -> list[Trigger]:
-    """Drop triggers that begin with another trigger, as the shorter one always matches first."""
+    """Drops triggers that begin with another trigger, as the shorter one always matches first."""
     kept: list[Trigger] = []
     for i, trigger in enumerate(triggers):
         if trigger in triggers[:i]:
@@ -211,7 +211,7 @@ def _first_triggers(triggers: Sequence[str], at: str) -> list[Trigger]:
 
 
 def _check_begins(tags: Sequence[Tag]) -> None:
-    """Check that no two begins are equal, and that no begin continues another one like its JSON
+    """Checks that no two begins are equal, and that no begin continues another one like its JSON
     might, as the two could not be told apart."""
     earlier: dict[str, Tag] = {}
     for tag in tags:

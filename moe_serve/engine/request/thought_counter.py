@@ -69,7 +69,7 @@ class ThoughtCounter:
         return not (self._is_inside or self._may_open or self._markers.can_reopen)
 
     def read(self, tokens: Tokens[int], stop: int | None = None) -> None:
-        """Read the new ones of the sequence's first `stop` tokens (all if None), which include the
+        """Reads the new ones of the sequence's first `stop` tokens (all if None), which include the
         prompt. Goes back if it has read more."""
         stop = len(tokens) if stop is None else stop
         self.go_back(stop)
@@ -87,8 +87,8 @@ class ThoughtCounter:
             self.barred = self._barred(tokens, self._num_read)
 
     def go_back(self, stop: int) -> None:
-        """Forget the tokens from index `stop` on, and perhaps some before it, which the next `read`
-        reads again."""
+        """Forgets the tokens from index `stop` on, and perhaps some before it, which the next
+        `read` reads again."""
         if self._num_read <= stop:
             return
         while self._past and self._past[-1][0] > stop:
@@ -98,7 +98,7 @@ class ThoughtCounter:
             setattr(self, name, value)
 
     def _go_on(self, tokens: Tokens[int], *, is_due: bool) -> None:
-        """Handle a token inside the reasoning, or the last token of its closing marker."""
+        """Handles a token inside the reasoning, or the last token of its closing marker."""
         self._num_spent += 1
         stop, markers = self._num_read, self._markers
         closing = _found(markers.closings, tokens, self._since, stop)
@@ -110,7 +110,7 @@ class ThoughtCounter:
             self._rest = markers.end[len(closing) :]
 
     def _wait(self, tokens: Tokens[int]) -> None:
-        """Handle a token outside the reasoning, or the last token of its opening marker."""
+        """Handles a token outside the reasoning, or the last token of its opening marker."""
         stop, markers = self._num_read, self._markers
         if markers.can_reopen:
             is_open = _found(markers.openings, tokens, self._since, stop) is not None
@@ -127,7 +127,7 @@ class ThoughtCounter:
             self._is_inside, self._may_open, self._since = True, False, stop
 
     def _due(self, tokens: Tokens[int], stop: int) -> int | None:
-        """Return the token that continues or begins the end marker, if one is due."""
+        """Returns the token that continues or begins the end marker, if one is due."""
         if self._rest:
             return self._rest[0]
         if not self._is_inside or self._num_spent < self._budget:
@@ -149,7 +149,7 @@ class ThoughtCounter:
 def _found(
     words: Iterable[tuple[int, ...]], tokens: Tokens[int], since: int, stop: int
 ) -> tuple[int, ...] | None:
-    """Return the first word that `tokens[since:stop]` ends with."""
+    """Returns the first word that `tokens[since:stop]` ends with."""
     for word in words:
         if stop - len(word) >= since and tuple(tokens[stop - len(word) : stop]) == word:
             return word

@@ -79,20 +79,20 @@ class PlacementControl(Protocol):
     def status(self) -> PlacementStatus: ...
 
     def brief(self) -> PlacementBrief:
-        """Return the part of a status that does not inspect the loads."""
+        """Returns the part of a status that does not inspect the loads."""
         ...
 
     def plan(self) -> Placement:
-        """Return the placement in force."""
+        """Returns the placement in force."""
         ...
 
     def rebalance(self) -> PlacementStatus:
-        """Plan now and move experts if that pays off, without waiting for the move. Raises
+        """Plans now and move experts if that pays off, without waiting for the move. Raises
         RebalanceError with the reason if it cannot."""
         ...
 
     def apply(self, target: Placement) -> PlacementStatus:
-        """Begin to move to a given placement; does not wait for the end.
+        """Begins to move to a given placement; does not wait for the end.
 
         Raises RebalanceError, and changes nothing, if the placement is not one for this model and
         these ranks, if a rank has not the slots for it, or if a move is under way."""

@@ -48,7 +48,7 @@ class RouteRecorder:
         return wanted
 
     def take(self, records: list[RouteRecord]) -> None:
-        """Record the new tokens. Those of a preempted or moved request that came before are left
+        """Records the new tokens. Those of a preempted or moved request that came before are left
         out."""
         with self._lock:
             if self._is_over:
@@ -66,7 +66,7 @@ class RouteRecorder:
             self._sink.add(taken)
 
     def end(self) -> None:
-        """Stop passing tokens to the sink, also those of the step being published."""
+        """Stops passing tokens to the sink, also those of the step being published."""
         with self._lock:
             self._is_over = True
 
@@ -81,7 +81,7 @@ class RouteRecorder:
 
 
 def _behind(record: RouteRecord, count: int) -> RouteRecord:
-    """Copy a record without its first `count` tokens."""
+    """Copies a record without its first `count` tokens."""
     weights = record.weights_NLK
     return msgspec.structs.replace(
         record,

@@ -54,12 +54,12 @@ class RouteListener(Protocol):
         ...
 
     def wants(self, step: int, sequences: Mapping[int, Sequence]) -> Collection[int]:
-        """Return the ids of the sequences whose routes it wants. The answer for a step must not
+        """Returns the ids of the sequences whose routes it wants. The answer for a step must not
         change. Engines that step together pass the same `step`."""
         ...
 
     def take(self, records: list[RouteRecord]) -> None:
-        """Receive the records of a finished step, including those that only other listeners
+        """Receives the records of a finished step, including those that only other listeners
         wanted."""
         ...
 
@@ -74,11 +74,11 @@ class RouteListeners:
         self._listeners = (*self._listeners, listener)
 
     def remove(self, listener: RouteListener) -> None:
-        """Remove a listener. Unknown ones are ignored."""
+        """Removes a listener. Unknown ones are ignored."""
         self._listeners = tuple(each for each in self._listeners if each is not listener)
 
     def with_requests(self, plan: StepPlan, step: int, schedule: Schedule) -> StepPlan:
-        """Return the plan with the route requests of the listeners and of the sequences."""
+        """Returns the plan with the route requests of the listeners and of the sequences."""
         listeners, wanted = self._listeners, sequences_that_ask(plan, schedule)
         if listeners:
             sequences = sequences_of(schedule)
@@ -89,8 +89,8 @@ class RouteListeners:
         return replace(plan, routes=ask)
 
     def notify(self, schedule: Schedule, choices: StepChoices | None, runs: Runs) -> None:
-        """Pass the routes of a finished step to the listeners, before its sequences advance by the
-        tokens of their runs."""
+        """Passes the routes of a finished step to the listeners, before its sequences advance by
+        the tokens of their runs."""
         listeners = self._listeners
         if choices is None or not listeners:
             return
@@ -138,7 +138,7 @@ def _records(schedule: Schedule, choices: StepChoices, runs: Runs) -> list[Route
 
 
 def _computed_tokens(sequence: Sequence, count: int, run: tuple[Sampled, ...]) -> list[int]:
-    """Return the tokens whose rows a step computed: the scheduled `count`, and those of the run
+    """Returns the tokens whose rows a step computed: the scheduled `count`, and those of the run
     but the last."""
     start = sequence.num_computed_tokens
     scheduled = sequence.token_ids[start : start + count]
@@ -146,7 +146,7 @@ def _computed_tokens(sequence: Sequence, count: int, run: tuple[Sampled, ...]) -
 
 
 def sequences_that_ask(plan: StepPlan, schedule: Schedule) -> frozenset[int]:
-    """Return the sequences that want the experts of a token that they get from this step, or from
+    """Returns the sequences that want the experts of a token that they get from this step, or from
     a later one behind the rows of this step."""
     asking = [key for key, (s, _) in schedule.items() if s.request.wants_routed_experts]
     if not asking:
@@ -157,7 +157,7 @@ def sequences_that_ask(plan: StepPlan, schedule: Schedule) -> frozenset[int]:
 
 
 def made_tokens(schedule: Schedule, choices: StepChoices | None, runs: Runs) -> Made:
-    """Return the experts of the tokens about to be appended, by sequence id."""
+    """Returns the experts of the tokens about to be appended, by sequence id."""
     found: Made = {}
     if choices is None:
         return found
@@ -180,7 +180,7 @@ def _experts_of_row(row_LK: NDArray[np.integer[Any]]) -> TokenExperts:
 
 
 def experts_of(sequence: Sequence, made: Made, num_tokens: int) -> tuple[TokenExperts, ...] | None:
-    """Return the experts of a sequence's new tokens; empty ones if a rank's message was
+    """Returns the experts of a sequence's new tokens; empty ones if a rank's message was
     unusable."""
     if not sequence.request.wants_routed_experts:
         return None

@@ -64,7 +64,7 @@ class AnswerMasks:
         self._any_W = _bits(range(vocab_size), num_words(vocab_size))
 
     def of(self, points: Rows[SamplingPoint]) -> MaskedRows:
-        """Return one mask for each restricted row."""
+        """Returns one mask for each restricted row."""
         rows = [row for row, point in enumerate(points) if _is_masked(point)]
         if not rows:
             return MaskedRows()
@@ -86,7 +86,7 @@ class AnswerMasks:
     def forced(
         self, runs: Mapping[int, Rows[Sampled]], sequences: Mapping[int, Sequence]
     ) -> dict[int, tuple[int, ...]]:
-        """Return what grammars force behind the tokens just sampled, by sequence id. These tokens
+        """Returns what grammars force behind the tokens just sampled, by sequence id. These tokens
         are drafts: the model may spell the same text otherwise."""
         found: dict[int, tuple[int, ...]] = {}
         for key, sequence in sequences.items():
@@ -109,7 +109,7 @@ class AnswerMasks:
         bits_CW: NDArray[np.uint32],
         failures: dict[int, str],
     ) -> None:
-        """Fill the masks of one sequence's rows. A row behind a drafted token that its own mask
+        """Fills the masks of one sequence's rows. A row behind a drafted token that its own mask
         bans will not count, so it gets any mask."""
         is_void = False
         for bits_W, row in zip(bits_CW, rows, strict=True):
@@ -123,7 +123,7 @@ class AnswerMasks:
             is_void = why is not None or not (point.is_at_end or _allows(bits_W, point.next_token))
 
     def _fill(self, point: SamplingPoint, bits_W: NDArray[np.uint32]) -> str | None:
-        """Fill the mask of one row. Returns the reason if no token is allowed."""
+        """Fills the mask of one row. Returns the reason if no token is allowed."""
         params, thoughts = point.params, point.sequence.thoughts
         is_constrained = point.rules.constraint is not None
         bits_W[:] = 0 if is_constrained else self._any_W
@@ -151,13 +151,13 @@ class AnswerMasks:
         return None if bits_W.any() else _NOTHING_LEFT
 
     def _is_final(self, point: SamplingPoint) -> bool:
-        """Return whether the mask of a row's grammar is the mask of the row, the usual case."""
+        """Returns whether the mask of a row's grammar is the mask of the row, the usual case."""
         params, sequence = point.params, point.sequence
         has_rules = params.allowed_token_ids or point.rules.bad_word_ids or params.ignore_eos
         return not (has_rules or sequence.thoughts is not None or point.is_short)
 
     def _matcher(self, sequence: Sequence) -> SequenceMatcher:
-        """Return the sequence's matcher, made on first use."""
+        """Returns the sequence's matcher, made on first use."""
         if sequence.matcher is None:
             constraint = sequence.rules.constraint
             assert constraint is not None, f"{sequence.request.request_id} has no constraint"
@@ -168,8 +168,8 @@ class AnswerMasks:
 
 
 def _is_masked(point: SamplingPoint) -> bool:
-    """Return whether a row needs a mask. Within its thinking budget and after the reasoning it does
-    not."""
+    """Returns whether a row needs a mask. Within its thinking budget and after the reasoning it
+    does not."""
     rules, allowed = point.rules, point.params.allowed_token_ids
     is_thinking_free = _is_thinking_free(point)
     is_bound = rules.constraint or allowed or rules.bad_word_ids
@@ -177,7 +177,7 @@ def _is_masked(point: SamplingPoint) -> bool:
 
 
 def _is_thinking_free(point: SamplingPoint) -> bool:
-    """Read the history and return whether the thinking budget leaves the next token free."""
+    """Reads the history and returns whether the thinking budget leaves the next token free."""
     sequence = point.sequence
     markers, budget = point.rules.thinking_markers, point.params.thinking_token_budget
     if markers is None or budget is None:
@@ -189,7 +189,7 @@ def _is_thinking_free(point: SamplingPoint) -> bool:
 
 
 def _heeding(bits_W: NDArray[np.uint32], thoughts: ThoughtCounter) -> NDArray[np.uint32]:
-    """Apply the thinking limit unless the other rules forbid it yet. For example an end of
+    """Applies the thinking limit unless the other rules forbid it yet. For example an end of
     reasoning waits until a grammar has a complete character."""
     if thoughts.forced is not None:
         only_W = bits_W & _bits([thoughts.forced], len(bits_W))
@@ -201,7 +201,7 @@ def _heeding(bits_W: NDArray[np.uint32], thoughts: ThoughtCounter) -> NDArray[np
 
 
 def _bad_tokens(point: SamplingPoint) -> Iterable[int]:
-    """Yield tokens that would complete a bad word in the answer."""
+    """Yields tokens that would complete a bad word in the answer."""
     num_prompt, tokens = point.sequence.num_prompt_tokens, point.sequence.token_ids
     for word in point.rules.bad_word_ids:
         start = point.position - len(word) + 1

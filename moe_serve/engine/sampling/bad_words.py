@@ -10,7 +10,7 @@ from moe_serve.text.tokenizer import Tokenizer
 def bad_word_ids(
     params: SamplingParams, thinking: ThinkingMarkers | None, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of the bad words. They must not be in the way of a thinking limit.
+    """Returns the token ids of the bad words. They must not be in the way of a thinking limit.
 
     Each word is encoded as at the beginning of a text, and also after a space if that takes as many
     tokens. Other spellings (`b` + `ad`) are not banned.

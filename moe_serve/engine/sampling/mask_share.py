@@ -41,7 +41,7 @@ class MaskShare:
         self.num_held = 0  # sequences that the last step left out
 
     def charge(self, costs: Mapping[int, MaskCost], sequences: Iterable[Sequence]) -> None:
-        """Record a finished step: `costs` by sequence id, of `sequences` that were in it."""
+        """Records a finished step: `costs` by sequence id, of `sequences` that were in it."""
         if not costs:
             return
         masks_s = sum(cost.wall_s for cost in costs.values())
@@ -58,12 +58,12 @@ class MaskShare:
                 self._by_grammar.popitem(last=False)
 
     def can_afford(self, decoding: list[Sequence]) -> bool:
-        """Return whether none of the sequences would be left out."""
+        """Returns whether none of the sequences would be left out."""
         costs = [self._cost(s) for s in decoding if s.rules.constraint is not None]
         return sum(cost for cost in costs if cost > _CHEAP_S) <= max(0.0, self._balance_s)
 
     def affordable(self, decoding: list[Sequence], *, is_alone: bool) -> list[Sequence]:
-        """Return the sequences that the next step computes, in their order. `is_alone` means that
+        """Returns the sequences that the next step computes, in their order. `is_alone` means that
         the step computes nothing else, so at least one of them runs."""
         self._earn()
         passed_s, self._asked_at = self._earned_at - self._asked_at, self._earned_at
@@ -88,26 +88,26 @@ class MaskShare:
         return [s for s in decoding if s.id not in out]
 
     def overdue(self, running: Collection[Sequence], num_waiting: int) -> list[Sequence]:
-        """Return at most `num_waiting` sequences that hold seats others need and hardly run: those
+        """Returns at most `num_waiting` sequences that hold seats others need and hardly run: those
         that were left out longest."""
         late = [s for s in running if self._held.get(s.id, 0.0) > self._max_held_s]
         late.sort(key=lambda s: -self._held[s.id])
         return late[:num_waiting]
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Drop sequences that have ended or wait again."""
+        """Drops sequences that have ended or wait again."""
         for sequence in sequences:
             self._expected.pop(sequence.id, None)
             self._held.pop(sequence.id, None)
 
     def _earn(self, masks_s: float = 0.0) -> None:
-        """Add the time since the last call, without the `masks_s` spent on masks."""
+        """Adds the time since the last call, without the `masks_s` spent on masks."""
         now = self._clock()
         passed_s, self._earned_at = now - self._earned_at, now
         self._balance_s = min(_BURST_S, self._balance_s + max(0.0, passed_s - masks_s))
 
     def _cost(self, sequence: Sequence) -> float:
-        """Return the expected cost of the next mask, from the sequence or from its constraint's
+        """Returns the expected cost of the next mask, from the sequence or from its constraint's
         past costs."""
         expected_s = self._expected.get(sequence.id)
         if expected_s is not None and sequence.num_output_tokens > 2:

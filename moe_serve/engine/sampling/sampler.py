@@ -56,7 +56,7 @@ class Sampler:
     def sample(
         self, logits_SV: Tensor, points: Rows[SamplingPoint], masks: TokenMasks | None = None
     ) -> list[Sampled]:
-        """Sample one token for each row, at its point."""
+        """Samples one token for each row, at its point."""
         adjusted_SV = self._adjust(logits_SV, points)
         if masks is not None:
             adjusted_SV = logits_SV.clone() if adjusted_SV is logits_SV else adjusted_SV
@@ -80,7 +80,7 @@ class Sampler:
         return describe_tokens(logits_RV, tokens, num_top)
 
     def _adjust(self, logits_SV: Tensor, points: Rows[SamplingPoint]) -> Tensor:
-        """Apply bias, minimum length and penalties, on a copy and only to rows that need it."""
+        """Applies bias, minimum length and penalties, on a copy and only to rows that need it."""
         adjusted_SV = logits_SV
         for row, point in enumerate(points):
             params, bans_end = point.params, point.bans_end
@@ -101,7 +101,7 @@ class Sampler:
 
 
 def describe_tokens(logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-    """Return the log probability and rank of one token per row, and the row's likeliest tokens."""
+    """Returns the log probability and rank of one token per row, and the row's likeliest tokens."""
     if not tokens:
         return []
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
@@ -119,7 +119,7 @@ def describe_tokens(logits_RV: Tensor, tokens: list[int], num_top: int) -> list[
 
 
 def with_given(entry: TokenLogprob, logits_V: Tensor, given: Tokens[int]) -> TokenLogprob:
-    """Replace the entry's likeliest tokens by the chosen one and the `given` ones, if any are
+    """Replaces the entry's likeliest tokens by the chosen one and the `given` ones, if any are
     given."""
     if not given:
         return entry
@@ -143,7 +143,7 @@ def _ban_others(logits_SV: Tensor, masks: TokenMasks) -> None:
 
 
 def _penalize(row_V: Tensor, point: SamplingPoint) -> None:
-    """Apply OpenAI's presence and frequency penalties over the answer, and repetition over prompt
+    """Applies OpenAI's presence and frequency penalties over the answer, and repetition over prompt
     and answer (CTRL)."""
     params = point.params
     if params.repetition_penalty != 1.0:
@@ -158,7 +158,7 @@ def _penalize(row_V: Tensor, point: SamplingPoint) -> None:
 
 
 def _draw(logits_SV: Tensor, points: Rows[SamplingPoint], has_filter: bool) -> list[int]:
-    """Draw by inverse transform sampling: the first token whose cumulative probability exceeds the
+    """Draws by inverse transform sampling: the first token whose cumulative probability exceeds the
     draw."""
     device, params = logits_SV.device, [p.params for p in points]
     temperature_S1 = torch.tensor([[p.temperature] for p in params], device=device)
@@ -194,7 +194,7 @@ def _logprobs(
 
 
 def least_probabilities(probs_SV: Tensor, params: Rows[SamplingParams]) -> Tensor:
-    """Return the smallest probability that each row keeps, [S, 1].
+    """Returns the smallest probability that each row keeps, [S, 1].
 
     Applies min_p, then top-k, then top-p to what is left. The likeliest token always stays.
     """
@@ -209,7 +209,7 @@ def least_probabilities(probs_SV: Tensor, params: Rows[SamplingParams]) -> Tenso
 
 
 def _cut(probs_SV: Tensor, params: Rows[SamplingParams], num: int) -> tuple[Tensor, Tensor]:
-    """Return the cuts by the `num` largest values, and whether those were enough [S]."""
+    """Returns the cuts by the `num` largest values, and whether those were enough [S]."""
     device = probs_SV.device
     min_p_S1 = torch.tensor([[p.min_p] for p in params], device=device)
     top_k_S1 = torch.tensor([[p.top_k if p.top_k > 0 else 2**31] for p in params], device=device)
@@ -230,7 +230,7 @@ def _cut(probs_SV: Tensor, params: Rows[SamplingParams], num: int) -> tuple[Tens
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """Return one number in [0, 1) that depends on (seed, choice, position) only.
+    """Returns one number in [0, 1) that depends on (seed, choice, position) only.
 
     It comes from the counter-based generator Philox (Salmon et al., SC 2011). There is no state to
     share or advance, so a neighbour, a preemption or a restart changes nothing.

@@ -23,12 +23,12 @@ class SamplingBackend(Protocol):
     def sample(
         self, logits_SV: Tensor, points: Rows[SamplingPoint], masks: TokenMasks | None = None
     ) -> list[Sampled]:
-        """Sample one token for each row, at its point. A faulty row does not affect others. `masks`
-        restrict some rows and allow at least one token each."""
+        """Samples one token for each row, at its point. A faulty row does not affect others.
+        `masks` restrict some rows and allow at least one token each."""
         ...
 
     def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-        """Return the log probability and rank of one token per row, and the row's likeliest
+        """Returns the log probability and rank of one token per row, and the row's likeliest
         tokens."""
         ...
 
@@ -42,7 +42,7 @@ class KernelSampler:
     def sample(
         self, logits_SV: Tensor, points: Rows[SamplingPoint], masks: TokenMasks | None = None
     ) -> list[Sampled]:
-        """Sample one token for each row, at its point."""
+        """Samples one token for each row, at its point."""
         step = make_sampling_step(points, self._eos, masks)
         done = self._kernels.sample(logits_SV, step)
         tokens: list[int] = done.tokens_S.tolist()
@@ -58,7 +58,7 @@ class KernelSampler:
         return [Sampled(*row) for row in fields]
 
     def describe(self, logits_RV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-        """Return the log probability and rank of one token per row, and the row's likeliest
+        """Returns the log probability and rank of one token per row, and the row's likeliest
         tokens."""
         if not tokens:
             return []
@@ -83,7 +83,7 @@ def _described(scores: ScoredTokens, tokens: list[int], wanted: list[int]) -> li
 
 
 def make_sampler(eos_token_ids: frozenset[int], kernels: Kernels) -> SamplingBackend:
-    """Build the kernels' sampler, or the torch sampler if the kernels have none."""
+    """Builds the kernels' sampler, or the torch sampler if the kernels have none."""
     on_device = kernels.token_sampler()
     if on_device is None:
         return Sampler(eos_token_ids, kernels.largest)

@@ -18,7 +18,7 @@ from moe_serve.engine.sampling.sampling_point import SamplingPoint
 def make_sampling_step(
     points: Rows[SamplingPoint], eos_token_ids: Collection[int], masks: TokenMasks | None = None
 ) -> SamplingStep:
-    """Build the arrays with the same numbers that the torch sampler uses, row by row."""
+    """Builds the arrays with the same numbers that the torch sampler uses, row by row."""
     params = [p.params for p in points]
     scored = [row for row, p in enumerate(params) if p.logprobs is not None]
     return SamplingStep(
@@ -59,7 +59,7 @@ def _entries(points: Rows[SamplingPoint], eos_token_ids: Collection[int]) -> Tok
 
 
 def _entries_of(row: int, point: SamplingPoint, banned: Collection[int]) -> TokenEntries:
-    """Return one row's tokens, each once. A token may be biased, seen, in the answer and banned
+    """Returns one row's tokens, each once. A token may be biased, seen, in the answer and banned
     together.
 
     Example, the prompt [5, 3], the answer [3, 7], penalties of repetition and presence, a bias of 2

@@ -21,7 +21,7 @@ def limiting_markers(
     *,
     can_call: bool = False,
 ) -> ThinkingMarkers | None:
-    """Return the markers for enforcing a thinking budget; None if there is nothing to limit.
+    """Returns the markers for enforcing a thinking budget; None if there is nothing to limit.
 
     `constraint` is the grammar of the answer. `prompt` (or just its end) tells whether the
     reasoning has begun. Raises InvalidRequestError if the model's reasoning markers are unknown.
@@ -48,7 +48,7 @@ def counting_markers(
     prompt: str,
     tokenizer: Tokenizer,
 ) -> ThinkingMarkers | None:
-    """Return the markers for counting reasoning tokens; None if the answer has no reasoning, or if
+    """Returns the markers for counting reasoning tokens; None if the answer has no reasoning, or if
     the vocabulary cannot write the marker that ends it."""
     if reasoning is None or _holds_at_once(constraint, reasoning):
         return None
@@ -85,7 +85,7 @@ def _written(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _holds_at_once(constraint: Constraint | None, reasoning: ReasoningFormat) -> bool:
-    """Return whether a grammar holds from the first token on and contains no reasoning."""
+    """Returns whether a grammar holds from the first token on and contains no reasoning."""
     if constraint is None or constraint.lead:
         return False
     is_json = constraint.kind in ("json_object", "json_schema")

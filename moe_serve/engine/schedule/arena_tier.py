@@ -2,7 +2,9 @@
 
 Copies are made by the rank, in the order of its messages: what is saved is copied before the page
 is used again, and what is loaded is there before a step reads it. Nothing waits. A copy counts once
-a later step of the rank has ended.
+a later step of the rank has ended. With a disk behind the arena, a sequence may wait until pages
+are read into slots, and a rank without a step is told to copy at once, so that nothing that was
+computed stays in its pages only.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.tiers.arena import ArenaIndex
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.clock import Clock
-from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.sequence import Schedule, Sequence
+from moe_serve.engine.schedule.arena_disk import ArenaDisk
 from moe_serve.engine.schedule.kv_tier import KVTier
 
 _PAGES_PER_STEP = 32  # copied in a step
@@ -28,6 +31,17 @@ class RankCopies:
 
     save: Callable[[int, int], None]  # page, slot
     load: Callable[[int, int], None]  # slot, page
+    finish: Callable[[int], None]  # returns after all copies were made, up to that of a page
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A page that a rank copies into a slot."""
+
+    page: int
+    slot: int
+    key: bytes
+    parent_key: bytes
 
 
 class ArenaTier(KVTier):
@@ -40,13 +54,24 @@ class ArenaTier(KVTier):
         copies: RankCopies,
         clock: Clock,
         give_after_s: float,
+        disk: ArenaDisk | None = None,
     ) -> None:
-        """`give_after_s`: how often running sequences give their full pages."""
+        """`give_after_s`: how often running sequences give their full pages. `disk`: what is
+        behind the arena, for all ranks."""
+        self._disk, self._times = disk, None if disk is None else disk.step_times()
         self._cache, self._arena, self._copies, self._clock = cache, arena, copies, clock
         self._give_after_s, self._next_give = give_after_s, clock() + give_after_s
-        self._fresh: deque[tuple[int, bytes]] = deque()  # page, key
-        self._saving: list[tuple[bytes, int]] = []  # key, slot: the rank may not have copied yet
+        self._fresh: deque[tuple[int, bytes, bytes]] = deque()  # page, key, parent key
+        self._saving: list[_Saving] = []  # the rank may not have copied yet
         self._loading: list[int] = []  # slots, likewise
+        self._is_sound = True  # as far as known, the step that was scheduled last
+
+    @property
+    def has_work(self) -> bool:
+        """See `KVTier.has_work`: with a disk, all pages go there although the rank has no step."""
+        if self._disk is None:
+            return False
+        return bool(self._fresh or self._saving) or self._disk.has_work
 
     @property
     def is_due(self) -> bool:
@@ -55,14 +80,24 @@ class ArenaTier(KVTier):
 
     def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
         """See `KVTier.entered`."""
-        self._fresh.append((page, key))
+        self._fresh.append((page, key, parent_key))
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """See `KVTier.awaits`."""
+        return self._disk is not None and self._disk.awaits(sequence)
 
     def begin_load(self, sequence: Sequence, found: list[int]) -> bool:
-        """See `KVTier.begin_load`. Nothing waits: pages of the arena join `found`."""
+        """See `KVTier.begin_load`. Pages of the arena join `found` at once. Those behind them may
+        be on the disk, for which the sequence waits."""
         cache, arena, size = self._cache, self._arena, self._cache.page_size
         num_found, num_wanted = len(found), (sequence.num_tokens - 1) // size
+        keys = sequence.page_keys[num_found + 1 : num_wanted + 1]
+        slots = arena.find(keys)
+        if self._disk is not None:
+            num_here, behind = num_found + len(slots), keys[len(slots) : arena.num_slots]
+            if self._disk.begin_load(sequence, num_here, behind):
+                return True
         arena.counts.num_queried_tokens += sequence.num_tokens - num_found * size
-        slots = arena.find(sequence.page_keys[num_found + 1 : num_wanted + 1])
         if not slots:
             return False
         cache.pin(found)
@@ -86,26 +121,48 @@ class ArenaTier(KVTier):
         if self.is_due:
             self._next_give = self._clock() + self._give_after_s
         for _ in range(min(_PAGES_PER_STEP, len(self._fresh))):
-            page, key = self._fresh.popleft()
+            page, key, parent_key = self._fresh.popleft()
             if self._cache.tree.find(key) != page or key in self._arena:
                 continue
             slot = self._arena.reserve()
             if slot is not None:
                 self._copies.save(page, slot)
-                self._saving.append((key, slot))
+                self._saving.append(_Saving(page, slot, key, parent_key))
+        if self._disk is not None:
+            self._disk.update()
+
+    def step_begins(self, schedule: Schedule) -> None:
+        """See `KVTier.step_begins`. A rank without a step makes its copies now, for the disk."""
+        self._is_sound = True
+        if self._times is not None:
+            self._times.begins(list(schedule.values()))
+            if not schedule:
+                self._finish_copies()
+
+    def step_failed(self) -> None:
+        """See `KVTier.step_failed`. A shard of the rank may be behind with its copies."""
+        self._is_sound = False
 
     def step_ended(self) -> None:
-        """Note that the rank has done all copies that it was told before."""
-        for key, slot in self._saving:
-            self._arena.enter(key, slot)
+        """Notes that the rank has done all copies that it was told before."""
+        if self._times is not None:
+            self._times.ended()
+        if self._is_sound:
+            self._settle()
+
+    def _settle(self) -> None:
+        for saving in self._saving:
+            self._arena.enter(saving.key, saving.slot)
+            if self._disk is not None:
+                self._disk.filled(saving.key, saving.parent_key)
         for slot in self._loading:
             self._arena.unpin(slot)
         self._saving, self._loading = [], []
 
     def abandon(self) -> None:
-        """Note that the rank is lost: its last copies may be incomplete."""
-        for _, slot in self._saving:
-            self._arena.give_back(slot)
+        """Notes that the rank is lost: its last copies may be incomplete."""
+        for saving in self._saving:
+            self._arena.give_back(saving.slot)
         for slot in self._loading:
             self._arena.unpin(slot)
         self._saving, self._loading = [], []
@@ -113,4 +170,18 @@ class ArenaTier(KVTier):
 
     def stats(self) -> TierStats:
         """See `KVTier.stats`. The figures are those of all ranks."""
-        return self._arena.stats()
+        return self._arena.stats() if self._disk is None else self._disk.stats()
+
+    def close(self) -> None:
+        """See `KVTier.close`. Fills slots with what is only in pages yet; the disk is closed by
+        its owner, as other ranks use it too. Raises ExecutorLostError."""
+        while self._disk is not None and (self._fresh or self._saving):
+            self.update()
+            self._finish_copies()
+
+    def _finish_copies(self) -> None:
+        """Have the rank make the copies that it was told of, and wait for that. Raises
+        ExecutorLostError."""
+        if self._saving:
+            self._copies.finish(self._saving[-1].page)
+            self._settle()

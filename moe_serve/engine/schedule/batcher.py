@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.engine.drafting.draft import Draft
 from moe_serve.engine.request.sequence import Schedule, Sequence
@@ -24,7 +25,7 @@ def make_step_plan(
     drafts: Mapping[int, Draft] = NO_DRAFTS,
     layered: LayeredPrefill | None = None,
 ) -> StepPlan:
-    """Plan the scheduled sequences and their drafts in at most `max_micro_batches` groups.
+    """Plans the scheduled sequences and their drafts in at most `max_micro_batches` groups.
 
     `layered` knows the sequences that take part in some layers only. They join a group of the
     others, so that the experts multiply all these rows together."""
@@ -51,19 +52,9 @@ def _joining(sequence: Sequence, count: int, layers: LayerRange) -> SequenceSlic
 
 
 def make_next_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
-    """Plan the step after one whose tokens are not known yet. It computes of each sequence the
+    """Plans the step after one whose tokens are not known yet. It computes of each sequence the
     token about to be sampled, which the executor fills in; here it is 0."""
-    slices = [
-        SequenceSlice(
-            s.id,
-            s.num_tokens,
-            _UNKNOWN,
-            tuple(s.page_table),
-            num_logits=1,
-            adapter=s.request.adapter_digest,
-        )
-        for s, _ in schedule.values()
-    ]
+    slices = [_piece(s, s.num_tokens, _UNKNOWN, 1) for s, _ in schedule.values()]
     return _plan(slices, max_micro_batches, policy)
 
 
@@ -77,10 +68,28 @@ def _slice(sequence: Sequence, count: int, draft: Draft | None) -> SequenceSlice
     num_logits = 1 if end == sequence.num_tokens else 0
     if sequence.wants_prompt_logprobs:
         num_logits = count
-    tokens, table = sequence.pending(count), tuple(sequence.page_table)
-    adapter = sequence.request.adapter_digest
+    tokens = sequence.pending(count)
     if draft is None:
-        return SequenceSlice(sequence.id, start, tokens, table, num_logits, adapter=adapter)
+        return _piece(sequence, start, tokens, num_logits)
     drafted = np.array(draft.token_ids, dtype=np.int64)
     tokens, count = np.concatenate([tokens, drafted]), len(drafted)
-    return SequenceSlice(sequence.id, start, tokens, table, 1 + count, count, adapter=adapter)
+    return _piece(sequence, start, tokens, 1 + count, count)
+
+
+def _piece(
+    sequence: Sequence, start: int, tokens: NDArray[np.int64], num_logits: int, num_drafted: int = 0
+) -> SequenceSlice:
+    """Returns tokens of a sequence with the pages that they see."""
+    table, hidden = sequence.page_table, sequence.hidden_pages(start)
+    if hidden:
+        table = table[: hidden.start] + table[hidden.stop :]
+    return SequenceSlice(
+        sequence.id,
+        start,
+        tokens,
+        tuple(table),
+        num_logits,
+        num_drafted,
+        adapter=sequence.request.adapter_digest,
+        num_dropped=len(hidden) * sequence.page_size,
+    )

@@ -15,46 +15,49 @@ class KVTier:
 
     @property
     def has_work(self) -> bool:
-        """Return whether `update` has something to do although no request is there."""
+        """Returns whether `update` has something to do although no request is there."""
         return False
 
     @property
     def is_due(self) -> bool:
-        """Return whether running sequences should give their full pages now."""
+        """Returns whether running sequences should give their full pages now."""
         return False
 
     def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
-        """Note a full page that the prefix cache has now."""
+        """Notes a full page that the prefix cache has now."""
 
     def awaits(self, sequence: Sequence) -> bool:
-        """Return whether pages are being read that the sequence would start with."""
+        """Returns whether pages are being read that the sequence would start with."""
         return False
 
     def begin_load(self, sequence: Sequence, found: list[int]) -> bool:
-        """Begin to load the pages behind those that the cache has for a sequence that could start.
+        """Begins to load the pages behind those that the cache has for a sequence that could start.
         Returns whether it should wait for them. Pages that are there at once join `found`."""
         return False
 
     def update(self) -> None:
-        """Take what was done, and hand over fresh pages. Called before each schedule."""
+        """Takes what was done, and hand over fresh pages. Called before each schedule."""
 
     def step_begins(self, schedule: Schedule) -> None:
-        """Note the step that was scheduled."""
+        """Notes the step that was scheduled."""
+
+    def step_failed(self) -> None:
+        """Notes that the step that was scheduled last failed, or that it was empty."""
 
     def step_ended(self) -> None:
-        """Note that the step that was scheduled last has ended."""
+        """Notes that the step that was scheduled last has ended."""
 
     def abandon(self) -> None:
-        """Note that the pages are lost with their rank."""
+        """Notes that the pages are lost with their rank."""
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `DrivenEngine.set_waker`."""
 
     def close(self) -> None:
-        """Store what was computed, at most for some seconds."""
+        """Stores what was computed, at most for some seconds."""
 
     def stats(self) -> TierStats | None:
-        """Return a snapshot; None without a tier."""
+        """Returns a snapshot; None without a tier."""
         return None
 
 

@@ -36,7 +36,7 @@ class LayeredCosts:
 
     @classmethod
     def of(cls, spec: ModelSpec, device: str, num_attention_ranks: int = 1) -> LayeredCosts | None:
-        """Return the costs of a model; None if it has no layer with routed experts."""
+        """Returns the costs of a model; None if it has no layer with routed experts."""
         if not spec.num_sparse_layers:
             return None
         shape, read_rows = spec.attention, _READ_ROWS.get(device, _READ_ROWS["cuda"])
@@ -54,25 +54,25 @@ class LayeredCosts:
         )
 
     def cost(self, num_rows: float) -> float:
-        """Return the cost of one layer with these rows."""
+        """Returns the cost of one layer with these rows."""
         missed: float = (1 - self.top_k / self.num_experts) ** num_rows
         activated = self.num_experts * (1 - missed)
         return activated * self.read_rows + num_rows * (self.top_k + self.dense_rows)
 
     def more(self, num_rows: int, num_more: int) -> float:
-        """Return the additional cost of a layer with `num_more` rows beside `num_rows` of each
+        """Returns the additional cost of a layer with `num_more` rows beside `num_rows` of each
         attention rank."""
         beside = num_rows * self.num_attention_ranks
         return self.cost(beside + num_more) - self.cost(beside)
 
     def num_allowed(self, count: int, budget: int, num_rows: int) -> int:
-        """Return the number of layers with `count` tokens that cost as much as all layers with
+        """Returns the number of layers with `count` tokens that cost as much as all layers with
         `budget` tokens."""
         whole = self.num_layers * self.more(num_rows, budget)
         return int((1 + 1e-9) * whole / self.more(num_rows, count))
 
     def most_tokens(self, group: int, most: int, budget: int, num_rows: int) -> int:
-        """Return the largest number of tokens, at most `most`, of which `group` layers are
+        """Returns the largest number of tokens, at most `most`, of which `group` layers are
         allowed."""
         least = 0
         while least < most:
@@ -84,7 +84,7 @@ class LayeredCosts:
         return least
 
     def layered(self, pending: int, count: int, budget: int, num_rows: int) -> float:
-        """Predict the cost of reading `pending` tokens, `count` together in groups of layers, with
+        """Predicts the cost of reading `pending` tokens, `count` together in groups of layers, with
         the rows beside them."""
         total, beside = 0.0, self.cost(num_rows * self.num_attention_ranks)
         for first in range(0, pending, count):
@@ -95,13 +95,13 @@ class LayeredCosts:
         return total
 
     def least(self, pending: int, budget: int, num_rows: int) -> float:
-        """Return a bound below `layered`, whatever tokens pass the layers together."""
+        """Returns a bound below `layered`, whatever tokens pass the layers together."""
         num_steps = self.more(num_rows, pending) / self.more(num_rows, budget)
         beside = self.cost(num_rows * self.num_attention_ranks)
         return self.num_layers * (num_steps * beside + self.more(num_rows, pending))
 
     def chunked(self, pending: int, budget: int, num_rows: int) -> float:
-        """Predict the cost of reading `pending` tokens in chunks, with the rows beside them."""
+        """Predicts the cost of reading `pending` tokens in chunks, with the rows beside them."""
         num_whole, rest = divmod(pending, budget)
         beside = self.cost(num_rows * self.num_attention_ranks)
         total = num_whole * (beside + self.more(num_rows, budget))

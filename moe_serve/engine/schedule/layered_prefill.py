@@ -63,7 +63,7 @@ class LayeredPrefill:
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> LayeredPrefill:
-        """Build it for one attention rank, from the names of its device and data type."""
+        """Builds it for one attention rank, from the names of its device and data type."""
         scheduler = config.scheduler
         costs = LayeredCosts.of(
             spec, device.partition(":")[0], max(1, config.cluster.attention_ranks)
@@ -100,19 +100,21 @@ class LayeredPrefill:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the scheduled step has tokens that take part in some layers only, or some
+        """Returns whether the scheduled step has tokens that take part in some layers only, or some
         are parked."""
         return bool(self.ranges or self.parked)
 
     def begin(self) -> None:
-        """Begin to schedule a step."""
+        """Begins to schedule a step."""
         if self._ranges:
             self._ranges, self._spent = {}, {}
 
     def share(self, sequence: Sequence, budget: int, chosen: Schedule) -> Share:
-        """Return what a sequence gets of the budget that is left. `chosen`: those before it."""
-        count = min(sequence.num_pending_tokens, budget)
-        if self._costs is None or budget <= 0 or sequence.num_pending_tokens == 1:
+        """Returns what a sequence gets of the budget that is left. `chosen`: those before it."""
+        joint = sequence.num_joint_tokens
+        count = min(joint, budget)
+        is_cut = joint < sequence.num_pending_tokens  # it computes again what hid different pages
+        if self._costs is None or budget <= 0 or sequence.num_pending_tokens == 1 or is_cut:
             return Share(count, count)
         if not sequence.num_parked_tokens:
             is_whole = sequence.num_pending_tokens <= budget
@@ -127,24 +129,24 @@ class LayeredPrefill:
         return self._layers(self._costs, 0, together, budget, num_rows) or Share(count, count)
 
     def take(self, sequence: Sequence, share: Share) -> int:
-        """Note that a sequence is in the step with its share, and return what it costs."""
+        """Notes that a sequence is in the step with its share, and returns what it costs."""
         if share.layers is not None:
             self._ranges, self._spent = {sequence.id: share.layers}, {sequence.id: share.cost}
             self._parked = sequence
         return share.cost
 
     def costs(self, schedule: Schedule) -> Schedule:
-        """Return the schedule with the cost of each sequence instead of its tokens."""
+        """Returns the schedule with the cost of each sequence instead of its tokens."""
         if not self._ranges:
             return schedule
         return {k: (s, self._spent.get(k, count)) for k, (s, count) in schedule.items()}
 
     def left(self, budget: int, schedule: Schedule) -> int:
-        """Return what the scheduled sequences leave of a step's budget."""
+        """Returns what the scheduled sequences leave of a step's budget."""
         return budget - sum([count for _, count in self.costs(schedule).values()])
 
     def parks(self, sequence: Sequence, count: int) -> bool:
-        """Note that a step has computed its share of a sequence, and return whether the tokens
+        """Notes that a step has computed its share of a sequence, and returns whether the tokens
         still have layers to pass."""
         layers = self._ranges.get(sequence.id)
         if layers is None or layers.is_last:
@@ -155,8 +157,8 @@ class LayeredPrefill:
         return True
 
     def give_up(self, schedule: Schedule) -> bool:
-        """Let scheduled sequences pass all layers at once, as their step has failed. Return whether
-        one of them was to take part in some layers only."""
+        """Let scheduled sequences pass all layers at once, as their step has failed. Returns
+        whether one of them was to take part in some layers only."""
         had_ranges = bool(self._ranges)
         self._ranges, self._spent = {}, {}
         for sequence, _ in schedule.values():
@@ -166,8 +168,8 @@ class LayeredPrefill:
     def _advance(
         self, costs: LayeredCosts, sequence: Sequence, budget: int, num_rows: int
     ) -> Share:
-        """Return the next layers of the parked prompt. If the budget is too small for one layer, it
-        waits until the budgets that it had make up for one."""
+        """Returns the next layers of the parked prompt. If the budget is too small for one layer,
+        it waits until the budgets that it had make up for one."""
         count, first = sequence.num_parked_tokens, sequence.num_parked_layers
         found = self._layers(costs, first, count, budget, num_rows)
         if found is None:
@@ -181,7 +183,7 @@ class LayeredPrefill:
     def _layers(
         self, costs: LayeredCosts, first: int, count: int, budget: int, num_rows: int
     ) -> Share | None:
-        """Return the layers that `count` tokens can pass, equally many in each step; None if not
+        """Returns the layers that `count` tokens can pass, equally many in each step; None if not
         even one."""
         allowed = costs.num_allowed(count, budget, num_rows)
         left = costs.num_layers - first
@@ -194,7 +196,8 @@ class LayeredPrefill:
     def _tokens_together(
         self, costs: LayeredCosts, sequence: Sequence, budget: int, num_rows: int
     ) -> int:
-        """Return how many tokens of a prompt pass the layers together; 0: it is cut into chunks."""
+        """Returns how many tokens of a prompt pass the layers together; 0: it is cut into
+        chunks."""
         pending = sequence.num_pending_tokens
         chunked = costs.chunked(pending, budget, num_rows)
         most_cost = float("inf") if self._is_always else (1 - _LEAST_GAIN) * chunked

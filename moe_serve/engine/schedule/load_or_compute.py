@@ -38,17 +38,17 @@ class LoadOrCompute:
         self.read_rate: float | None = None
 
     def note_step(self, num_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Note a step. Steps that mostly generate say nothing about prompts."""
+        """Notes a step. Steps that mostly generate say nothing about prompts."""
         if num_tokens >= _LEAST_TOKENS and num_prompt_tokens >= _LEAST_PROMPT_SHARE * num_tokens:
             self.compute_s = _average(self.compute_s, seconds / num_tokens)
 
     def note_load(self, num_bytes: int, seconds: float) -> None:
-        """Note a load that has ended."""
+        """Notes a load that has ended."""
         if num_bytes:
             self.read_rate = _average(self.read_rate, num_bytes / max(seconds, 1e-9))
 
     def decide(self, num_tokens: int, num_bytes: int, num_queued_bytes: int) -> Decision:
-        """Decide about a run of `num_tokens` tokens whose pages have `num_bytes` bytes."""
+        """Decides about a run of `num_tokens` tokens whose pages have `num_bytes` bytes."""
         rate = self.read_rate or _FIRST_RATE
         load_s = _FIRST_BYTE_S + (num_queued_bytes + num_bytes) / rate
         deadline = min(max(_DEADLINE_FACTOR * load_s, _LEAST_DEADLINE_S), _MOST_DEADLINE_S)

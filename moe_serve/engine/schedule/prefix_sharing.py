@@ -46,14 +46,14 @@ class PrefixSharing:
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def register(self, sequence: Sequence) -> None:
-        """Give a new sequence the root key from which its page keys start."""
+        """Gives a new sequence the root key from which its page keys start."""
         request = sequence.request
         if self._identity is not None:
             root = root_key(self._identity, request.adapter_digest, request.cache_salt)
             sequence.page_keys.append(root)
 
     def find(self, sequence: Sequence) -> list[int] | None:
-        """Return the cached pages that a waiting sequence can start with.
+        """Returns the cached pages that a waiting sequence can start with.
 
         Returns None if it should wait because a running sequence is computing the next page. At
         least its last token is left to compute, for the logits. A request for the prompt's log
@@ -63,7 +63,7 @@ class PrefixSharing:
             return []
         if sequence.awaited_key in self._computing or self.tier.awaits(sequence):
             return None
-        num_wanted = (sequence.num_tokens - 1) // self._page_size
+        num_wanted = sequence.num_plain(sequence.num_tokens - 1) // self._page_size
         sequence.extend_keys(num_wanted)
         keys = sequence.page_keys[1 : num_wanted + 1]
         pages = self._cache.find(keys)
@@ -71,18 +71,18 @@ class PrefixSharing:
         return None if sequence.awaited_key in self._computing else pages
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens of a waiting sequence are in the cache now."""
+        """Returns how many tokens of a waiting sequence are in the cache now."""
         if not sequence.can_share or sequence.wants_prompt_logprobs:
             return 0
-        num_wanted = (sequence.num_tokens - 1) // self._page_size
+        num_wanted = sequence.num_plain(sequence.num_tokens - 1) // self._page_size
         sequence.extend_keys(num_wanted)
         return len(self._cache.find(sequence.page_keys[1 : num_wanted + 1])) * self._page_size
 
     def take(
         self, sequence: Sequence, pages: list[int], running: Iterable[Sequence], *, can_copy: bool
     ) -> None:
-        """Start a sequence with the pages found, and the beginning of one more if some page has it.
-        Registers the pages that it will compute."""
+        """Starts a sequence with the pages found, and the beginning of one more if some page has
+        it. Registers the pages that it will compute."""
         assert not sequence.page_table, f"sequence {sequence.id} has pages before it starts"
         self._cache.hold(pages)
         sequence.page_table = list(pages)
@@ -94,7 +94,7 @@ class PrefixSharing:
             if can_copy:
                 self._copy_beginning(sequence, running)
             self._count(sequence)
-        num_full = sequence.num_tokens // self._page_size
+        num_full = sequence.num_plain(sequence.num_tokens) // self._page_size
         sequence.extend_keys(num_full)
         for key in sequence.page_keys[len(pages) + 1 : num_full + 1]:
             self._computing.setdefault(key, sequence.id)
@@ -106,8 +106,8 @@ class PrefixSharing:
             self.num_hit_tokens += sequence.num_computed_tokens
 
     def _copy_beginning(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Request a copy of the page that begins most like the sequence's next one."""
-        start, most = sequence.num_computed_tokens, sequence.num_tokens - 1
+        """Requests a copy of the page that begins most like the sequence's next one."""
+        start, most = sequence.num_computed_tokens, sequence.num_plain(sequence.num_tokens - 1)
         wanted = token_array(sequence.token_ids[start : min(start + self._page_size, most)])
         if len(wanted) < _LEAST_COPIED_TOKENS:
             return
@@ -123,7 +123,7 @@ class PrefixSharing:
     def _most_alike(
         self, sequence: Sequence, wanted: NDArray[np.int32], running: Iterable[Sequence]
     ) -> tuple[int, int]:
-        """Return a page and the number of its tokens that match. It is a cached page, or the last
+        """Returns a page and the number of its tokens that match. It is a cached page, or the last
         one of a running sequence (n > 1, equal prompts) whose values are finite so far."""
         index = sequence.num_shared_pages
         parent_key, start = sequence.page_keys[index], index * self._page_size
@@ -135,14 +135,14 @@ class PrefixSharing:
                 continue
             if other.page_keys[index] != parent_key or other.token_ids[start] != wanted[0]:
                 continue
-            tail = other.token_ids[start : other.num_computed_tokens]
+            tail = other.token_ids[start : other.num_plain(other.num_computed_tokens)]
             count = num_in_common(token_array(tail), wanted)
             if count > most and self._is_copyable(other.page_table[index]):
                 best, most = other.page_table[index], count
         return best, most
 
     def _is_copyable(self, page: int) -> bool:
-        """Return whether the page's values are finite and written, so it is not itself a copy's
+        """Returns whether the page's values are finite and written, so it is not itself a copy's
         target."""
         is_written = all(page != target for _, target in self._copies)
         return is_written and self._finite_pages([page]) == [True]
@@ -153,13 +153,13 @@ class PrefixSharing:
         return self._copies
 
     def end_copies(self) -> None:
-        """Release the sources, as the copies are made."""
+        """Releases the sources, as the copies are made."""
         for source, _ in self._copies:
             self._cache.release([source])
         self._copies = []
 
     def give(self, sequences: Iterable[Sequence], *, is_end: bool = False) -> None:
-        """Make the newly filled pages of sequences visible to all; at their end also the last,
+        """Makes the newly filled pages of sequences visible to all; at their end also the last,
         partial page.
 
         Called on demand, so that the pages of many steps are checked at once. Without the cache
@@ -167,11 +167,15 @@ class PrefixSharing:
         """
         fresh = []
         for sequence in sequences:
+            if is_end and sequence.is_detached:
+                self._undo_copies(sequence)
             if not (sequence.can_share or (is_end and sequence.is_sound)):
                 continue
-            num_pages = sequence.num_full_pages
-            if is_end and sequence.num_computed_tokens % self._page_size >= _LEAST_COPIED_TOKENS:
-                num_pages += 1
+            num_tokens = sequence.num_computed_tokens
+            if not sequence.is_detached:
+                num_tokens = sequence.num_plain(num_tokens)
+            num_pages, rest = divmod(num_tokens, self._page_size)
+            num_pages += is_end and rest >= _LEAST_COPIED_TOKENS
             if num_pages > sequence.num_shared_pages:
                 fresh.append((sequence, range(sequence.num_shared_pages, num_pages)))
         if not fresh:
@@ -188,11 +192,11 @@ class PrefixSharing:
                 self.stop_computing(sequence)
 
     def _enter(self, sequence: Sequence, span: range) -> None:
-        if self._identity is None or not sequence.page_keys:
+        if self._identity is None or not sequence.page_keys or sequence.is_detached:
             return
-        sequence.extend_keys(min(span.stop, sequence.num_full_pages))
-        size = self._page_size
-        start, end = span.start * size, sequence.num_computed_tokens
+        size, end = self._page_size, sequence.num_plain(sequence.num_computed_tokens)
+        sequence.extend_keys(min(span.stop, end // size))
+        start = span.start * size
         ids = token_array(sequence.token_ids[start : min(span.stop * size, end)])
         for index in span:
             tokens = ids[index * size - start :][:size]
@@ -207,8 +211,8 @@ class PrefixSharing:
             self._computing.pop(key, None)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Take back the pages behind a sequence's first `num_tokens` tokens, of which at most these
-        are then computed. Returns the pages that are now free.
+        """Takes back the pages behind a sequence's first `num_tokens` tokens, of which at most
+        these are then computed. Returns the pages that are now free.
 
         A page that others can see is never written again. If the tokens end within such a page, it
         is taken back too, and its tokens are computed again on another page.
@@ -229,7 +233,7 @@ class PrefixSharing:
         return freed
 
     def free_behind_window(self, running: Items[Sequence]) -> list[int]:
-        """Take back the pages that lie behind the window of a running sequence's next token, when
+        """Takes back the pages that lie behind the window of a running sequence's next token, when
         pages run out. Returns those that are now free.
 
         The tree cannot lack a page before one that it has. So all pages of the sequence leave it,
@@ -237,6 +241,8 @@ class PrefixSharing:
         """
         freed: list[int] = []
         for sequence in running if self._window is not None else ():
+            if sequence.kv_window is not None:
+                continue  # it gives pages back by a rule of its own
             num_hidden = sequence.num_computed_tokens + 1 - (self._window or 0)
             behind = [p for p in sequence.page_table[: max(0, num_hidden) // self._page_size] if p]
             if not behind or not self._cache.withdraw(
@@ -251,14 +257,71 @@ class PrefixSharing:
             sequence.page_table = [0 if p in hidden else p for p in sequence.page_table]
         return freed
 
+    def drop_hidden(self, sequences: Items[Sequence]) -> list[int]:
+        """Takes back the pages that no further row of a sequence with a `kv_window` sees. Returns
+        those that are now free.
+
+        A page of the tree that is in use needs the pages before it. So the sequence continues on
+        copies of the shared pages that it still sees. The others are taken back when these are
+        made.
+        """
+        freed: list[int] = []
+        for sequence in sequences:
+            hidden = sequence.hidden_pages(sequence.num_computed_tokens)
+            if not hidden or not sequence.page_table[hidden.stop - 1]:
+                continue
+            if not sequence.owns_pages:
+                needed = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
+                if not self._detach(sequence, hidden.stop, self._cache.num_available - needed):
+                    continue
+            table = sequence.page_table
+            freed += self._cache.release(
+                [page for page in table[hidden.start : hidden.stop] if page]
+            )
+            table[hidden.start : hidden.stop] = [0] * len(hidden)
+        return freed
+
+    def _detach(self, sequence: Sequence, first: int, room: int) -> bool:
+        """Replaces pages from index `first` on that others can see with copies, last first. Without
+        room for one, take all out of the tree if no other sequence uses them. Returns True if the
+        sequence owns these pages now."""
+        if not sequence.is_detached:
+            self.give([sequence])
+            self.stop_computing(sequence)
+            sequence.num_shared_pages = sequence.num_found_pages = 0
+            sequence.is_detached = True
+        table, tree = sequence.page_table, self._cache.tree
+        end = next((i for i, page in enumerate(table) if page not in tree), len(table))
+        is_own = end <= first or (room <= 0 and self._cache.withdraw(table[:end]))
+        for index in range(end - 1, max(first, end - room) - 1, -1) if not is_own else ():
+            (target,) = self._cache.allocate(1)
+            self._copies.append((table[index], target))  # it now holds the source
+            table[index] = target
+        sequence.owns_pages = is_own
+        return is_own
+
+    def _undo_copies(self, sequence: Sequence) -> None:
+        """Puts shared pages back into the table of a sequence, as it ends before they are
+        copied."""
+        place = {page: index for index, page in enumerate(sequence.page_table)}
+        for source, target in [pair for pair in self._copies if pair[1] in place]:
+            self._copies.remove((source, target))
+            sequence.page_table[place[target]] = source
+            self._cache.release([target])
+
+    def must_detach(self, sequences: Iterable[Sequence]) -> bool:
+        """Returns whether one of the sequences has to leave the tree before it computes its next
+        token but one."""
+        return any(s.hidden_pages(s.num_tokens) and not s.owns_pages for s in sequences)
+
     def stop_computing(self, sequence: Sequence) -> None:
-        """Record that the sequence will give no more pages, so nothing waits for them."""
+        """Records that the sequence will give no more pages, so nothing waits for them."""
         for key in sequence.page_keys[sequence.num_shared_pages + 1 :]:
             if self._computing.get(key) == sequence.id:
                 del self._computing[key]
 
     def check_integrity(self, running: Items[Sequence]) -> None:
-        """Assert that only running sequences are waited for, and that shared pages are in the
+        """Asserts that only running sequences are waited for, and that shared pages are in the
         tree."""
         lost = set(self._computing.values()) - {s.id for s in running}
         assert not lost, f"sequences {lost} do not run and are waited for"

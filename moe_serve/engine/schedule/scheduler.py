@@ -124,7 +124,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Remove sequences, running or waiting. Pages proven by a valid token stay cached if their
+        """Removes sequences, running or waiting. Pages proven by a valid token stay cached if their
         values are finite; the others are freed."""
         if not (sequences := list(sequences)):
             return
@@ -142,14 +142,14 @@ class Scheduler:
         self.policy.forget(s.id for s in sequences)
 
     def release(self, sequence: Sequence) -> None:
-        """Forget a waiting sequence that never ran, as it goes to another engine."""
+        """Forgets a waiting sequence that never ran, as it goes to another engine."""
         self.waiting.remove(sequence)
         self._starter.skipped.forget([sequence])
         self.policy.forget([sequence.id])
         sequence.page_keys, sequence.awaited_key = [], None
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a failed sequence. The pages it computed leave the cache too, except those that
+        """Removes a failed sequence. The pages it computed leave the cache too, except those that
         other sequences already use."""
         own = sequence.page_table[sequence.num_found_pages : sequence.num_shared_pages]
         sequence.is_proven = False
@@ -157,16 +157,17 @@ class Scheduler:
         self._unproven_pages += self.cache.forget(own)
 
     def abandon(self, sequences: Iterable[Sequence]) -> None:
-        """Forget sequences that leave with what was computed, as their rank is lost."""
+        """Forgets sequences that leave with what was computed, as their rank is lost."""
         self.policy.forget(s.id for s in (*sequences, *self.running))
         self.tier.abandon()
         if self.service is not None:
             self.service.abandon(self.waiting)
 
     def schedule(self) -> Schedule:
-        """Choose the step's sequences and give them the pages that they need."""
+        """Chooses the step's sequences and gives them the pages that they need."""
         if self.tier.is_due:
             self.sharing.give(self.running)
+        self._unproven_pages += self.sharing.drop_hidden(self.running)
         self.tier.update()
         self.policy.prepare(self.waiting.line, self.running)
         self.layered.begin()
@@ -197,7 +198,7 @@ class Scheduler:
         return chosen
 
     def _serve(self, line: Iterable[Sequence], budget: int, most: int, chosen: Schedule) -> int:
-        """Give running sequences their tokens and pages, as far as the budget allows. Returns what
+        """Gives running sequences their tokens and pages, as far as the budget allows. Returns what
         is left of it. `most`: the budget of the whole step."""
         num_preempted = self.num_preemptions
         for sequence in line:
@@ -210,7 +211,7 @@ class Scheduler:
         return budget
 
     def _yield_seat(self) -> None:
-        """Let a running sequence wait for a more urgent one that has no seat."""
+        """Lets a running sequence wait for a more urgent one that has no seat."""
         if self.service is None or not self.waiting or self._starter.has_seat:
             return
         share_lost = 1 - self.cache.num_available / max(1, self.cache.num_pages)
@@ -218,7 +219,7 @@ class Scheduler:
             self._preempt(victim, {})
 
     def step_ended(self, num_tokens: int) -> None:
-        """Note the end of the step that was scheduled last. `num_tokens`: computed since the
+        """Notes the end of the step that was scheduled last. `num_tokens`: computed since the
         start."""
         self.step_tokens.count_to(num_tokens)
         self.tier.step_ended()
@@ -226,14 +227,14 @@ class Scheduler:
             self.service.step_ended(self.running, num_tokens, has_work=self.has_work)
 
     def overdue(self) -> list[Sequence]:
-        """Return running sequences that hold seats others need because their grammars are too
+        """Returns running sequences that hold seats others need because their grammars are too
         costly."""
         if not self.waiting or self._starter.has_seat:
             return []
         return self.mask_share.overdue(self.running, len(self.waiting))
 
     def expired(self) -> list[Sequence]:
-        """Return strict sequences whose deadlines have passed."""
+        """Returns strict sequences whose deadlines have passed."""
         return [] if self.service is None else self.service.expired(self.running)
 
     @property
@@ -244,7 +245,7 @@ class Scheduler:
         return self._num_left if 2 * self._num_left >= budget else 0
 
     def give_draft_pages(self, sequence: Sequence, num_drafted: int) -> int:
-        """Give a scheduled sequence pages for drafted tokens behind its next one. Returns for how
+        """Gives a scheduled sequence pages for drafted tokens behind its next one. Returns for how
         many there is room: no page is taken from the prefix cache or from another sequence."""
         end = sequence.num_tokens + num_drafted
         missing = min(max(0, sequence.num_missing_pages(end)), self.cache.num_free)
@@ -254,7 +255,7 @@ class Scheduler:
         return min(num_drafted, room)
 
     def follow(self, schedule: Schedule) -> Schedule | None:
-        """Schedule the step after `schedule` while that one runs, with pages for it; None if it is
+        """Schedules the step after `schedule` while that one runs, with pages for it; None if it is
         uncertain.
 
         It is certain if all running sequences are in the step and get a token from it, there are
@@ -265,14 +266,14 @@ class Scheduler:
             return None
         if self.service is not None and self.service.is_due(self.running):
             return None
-        if any(count != s.num_pending_tokens for s, count in schedule.values()):
-            return None  # still reading
         sequences = [s for s, _ in schedule.values()]
-        if not self.mask_share.can_afford(sequences):
+        is_reading = any(count != s.num_pending_tokens for s, count in schedule.values())
+        if is_reading or self.sharing.must_detach(sequences):
             return None
         missing = sum(max(0, s.num_missing_pages(s.num_tokens + 1)) for s in sequences)
-        if missing > self.cache.num_available:
+        if missing > self.cache.num_available or not self.mask_share.can_afford(sequences):
             return None
+        self._unproven_pages += self.sharing.drop_hidden(sequences)
         self.policy.prepare(self.waiting.line, self.running)
         for sequence in sequences:
             self._grow(sequence, sequence.num_pending_tokens + 1)
@@ -282,7 +283,7 @@ class Scheduler:
         return following
 
     def _make_room(self, sequence: Sequence, count: int, chosen: Schedule) -> bool:
-        """Allocate pages for `count` more tokens, preempting the least urgent. Returns False if
+        """Allocates pages for `count` more tokens, preempting the least urgent. Returns False if
         that is the sequence itself."""
         if not sequence.is_running:
             return False  # preempted a moment ago
@@ -323,7 +324,7 @@ class Scheduler:
         sequence.is_running = False
 
     def take_unproven_pages(self) -> list[int]:
-        """Return freed pages whose values no sampled token has proven, so they may hold NaNs."""
+        """Returns freed pages whose values no sampled token has proven, so they may hold NaNs."""
         pages, self._unproven_pages = self._unproven_pages, []
         return pages
 
@@ -335,7 +336,7 @@ class Scheduler:
             self._unproven_pages += freed
 
     def check_integrity(self) -> None:
-        """Assert that pool, tree and tables agree, and that only running sequences hold pages."""
+        """Asserts that pool, tree and tables agree, and that only running sequences hold pages."""
         self.cache.check_integrity(s.held_pages for s in self.running)
         self.sharing.check_integrity(self.running)
         self.waiting.check_integrity()

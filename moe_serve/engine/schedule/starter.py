@@ -79,7 +79,7 @@ class Starter:
         return self._waiting.groups(until)
 
     def _start(self, group: Items[Sequence], budget: int, chosen: Schedule) -> _Examined:
-        """Start the sequences of an equally urgent group that can start, in the policy's order."""
+        """Starts the sequences of an equally urgent group that can start, in the policy's order."""
         found, policy = _Examined(), self._policy
         try:
             for sequence in policy.candidates(group, self._running):
@@ -116,7 +116,7 @@ class Starter:
         return found
 
     def _run(self, sequence: Sequence, pages: list[int]) -> None:
-        """Let a sequence run with the pages that were found for it."""
+        """Lets a sequence run with the pages that were found for it."""
         # A copy needs a spare page, as its source is held until the copy is made.
         can_copy = self._num_spare_pages(sequence, pages) > 0
         self._sharing.take(sequence, pages, self._running, can_copy=can_copy)
@@ -128,17 +128,17 @@ class Starter:
         self._policy.started(sequence)
 
     def _loads_pages(self, sequence: Sequence, found: list[int]) -> bool:
-        """Begin to load more pages for a sequence that could start; False if it need not wait."""
+        """Begins to load more pages for a sequence that could start; False if it need not wait."""
         is_wanted = sequence.can_share and not sequence.wants_prompt_logprobs
         return is_wanted and self._tier.begin_load(sequence, found)
 
     def _num_spare_pages(self, sequence: Sequence, found: list[int]) -> int:
-        """Return the pages left after a sequence takes those for its prompt and one token, and the
+        """Returns the pages left after a sequence takes those for its prompt and one token, and the
         running prompts take those they still need."""
         missing = sequence.num_missing_pages(sequence.num_tokens + 1) - len(found)
         promised = sum(max(0, s.num_missing_pages(s.num_tokens)) for s in self._running)
         return self._cache.num_available - promised - missing - self._cache.num_idle(found)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Drop sequences that have ended."""
+        """Drops sequences that have ended."""
         self.skipped.forget(sequences)

@@ -35,11 +35,11 @@ class StepDrafts:
         return DraftCounts() if self._drafting is None else self._drafting.counts
 
     def use(self, drafting: Drafting | None) -> None:
-        """Draft by other means from the next step on. To be called between steps."""
+        """Drafts by other means from the next step on. To be called between steps."""
         self._drafting = drafting
 
     def begin(self, schedule: Schedule) -> None:
-        """Choose the drafts of a step that has been scheduled."""
+        """Chooses the drafts of a step that has been scheduled."""
         self.running = NO_DRAFTS
         if self._drafting is None:
             return
@@ -63,21 +63,21 @@ class StepDrafts:
         self.running = drafts
 
     def allow_ahead(self, schedule: Schedule) -> bool:
-        """Return whether the next step may begin before this one has ended: this step has no
+        """Returns whether the next step may begin before this one has ended: this step has no
         drafts, and the next one will probably have none."""
         if self._drafting is None:
             return True
         return not (self.running or self._drafting.expects(schedule))
 
     def result(self, sequence: Sequence, num_tokens: int) -> DraftResult | None:
-        """Learn from the draft of a sequence that got `num_tokens` tokens, if it had one."""
+        """Learns from the draft of a sequence that got `num_tokens` tokens, if it had one."""
         draft = self.running.get(sequence.id)
         if draft is None or self._drafting is None:
             return None
         return self._drafting.note(sequence.id, draft, num_tokens - 1)
 
     def give_back(self, schedule: Schedule, spoiled: Collection[int]) -> None:
-        """Take back the pages behind the tokens of scheduled sequences. A `spoiled` one may have
+        """Takes back the pages behind the tokens of scheduled sequences. A `spoiled` one may have
         NaNs in the rest of its last page, so it loses that page and computes its tokens again."""
         for key in [key for key in schedule if key in self._extended]:
             sequence = schedule[key][0]
@@ -90,7 +90,7 @@ class StepDrafts:
                 self._scheduler.truncate(sequence, num_kept)
 
     def put_off(self, schedule: Schedule) -> Schedule:
-        """Return the part of a failed step that had no drafts. The others go on in the next step,
+        """Returns the part of a failed step that had no drafts. The others go on in the next step,
         as their pages may hold anything."""
         drafting = self.running.keys() & schedule.keys()
         self.give_back(schedule, drafting)
@@ -99,8 +99,8 @@ class StepDrafts:
     def end(
         self, schedule: Schedule, proposals: Mapping[int, tuple[str, tuple[int, ...]]] | None
     ) -> None:
-        """Learn the time of a step that has ended. `proposals`: see `StepOutcome`; None if the step
-        failed."""
+        """Learns the time of a step that has ended. `proposals`: see `StepOutcome`; None if the
+        step failed."""
         drafting, drafts, self.running = self._drafting, self.running, NO_DRAFTS
         self._extended.clear()
         if drafting is None:
@@ -118,12 +118,12 @@ class StepDrafts:
             )
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
-        """Learn from the answers of sequences that end."""
+        """Learns from the answers of sequences that end."""
         if self._drafting is not None:
             self._drafting.finish(sequences)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Drop the state of sequences that leave the engine."""
+        """Drops the state of sequences that leave the engine."""
         if self._drafting is not None:
             ids = [sequence.id for sequence in sequences]
             self._resting.difference_update(ids)

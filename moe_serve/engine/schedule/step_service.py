@@ -53,7 +53,7 @@ class StepService:
         page_size: int,
         shared: ServiceState | None = None,
     ) -> StepService | None:
-        """Return the service of an engine; None for a server without tiers. `shared` is the state
+        """Returns the service of an engine; None for a server without tiers. `shared` is the state
         of engines that step together."""
         state = ServiceState.of(config, clock) if shared is None else shared
         if state is None:
@@ -61,7 +61,7 @@ class StepService:
         return cls(state, state.next_engine(), page_size, is_lockstep=shared is not None)
 
     def enter(self, sequence: Sequence, num_cached: int) -> None:
-        """Note a sequence that will wait: a new one, or one that another engine surrendered."""
+        """Notes a sequence that will wait: a new one, or one that another engine surrendered."""
         num_left = sequence.num_tokens - num_cached
         if sequence.standing is None:
             self.state.enter(sequence, num_left)
@@ -69,39 +69,39 @@ class StepService:
             sequence.standing.num_left = num_left
 
     def restart(self, sequence: Sequence, num_cached: int) -> None:
-        """Note a preempted sequence that will wait."""
+        """Notes a preempted sequence that will wait."""
         standing_of(sequence).num_left = sequence.num_tokens - num_cached
 
     def leave(self, sequence: Sequence, *, had_seat: bool) -> None:
-        """Note a sequence that has ended."""
+        """Notes a sequence that has ended."""
         if had_seat:
             self.queue.freed_seat()
         self.state.leave(sequence)
 
     def abandon(self, waiting: Iterable[Sequence]) -> None:
-        """Forget the waiting sequences, as they go to other engines with their standings."""
+        """Forgets the waiting sequences, as they go to other engines with their standings."""
         for sequence in list(waiting):
             self.queue.left(sequence)
         self.queue.withdraw()
 
     def begin_step(self) -> None:
-        """Prepare for a step that is about to be scheduled."""
+        """Prepares for a step that is about to be scheduled."""
         self.queue.begin_step()
 
     def order(self) -> Sequence | None:
-        """Order the waiting sequences anew and return the most urgent one."""
+        """Orders the waiting sequences anew and returns the most urgent one."""
         self.queue.begin_step()
         first = self.queue.first()
         return None if first is None else first[1]
 
     def num_tokens(self, decoding: Items[Sequence]) -> int:
-        """Return the token budget of a step in which these sequences decode."""
+        """Returns the token budget of a step in which these sequences decode."""
         most = self.state.config.max_batched_tokens
         num_prompt = self.queue.num_prompt_tokens(decoding, max(0, most - len(decoding)))
         return min(most, len(decoding) + num_prompt)
 
     def split(self, reading: list[Sequence]) -> tuple[list[Sequence], list[Sequence], float]:
-        """Return the prompts that go on before any waiting sequence starts; those that yield to
+        """Returns the prompts that go on before any waiting sequence starts; those that yield to
         waiting ones that are more urgent by a bucket; and the key up to which these start first.
         `reading` is in the order of `TierUrgency.in_step`."""
         first = self.queue.first() if reading and self.queue.is_ordered else None
@@ -113,7 +113,7 @@ class StepService:
         return reading[:place], reading[place:], limits[place] if place < len(reading) else 0.0
 
     def seat_victim(self, running: Items[Sequence], share_lost: float) -> Sequence | None:
-        """Return the running sequence that gives its seat to a waiting one; None: none does.
+        """Returns the running sequence that gives its seat to a waiting one; None: none does.
         `share_lost`: see `Preemption.for_seat`."""
         found = self._preemption.for_seat(running, share_lost)
         if found is None:
@@ -126,18 +126,18 @@ class StepService:
         return victim
 
     def is_due(self, running: Items[Sequence]) -> bool:
-        """Return whether a step must be scheduled anew: a sequence may have to end or to yield."""
+        """Returns whether a step must be scheduled anew: a sequence may have to end or to yield."""
         return self._preemption.may_preempt() or bool(self.queue.expired(running))
 
     def expired(self, running: Items[Sequence]) -> list[Sequence]:
-        """Return the strict sequences whose deadlines have passed, which the engine then ends."""
+        """Returns the strict sequences whose deadlines have passed, which the engine then ends."""
         found = self.queue.expired(running)
         for sequence in found:
             self.state.expired(sequence)
         return found
 
     def step_begins(self, schedule: Schedule) -> None:
-        """Note the contents of a step, and charge the tenants for it."""
+        """Notes the contents of a step, and charge the tenants for it."""
         if not schedule:
             return
         num_decoding = num_prompt = num_context = num_tokens = 0
@@ -158,7 +158,7 @@ class StepService:
         self._begun.append(_Begun(rows, self.state.clock(), num_tokens))
 
     def step_ended(self, running: Items[Sequence], num_tokens: int, *, has_work: bool) -> None:
-        """Learn from the oldest step under way. `num_tokens`: computed by the engine so far."""
+        """Learns from the oldest step under way. `num_tokens`: computed by the engine so far."""
         now = self.state.clock()
         begun = self._begun.popleft() if self._begun else None
         num_new, self._num_tokens = num_tokens - self._num_tokens, num_tokens
@@ -175,7 +175,7 @@ class StepService:
         self.queue.step_ended(running, has_work=has_work)
 
     def got_tokens(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        """Note that a sequence got tokens, and why it ended, if it did."""
+        """Notes that a sequence got tokens, and why it ended, if it did."""
         now = self.state.clock()
         self.state.got_token(sequence, now)
         if reason is not None:
@@ -196,7 +196,7 @@ class StepService:
         return min(reading + waiting, self.state.config.max_batched_tokens)
 
     def predicted_s(self, sequence: Sequence) -> float:
-        """Return the predicted seconds to the first token of a sequence that would wait here."""
+        """Returns the predicted seconds to the first token of a sequence that would wait here."""
         state, request = self.state, sequence.request
         service, num_left = request.service, sequence.num_tokens
         if sequence.standing is None:
@@ -210,14 +210,14 @@ class StepService:
         return self.queue.snapshot(self._running).first_token_s(num_left, keys_at)
 
     def movable(self, most: int) -> list[Sequence]:
-        """Return up to `most` waiting sequences that may go to another rank: the most urgent ones
+        """Returns up to `most` waiting sequences that may go to another rank: the most urgent ones
         of those that never ran."""
         return self.queue.fresh(most)
 
     def stats(self) -> ServiceStats | None:
-        """Return a snapshot; None if a coordinator has that of all engines."""
+        """Returns a snapshot; None if a coordinator has that of all engines."""
         return None if self._is_lockstep else self.state.stats()
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
-        """Assert that the service knows the waiting sequences."""
+        """Asserts that the service knows the waiting sequences."""
         self.queue.check_integrity(waiting)

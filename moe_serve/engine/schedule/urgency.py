@@ -25,24 +25,24 @@ class Urgency:
         self.is_strict = True  # less urgent ones start only when no more urgent one waits
 
     def joined(self, sequence: Sequence) -> None:
-        """Note a sequence that begins to wait."""
+        """Notes a sequence that begins to wait."""
 
     def left(self, sequence: Sequence) -> None:
-        """Note a sequence that waits no longer."""
+        """Notes a sequence that waits no longer."""
 
     def key(self, sequence: Sequence, now: float) -> int:
-        """Return the urgency of a waiting sequence; the lowest starts first."""
+        """Returns the urgency of a waiting sequence; the lowest starts first."""
         num_steps = int((now - sequence.waits_since) / self._step_s) if self._step_s else 0
         return self.level(sequence) - num_steps
 
     def level(self, sequence: Sequence) -> int:
-        """Return the part of the urgency that does not change while the sequence is here."""
+        """Returns the part of the urgency that does not change while the sequence is here."""
         return sequence.request.priority
 
     def groups(
         self, line: Items[Sequence], levels: Collection[int], now: float
     ) -> Iterator[Items[Sequence]]:
-        """Yield groups of equally urgent waiting sequences, the most urgent first, each in the
+        """Yields groups of equally urgent waiting sequences, the most urgent first, each in the
         order of `line`.
 
         `levels` are the different levels in the line. With one level, or if `step_s` is 0, the only
@@ -58,19 +58,19 @@ class Urgency:
             yield groups[key]
 
     def groups_before(self, until: float) -> Iterator[Items[Sequence]]:
-        """Yield the groups whose keys are below `until`, in orders by deadlines. This rule has
+        """Yields the groups whose keys are below `until`, in orders by deadlines. This rule has
         none."""
         return iter(())
 
     def in_step(self, running: Items[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the running sequences in the order in which a step serves them: those that decode,
-        then those that still read their prompts. `running` is in the order in which they started,
-        which was that of urgency, and both parts keep it."""
+        """Returns the running sequences in the order in which a step serves them: those that
+        decode, then those that still read their prompts. `running` is in the order in which they
+        started, which was that of urgency, and both parts keep it."""
         decoding = [s for s in running if s.num_pending_tokens == 1]
         reading = [s for s in running if s.num_pending_tokens > 1]
         return decoding, reading
 
     def victim(self, running: Items[Sequence]) -> Sequence:
-        """Return the running sequence that gives its pages back: the least urgent one; among
+        """Returns the running sequence that gives its pages back: the least urgent one; among
         several, the one that started last."""
         return max(reversed(running), key=self.level)

@@ -37,7 +37,7 @@ class ArrivalLine(Items[Sequence]):
         return isinstance(sequence, Sequence) and sequence.id in self._by_id
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        """Return one sequence, or a list for a slice. Fast for the first one only."""
+        """Returns one sequence, or a list for a slice. Fast for the first one only."""
         return list(self._by_id.values())[index]
 
     @property
@@ -81,13 +81,13 @@ class WaitingQueue:
         return self._line
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence at the end."""
+        """Adds a sequence at the end."""
         self._line.append(sequence)
         self._num_of[self._urgency.level(sequence)] += 1
         self._urgency.joined(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Add a preempted sequence, ahead of all equally urgent ones."""
+        """Adds a preempted sequence, ahead of all equally urgent ones."""
         sequence.waits_since = self._clock()
         self._line.appendleft(sequence)
         self._num_of[self._urgency.level(sequence)] += 1
@@ -102,14 +102,14 @@ class WaitingQueue:
         self._urgency.left(sequence)
 
     def groups(self, until: float = math.inf) -> Iterator[Items[Sequence]]:
-        """Yield groups of equally urgent sequences, see `Urgency.groups`. `until`: only those with
+        """Yields groups of equally urgent sequences, see `Urgency.groups`. `until`: only those with
         smaller keys, for orders by deadlines."""
         if until < math.inf:
             return self._urgency.groups_before(until)
         return self._urgency.groups(self._line, self._num_of, self._clock())
 
     def check_integrity(self) -> None:
-        """Assert that the counts match the line."""
+        """Asserts that the counts match the line."""
         counts = Counter(map(self._urgency.level, self._line))
         assert counts == self._num_of, f"{counts} wait, and {self._num_of} are counted"
 
@@ -136,7 +136,7 @@ class Skipped:
         lacking: Collection[Sequence],
         awaiting: Collection[Sequence],
     ) -> None:
-        """Record the outcome for the examined ones of all `waiting` sequences, given in order."""
+        """Records the outcome for the examined ones of all `waiting` sequences, given in order."""
         not_theirs = {s.id for s in (*started, *lacking)}
         self._ids -= not_theirs
         self._ids |= {s.id for s in awaiting}
@@ -147,10 +147,10 @@ class Skipped:
                 self._ids.add(sequence.id)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Drop sequences that have ended."""
+        """Drops sequences that have ended."""
         self._ids.difference_update(s.id for s in sequences)
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
-        """Assert that only waiting sequences are skipped."""
+        """Asserts that only waiting sequences are skipped."""
         lost = self._ids - {s.id for s in waiting}
         assert not lost, f"sequences {lost} are skipped but do not wait"

@@ -11,28 +11,34 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from moe_serve.engine.request.first_token import FirstTokenForecast, Refusal
 from moe_serve.engine.request.service_terms import Service
 from moe_serve.engine.service.forecast import QueueSnapshot
 from moe_serve.engine.service.forecast_calibration import Factors
-from moe_serve.engine.service.order import StartOrder
+from moe_serve.engine.service.order import Floats, StartOrder
 
 LEAST_RETRY_S = 0.1
+_NOW = np.zeros(1)
 _MOST_ACCEPTED = 4096  # that are remembered if no turn ends
 _LIFE = 2  # turns after which an accepted request is in a snapshot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Accepted:
-    """A request that may not be in a snapshot yet."""
+    """A request that may not be in a snapshot yet. `turn`: the last one whose snapshot lacks it."""
 
     turn: int
     num_tokens: int
+    key: float  # when it came
+    raw_s: float | None  # its forecast, uncorrected
+    has_entered: bool = False
 
 
 class Admission:
-    """Implements AdmissionCheck. `publish` and `withdraw` are the engine thread's, everything
-    else is the event loop's."""
+    """Implements AdmissionCheck. `publish`, `withdraw` and `entered` are the engine thread's,
+    everything else is the event loop's; `raw_s` may be called by both."""
 
     def __init__(
         self,
@@ -51,11 +57,11 @@ class Admission:
         self._refused: Counter[str] = Counter()
 
     def publish(self, engine: int, snapshot: QueueSnapshot) -> None:
-        """Replace the snapshot of an engine."""
+        """Replaces the snapshot of an engine."""
         self._snapshots = {**self._snapshots, engine: snapshot}
 
     def withdraw(self, engine: int) -> None:
-        """Drop the snapshot of an engine that is lost."""
+        """Drops the snapshot of an engine that is lost."""
         self._snapshots = {key: each for key, each in self._snapshots.items() if key != engine}
 
     @property
@@ -64,7 +70,7 @@ class Admission:
         return len(self._snapshots)
 
     def num_refused(self, tier: str) -> int:
-        """Return how many requests of a tier were refused. Safe from any thread."""
+        """Returns how many requests of a tier were refused. Safe from any thread."""
         return self._refused[tier]
 
     def forecast(
@@ -74,24 +80,28 @@ class Admission:
         raw_s = self.raw_s(service, num_prompt_tokens, priority)
         if raw_s is None:
             return None
+        return self._corrected(service, raw_s)
+
+    def _corrected(self, service: Service, raw_s: float) -> FirstTokenForecast:
         factors = self._factors(service.tier)
         return FirstTokenForecast(predicted_s=raw_s * factors.median, p90_s=raw_s * factors.p90)
 
     def raw_s(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> float | None:
-        """Predict the seconds to the first token without correction; None: not measured yet."""
+        """Predicts the seconds to the first token without correction; None: not measured yet."""
         snapshots = self._snapshots
         if not snapshots:
             return None
         raw_s = math.inf
-        num_more, num_more_tokens = self._since(max(each.turn for each in snapshots.values()))
+        turn = max(each.turn for each in snapshots.values())
         for snapshot in snapshots.values():
-            work_s = num_prompt_tokens * snapshot.token_s
-            slack_s = self.slack_s(service, priority) - work_s
+            num_left = num_prompt_tokens * snapshot.uncached
+            keys_at = self._keys_at(snapshot, service, num_prompt_tokens, priority)
+            num_more, num_more_tokens = self._since(turn, float(keys_at(_NOW)[0]))
             found_s = snapshot.first_token_s(
-                num_prompt_tokens,
-                self._order.keys_over_time(slack_s, work_s, service.weight, priority),
-                num_more=num_more // len(snapshots),
-                num_more_tokens=num_more_tokens // len(snapshots),
+                num_left,
+                keys_at,
+                num_more=num_more / len(snapshots),
+                num_more_tokens=num_more_tokens * snapshot.uncached / len(snapshots),
             )
             raw_s = min(raw_s, found_s)
         return raw_s
@@ -99,14 +109,36 @@ class Admission:
     def check(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> Refusal | None:
         """See `AdmissionCheck.check`."""
         target_s = _first_target_s(service)
-        if target_s is not None and (service.targets.is_strict or service.is_sheddable):
-            forecast = self.forecast(service, num_prompt_tokens, priority)
-            if forecast is not None and forecast.p90_s > target_s:
+        raw_s = self.raw_s(service, num_prompt_tokens, priority)
+        may_refuse = service.targets.is_strict or service.is_sheddable
+        if raw_s is not None and target_s is not None and may_refuse:
+            forecast = self._corrected(service, raw_s)
+            if forecast.p90_s > target_s:
                 self._refused[service.tier] += 1
                 return self._refusal(forecast, target_s, service.tier)
         turn = max((each.turn for each in self._snapshots.values()), default=0)
-        self._since(turn)
-        self._accepted.append(_Accepted(turn, num_prompt_tokens))
+        while self._accepted and self._accepted[0].turn < turn:
+            self._accepted.popleft()
+        snapshot = next(iter(self._snapshots.values()), QueueSnapshot())
+        key = float(self._keys_at(snapshot, service, num_prompt_tokens, priority)(_NOW)[0])
+        self._accepted.append(_Accepted(turn + _LIFE - 1, num_prompt_tokens, key, raw_s))
+        return None
+
+    def _keys_at(
+        self, snapshot: QueueSnapshot, service: Service, num_prompt_tokens: int, priority: int
+    ) -> Callable[[Floats], Floats]:
+        """Returns a function from seconds of waiting to the keys of a request that comes now."""
+        work_s = num_prompt_tokens * snapshot.uncached * snapshot.token_s
+        slack_s = self.slack_s(service, priority) - work_s
+        return self._order.keys_over_time(slack_s, work_s, service.weight, priority)
+
+    def entered(self, turn: int, num_prompt_tokens: int) -> float | None:
+        """Notes that a request has come to an engine in a turn, whose snapshot will have it, and
+        return its forecast without correction; None: it was not accepted here, or long ago."""
+        for each in tuple(self._accepted):
+            if not each.has_entered and each.num_tokens == num_prompt_tokens:
+                each.has_entered, each.turn = True, turn
+                return each.raw_s
         return None
 
     def _refusal(self, forecast: FirstTokenForecast, target_s: float, tier: str) -> Refusal:
@@ -120,22 +152,25 @@ class Admission:
         )
 
     def slack_s(self, service: Service, priority: int) -> float:
-        """Return the seconds from the arrival to the virtual deadline."""
+        """Returns the seconds from the arrival to the virtual deadline."""
         target_s = _first_target_s(service)
         if target_s is None:
             target_s = self._default_s
         return target_s + self._priority_s * priority
 
-    def _since(self, turn: int) -> tuple[int, int]:
-        """Return the number of requests that were accepted lately, and their prompt tokens."""
-        while self._accepted and self._accepted[0].turn + _LIFE <= turn:
-            self._accepted.popleft()
-        accepted = tuple(self._accepted)
-        return len(accepted), sum([each.num_tokens for each in accepted])
+    def _since(self, turn: int, key: float) -> tuple[int, int]:
+        """Returns the number of requests that the snapshot of a turn lacks and that go before a
+        key, and their tokens."""
+        counts = [
+            each.num_tokens
+            for each in tuple(self._accepted)
+            if each.turn >= turn and each.key <= key
+        ]
+        return len(counts), sum(counts)
 
 
 def _first_target_s(service: Service) -> float | None:
-    """Return the target that the first token must keep: its own, else that of the whole answer,
+    """Returns the target that the first token must keep: its own, else that of the whole answer,
     which is certainly missed if not even the first token comes in time."""
     targets = service.targets
     return targets.ttft_s if targets.ttft_s is not None else targets.e2e_s

@@ -18,11 +18,11 @@ class AnswerLengths(Protocol):
     """Estimates of the number of tokens of an answer."""
 
     def p90(self, sequence: Sequence, tier: int) -> float:
-        """Return the tokens that nine of ten such answers do not exceed."""
+        """Returns the tokens that nine of ten such answers do not exceed."""
         ...
 
     def note(self, sequence: Sequence, tier: int, *, is_complete: bool) -> None:
-        """Learn from an answer that ended. One that was cut off was at least as long."""
+        """Learns from an answer that ended. One that was cut off was at least as long."""
         ...
 
 

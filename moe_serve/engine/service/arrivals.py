@@ -28,14 +28,14 @@ class ArrivalRates:
     span_s: float = 1.0
 
     def per_s(self, keys: Floats) -> tuple[Floats, Floats]:
-        """Return the requests and the prompt tokens in a second that are more urgent than each
+        """Returns the requests and the prompt tokens in a second that are more urgent than each
         key."""
         places = np.searchsorted(self.keys, keys, side="left")
         return places / self.span_s, self.sum_tokens[places] / self.span_s
 
 
 class RecentArrivals:
-    """The arrivals, noted by the engine's thread; `rates` may be read by any thread."""
+    """Records arrivals on the engine's thread; `rates` may be read by any thread."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=_NUM_RECENT)
@@ -43,7 +43,7 @@ class RecentArrivals:
         self.rates = ArrivalRates()
 
     def note(self, at_s: float, key: float, num_tokens: int) -> None:
-        """Add a request that arrived."""
+        """Adds a request that arrived."""
         self._recent.append((at_s, key, float(num_tokens)))
         self._num_noted += 1
         if len(self._recent) < _NUM_NEEDED or self._num_noted % _EVERY:

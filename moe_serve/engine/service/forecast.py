@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from moe_serve.engine.service.arrivals import ArrivalRates
 
 Floats = NDArray[np.float64]
-_EMPTY = np.zeros(0)
+_EMPTY, _NOW = np.zeros(0), np.zeros(1)
 # Moments of its waiting at which the newcomer is looked at: multiples of the wait without arrivals.
 _GRID = np.concatenate([[0.0], np.geomspace(0.25, 256.0, 41)])
 _LEAST_WAIT_S = 1e-3
@@ -28,7 +28,7 @@ _LEAST_WAIT_S = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """The work ahead of a newcomer. Arrays are by waiting request, in no order.
+    """Describes the work ahead of a newcomer. Arrays are by waiting request, in no order.
 
     `keys` are those of `Order`, `num_left` the prompt tokens that each has to read.
     """
@@ -36,54 +36,90 @@ class QueueSnapshot:
     turn: int = 0  # of the engine, when it was taken
     token_s: float = 0.0  # seconds to read one prompt token
     step_s: float = 0.0  # seconds of a step that reads nothing
+    more_s: float = 0.0  # seconds that one more prompt token adds to a step
+    rest_s: float = 0.0  # seconds until the step under way ends, on average
     num_free_seats: int = 1
     seat_s: float = 0.0  # seconds between two seats that become free
     keys: Floats = field(default_factory=lambda: _EMPTY)
+    floors: Floats = field(default_factory=lambda: np.full(1, -np.inf))  # keys fall to these
     num_left: Floats = field(default_factory=lambda: _EMPTY)
     reading_keys: Floats = field(default_factory=lambda: _EMPTY)  # of prompts that are being read
     reading_left: Floats = field(default_factory=lambda: _EMPTY)
+    uncached: float = 1.0  # share of the recent prompts' tokens that were not in the cache
     arrivals: ArrivalRates = ArrivalRates()
     share: float = 1.0  # of the arrivals that come to this engine
 
     def first_token_s(
         self,
-        num_tokens: int,
+        num_tokens: float,
         keys_at: Callable[[Floats], Floats],
         *,
-        num_more: int = 0,
-        num_more_tokens: int = 0,
+        num_more: float = 0.0,
+        num_more_tokens: float = 0.0,
     ) -> float:
-        """Predict the seconds to the first token of a prompt of `num_tokens`. `keys_at` returns its
-        keys after seconds of waiting.
+        """Predicts the seconds to the first token of a prompt of `num_tokens`. `keys_at` returns
+        its keys after seconds of waiting.
 
-        `num_more` and `num_more_tokens` are the requests that were accepted since the snapshot.
+        `num_more` and `num_more_tokens` are the more urgent requests accepted since the snapshot.
         """
-        key = keys_at(np.zeros(1))[0]
-        is_ahead = self.keys <= key
-        num_ahead = int(np.count_nonzero(is_ahead)) + num_more
-        num_to_read = float(self.num_left[is_ahead].sum()) + num_more_tokens
-        num_to_read += float(self.reading_left[self.reading_keys <= key].sum())
-        num_lacking = num_ahead + 1 - self.num_free_seats
-        start_s = self._start_s(num_lacking, num_to_read, keys_at)
-        return start_s + max(num_tokens * self.token_s, self.step_s)
+        start_s = self._start_s(num_more, num_more_tokens, keys_at)
+        read_s = max(num_tokens * self.token_s, self.step_s + num_tokens * self.more_s)
+        return self.rest_s + start_s + read_s
 
     def _start_s(
-        self, num_lacking: int, num_to_read: float, keys_at: Callable[[Floats], Floats]
+        self, num_more: float, num_more_tokens: float, keys_at: Callable[[Floats], Floats]
     ) -> float:
-        """Return when all that goes before the newcomer is served, as arrivals continue."""
-        alone_s = max(0, num_lacking) * self.seat_s, num_to_read * self.token_s
-        if max(alone_s) < _LEAST_WAIT_S or not len(self.arrivals.keys):
-            return max(alone_s)
-        times = _GRID * max(alone_s)
-        requests, tokens = self.arrivals.per_s(keys_at(times))
-        lacking = num_lacking + _integral(requests * self.share, times)
-        reading = num_to_read + _integral(tokens * self.share, times)
-        needed = np.maximum(np.maximum(lacking, 0.0) * self.seat_s, reading * self.token_s)
-        is_done = needed <= times
-        return float(times[is_done.argmax()] if is_done.any() else times[-1])
+        """Returns when all that goes before the newcomer is served, as arrivals continue."""
+
+        def work(waited_s: float, key: float) -> tuple[float, float]:
+            requests, tokens = self._ahead(waited_s, key)
+            return requests + num_more + 1 - self.num_free_seats, tokens + num_more_tokens
+
+        def needed_s(lacking: float, tokens: float) -> float:
+            return max(max(0.0, lacking) * self.seat_s, tokens * self.token_s)
+
+        alone_s = needed_s(*work(0.0, float(keys_at(_NOW)[0])))
+        if alone_s < _LEAST_WAIT_S:
+            return alone_s
+        times = _GRID * alone_s
+        keys = keys_at(times)
+        requests, tokens = self.arrivals.per_s(keys)
+        requests = _integral(requests * self.share, times)
+        tokens = _integral(tokens * self.share, times)
+
+        def excess_s(place: int) -> float:
+            lacking, ahead = work(times[place], keys[place])
+            return needed_s(lacking + requests[place], ahead + tokens[place]) - float(times[place])
+
+        return _crossing(times, excess_s)
+
+    def _ahead(self, waited_s: float, key: float) -> tuple[float, float]:
+        """Returns the requests that wait, and the tokens to read, before one that then has
+        `key`."""
+        is_ahead = np.maximum(self.keys - waited_s, self.floors) <= key
+        being_read = float(self.reading_left[self.reading_keys - waited_s <= key].sum())
+        return float(np.count_nonzero(is_ahead)), float(self.num_left[is_ahead].sum()) + being_read
+
+
+def _crossing(times: Floats, excess_s: Callable[[int], float]) -> float:
+    """Returns when the excess, which is above zero at the first time, becomes zero; the last time
+    if it does not."""
+    low, high = 0, len(times) - 1
+    after, before = excess_s(high), excess_s(low)
+    if after > 0.0:
+        return float(times[-1])
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = excess_s(middle)
+        if found > 0.0:
+            low, before = middle, found
+        else:
+            high, after = middle, found
+    share = before / (before - after) if before > after else 0.0
+    return float(times[low] + share * (times[high] - times[low]))
 
 
 def _integral(rates: Floats, times: Floats) -> Floats:
-    """Return the integral of rates from 0 to each time."""
+    """Returns the integral of rates from 0 to each time."""
     steps = np.diff(times) * (rates[1:] + rates[:-1]) / 2
     return np.concatenate([[0.0], np.cumsum(steps)])

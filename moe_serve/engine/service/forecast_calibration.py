@@ -24,14 +24,14 @@ _EVERY = 8  # comparisons between two computations of the quantiles
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The factors of a raw forecast, for its median and for its ninth decile."""
+    """Holds the factors of a raw forecast, for its median and for its ninth decile."""
 
     median: float = 1.0
     p90: float = 1.5
 
 
 class ForecastCalibration:
-    """The calibration of one tier, used on the engine's thread. `factors`, `ratios` and
+    """Calibrates one tier's forecasts, on the engine's thread. `factors`, `ratios` and
     `errors` are safe from any thread."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ForecastCalibration:
         self.factors = Factors()
 
     def compare(self, raw_s: float, actual_s: float) -> None:
-        """Add a request that got its first token. `raw_s`: the forecast without factors."""
+        """Adds a request that got its first token. `raw_s`: the forecast without factors."""
         ratio = max(actual_s, _LEAST_S) / max(raw_s, _LEAST_S)
         self._errors.append(abs(1 - self.factors.median / ratio))
         self._ratios.append(ratio)
@@ -65,7 +65,8 @@ class ForecastCalibration:
 
 
 def error_of(calibrations: Iterable[ForecastCalibration]) -> ForecastError:
-    """Return the error over several tiers. `p90_ratio` is the largest of their cautious factors."""
+    """Returns the error over several tiers. `p90_ratio` is the largest of their cautious
+    factors."""
     calibrations = list(calibrations)
     most = max([each.factors.p90 for each in calibrations], default=1.0)
     ratios = np.array([ratio for each in calibrations for ratio in each.ratios])

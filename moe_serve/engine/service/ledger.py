@@ -22,11 +22,11 @@ class Ledger:
         self._tardiness_s = [0.0 for _ in self._tiers]
 
     def add(self, tier: int, what: str, count: int = 1) -> None:
-        """Add to a field of `TierCounts`."""
+        """Adds to a field of `TierCounts`."""
         self._counts[tier][what] += count
 
     def first_token(self, sequence: Sequence, standing: Standing, now: float) -> None:
-        """Note that a request got its first token."""
+        """Notes that a request got its first token."""
         standing.first_token_at = now
         service = sequence.request.service
         target_s, counts = service.targets.ttft_s, self._counts[standing.tier]
@@ -40,7 +40,7 @@ class Ledger:
             counts["num_promises_kept" if late_s <= 0.0 else "num_promises_broken"] += 1
 
     def finished(self, sequence: Sequence, standing: Standing, now: float) -> bool:
-        """Note that an answer is complete -> whether it kept all its targets."""
+        """Notes that an answer is complete -> whether it kept all its targets."""
         request, first_at = sequence.request, standing.first_token_at
         targets, counts = request.service.targets, self._counts[standing.tier]
         assert first_at is not None, f"{request.request_id} ended without a first token"
@@ -64,7 +64,7 @@ class Ledger:
         return is_good
 
     def expired(self, sequence: Sequence, standing: Standing) -> None:
-        """Note that a strict request was ended, as its deadline had passed."""
+        """Notes that a strict request was ended, as its deadline had passed."""
         counts = self._counts[standing.tier]
         counts["num_finished"] += 1
         counts["num_expired"] += 1
@@ -73,7 +73,7 @@ class Ledger:
             counts["num_promises_broken"] += standing.is_promised
 
     def snapshot(self, num_refused: Iterable[int]) -> tuple[TierCounts, ...]:
-        """Return the counts. Safe from any thread."""
+        """Returns the counts. Safe from any thread."""
         rows = zip(self._tiers, self._counts, self._tardiness_s, num_refused, strict=True)
         return tuple(
             TierCounts(tier=tier, tardiness_s=late_s, num_refused=refused, **dict(counts))

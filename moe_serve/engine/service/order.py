@@ -29,7 +29,7 @@ _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond 
 
 
 def check_order(config: SchedulerConfig) -> None:
-    """Raise ConfigError if a key asks for what the order cannot do: it would have no effect."""
+    """Raises ConfigError if a key asks for what the order cannot do: it would have no effect."""
     order = resolved_order(config)
     if order in ("edf", "atc"):
         return
@@ -46,7 +46,7 @@ def check_order(config: SchedulerConfig) -> None:
 
 
 def is_aged(keys: Floats) -> NDArray[np.bool_]:
-    """Return whether keys are those of requests that have their places by age alone."""
+    """Returns whether keys are those of requests that have their places by age alone."""
     return np.asarray(keys < _AGED / 2)
 
 
@@ -60,14 +60,14 @@ class Rule(Protocol):
 
 
 def resolved_order(config: SchedulerConfig) -> OrderName:
-    """Return the name of the order that `scheduler.order` stands for."""
+    """Returns the name of the order that `scheduler.order` stands for."""
     if config.order != "auto":
         return config.order
     return "atc" if config.tiers else "priority"
 
 
 def rule_of(config: SchedulerConfig, usual_work_s: Callable[[], float]) -> Rule:
-    """Return the configured rule. `usual_work_s`: the usual time to read a prompt."""
+    """Returns the configured rule. `usual_work_s`: the usual time to read a prompt."""
     name, step_s = resolved_order(config), config.max_passed_over_s
 
     def atc(age: Floats, slack: Floats, work: Floats, weight: Floats, priority: Floats) -> Floats:
@@ -104,7 +104,7 @@ class StartOrder:
     def keys(
         self, table: WaitingTable, now_s: float, token_s: float, is_ahead: NDArray[np.bool_] | None
     ) -> Floats:
-        """Return the keys of all rows. `token_s`: seconds to read a token; `is_ahead`: rows whose
+        """Returns the keys of all rows. `token_s`: seconds to read a token; `is_ahead`: rows whose
         tenants have had more than their share (None: none)."""
         age, work = now_s - table.queued, table.num_left * token_s
         slack = table.deadline - now_s - work
@@ -123,10 +123,17 @@ class StartOrder:
             keys = np.where(table.is_preempted, _PREEMPTED + table.queued, keys)
         return np.asarray(keys)
 
+    def floors(self, table: WaitingTable, keys: Floats, token_s: float) -> Floats:
+        """Returns the least that each row's key becomes while it waits, unless by age."""
+        age = np.full(len(table), math.inf)
+        work = table.num_left * token_s
+        least = self._rule(age, -age, work, table.log_weight, table.priority)
+        return np.minimum(keys, least)
+
     def keys_of(
         self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats
     ) -> Floats:
-        """Return the keys of requests that were not preempted, by the arguments of `Rule`."""
+        """Returns the keys of requests that were not preempted, by the arguments of `Rule`."""
         keys = self._rule(age, slack, work, log_weight, priority)
         if self._demotes:
             keys = np.where(slack < 0.0, keys + _DEMOTED, keys)
@@ -135,8 +142,8 @@ class StartOrder:
     def keys_over_time(
         self, slack_s: float, work_s: float, weight: float, priority: int
     ) -> Callable[[Floats], Floats]:
-        """Return a function from seconds of waiting to the keys that a newcomer then has. `slack_s`
-        is from its arrival to the latest start that keeps its deadline."""
+        """Returns a function from seconds of waiting to the keys that a newcomer then has.
+        `slack_s` is from its arrival to the latest start that keeps its deadline."""
 
         def keys_at(ages: Floats) -> Floats:
             ones = np.ones_like(ages)
@@ -147,7 +154,7 @@ class StartOrder:
 
 
 def bucket_of(config: SchedulerConfig) -> float:
-    """Return the width of a bucket: a small part of the strictest target for the first token."""
+    """Returns the width of a bucket: a small part of the strictest target for the first token."""
     targets = [tier.ttft_s for tier in config.tiers if tier.ttft_s is not None]
     return min([MOST_BUCKET_S, *[target / _BUCKETS for target in targets]])
 
@@ -155,7 +162,7 @@ def bucket_of(config: SchedulerConfig) -> float:
 def behind_the_others(
     keys: Floats, is_ahead: NDArray[np.bool_], tier: NDArray[np.int64], bucket_s: float
 ) -> Floats:
-    """Put the rows of tenants that are ahead behind the last other row of their tier."""
+    """Puts the rows of tenants that are ahead behind the last other row of their tier."""
     keys, rows, others = keys.copy(), np.flatnonzero(is_ahead), ~is_ahead
     tiers = tier[rows]
     for index in np.unique(tiers):

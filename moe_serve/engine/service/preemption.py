@@ -18,14 +18,14 @@ class Preemption:
         self.is_urgent = queue.is_ordered and queue.state.config.preempt == "deadline"
 
     def for_pages(self, running: Items[Sequence]) -> Sequence:
-        """Return the running sequence that gives its pages back."""
+        """Returns the running sequence that gives its pages back."""
         candidates = [self._candidate(sequence, share_lost=1.0) for sequence in running]
         return running[cheapest(candidates, self._away_s(running))]
 
     def for_seat(
         self, running: Items[Sequence], share_lost: float
     ) -> tuple[Sequence, Sequence] | None:
-        """Return a waiting sequence that should start at once, and the running one that gives its
+        """Returns a waiting sequence that should start at once, and the running one that gives its
         seat to it; None: none should. `share_lost`: of a victim's pages, the share that others will
         probably take before it is back."""
         newcomer = self._newcomer()
@@ -45,11 +45,11 @@ class Preemption:
         return None if found is None else (newcomer, by_id[found])
 
     def may_preempt(self) -> bool:
-        """Return whether some waiting sequence might get a seat from a running one."""
+        """Returns whether some waiting sequence might get a seat from a running one."""
         return self.is_urgent and len(self._queue.table) > self._queue.table.num_preempted
 
     def _newcomer(self) -> Sequence | None:
-        """Return the most urgent waiting sequence that never ran."""
+        """Returns the most urgent waiting sequence that never ran."""
         table = self._queue.table
         if not self.may_preempt():
             return None
@@ -61,7 +61,7 @@ class Preemption:
         return table.sequences[int(keys.argmin())]
 
     def _away_s(self, running: Items[Sequence]) -> float:
-        """Return for how long a preempted sequence waits for a seat, behind earlier ones. Until
+        """Returns for how long a preempted sequence waits for a seat, behind earlier ones. Until
         some have ended, the shortest answer tells."""
         seat_s = self._queue.seat_s
         if math.isinf(seat_s):
@@ -81,7 +81,7 @@ class Preemption:
         )
 
     def _num_left(self, sequence: Sequence) -> int:
-        """Return how many tokens the answer probably still has."""
+        """Returns how many tokens the answer probably still has."""
         expected = self._state.lengths.p90(sequence, standing_of(sequence).tier)
         num_left = int(expected) - sequence.num_output_tokens
         most = sequence.rules.max_tokens
@@ -90,7 +90,7 @@ class Preemption:
         return max(1, num_left)
 
     def _slack_s(self, sequence: Sequence, num_left: int) -> float:
-        """Return the seconds that a running sequence may lose without missing a target."""
+        """Returns the seconds that a running sequence may lose without missing a target."""
         standing, state = standing_of(sequence), self._state
         targets = sequence.request.service.targets
         slack_s, left_s = math.inf, num_left * state.step_s

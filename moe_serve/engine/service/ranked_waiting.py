@@ -51,13 +51,13 @@ class RankedWaiting:
         return None if place is None else (place.key, place.sequence)
 
     def put_first(self, sequence: Sequence) -> None:
-        """Move a sequence to the front, in a group of its own."""
+        """Moves a sequence to the front, in a group of its own."""
         others = [each for each in self._places[self._next :] if each.sequence is not sequence]
         self._places = [_Place(-math.inf, -math.inf, sequence), *others]
         self._next = 0
 
     def groups(self, until: float) -> Iterator[list[Sequence]]:
-        """Yield the next groups of equally urgent sequences, as far as they begin with a key below
+        """Yields the next groups of equally urgent sequences, as far as they begin with a key below
         `until`."""
         while (place := self._place()) is not None and place.key < until:
             group = [place.sequence]
@@ -72,7 +72,7 @@ class RankedWaiting:
             yield group
 
     def _place(self) -> _Place | None:
-        """Return the next place; sort all that wait if the first ones are used up."""
+        """Returns the next place; sort all that wait if the first ones are used up."""
         if self._next >= len(self._places) and self._is_partial:
             taken = {each.sequence.id for each in self._places}
             self._is_partial = False
@@ -82,7 +82,7 @@ class RankedWaiting:
         return self._places[self._next] if self._next < len(self._places) else None
 
     def _first_rows(self, keys: Floats) -> NDArray[np.intp]:
-        """Return the rows of the first requests: of the oldest that go by age alone, else of the
+        """Returns the rows of the first requests: of the oldest that go by age alone, else of the
         shortest prompts of the first bucket."""
         table, by_age = self._table, is_aged(keys)
         if by_age.any():
@@ -97,7 +97,7 @@ class RankedWaiting:
         return rows
 
     def _sorted(self, keys: Floats, rows: NDArray[np.intp]) -> list[_Place]:
-        """Return the places of rows, in their order."""
+        """Returns the places of rows, in their order."""
         table, some = self._table, keys[rows]
         by_age = is_aged(some)
         bucket = np.where(by_age, -1.0, np.floor((some - self._base) / self._bucket_s))

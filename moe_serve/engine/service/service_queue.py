@@ -28,7 +28,7 @@ _LEAST_PAUSE_S = 0.05  # between two snapshots of a queue in which nothing comes
 
 
 def standing_of(sequence: Sequence) -> Standing:
-    """Return the standing of a sequence that was queued in a server with tiers."""
+    """Returns the standing of a sequence that was queued in a server with tiers."""
     assert sequence.standing is not None, f"sequence {sequence.id} was not given a standing"
     return sequence.standing
 
@@ -53,49 +53,49 @@ class ServiceQueue:
         )
 
     def joined(self, sequence: Sequence) -> None:
-        """Add a sequence that waits."""
+        """Adds a sequence that waits."""
         self.table.add(sequence)
         self.state.shares.wait(standing_of(sequence).tenant)
 
     def left(self, sequence: Sequence) -> None:
-        """Remove a sequence that started or ended."""
+        """Removes a sequence that started or ended."""
         self.table.remove(sequence)
         self.state.shares.stop_waiting(standing_of(sequence).tenant)
 
     def freed_seat(self) -> None:
-        """Note that a running sequence ended."""
+        """Notes that a running sequence ended."""
         self._ends.append(self.state.steady())
 
     def begin_step(self) -> None:
-        """Forget the order of the last step."""
+        """Forgets the order of the last step."""
         if self.state.steady.is_resting:
             self.state.steady.turn()
         self._ranked = None
 
     def keys(self) -> Floats:
-        """Return the keys of all waiting sequences by their rows."""
+        """Returns the keys of all waiting sequences by their rows."""
         state = self.state
         ahead = state.shares.are_ahead(state.delta_s)
         is_ahead = None if ahead is None else ahead[self.table.tenant]
         return state.order.keys(self.table, state.steady(), state.token_s, is_ahead)
 
     def groups(self, until: float = math.inf) -> Iterator[Items[Sequence]]:
-        """Yield groups of equally urgent waiting sequences, the most urgent first and in each the
+        """Yields groups of equally urgent waiting sequences, the most urgent first and in each the
         one that is read fastest; only those with keys below `until`."""
         return self._rank().groups(until)
 
     def first(self) -> tuple[float, Sequence] | None:
-        """Return the most urgent waiting sequence and its key."""
+        """Returns the most urgent waiting sequence and its key."""
         return self._rank().first
 
     def fresh(self, most: int) -> list[Sequence]:
-        """Return up to `most` waiting sequences that never ran, the most urgent first."""
+        """Returns up to `most` waiting sequences that never ran, the most urgent first."""
         sequences = self.table.sequences
         order = [sequences[row] for row in np.argsort(self.keys(), kind="stable")]
         return [sequence for sequence in order if sequence.started_at is None][:most]
 
     def put_first(self, sequence: Sequence) -> None:
-        """Let a waiting sequence start before all others in the present step."""
+        """Lets a waiting sequence start before all others in the present step."""
         self._rank().put_first(sequence)
 
     def _rank(self) -> RankedWaiting:
@@ -116,7 +116,7 @@ class ServiceQueue:
                 self.state.ledger.add(standing.tier, "num_relegated")
 
     def reading_keys(self, reading: Items[Sequence]) -> list[float]:
-        """Return the keys of sequences that are being read, for their remaining tokens. Those that
+        """Returns the keys of sequences that are being read, for their remaining tokens. Those that
         are computed again go before all."""
         if not reading:
             return []
@@ -138,7 +138,7 @@ class ServiceQueue:
         return list(np.where(is_again > 0.0, -math.inf, keys).tolist())
 
     def reading_order(self, reading: list[Sequence]) -> tuple[list[Sequence], list[float]]:
-        """Return prompts that are being read, the most urgent first, and their keys; in a bucket,
+        """Returns prompts that are being read, the most urgent first, and their keys; in a bucket,
         the one with the fewest tokens left comes first."""
 
         def place(item: tuple[float, Sequence]) -> tuple[float, float]:
@@ -151,7 +151,7 @@ class ServiceQueue:
         return [sequence for _, sequence in items], [key for key, _ in items]
 
     def num_prompt_tokens(self, decoding: Items[Sequence], most: int) -> int:
-        """Return how many prompt tokens the next step may read beside those that decode."""
+        """Returns how many prompt tokens the next step may read beside those that decode."""
         if self.prompt_limit is not None:
             return min(most, self.prompt_limit)
         if self.budget is None:
@@ -159,7 +159,7 @@ class ServiceQueue:
         return self.budget.prompt_tokens(rows_of_decoding(decoding), self.slack_s(decoding), most)
 
     def slack_s(self, decoding: Iterable[Sequence]) -> float | None:
-        """Return the seconds that the next step may take; None: no sequence that decodes has a
+        """Returns the seconds that the next step may take; None: no sequence that decodes has a
         target for the time between tokens."""
         targets = [s.request.service.targets.tpot_s for s in decoding]
         least_s = min((each for each in targets if each is not None), default=None)
@@ -169,7 +169,7 @@ class ServiceQueue:
         return least_s - (0.0 if self._last_end_at is None else now - self._last_end_at)
 
     def expired(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Return the strict sequences whose deadlines have passed."""
+        """Returns the strict sequences whose deadlines have passed."""
         if not self.state.num_strict:
             return []
         now_s = self.state.steady()
@@ -196,25 +196,29 @@ class ServiceQueue:
         return (self.state.steady() - self._ends[0]) / len(self._ends)
 
     def snapshot(self, running: Items[Sequence]) -> QueueSnapshot:
-        """Return what a newcomer would find now."""
-        state, seat_s = self.state, self.seat_s
+        """Returns what a newcomer would find now."""
+        state, seat_s, keys = self.state, self.seat_s, self.keys()
         reading = [s for s in running if s.num_pending_tokens > 1]
         return QueueSnapshot(
             turn=state.num_turns,
             token_s=state.token_s,
             step_s=state.step_s,
+            more_s=state.more_s,
+            rest_s=state.usual_step_s / 2 if running else 0.0,
             num_free_seats=state.config.max_num_seqs - len(running),
             seat_s=state.step_s if math.isinf(seat_s) else seat_s,
             reading_keys=np.array(self.reading_keys(reading)),
             reading_left=np.array([float(s.num_pending_tokens) for s in reading]),
-            keys=self.keys(),
+            keys=keys,
+            floors=state.order.floors(self.table, keys, state.token_s),
             num_left=self.table.num_left.copy(),
+            uncached=state.uncached,
             arrivals=state.arrivals.rates,
             share=1 / max(1, state.num_live_engines),
         )
 
     def step_ended(self, running: Items[Sequence], *, has_work: bool) -> None:
-        """Publish what a newcomer would find."""
+        """Publishes what a newcomer would find."""
         self._last_end_at = self.state.clock() if running else None
         if not has_work:
             self._ends.clear()
@@ -226,15 +230,15 @@ class ServiceQueue:
             self.state.admission.publish(self._engine, self.snapshot(running))
 
     def withdraw(self) -> None:
-        """Forget the engine, as it is lost."""
+        """Forgets the engine, as it is lost."""
         self.state.admission.withdraw(self._engine)
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
-        """Assert that the table holds the waiting sequences."""
+        """Asserts that the table holds the waiting sequences."""
         self.table.check_integrity(waiting)
         self.state.shares.check_integrity()
 
 
 def rows_of_decoding(decoding: Items[Sequence]) -> StepWork:
-    """Return the work of a step in which these sequences decode."""
+    """Returns the work of a step in which these sequences decode."""
     return StepWork(len(decoding), 0, sum([s.num_tokens for s in decoding]))

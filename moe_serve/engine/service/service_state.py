@@ -43,6 +43,7 @@ from moe_serve.engine.service.step_model import (
 from moe_serve.engine.service.workflows import Workflows
 
 _NOW = np.zeros(1)
+_STEP_WEIGHT = 0.1  # of a new step in the usual seconds
 _WEIGHT = 0.05  # of a new prompt in the usual number of tokens
 _UNMEASURED_TOKEN_S = 1e-3  # before any step was measured, for the order only
 
@@ -56,7 +57,7 @@ class WorkSeconds:
 
 
 class ServiceState:
-    """The state, used by the engine's thread, except `admission` and `stats`."""
+    """Keeps the state on the engine's thread, except `admission` and `stats`."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class ServiceState:
         self._calibrations = [ForecastCalibration() for _ in names]
         self.lengths: AnswerLengths = TierLengths(len(names)) if lengths is None else lengths
         self._usual_tokens = 0.0
+        self._tokens = 0.0, 0.0  # of recent prompts: all, and those that were not cached
         self.order_name = resolved_order(config)
         rule = rule_of(config, lambda: self._usual_tokens * self.token_s)
         self.order = StartOrder(rule, config.max_wait_s, config.late, bucket_of(config))
@@ -89,13 +91,15 @@ class ServiceState:
         self._rows, self._is_typical = StepWork(), True  # of a step of several engines
         self.token_s = _UNMEASURED_TOKEN_S  # to read a prompt token, as steps are now
         self.step_s = 0.0  # of a step that reads nothing
+        self.more_s = 0.0  # that one more prompt token adds to a step
+        self.usual_step_s = 0.0  # of recent steps
         self.work = WorkSeconds(0.0, 0.0)
 
     @classmethod
     def of(
         cls, config: SchedulerConfig, clock: Clock, model: StepModel | None = None
     ) -> ServiceState | None:
-        """Return the state of a server with tiers or an order by deadlines, else None."""
+        """Returns the state of a server with tiers or an order by deadlines, else None."""
         check_order(config)
         if not config.tiers and resolved_order(config) == "priority":
             return None
@@ -106,16 +110,16 @@ class ServiceState:
         return self._calibrations[self._tier_of.get(tier, 0)].factors
 
     def next_engine(self) -> int:
-        """Return a number for one more engine."""
+        """Returns a number for one more engine."""
         self._num_engines += 1
         return self._num_engines
 
     def tier(self, service: Service) -> int:
-        """Return the place of a request's tier; that of the first one if it is unknown."""
+        """Returns the place of a request's tier; that of the first one if it is unknown."""
         return self._tier_of.get(service.tier, 0)
 
     def enter(self, sequence: Sequence, num_left: int) -> Standing:
-        """Give a new sequence its standing. `num_left`: prompt tokens that are not cached."""
+        """Gives a new sequence its standing. `num_left`: prompt tokens that are not cached."""
         request = sequence.request
         service, targets = request.service, request.service.targets
         queued_s, tier = self.steady.at(request.arrival_time), self.tier(service)
@@ -141,13 +145,23 @@ class ServiceState:
         slack_s = standing.deadline_s - self.steady() - work_s
         keys_at = self.order.keys_over_time(slack_s, work_s, service.weight, request.priority)
         self.arrivals.note(queued_s, float(keys_at(_NOW)[0]), num_left)
-        if self.model.is_measured:
-            standing.raw_s = self.admission.raw_s(service, num_left, request.priority)
+        standing.raw_s = self._accepted_s(sequence)
+        whole, left = self._tokens
+        keep = 1 - _WEIGHT
+        self._tokens = keep * whole + sequence.num_tokens, keep * left + num_left
         sequence.standing = standing
         return standing
 
+    def _accepted_s(self, sequence: Sequence) -> float | None:
+        """Returns the forecast with which a new sequence was accepted, without correction."""
+        request, num_tokens = sequence.request, sequence.num_prompt_tokens
+        raw_s = self.admission.entered(self.num_turns, num_tokens)
+        if raw_s is None and self.model.is_measured:
+            raw_s = self.admission.raw_s(request.service, num_tokens, request.priority)
+        return raw_s
+
     def _deadline(self, sequence: Sequence, tier: int, queued_s: float) -> float:
-        """Return the virtual deadline of the first token."""
+        """Returns the virtual deadline of the first token."""
         request = sequence.request
         service, targets = request.service, request.service.targets
         shift_s = self.config.max_passed_over_s * request.priority
@@ -168,7 +182,7 @@ class ServiceState:
         return latest_s + shift_s
 
     def got_token(self, sequence: Sequence, now: float) -> None:
-        """Note the first token of a request."""
+        """Notes the first token of a request."""
         standing = sequence.standing
         assert standing is not None, f"sequence {sequence.id} was not given a standing"
         if standing.first_token_at is None:
@@ -178,13 +192,13 @@ class ServiceState:
                 self._calibrations[standing.tier].compare(standing.raw_s, actual_s)
 
     def leave(self, sequence: Sequence) -> None:
-        """Note that a sequence has ended, in whatever way."""
+        """Notes that a sequence has ended, in whatever way."""
         if sequence.standing is not None:
             self.shares.leave(sequence.standing.tenant)
             self.num_strict -= sequence.request.service.targets.is_strict
 
     def finished(self, sequence: Sequence, now: float) -> None:
-        """Note that the answer of a request is complete."""
+        """Notes that the answer of a request is complete."""
         standing, service = sequence.standing, sequence.request.service
         assert standing is not None, f"sequence {sequence.id} was not given a standing"
         is_good = self.ledger.finished(sequence, standing, now)
@@ -197,28 +211,34 @@ class ServiceState:
             )
 
     def expired(self, sequence: Sequence) -> None:
-        """Note that a strict request is ended, as its deadline has passed."""
+        """Notes that a strict request is ended, as its deadline has passed."""
         assert sequence.standing is not None, f"sequence {sequence.id} was not given a standing"
         self.ledger.expired(sequence, sequence.standing)
+
+    @property
+    def uncached(self) -> float:
+        """The share of the recent prompts' tokens that were not in the cache."""
+        whole, left = self._tokens
+        return left / whole if whole else 1.0
 
     @property
     def num_live_engines(self) -> int:
         return self.admission.num_snapshots
 
     def add_rows(self, rows: StepWork, *, is_typical: bool) -> None:
-        """Add one engine's part of a step of all engines. `is_typical`: it ran as it was begun."""
+        """Adds one engine's part of a step of all engines. `is_typical`: it ran as it was begun."""
         self._rows += rows
         self._is_typical &= is_typical
 
     def take_rows(self) -> StepWork | None:
-        """Return the rows of the step that has ended on all engines; None if its time says
+        """Returns the rows of the step that has ended on all engines; None if its time says
         nothing."""
         rows, self._rows = self._rows, StepWork()
         is_typical, self._is_typical = self._is_typical, True
         return rows if is_typical and rows != StepWork() else None
 
     def turn(self, *, has_work: bool) -> None:
-        """Note the end of a step, or of a step of all engines."""
+        """Notes the end of a step, or of a step of all engines."""
         self.num_turns += 1
         if has_work:
             self.steady.turn()
@@ -226,16 +246,22 @@ class ServiceState:
             self.steady.rest()
 
     def observe(self, rows: StepWork, seconds: float) -> None:
-        """Learn from a step that ran: of one engine, or of all that step together."""
+        """Learns from a step that ran: of one engine, or of all that step together."""
         self.model.observe(rows, seconds)
-        self.refresh(rows.num_decoding)
+        self.usual_step_s += (_STEP_WEIGHT if self.usual_step_s else 1.0) * (
+            seconds - self.usual_step_s
+        )
+        self.refresh(rows)
 
-    def refresh(self, num_decoding: int) -> None:
+    def refresh(self, rows: StepWork) -> None:
         """Derive what the order and the forecast need from the model."""
         most, seats = self.config.max_batched_tokens, self.config.max_num_seqs
         if self.model.is_measured:
-            self.token_s = prompt_token_s(self.model, num_decoding, max(1, most - num_decoding))
-            self.step_s = self.model.seconds(StepWork(max(1, num_decoding)))
+            num_decoding, num_context = rows.num_decoding, rows.num_context
+            num_prompt = max(1, most - num_decoding)
+            self.token_s = prompt_token_s(self.model, num_decoding, num_prompt, num_context)
+            self.step_s = self.model.seconds(StepWork(max(1, num_decoding), 0, num_context))
+            self.more_s = max(0.0, self.token_s - self.step_s / num_prompt)
             self.work = WorkSeconds(*work_s(self.model, (most, seats)))
 
     @property
@@ -248,7 +274,7 @@ class ServiceState:
         return 2 * max(chunk_s, self.work.decode_row * seats) + chunk_s
 
     def stats(self) -> ServiceStats:
-        """Return a snapshot. Safe from any thread."""
+        """Returns a snapshot. Safe from any thread."""
         refused = [self.admission.num_refused(name) for name in self.tier_names]
         return ServiceStats(
             order=self.order_name,

@@ -26,7 +26,7 @@ _Key = tuple[int, str]  # tier, tenant
 
 @dataclass(slots=True)
 class _Totals:
-    """The counts of a tenant for reports."""
+    """Counts the work of a tenant for reports."""
 
     service_s: float = 0.0
     num_finished: int = 0
@@ -56,7 +56,7 @@ class Shares:
         return len(self._places) + len(self._idle)
 
     def enter(self, tier: int, tenant: str) -> int:
-        """Note a new request -> the place of its tenant."""
+        """Notes a new request -> the place of its tenant."""
         key = (tier, tenant)
         place = self._places.get(key)
         if place is None:
@@ -69,7 +69,7 @@ class Shares:
         return place
 
     def leave(self, place: int) -> None:
-        """Note the end of a request."""
+        """Notes the end of a request."""
         self._num_open[place] -= 1
         if self._num_open[place] > 0:
             return
@@ -84,31 +84,31 @@ class Shares:
             self._idle.popitem(last=False)
 
     def wait(self, place: int) -> None:
-        """Note that a request of a tenant waits. If none did, the tenant is lifted."""
+        """Notes that a request of a tenant waits. If none did, the tenant is lifted."""
         if not self._num_waiting[place]:
             least_s = self._least(int(self._tier[place]))
             self._counter_s[place] = max(self._counter_s[place], least_s)
         self._num_waiting[place] += 1
 
     def stop_waiting(self, place: int) -> None:
-        """Note that a request started, or ended while it waited."""
+        """Notes that a request started, or ended while it waited."""
         tier = int(self._tier[place])
         self._floor_s[tier] = self._least(tier)
         self._num_waiting[place] -= 1
 
     def charge(self, place: int, seconds: float) -> None:
-        """Add work that is done for a tenant."""
+        """Adds work that is done for a tenant."""
         self._counter_s[place] += seconds
         self._service_s[place] += seconds
 
     def charge_all(self, places: Items[int], seconds: Items[float]) -> None:
-        """Add the work of a step: seconds by request, and the places of their tenants."""
+        """Adds the work of a step: seconds by request, and the places of their tenants."""
         work = np.bincount(places, weights=seconds, minlength=len(self._counter_s))
         self._counter_s += work
         self._service_s += work
 
     def are_ahead(self, delta_s: float) -> NDArray[np.bool_] | None:
-        """Return by place whether a tenant has had more than its share; None: none has."""
+        """Returns by place whether a tenant has had more than its share; None: none has."""
         waiting = self._num_waiting > 0
         if len(self._places) < 2 or np.count_nonzero(waiting) < 2:
             return None
@@ -122,7 +122,7 @@ class Shares:
         return float(self._counter_s[place])
 
     def finished(self, place: int, *, is_good: bool) -> None:
-        """Count an answer for the reports."""
+        """Counts an answer for the reports."""
         key = self._keys[place]
         if key is not None:
             total = self._total(key)
@@ -130,7 +130,7 @@ class Shares:
             total.num_good += is_good
 
     def top(self, tiers: Iterable[str]) -> tuple[TenantCounts, ...]:
-        """Return the tenants with most service. Safe from any thread."""
+        """Returns the tenants with most service. Safe from any thread."""
         names, places, totals = list(tiers), dict(self._places), dict(self._totals)
         services = {key: total.service_s for key, total in totals.items()}
         for key, place in places.items():
@@ -155,14 +155,14 @@ class Shares:
         return jain_index(self._counter_s[self._num_waiting > 0].tolist())
 
     def check_integrity(self) -> None:
-        """Assert that places and tenants agree."""
+        """Asserts that places and tenants agree."""
         for key, place in self._places.items():
             assert self._keys[place] == key, f"place {place} is not that of {key}"
             waiting, opened = int(self._num_waiting[place]), int(self._num_open[place])
             assert 0 <= waiting <= opened, f"{waiting} of {opened} requests of {key} wait"
 
     def _least(self, tier: int) -> float:
-        """Return the least counter of the tier's waiting tenants, else the last one known."""
+        """Returns the least counter of the tier's waiting tenants, else the last one known."""
         waiting = (self._num_waiting > 0) & (self._tier == tier)
         if waiting.any():
             return float(self._counter_s[waiting].min())

@@ -19,7 +19,7 @@ _MOST_LONGER = 2.0  # a turn counts as at most this times the usual one
 
 
 class SteadyClock:
-    """The clock. Call `turn` when a step ends, and `rest` when the engine has no work: idle time
+    """Leaves pauses out. Call `turn` when a step ends, and `rest` when the engine has no work: idle time
     counts, as no request is delayed by it."""
 
     def __init__(self, clock: Clock) -> None:
@@ -43,7 +43,7 @@ class SteadyClock:
         return self._turn_at is None
 
     def turn(self) -> None:
-        """Note that a turn of the engine begins, or that it follows another one."""
+        """Notes that a turn of the engine begins, or that it follows another one."""
         now = self._clock()
         if self._turn_at is not None:
             passed_s = now - self._turn_at
@@ -53,11 +53,11 @@ class SteadyClock:
         self._turn_at = now
 
     def rest(self) -> None:
-        """Note that the engine has no work."""
+        """Notes that the engine has no work."""
         self._turn_at = None
 
     def at(self, moment: float) -> float:
-        """Convert a moment on the engine's clock, such as an arrival. One within the current turn
+        """Converts a moment on the engine's clock, such as an arrival. One within the current turn
         is at most the turn's length ago."""
         if self._turn_at is not None and moment >= self._turn_at:
             return min(moment, self._turn_at + self._most_s) - self._lost_s

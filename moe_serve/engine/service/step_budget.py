@@ -23,7 +23,7 @@ class StepBudget:
         self._model, self._least, self._page_size = model, least, page_size
 
     def prompt_tokens(self, rows: StepWork, slack_s: float | None, most: int) -> int:
-        """Return how many prompt tokens may be added to `rows`, at most `most`. `slack_s` None: no
+        """Returns how many prompt tokens may be added to `rows`, at most `most`. `slack_s` None: no
         request that decodes has a target."""
         if slack_s is None or not self._model.is_measured or most <= self._least:
             return most
@@ -45,7 +45,7 @@ class StepBudget:
 
 
 def shared_out(total: int, wanted: list[int], page_size: int) -> list[int]:
-    """Share a budget of prompt tokens among attention ranks, evenly as far as they want it:
+    """Shares a budget of prompt tokens among attention ranks, evenly as far as they want it:
 
     total 96, wanted 16 200 64, pages of 16 -> 16 32 32, and the 16 that are left for the second
     """

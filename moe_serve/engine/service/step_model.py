@@ -14,7 +14,8 @@ import numpy as np
 _SCALES = np.array([1.0, 16.0, 256.0, 4096.0])  # so that all features are about 1
 _DECAY = 0.99  # of old steps, at each new one
 _RIDGE = 1e-4  # of the newest step's weight: keeps what was not varied small
-_MOST_SLOWER = 3.0  # a step counts as at most this times the prediction, once there is one
+_MOST_SLOWER = 3.0  # a step counts as at most this times the prediction or the usual step
+_USUAL_WEIGHT = 0.05  # of a new step in the usual seconds
 _NUM_WARM = 8  # steps before a prediction limits a measurement
 _REFIT_EVERY = 4  # steps
 _LEAST_S = 1e-9
@@ -43,11 +44,11 @@ class StepModel(Protocol):
     def is_measured(self) -> bool: ...
 
     def seconds(self, rows: StepWork) -> float:
-        """Predict a step; never less for more rows."""
+        """Predicts a step; never less for more rows."""
         ...
 
     def observe(self, rows: StepWork, seconds: float) -> None:
-        """Learn from a step that ran."""
+        """Learns from a step that ran."""
         ...
 
 
@@ -58,6 +59,7 @@ class FittedSteps:
         self._a_FF = np.zeros((4, 4))
         self._b_F = np.zeros(4)
         self._costs: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # of the features, unscaled
+        self._usual_s = 0.0  # of recent steps
         self._num_observed = 0
 
     @property
@@ -77,7 +79,9 @@ class FittedSteps:
         """See `StepModel.observe`. Each step counts relative to its length."""
         seconds = max(seconds, _LEAST_S)
         if self._num_observed >= _NUM_WARM:
-            seconds = min(seconds, _MOST_SLOWER * max(self.seconds(rows), _LEAST_S))
+            # A prediction may be near zero: rows of a kind that no step had yet cost nothing.
+            seconds = min(seconds, _MOST_SLOWER * max(self.seconds(rows), self._usual_s))
+        self._usual_s += (_USUAL_WEIGHT if self._usual_s else 1.0) * (seconds - self._usual_s)
         values = (1.0, rows.num_decoding, rows.num_prompt, rows.num_context)
         x_F = np.array(values) / _SCALES / seconds
         self._a_FF = _DECAY * self._a_FF + np.outer(x_F, x_F)
@@ -99,14 +103,17 @@ class FittedSteps:
         self._costs = tuple((found / _SCALES).tolist())
 
 
-def prompt_token_s(model: StepModel, num_decoding: int, num_prompt: int) -> float:
-    """Return the seconds that a prompt token takes in steps that read `num_prompt` of them."""
-    return model.seconds(StepWork(num_decoding, num_prompt)) / max(1, num_prompt)
+def prompt_token_s(
+    model: StepModel, num_decoding: int, num_prompt: int, num_context: int = 0
+) -> float:
+    """Returns the seconds that a prompt token takes in steps that read `num_prompt` of them, beside
+    rows that decode with `num_context` tokens in their contexts."""
+    return model.seconds(StepWork(num_decoding, num_prompt, num_context)) / max(1, num_prompt)
 
 
 def work_s(model: StepModel, counts: Items[int]) -> tuple[float, float]:
-    """Return the seconds that one prompt token and one decode row add to a step with the largest of
-    these counts (prompt tokens, decode rows). Both share the step's fixed time evenly."""
+    """Returns the seconds that one prompt token and one decode row add to a step with the largest
+    of these counts (prompt tokens, decode rows). Both share the step's fixed time evenly."""
     num_prompt, num_decoding = counts
     prompt = model.seconds(StepWork(0, num_prompt)) / max(1, num_prompt)
     decode = model.seconds(StepWork(num_decoding, 0)) / max(1, num_decoding)

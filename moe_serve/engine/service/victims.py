@@ -32,14 +32,14 @@ class Candidate:
     num_urgent_preemptions: int = 0
 
     def added_s(self, away_s: float) -> float:
-        """Return the seconds that it becomes later if it is away for `away_s` beyond `again_s`."""
+        """Returns the seconds that it becomes later if it is away for `away_s` beyond `again_s`."""
         if math.isinf(self.slack_s):
             return 0.0
         delay_s = away_s + self.again_s
         return max(0.0, delay_s - max(0.0, self.slack_s))
 
     def cost(self, away_s: float) -> float:
-        """Return the weighted seconds that its preemption costs."""
+        """Returns the weighted seconds that its preemption costs."""
         return self.weight * self.added_s(away_s) + self.again_s
 
 
@@ -53,7 +53,7 @@ class Newcomer:
 
 
 def cheapest(candidates: list[Candidate], away_s: float) -> int:
-    """Return the index of the one that gives its pages back; ties: the one that started last."""
+    """Returns the index of the one that gives its pages back; ties: the one that started last."""
     costs = [each.cost(away_s) / max(1, each.num_pages) for each in candidates]
     return min(range(len(costs)), key=lambda index: (costs[index], -index))
 
@@ -61,7 +61,7 @@ def cheapest(candidates: list[Candidate], away_s: float) -> int:
 def for_urgent(
     newcomer: Newcomer, candidates: Iterable[tuple[int, Candidate]], seat_s: float
 ) -> int | None:
-    """Return the key of the one that gives its seat to a newcomer, which would otherwise wait
+    """Returns the key of the one that gives its seat to a newcomer, which would otherwise wait
     `seat_s` for one; None: none should."""
     if newcomer.slack_s < 0.0 or newcomer.slack_s >= seat_s:
         return None  # late anyway, or in time anyway

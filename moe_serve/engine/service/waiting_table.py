@@ -89,7 +89,7 @@ class WaitingTable:
         self._flags[1, : len(self.sequences)] = value
 
     def add(self, sequence: Sequence) -> None:
-        """Add a row."""
+        """Adds a row."""
         standing, request, row = sequence.standing, sequence.request, len(self.sequences)
         assert standing is not None, f"sequence {sequence.id} was not given a standing"
         if row == self._floats.shape[1]:
@@ -113,7 +113,7 @@ class WaitingTable:
         self.version += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a row: O(1)."""
+        """Removes a row: O(1)."""
         row, last = self._row_of.pop(sequence.id), len(self.sequences) - 1
         self.num_preempted -= int(self._flags[0, row])
         if row != last:
@@ -125,7 +125,7 @@ class WaitingTable:
         self.version += 1
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
-        """Assert that the rows are those of the waiting sequences."""
+        """Asserts that the rows are those of the waiting sequences."""
         ids = {sequence.id for sequence in waiting}
         assert ids == self._row_of.keys(), f"{ids ^ self._row_of.keys()} wait or have rows"
         for key, row in self._row_of.items():

@@ -54,7 +54,7 @@ class Workflows:
     def due_s(
         self, tenant: str, workflow: str, stage: str, whole_s: float, queued_s: float
     ) -> float:
-        """Note a request of a stage -> the moment at which its answer should be complete."""
+        """Notes a request of a stage -> the moment at which its answer should be complete."""
         self._close_idle(queued_s)
         run = self._runs.get((tenant, workflow))
         if run is None:
@@ -69,7 +69,7 @@ class Workflows:
         return run.started_s + whole_s * self._share(kind, stage)
 
     def ended(self, tenant: str, workflow: str, stage: str, now_s: float) -> None:
-        """Note that the answer of a stage is complete."""
+        """Notes that the answer of a stage is complete."""
         run = self._runs.get((tenant, workflow))
         if run is not None and (stage in run.ends_s or len(run.ends_s) < _MAX_STAGES):
             run.ends_s[stage] = run.used_s = now_s
@@ -100,7 +100,7 @@ class Workflows:
             self._close(key)
 
     def _close(self, key: tuple[str, str]) -> None:
-        """Learn the shares of a run that has ended."""
+        """Learns the shares of a run that has ended."""
         run = self._runs.pop(key)
         total_s = max(run.ends_s.values(), default=run.started_s) - run.started_s
         if total_s <= 0.0:

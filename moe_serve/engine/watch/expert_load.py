@@ -128,7 +128,7 @@ class ExpertLoad:
             return
 
     def look(self) -> ExpertCounts:
-        """Return the counts of the last minute."""
+        """Returns the counts of the last minute."""
         with self._lock:
             self._drop_old()
             window = [counts for _, counts in self._seconds]
@@ -154,7 +154,7 @@ class ExpertLoad:
         return since_s >= self.interval_s and step >= self._last_step + self.stride
 
     def _count(self, ids_NLK: NDArray[np.integer]) -> Counts | None:
-        """Return counts [L, E]; None if a rank sent other layers or experts than the model has."""
+        """Returns counts [L, E]; None if a rank sent other layers or experts than the model has."""
         if ids_NLK.shape[1] != self.num_layers:
             return None
         size = self.num_layers * self.num_experts

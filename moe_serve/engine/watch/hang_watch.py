@@ -28,7 +28,7 @@ class ActivityReport(Protocol):
     """Describes what the engine is doing, for hang reports. Called on any thread, at any time."""
 
     def lines(self) -> list[str]:
-        """Return lines of text about the current step and each rank's activity. May take a
+        """Returns lines of text about the current step and each rank's activity. May take a
         second."""
         ...
 
@@ -77,7 +77,7 @@ class HangWatch:
         self._thread.start()
 
     def report(self) -> str:
-        """Return the report for the current moment. Takes a second with ranks."""
+        """Returns the report for the current moment. Takes a second with ranks."""
         return hang_report(self._engine.stats(), self._activity)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class HangWatch:
 
 
 def hang_report(stats: EngineStats, activity: ActivityReport | None) -> str:
-    """Return a report with places in the code but no values of variables, so no prompts and no
+    """Returns a report with places in the code but no values of variables, so no prompts and no
     keys."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     turn, load = stats.last_turn_age_s, stats.load

@@ -42,18 +42,18 @@ class RecentPools:
         self._reasons: deque[tuple[int, MicroBatchReason]] = deque(maxlen=2 * num_steps)
 
     def count_step(self, micro_batches: int, reason: MicroBatchReason) -> None:
-        """Count a step that ran with `micro_batches` micro-batches."""
+        """Counts a step that ran with `micro_batches` micro-batches."""
         with self._lock:
             self._micro_batches, self._reason = micro_batches, reason
             self._counts[micro_batches, reason] += 1
 
     def began(self, step: int) -> None:
-        """Set the number of the step that was counted last."""
+        """Sets the number of the step that was counted last."""
         with self._lock:
             self._reasons.append((step, self._reason))
 
     def add(self, track: Track, records: Records, offset_ns: int = 0) -> None:
-        """Add a rank's records. Its clock plus `offset_ns` is the coordinator's."""
+        """Adds a rank's records. Its clock plus `offset_ns` is the coordinator's."""
         if len(records) == 0:
             return
         shifted = records.copy()
@@ -67,7 +67,7 @@ class RecentPools:
                     parts.popleft()
 
     def forget(self, track: Track) -> None:
-        """Remove a lost rank from its pool."""
+        """Removes a lost rank from its pool."""
         with self._lock:
             self._parts.pop(track, None)
 
@@ -89,7 +89,7 @@ class RecentPools:
         )
 
     def last_step(self) -> StepTimeline | None:
-        """Return the newest step that an attention rank and all expert ranks have recorded
+        """Returns the newest step that an attention rank and all expert ranks have recorded
         completely."""
         with self._lock:
             parts = {track: list(parts) for track, parts in self._parts.items() if parts}
@@ -111,7 +111,7 @@ class RecentPools:
         return max(int(parts[-1]["step"].max()) for parts in self._parts.values() if parts)
 
     def _measure(self, tracks: dict[Track, Records]) -> TimelineMetrics | None:
-        """Return the metrics of the last complete steps; None if there are none."""
+        """Returns the metrics of the last complete steps; None if there are none."""
         if not tracks:
             return None
         newest = [int(records["step"].max()) for records in tracks.values()]
@@ -143,7 +143,7 @@ def _rank_uses(metrics: TimelineMetrics) -> tuple[RankUse, ...]:
 
 
 def _stage_uses(metrics: TimelineMetrics) -> tuple[StageUse, ...]:
-    """Return the mean time of each stage over the ranks that ran it in these steps."""
+    """Returns the mean time of each stage over the ranks that ran it in these steps."""
     totals_ns: dict[Stage, list[int]] = {}
     for total in metrics.stages:
         if total.track.role is not Role.COORDINATOR:
@@ -159,5 +159,5 @@ def _whole_steps(records: Records) -> set[int]:
 
 
 def _name(track: Track) -> str:
-    """Return a rank's name, such as expert-0."""
+    """Returns a rank's name, such as expert-0."""
     return f"{track.role.value}-{track.index}"

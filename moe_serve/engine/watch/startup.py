@@ -49,7 +49,7 @@ class Startup:
         self.plan: MemoryPlan | None = None
 
     def begin(self, name: PhaseName) -> None:
-        """Begin a phase, which ends the previous one."""
+        """Begins a phase, which ends the previous one."""
         with self._lock:
             ended = self._now()
             self._ended.append(ended)

@@ -236,12 +236,14 @@ def kv_part(stats: EngineStats, page_size: int) -> Part:
 
 
 def _store_part(tier: TierStats) -> Part:
+    """The tier's state. `memory`: the shared memory through which ranks use a disk."""
     return {
         "name": tier.name,
         "pages": tier.num_pages,
         "bytes": tier.num_bytes,
         "capacity_bytes": tier.capacity_bytes,
         "state": tier.state,
+        "memory": None if tier.memory is None else _store_part(tier.memory),
     }
 
 

@@ -89,7 +89,7 @@ class SequenceProgress:
         self.index = index
         self.request = request
         self.num_tokens = 0
-        self.num_cached_tokens = self.num_tier_tokens = 0
+        self.num_cached_tokens = self.num_tier_tokens = self.num_dropped_tokens = 0
         self.drafts = drafts
         self._num_preemptions = 0
         self.finished: FinishedSequence | None = None  # set when it has ended by itself
@@ -112,6 +112,7 @@ class SequenceProgress:
         joined = join_deltas(deltas)
         self.num_cached_tokens = max(self.num_cached_tokens, joined.num_cached_tokens)
         self.num_tier_tokens = max(self.num_tier_tokens, joined.num_tier_tokens)
+        self.num_dropped_tokens = max(self.num_dropped_tokens, joined.num_dropped_tokens)
         if joined.num_preemptions:
             self._num_preemptions = joined.num_preemptions
         self._started = self._started or joined.started_at
@@ -193,6 +194,7 @@ def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         stop_token_id=last.stop_token_id,
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
         num_tier_tokens=max(delta.num_tier_tokens for delta in deltas),
+        num_dropped_tokens=max(delta.num_dropped_tokens for delta in deltas),
         num_preemptions=max(delta.num_preemptions for delta in deltas),
         started_at=next((d.started_at for d in deltas if d.started_at is not None), None),
         error=last.error,

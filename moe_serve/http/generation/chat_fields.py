@@ -24,6 +24,7 @@ from moe_serve.http.schema.field_types import (
     StopTokenIds,
     StrictSchema,
 )
+from moe_serve.http.schema.kv_window_fields import KVWindowFields
 from moe_serve.http.schema.service_fields import Label, ServiceTierName, ServiceWish, SloFields
 from moe_serve.http.schema.structured import ResponseFormat, wished_constraint
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
@@ -34,6 +35,7 @@ EXTENSIONS = (
     "chat_template_kwargs",
     "frequency_penalty",
     "ignore_eos",
+    "kv_window",
     "logit_bias",
     "min_p",
     "min_tokens",
@@ -73,6 +75,7 @@ class ChatFields(StrictSchema):
     ignore_eos: bool | None = None
     min_tokens: Int | None = None
     cache_salt: CacheSalt | None = None
+    kv_window: KVWindowFields | None = None
     speculation: bool | None = None
     messages: MessageList[ChatMessage]
     max_tokens: Int | None = Field(default=None, ge=1)
@@ -127,6 +130,8 @@ def sampling_params(body: BaseModel, **others: Any) -> SamplingParams:
     """The sampling parameters that have a value in the field of the same name, and `others`."""
     names = [own.name for own in dataclasses.fields(SamplingParams) if own.name not in others]
     given = {name: getattr(body, name) for name in names if name in type(body).model_fields}
+    if given.get("kv_window") is not None:
+        given["kv_window"] = given["kv_window"].wish()
     return SamplingParams(**{k: v for k, v in given.items() if v is not None}, **others)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_serve.config.sections import ServerConfig
+from moe_serve.engine.request.kv_window import NO_KV_WINDOWS, KVWindowRules
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.http.generation.assistant_formats import AssistantFormats
 from moe_serve.http.generation.generation import GenerationService
@@ -22,6 +23,7 @@ class EngineLimits:
     max_model_len: int
     vocab_size: int
     ids_per_token: int = 0  # see `ServedModel`
+    kv_windows: KVWindowRules = NO_KV_WINDOWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,4 +45,5 @@ class ServerContext:
             max_model_len=self.model.max_model_len,
             vocab_size=self.generations.engine.vocab_size,
             ids_per_token=self.model.ids_per_token,
+            kv_windows=self.model.kv_windows,
         )

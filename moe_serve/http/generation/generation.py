@@ -94,12 +94,14 @@ class Generation:
     def usage(self) -> Usage:
         sequences = self._sequences.values()
         firsts = [sequence for sequence in sequences if sequence.request.choice == 0]
+        dropped = [s.num_dropped_tokens for s in sequences if s.request.params.kv_window]
         timed = self._timed()
         return Usage(
             prompt_tokens=sum(len(first.request.prompt_token_ids) for first in firsts),
             completion_tokens=sum(sequence.num_tokens for sequence in sequences),
             cached_tokens=sum(first.num_cached_tokens for first in firsts),
             tier_tokens=sum(first.num_tier_tokens for first in firsts),
+            kv_dropped_tokens=sum(dropped) if dropped else None,
             timing=None if timed is None else timing_of(timed),
             llama_timings=None if timed is None else llama_timings(timed),
         )

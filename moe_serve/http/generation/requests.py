@@ -111,6 +111,7 @@ def build_engine_requests(
             param="n",
         )
     params.check_vocabulary(limits.vocab_size, rules.thinking_markers)
+    limits.kv_windows.check(params.kv_window)
     _check_prompt_logprobs(prompts, options)
     now = time.monotonic()
     requests: list[GenerationRequest] = []

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from moe_serve.adapters.adapter import Adapter, AdapterVersion
 from moe_serve.adapters.registry import AdapterRegistry
+from moe_serve.engine.request.kv_window import NO_KV_WINDOWS, KVWindowRules
 from moe_serve.errors import InvalidRequestError, ModelNotFoundError, ServerOverloadedError
 from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
@@ -86,6 +87,7 @@ class ServedModel:
     description: Mapping[str, str] = field(default_factory=dict)
     texts: TextThreads = field(default_factory=TextThreads)
     adapters: AdapterRegistry | None = None  # None: the server has none
+    kv_windows: KVWindowRules = NO_KV_WINDOWS
 
     async def named(self, name: str | None) -> NamedModel:
         """Returns what a request named, with the weights of an adapter, which are read in a thread

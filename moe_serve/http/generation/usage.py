@@ -34,6 +34,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     tier_tokens: int = 0  # those of the cached tokens that came from a disk
+    kv_dropped_tokens: int | None = None  # that the answers did not see at their ends
     reasoning_tokens: int | None = None
     prediction: PredictionUsage | None = None  # None: the client sent no prediction
     timing: Timing | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
 from moe_serve.cache.tiers.store import LoadResult, SaveResult, TierStats
@@ -64,6 +65,21 @@ _CACHE_ROWS = (
     ),
 )
 
+
+def _by_tier(value: Callable[[TierStats], float]) -> Callable[[TierStats], Samples]:
+    """Returns a row's values for a tier, and for the memory in front of it if ranks share one."""
+    return lambda t: {(each.name,): float(value(each)) for each in t.parts}
+
+
+def _by_result(
+    counts: Callable[[TierStats], Mapping[str, int]], results: Iterable[str]
+) -> Callable[[TierStats], Samples]:
+    """Returns a row's values by tier and result."""
+    return lambda t: {
+        (each.name, result): counts(each).get(result, 0) for each in t.parts for result in results
+    }
+
+
 _tier = ScrapePart[TierStats](lambda scrape: scrape.stats.tier, "kv_tier_")
 _external = ScrapePart[TierStats](lambda scrape: scrape.stats.tier, is_vllm=True)
 _TIER_ROWS = (
@@ -80,43 +96,41 @@ _TIER_ROWS = (
     _tier.gauge(
         "enabled",
         "1 if the tier reads and writes, 0 while it opens or after a failure.",
-        lambda t: {(t.name,): float(t.is_reading and t.is_writing)},
+        _by_tier(lambda t: t.is_reading and t.is_writing),
         "tier",
     ),
-    _tier.gauge("pages", "Pages in the tier.", lambda t: {(t.name,): t.num_pages}, "tier"),
-    _tier.gauge("bytes", "Bytes that the tier takes.", lambda t: {(t.name,): t.num_bytes}, "tier"),
+    _tier.gauge("pages", "Pages in the tier.", _by_tier(lambda t: t.num_pages), "tier"),
+    _tier.gauge("bytes", "Bytes that the tier takes.", _by_tier(lambda t: t.num_bytes), "tier"),
     _tier.gauge(
         "capacity_bytes",
         "Bytes that the tier may take.",
-        lambda t: {(t.name,): t.capacity_bytes},
+        _by_tier(lambda t: t.capacity_bytes),
         "tier",
     ),
     _tier.gauge(
         "queue_pages",
         "Pages that wait to be written.",
-        lambda t: {(t.name,): t.num_queued},
+        _by_tier(lambda t: t.num_queued),
         "tier",
     ),
-    _tier.counter(
-        "read_bytes", "Bytes of loaded pages.", lambda t: {(t.name,): t.read_bytes}, "tier"
-    ),
+    _tier.counter("read_bytes", "Bytes of loaded pages.", _by_tier(lambda t: t.read_bytes), "tier"),
     _tier.counter(
         "written_bytes",
         "Bytes that were written, headers included.",
-        lambda t: {(t.name,): t.written_bytes},
+        _by_tier(lambda t: t.written_bytes),
         "tier",
     ),
     _tier.counter(
         "evicted_pages",
         "Pages removed to make room.",
-        lambda t: {(t.name,): t.num_evicted},
+        _by_tier(lambda t: t.num_evicted),
         "tier",
     ),
     _tier.counter(
         "loads",
         "Pages by the result of loading them: hit, late (the request computed instead), corrupt, "
         "failed, skipped_slow (computing was expected to be faster).",
-        lambda t: {(t.name, result): t.loads.get(result, 0) for result in get_args(LoadResult)},
+        _by_result(lambda t: t.loads, get_args(LoadResult)),
         "tier",
         "result",
     ),
@@ -124,7 +138,7 @@ _TIER_ROWS = (
         "saves",
         "Pages by the result of storing them: saved, dropped (the queue or the disk was full), "
         "failed, over_budget (bytes of the day).",
-        lambda t: {(t.name, result): t.saves.get(result, 0) for result in get_args(SaveResult)},
+        _by_result(lambda t: t.saves, get_args(SaveResult)),
         "tier",
         "result",
     ),

@@ -16,9 +16,9 @@ from moe_serve.engine.memory.memory_plan import MemoryPlan
 from moe_serve.engine.request.stats import EngineStats, Pool, RankPhase
 from moe_serve.engine.routes.placement_control import PlacementStatus
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.metrics.adapter_rows import ADAPTER_ROWS
 from moe_serve.http.metrics.engine_rows import ENGINE_ROWS
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
+from moe_serve.http.metrics.lora_rows import ADAPTER_ROWS
 from moe_serve.http.metrics.recent import TokenGaps
 from moe_serve.http.metrics.scrape import (
     Buckets,

@@ -201,11 +201,14 @@ class ChunkWriter:
 
 
 def cached_fields(usage: Usage) -> dict[str, Any]:
-    """The cached tokens of a prompt, by the tier that had them if some were on a disk."""
+    """The cached tokens of a prompt, by the tier that had them if some were on a disk, and the
+    tokens that a `kv_window` dropped."""
     fields: dict[str, Any] = {"cached_tokens": usage.cached_tokens}
     if usage.tier_tokens:
         memory = usage.cached_tokens - usage.tier_tokens
         fields["cached_tokens_by_tier"] = {"memory": memory, "disk": usage.tier_tokens}
+    if usage.kv_dropped_tokens is not None:
+        fields["kv_dropped_tokens"] = usage.kv_dropped_tokens
     return fields
 
 

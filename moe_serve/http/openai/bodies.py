@@ -33,6 +33,7 @@ from moe_serve.http.schema.field_types import (
     StrictSchema,
     WordList,
 )
+from moe_serve.http.schema.kv_window_fields import KVWindowFields
 from moe_serve.http.schema.parameters import check_extra_fields, check_fields
 from moe_serve.http.schema.service_fields import Label, ServiceTierName, ServiceWish, SloFields
 from moe_serve.http.schema.structured import StructuredFields
@@ -86,6 +87,7 @@ class GenerationBody(StructuredFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: CacheSalt | None = None
+    kv_window: KVWindowFields | None = None
     return_routed_experts: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

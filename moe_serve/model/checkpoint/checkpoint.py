@@ -49,15 +49,15 @@ class Checkpoint:
         return name in self._file_of
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of all stored tensors."""
+        """Yields the names of all stored tensors."""
         return iter(self._file_of)
 
     def header(self, name: str) -> TensorHeader:
-        """Return dtype and shape of a stored tensor; CheckpointError if it is missing."""
+        """Returns dtype and shape of a stored tensor; CheckpointError if it is missing."""
         return self._file(name).headers[name]
 
     def path(self, name: str) -> Path:
-        """Return the file of a tensor, for messages."""
+        """Returns the file of a tensor, for messages."""
         return self.folder / self._file_of[name]
 
     def expect(
@@ -67,7 +67,7 @@ class Checkpoint:
         dtypes: Iterable[str] = FLOAT_DTYPES,
         implied_by: str = "config.json",
     ) -> TensorHeader:
-        """Return the header if its shape and dtype are among the allowed ones; CheckpointError if
+        """Returns the header if its shape and dtype are among the allowed ones; CheckpointError if
         not.
         """
         header = self.header(name)
@@ -85,23 +85,23 @@ class Checkpoint:
         return header
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise CheckpointError unless every tensor exists with its shape and a float dtype."""
+        """Raises CheckpointError unless every tensor exists with its shape and a float dtype."""
         for name, shape in shapes.items():
             self.expect(name, [shape])
 
     def view(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor as it is stored, or one index of its first dimension: memory-mapped, or
+        """Returns a tensor as it is stored, or one index of its first dimension: memory-mapped, or
         read.
         """
         file = self._file(name)
         return file.copy(name, index) if self._is_copying else file.view(name, index)
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read one tensor onto the CPU, in `dtype`."""
+        """Reads one tensor onto the CPU, in `dtype`."""
         return self.view(name).to(dtype)
 
     def drop(self, name: str, index: int | None = None) -> None:
-        """Release the memory of a tensor's mapped pages; the caller has copied the tensor."""
+        """Releases the memory of a tensor's mapped pages; the caller has copied the tensor."""
         if not self._is_copying:
             self._file(name).drop(name, index)
 
@@ -129,7 +129,7 @@ class Checkpoint:
         return f"the files hold {len(self._file_of)} tensors"
 
     def _of_all_files(self) -> dict[str, str]:
-        """Build the map from tensor name to file name from the files themselves."""
+        """Builds the map from tensor name to file name from the files themselves."""
         paths = sorted(self.folder.glob("*.safetensors"))
         if not paths:
             raise CheckpointError(_no_safetensors(self.folder))
@@ -147,7 +147,7 @@ class Checkpoint:
 
 
 def _indexed(folder: Path) -> dict[str, str] | None:
-    """Read the map from tensor name to file name from the sharded index;
+    """Reads the map from tensor name to file name from the sharded index;
     None if there is no index.
     """
     path = folder / "model.safetensors.index.json"
@@ -171,7 +171,7 @@ def _indexed(folder: Path) -> dict[str, str] | None:
 
 
 def _is_file_name(name: str) -> bool:
-    """Return whether `name` is a valid name of a file beside the index."""
+    """Returns whether `name` is a valid name of a file beside the index."""
     try:
         is_name = b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:
@@ -194,5 +194,5 @@ def _no_safetensors(folder: Path) -> str:
 
 
 def demo_model_folder() -> Path:
-    """Return the folder of the bundled checkpoint, in Hugging Face layout."""
+    """Returns the folder of the bundled checkpoint, in Hugging Face layout."""
     return Path(moe_serve.__file__).parent / "demo_model"

@@ -70,7 +70,7 @@ class CheckpointWriter:
             raise self._not_written(error) from error
 
     def write(self, name: str, pieces: Iterable[Tensor]) -> None:
-        """Write one planned tensor, in pieces that follow one another; any order of tensors."""
+        """Writes one planned tensor, in pieces that follow one another; any order of tensors."""
         file = self._file_of.pop(name)
         if file not in self._writers:
             self._writers[file] = SafetensorsWriter(self._partial / file, self._files[file])
@@ -80,7 +80,7 @@ class CheckpointWriter:
             self._writers[file].finish()
 
     def finish(self, config: Mapping[str, object], files: Mapping[str, bytes]) -> None:
-        """Write the index, other files and the config, and give the folder its name."""
+        """Writes the index, other files and the config, and gives the folder its name."""
         assert not self._file_of, f"{len(self._file_of)} tensors are missing"
         if len(self._files) > 1:
             shards = {tensor.name: name for name, ts in self._files.items() for tensor in ts}
@@ -105,7 +105,7 @@ class CheckpointWriter:
             self._num_written += piece.nbytes
 
     def _claim(self) -> BinaryIO:
-        """Make the partial folder, empty, with a lock that lasts as long as this process."""
+        """Makes the partial folder, empty, with a lock that lasts as long as this process."""
         try:
             self._partial.mkdir(exist_ok=True)
             lock = (self._partial / "lock").open("wb")
@@ -144,7 +144,7 @@ class CheckpointWriter:
 
 
 def check_target(folder: Path) -> None:
-    """Raise ConfigError unless a new folder can be made there. What a killed writer left is no
+    """Raises ConfigError unless a new folder can be made there. What a killed writer left is no
     obstacle.
     """
     parent = folder.absolute().parent

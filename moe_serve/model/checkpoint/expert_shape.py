@@ -34,7 +34,7 @@ class ExpertShape:
 
 
 def read_expert_shape(path: Path) -> ExpertShape:
-    """Read from a checkpoint's folder or from a config.json itself. Raises CheckpointError."""
+    """Reads from a checkpoint's folder or from a config.json itself. Raises CheckpointError."""
     config = _config(path).text()
     num_layers = config.positive_int("num_hidden_layers", "num_layers")
     sparse = tuple(layer for layer in range(num_layers) if _is_sparse(config, layer, num_layers))
@@ -61,7 +61,7 @@ def _config(path: Path) -> HFConfig:
 
 
 def _is_sparse(config: HFConfig, layer: int, num_layers: int) -> bool:
-    """Return whether a layer has routed experts: by a list of layers, or by first, last and
+    """Returns whether a layer has routed experts: by a list of layers, or by first, last and
     interval.
     """
     kinds = config.get("mlp_layer_types")
@@ -79,7 +79,7 @@ def _is_sparse(config: HFConfig, layer: int, num_layers: int) -> bool:
 
 
 def _ends(config: HFConfig, num_layers: int) -> tuple[int, int]:
-    """Return the first and the last layer that may have experts."""
+    """Returns the first and the last layer that may have experts."""
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     stated = next((count for start, count in _NUM_DENSE.items() if name.startswith(start)), 0)
@@ -93,7 +93,7 @@ def _ends(config: HFConfig, num_layers: int) -> tuple[int, int]:
 
 
 def _number(config: HFConfig, keys: tuple[str, ...], default: int | None = None) -> int:
-    """Read a number. A list of one number per layer (Hunyuan) must have equal entries."""
+    """Reads a number. A list of one number per layer (Hunyuan) must have equal entries."""
     for key in keys:
         value = config.get(key)
         if isinstance(value, list) and value:
@@ -106,7 +106,7 @@ def _number(config: HFConfig, keys: tuple[str, ...], default: int | None = None)
 
 
 def _bits(config: HFConfig) -> float:
-    """Return the bits of one weight."""
+    """Returns the bits of one weight."""
     stated = config.quantization()
     if stated is not None:
         method = str(stated.get("quant_method", ""))

@@ -38,7 +38,7 @@ class HFConfig:
 
     @classmethod
     def of_file(cls, path: Path) -> HFConfig:
-        """Read a config.json under any file name."""
+        """Reads a config.json under any file name."""
         try:
             values = parse_json(regular_file(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -53,7 +53,8 @@ class HFConfig:
         return self._values.get(key, default)
 
     def positive_int(self, *keys: str, default: int | None = None) -> int:
-        """Return the first of `keys` that is present and not null (keys were renamed over time)."""
+        """Returns the first of `keys` that is present and not null (keys were renamed over
+        time)."""
         for key in keys:
             value = self.get(key)
             if value is not None:
@@ -73,7 +74,7 @@ class HFConfig:
         return float(value)
 
     def whole_numbers(self, key: str) -> tuple[int, ...]:
-        """Return a list of whole numbers; empty if the key is missing or null."""
+        """Returns a list of whole numbers; empty if the key is missing or null."""
         value = self.get(key)
         if value is None:
             return ()
@@ -82,7 +83,7 @@ class HFConfig:
         return tuple(value)
 
     def require(self, key: str, expected: Any, *, default: Any) -> None:
-        """Refuse a checkpoint whose `key` requires an unsupported feature."""
+        """Refuses a checkpoint whose `key` requires an unsupported feature."""
         value = self.get(key, default)
         if value != expected:
             raise self.error(key, f"is {value!r}; only {expected!r} is supported")
@@ -110,7 +111,7 @@ class HFConfig:
         return tuple(ids)
 
     def text(self) -> HFConfig:
-        """Return the text model's part of a larger model's config; the config itself if it has no
+        """Returns the text model's part of a larger model's config; the config itself if it has no
         such part.
         """
         part = self.get("text_config")
@@ -136,7 +137,7 @@ class HFConfig:
         return CheckpointError(f"{self.source}: {key} {complaint}.")
 
     def quantization(self) -> HFConfig | None:
-        """Return the quantisation part of the config, under any of its known keys; None for plain
+        """Returns the quantisation part of the config, under any of its known keys; None for plain
         weights.
 
         Wrappers of several models state it at the top or in the text model's part.
@@ -156,8 +157,8 @@ def _shown(value: object) -> str:
 
 
 def _is_finite(value: float) -> bool:
-    """Return whether a value is finite as a float; JSON allows whole numbers that are too large for
-    one.
+    """Returns whether a value is finite as a float; JSON allows whole numbers that are too large
+    for one.
     """
     try:
         return math.isfinite(float(value))
@@ -166,15 +167,15 @@ def _is_finite(value: float) -> bool:
 
 
 def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return the end-of-text ids of `generation_config.json`, which override the config's; empty if
-    there are none.
+    """Returns the end-of-text ids of `generation_config.json`, which override the config's; empty
+    if there are none.
     """
     path = folder / "generation_config.json"
     return HFConfig.of_file(path).eos_token_ids() if is_there(path) else ()
 
 
 def check_spec(spec: ModelSpec, config: HFConfig) -> None:
-    """Raise CheckpointError, naming the file and the numbers that disagree."""
+    """Raises CheckpointError, naming the file and the numbers that disagree."""
     for complaint in (_of_attention(spec), _of_router(spec), _of_tokens(spec)):
         if complaint:
             raise CheckpointError(f"{config.source}: {complaint}.")

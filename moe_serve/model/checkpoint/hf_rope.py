@@ -28,7 +28,7 @@ def read_rope(
     is_interleaved: bool = False,
     values: Mapping[str, Any] | None = None,
 ) -> RopeSpec:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     `theta` and `share` are the family's defaults. Rotates `partial_rotary_factor` of `head_dim`, or
     that share of it. `values`: read these instead of the config's own (ropes by layer type).
@@ -48,7 +48,7 @@ def read_rope(
 
 
 def rope_values(config: HFConfig) -> dict[str, Any]:
-    """Return both ways of writing rope settings as one mapping."""
+    """Returns both ways of writing rope settings as one mapping."""
     merged: dict[str, Any] = {}
     if config.get("rope_theta") is not None:
         merged["rope_theta"] = config.get("rope_theta")
@@ -61,7 +61,7 @@ def rope_values(config: HFConfig) -> dict[str, Any]:
 
 
 def yarn_softmax_factor(config: HFConfig) -> float:
-    """Return DeepSeek's factor: the softmax scale grows by the square of YaRN's magnitude for all
+    """Returns DeepSeek's factor: the softmax scale grows by the square of YaRN's magnitude for all
     dimensions.
     """
     values = rope_values(config)

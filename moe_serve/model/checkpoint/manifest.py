@@ -26,7 +26,7 @@ Table = Mapping[str, Stored]
 
 
 def model_table(names: TensorNames, spec: ModelSpec) -> Table:
-    """Return the tensors outside the layers: embedding, final_norm, head (unless it is the
+    """Returns the tensors outside the layers: embedding, final_norm, head (unless it is the
     embedding).
     """
     table = {
@@ -41,7 +41,7 @@ def model_table(names: TensorNames, spec: ModelSpec) -> Table:
 
 
 def attention_table(names: TensorNames, spec: ModelSpec, layer: int) -> Table:
-    """Return a layer's attention and the norm before it, keyed by the fields of TensorNames."""
+    """Returns a layer's attention and the norm before it, keyed by the fields of TensorNames."""
     shapes = _latent_shapes(spec) if spec.latent is not None else _grouped_shapes(spec, layer)
     shapes["attention_norm"] = (spec.width,)
     table = {}
@@ -103,7 +103,7 @@ def _latent_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def feed_forward_table(names: TensorNames, spec: ModelSpec, layer: int) -> Table:
-    """Return the norm, and the router and shared expert (shared.gate, ...) or the dense MLP
+    """Returns the norm, and the router and shared expert (shared.gate, ...) or the dense MLP
     (dense.).
     """
     d, num_experts = spec.width, spec.router.num_experts
@@ -137,7 +137,7 @@ def _mlp_table(names: MLPNames, key: str, d: int, f: int, has_bias: bool) -> dic
 
 
 def expert_table(names: ExpertNames, spec: ModelSpec, layer: int, expert: int) -> Table:
-    """Return one expert: gate, up and down, or gate_up and down.
+    """Returns one expert: gate, up and down, or gate_up and down.
 
     Fused tensors have their whole shape.
     """
@@ -164,7 +164,7 @@ def expert_table(names: ExpertNames, spec: ModelSpec, layer: int, expert: int) -
 
 
 def all_tensors(names: TensorNames, experts: ExpertNames, spec: ModelSpec) -> Iterator[Stored]:
-    """Yield every tensor once, in the order of a forward pass."""
+    """Yields every tensor once, in the order of a forward pass."""
     yield from model_table(names, spec).values()
     for layer in range(spec.num_layers):
         yield from layer_tensors(names, experts, spec, layer)
@@ -173,7 +173,7 @@ def all_tensors(names: TensorNames, experts: ExpertNames, spec: ModelSpec) -> It
 def layer_tensors(
     names: TensorNames, experts: ExpertNames, spec: ModelSpec, layer: int
 ) -> Iterator[Stored]:
-    """Yield every tensor of a layer once."""
+    """Yields every tensor of a layer once."""
     yield from attention_table(names, spec, layer).values()
     yield from feed_forward_table(names, spec, layer).values()
     if spec.layers[layer].is_sparse:

@@ -78,7 +78,7 @@ class SafetensorsFile:
         self._opened: _OpenFile | None = None  # used by `copy`
 
     def view(self, name: str, index: int | None = None) -> Tensor:
-        """Return the stored tensor, or one index of its first dimension, without a copy.
+        """Returns the stored tensor, or one index of its first dimension, without a copy.
 
         A tensor that does not start at a multiple of its item size is copied. The memory under a
         view outlives `close`; it must not be written to.
@@ -94,7 +94,7 @@ class SafetensorsFile:
         return raw.view(dtype).view(shape)
 
     def copy(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor as `view` does, read into its own memory.
+        """Returns a tensor as `view` does, read into its own memory.
 
         A read error raises an exception here; under a view it would end the process.
         """
@@ -111,7 +111,7 @@ class SafetensorsFile:
         return raw.view(dtype).view(shape)
 
     def drop(self, name: str, index: int | None = None) -> None:
-        """Release the memory of the pages under a tensor; reading it again maps them again.
+        """Releases the memory of the pages under a tensor; reading it again maps them again.
 
         Pages that contain parts of neighbouring tensors are released too: the next read of those
         waits a microsecond for the page cache.
@@ -122,7 +122,7 @@ class SafetensorsFile:
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def close(self) -> None:
-        """Drop the map; it is freed together with its last view."""
+        """Drops the map; it is freed together with its last view."""
         with self._lock:
             self._map = self._bytes = None
             if self._opened is not None:
@@ -157,7 +157,7 @@ class SafetensorsFile:
         return header.begin + index * size, header.begin + (index + 1) * size
 
     def _mapped(self) -> Tensor:
-        """Return all bytes of the file as one tensor."""
+        """Returns all bytes of the file as one tensor."""
         with self._lock:
             if self._bytes is None:
                 try:
@@ -177,7 +177,7 @@ class _OpenFile:
         self._lock = threading.Lock()
 
     def read_into(self, target: memoryview, begin: int) -> int:
-        """Read into `target` -> the number of bytes read; 0 at the end of the file."""
+        """Reads into `target` -> the number of bytes read; 0 at the end of the file."""
         if hasattr(os, "preadv"):
             return os.preadv(self._number, [target], begin)
         with self._lock:
@@ -188,7 +188,7 @@ class _OpenFile:
 
 
 def _map_privately(path: Path) -> mmap.mmap:
-    """Make a copy-on-write map: torch wants writable buffers, and the file stays unchanged.
+    """Makes a copy-on-write map: torch wants writable buffers, and the file stays unchanged.
 
     It is never written to, so no memory is reserved for copies where the system allows that.
     """
@@ -230,7 +230,7 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict, refusing a tensor that is described twice; plain JSON accepts that."""
+    """Builds a dict, refusing a tensor that is described twice; plain JSON accepts that."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
@@ -266,7 +266,7 @@ def _is_count(value: Any) -> bool:
 def _check_layout(
     path: Path, headers: Mapping[str, TensorHeader], data_start: int, num_bytes: int
 ) -> None:
-    """Check that the tensors fill the file from the header to its last byte, without gaps or
+    """Checks that the tensors fill the file from the header to its last byte, without gaps or
     overlaps.
     """
     position = data_start

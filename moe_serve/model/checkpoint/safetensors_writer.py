@@ -69,7 +69,7 @@ class SafetensorsWriter:
         return len(text).to_bytes(8, "little") + text
 
     def write(self, name: str, pieces: Iterable[Tensor]) -> None:
-        """Write a tensor's values once, in pieces of any size that follow one another."""
+        """Writes a tensor's values once, in pieces of any size that follow one another."""
         planned = self._plan.pop(name)
         self._file.seek(self._data_start + self._begins[name])
         written = 0
@@ -82,7 +82,7 @@ class SafetensorsWriter:
         assert written == planned.nbytes, f"{name} has {written} bytes, not {planned.nbytes}"
 
     def finish(self) -> None:
-        """Write everything through to the disk; every planned tensor must have been written."""
+        """Writes everything through to the disk; every planned tensor must have been written."""
         assert not self._plan, (
             f"{len(self._plan)} tensors are missing, such as {next(iter(self._plan))}"
         )
@@ -91,5 +91,5 @@ class SafetensorsWriter:
         self._file.close()
 
     def close(self) -> None:
-        """Close the file, finished or not."""
+        """Closes the file, finished or not."""
         self._file.close()

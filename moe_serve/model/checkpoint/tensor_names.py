@@ -45,7 +45,7 @@ class ExpertNames:
 
 
 def mlp_names(prefix: str) -> MLPNames:
-    """Return `prefix` + gate_proj, up_proj, down_proj."""
+    """Returns `prefix` + gate_proj, up_proj, down_proj."""
     return MLPNames(
         gate=prefix + "gate_proj.weight",
         up=prefix + "up_proj.weight",
@@ -54,7 +54,7 @@ def mlp_names(prefix: str) -> MLPNames:
 
 
 def separate_experts(prefix: str) -> ExpertNames:
-    """Return names of separate experts, under `prefix` + `{expert}.`."""
+    """Returns names of separate experts, under `prefix` + `{expert}.`."""
     return ExpertNames(
         gate=prefix + "{expert}.gate_proj.weight",
         up=prefix + "{expert}.up_proj.weight",
@@ -102,17 +102,17 @@ class TensorNames:
     experts: tuple[ExpertNames, ...] = (_SEPARATE, _FUSED)
 
     def after(self, prefix: str) -> TensorNames:
-        """Return the same names, each with `prefix` before it."""
+        """Returns the same names, each with `prefix` before it."""
         return _each(self, lambda name: prefix + name) if prefix else self
 
     def under(self, root: str) -> TensorNames:
-        """Return the same names with `root` in place of a leading "model."; the head's name has
+        """Returns the same names with `root` in place of a leading "model."; the head's name has
         none.
         """
         return _each(self, lambda name: re.sub(r"^model\.", root, name))
 
     def for_layer(self, root: str) -> TensorNames:
-        """Return the same names for a single layer whose tensors begin with `root`."""
+        """Returns the same names for a single layer whose tensors begin with `root`."""
         return _each(self, lambda name: name.replace(_LAYER, root))
 
 
@@ -133,5 +133,5 @@ def _each(names: _Names, rename: Callable[[str], str]) -> _Names:
 
 
 def bias_of(weight_name: str) -> str:
-    """Convert `...q_proj.weight` to `...q_proj.bias`."""
+    """Converts `...q_proj.weight` to `...q_proj.bias`."""
     return weight_name.removesuffix("weight") + "bias"

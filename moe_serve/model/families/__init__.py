@@ -61,7 +61,7 @@ _REFUSED = {  # close relatives of served models, with the features that are not
 
 
 def family_of(config: HFConfig) -> Family:
-    """Return the family that serves the architecture; CheckpointError if there is none."""
+    """Returns the family that serves the architecture; CheckpointError if there is none."""
     architecture = config.architecture()
     for family in FAMILIES:
         if architecture in family.architectures:
@@ -82,7 +82,7 @@ def _hint(architecture: str) -> str:
     """
 
     def stem(name: str) -> str:
-        """Return the part of a name that distinguishes it, without `ForCausalLM`."""
+        """Returns the part of a name that distinguishes it, without `ForCausalLM`."""
         return name.partition("For")[0].lower()
 
     known = [name for family in FAMILIES for name in family.architectures]

@@ -34,12 +34,12 @@ class Family:
     read_mtp: ReadMTP | None = None
 
     def prefix_in(self, has: Callable[[str], bool]) -> str:
-        """Return what this checkpoint writes before each name; `has` tells if a tensor exists."""
+        """Returns what this checkpoint writes before each name; `has` tells if a tensor exists."""
         found = (prefix for prefix in self.prefixes if has(prefix + self.names.embedding))
         return next(found, self.prefixes[0])
 
     def names_in(self, has: Callable[[str], bool]) -> TensorNames:
-        """Return the names as this checkpoint writes them; `has` tells whether a tensor exists."""
+        """Returns the names as this checkpoint writes them; `has` tells whether a tensor exists."""
         return self.names.after(self.prefix_in(has))
 
 
@@ -47,7 +47,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder_basics(config: HFConfig, *, norm_eps: float) -> dict[str, Any]:
-    """Return the fields of ModelSpec that all families read alike; `norm_eps` is the family's
+    """Returns the fields of ModelSpec that all families read alike; `norm_eps` is the family's
     default.
     """
     return {
@@ -72,7 +72,7 @@ def decoder(
     has_bias: bool | None = None,
     **more: Any,
 ) -> ModelSpec:
-    """Read a decoder with grouped-query attention; `more` holds the family's additions.
+    """Reads a decoder with grouped-query attention; `more` holds the family's additions.
 
     `has_bias`: of q, k, v and the output; None reads `attention_bias`. A family whose experts are
     as wide as another key says states `expert_width` itself.
@@ -93,7 +93,7 @@ def decoder(
 def mixed_layers(
     attention: AttentionShape | Sequence[AttentionShape], is_sparse: Sequence[bool]
 ) -> tuple[LayerSpec, ...]:
-    """Return sparse and dense layers, whose attention is the same or listed."""
+    """Returns sparse and dense layers, whose attention is the same or listed."""
     shapes = [attention] * len(is_sparse) if isinstance(attention, AttentionShape) else attention
     return tuple(
         LayerSpec(attention=shape, is_sparse=each)
@@ -102,13 +102,13 @@ def mixed_layers(
 
 
 def head_dim_of(config: HFConfig) -> int:
-    """Return the stated head width, or the model width divided by the number of heads."""
+    """Returns the stated head width, or the model width divided by the number of heads."""
     split = config.positive_int("hidden_size") // config.positive_int("num_attention_heads")
     return config.positive_int("head_dim", default=max(split, 1))
 
 
 def grouped_attention(config: HFConfig, rope: RopeSpec, **more: Any) -> AttentionShape:
-    """Return grouped-query attention from the common keys; `more` holds the family's additions."""
+    """Returns grouped-query attention from the common keys; `more` holds the family's additions."""
     num_heads = config.positive_int("num_attention_heads")
     head_dim = head_dim_of(config)
     return AttentionShape(
@@ -121,14 +121,14 @@ def grouped_attention(config: HFConfig, rope: RopeSpec, **more: Any) -> Attentio
 
 
 def require_off(config: HFConfig, *keys: str) -> None:
-    """Refuse a checkpoint that turns on any of `keys`, whose features are not supported."""
+    """Refuses a checkpoint that turns on any of `keys`, whose features are not supported."""
     for key in keys:
         if config.get(key):
             raise config.error(key, f"is {config.get(key)!r}; only off is supported")
 
 
 def sparse_layers(config: HFConfig, *, num_dense: int = 0) -> tuple[bool, ...]:
-    """Read `mlp_layer_types`, or every `moe_layer_freq`-th layer after `first_k_dense_replace`."""
+    """Reads `mlp_layer_types`, or every `moe_layer_freq`-th layer after `first_k_dense_replace`."""
     num_layers = config.positive_int("num_hidden_layers")
     types = config.get("mlp_layer_types")
     if types is not None:
@@ -143,7 +143,7 @@ def sparse_layers(config: HFConfig, *, num_dense: int = 0) -> tuple[bool, ...]:
 
 
 def shared_expert(config: HFConfig) -> SharedExpertSpec | None:
-    """Return the shared expert; several are stored as one, as wide as all of them."""
+    """Returns the shared expert; several are stored as one, as wide as all of them."""
     if not config.get("n_shared_experts"):
         return None
     num_shared = config.positive_int("n_shared_experts")
@@ -153,7 +153,7 @@ def shared_expert(config: HFConfig) -> SharedExpertSpec | None:
 def layer_types(
     config: HFConfig, served: Sequence[str], default: Callable[[int], str] | None = None
 ) -> tuple[str, ...]:
-    """Return one of `served` for each layer; without a list in the config, `default(layer)`."""
+    """Returns one of `served` for each layer; without a list in the config, `default(layer)`."""
     num_layers = config.positive_int("num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None and default is not None:
@@ -169,7 +169,7 @@ def layer_types(
 def windowed_layers(
     config: HFConfig, attention: AttentionShape, is_sliding: Callable[[int], bool]
 ) -> tuple[AttentionShape, ...]:
-    """Return `attention` for each layer, with `sliding_window` in those that `layer_types` marks.
+    """Returns `attention` for each layer, with `sliding_window` in those that `layer_types` marks.
 
     Without such a list in the config, `is_sliding` marks them.
     """
@@ -188,7 +188,7 @@ def plain_router(
     has_selection_bias: bool = False,
     **more: Any,
 ) -> RouterSpec:
-    """Read a router without groups; the first of `keys` in the config is the number of experts."""
+    """Reads a router without groups; the first of `keys` in the config is the number of experts."""
     shape = RouterShape(
         num_experts=config.positive_int(*keys),
         top_k=config.positive_int("num_experts_per_tok"),
@@ -199,7 +199,7 @@ def plain_router(
 
 
 def biased_sigmoid_router(config: HFConfig, *, scaling: float) -> RouterSpec:
-    """Read DeepSeek-V3's router: a load-balancing bias per expert affects the choice only.
+    """Reads DeepSeek-V3's router: a load-balancing bias per expert affects the choice only.
 
     `scaling` is the family's default of routed_scaling_factor.
     """
@@ -219,7 +219,7 @@ def biased_sigmoid_router(config: HFConfig, *, scaling: float) -> RouterSpec:
 
 
 def router_numbers(config: HFConfig, *, scaling: float) -> dict[str, Any]:
-    """Return fields of RouterShape: numbers of experts and choices, and the factor of their
+    """Returns fields of RouterShape: numbers of experts and choices, and the factor of their
     weights.
     """
     return {
@@ -230,7 +230,7 @@ def router_numbers(config: HFConfig, *, scaling: float) -> dict[str, Any]:
 
 
 def expert_groups(config: HFConfig) -> dict[str, Any]:
-    """Return fields of RouterShape: the groups that experts are chosen from."""
+    """Returns fields of RouterShape: the groups that experts are chosen from."""
     return {
         "num_groups": config.positive_int("n_group", default=1),
         "num_groups_kept": config.positive_int("topk_group", default=1),

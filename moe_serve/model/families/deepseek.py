@@ -21,7 +21,7 @@ from moe_serve.model.spec import ModelSpec, RouterSpec
 
 
 def _v2_router(config: HFConfig) -> RouterSpec:
-    """Choose top-k of all experts, or of the best groups; a group scores as its best expert."""
+    """Chooses top-k of all experts, or of the best groups; a group scores as its best expert."""
     config.require("scoring_func", "softmax", default="softmax")
     config.require("norm_topk_prob", False, default=False)
     method = config.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")

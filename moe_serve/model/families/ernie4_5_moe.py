@@ -47,7 +47,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _sparse_layers(config: HFConfig) -> tuple[bool, ...]:
-    """Return every `moe_layer_interval`-th layer from `moe_layer_start_index` to
+    """Returns every `moe_layer_interval`-th layer from `moe_layer_start_index` to
     `moe_layer_end_index`.
     """
     num_layers = config.positive_int("num_hidden_layers")

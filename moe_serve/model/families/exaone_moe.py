@@ -59,7 +59,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _sliding_by_pattern(config: HFConfig) -> Callable[[int], bool]:
-    """Read `sliding_window_pattern`: a number n (every n-th layer sees all), or "LLLG",
+    """Reads `sliding_window_pattern`: a number n (every n-th layer sees all), or "LLLG",
     repeated.
     """
     pattern = config.get("sliding_window_pattern", 4)
@@ -72,7 +72,7 @@ def _sliding_by_pattern(config: HFConfig) -> Callable[[int], bool]:
 
 
 def _read_mtp(config: HFConfig, names: TensorNames, spec: ModelSpec) -> MTPLayer:
-    """Read a dense layer, whose attention is that of the first layer unless the config says."""
+    """Reads a dense layer, whose attention is that of the first layer unless the config says."""
     first = spec.layers[0]
     default = FULL if first.attention.sliding_window is None else SLIDING
     kind = first_mtp_kind(config, "mtp_layer_types", (FULL, SLIDING), default)

@@ -35,7 +35,7 @@ def glm_decoder(
     num_dense: int = 1,
     has_bias: bool = False,
 ) -> ModelSpec:
-    """Read a GLM decoder.
+    """Reads a GLM decoder.
 
     The keywords are the family's defaults for keys that the config may state.
     """

@@ -43,7 +43,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _has_rotation(config: HFConfig) -> bool:
-    """Return whether positions are rotated.
+    """Returns whether positions are rotated.
 
     Granite 4 rotates only if its config says so; its Mamba layers are refused.
     """
@@ -54,7 +54,7 @@ def _has_rotation(config: HFConfig) -> bool:
 
 
 def _shared_width(config: HFConfig) -> int:
-    """Return the shared expert's width; 0 means that there is none."""
+    """Returns the shared expert's width; 0 means that there is none."""
     if config.architecture() == _HYBRID or config.get("shared_intermediate_size"):
         return config.positive_int("shared_intermediate_size")
     return 0

@@ -57,7 +57,7 @@ def _shared(config: HFConfig) -> SharedExpertSpec | None:
 
 
 def _same_in_all(config: HFConfig, key: str, default: int | None = None) -> int:
-    """Read a number, or a list with one number per layer, which must all be equal."""
+    """Reads a number, or a list with one number per layer, which must all be equal."""
     value = config.get(key)
     if not isinstance(value, list):
         return config.positive_int(key, default=default)
@@ -67,7 +67,7 @@ def _same_in_all(config: HFConfig, key: str, default: int | None = None) -> int:
 
 
 def _refuse_unserved(config: HFConfig) -> None:
-    """Refuse keys of Hunyuan's other models."""
+    """Refuses keys of Hunyuan's other models."""
     config.require("norm_topk_prob", True, default=True)
     config.require("norm_type", "rms", default="rms")
     require_off(

@@ -24,7 +24,7 @@ def latent_decoder(
     norm_eps: float = 1e-6,
     **more: Any,
 ) -> ModelSpec:
-    """Read a decoder with latent attention; `more` holds the family's additions and overrides."""
+    """Reads a decoder with latent attention; `more` holds the family's additions and overrides."""
     config.require("hidden_act", "silu", default="silu")
     latent = latent_shape(config)
     has_bias = bool(config.get("attention_bias", False))
@@ -49,7 +49,7 @@ def latent_decoder(
 
 
 def latent_shape(config: HFConfig) -> LatentShape:
-    """Read the latent attention's shape.
+    """Reads the latent attention's shape.
 
     Every head has its own key, so the number of key/value heads is fixed.
     """
@@ -78,7 +78,7 @@ def latent_shape(config: HFConfig) -> LatentShape:
 
 
 def latent_rope(config: HFConfig, latent: LatentShape) -> RopeSpec:
-    """Read the rope of latent attention; the whole rotary part is rotated.
+    """Reads the rope of latent attention; the whole rotary part is rotated.
 
     The rotary part is all of it, or its share of a whole head if the config states a
     `partial_rotary_factor`.

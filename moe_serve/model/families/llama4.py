@@ -70,7 +70,7 @@ def _layers(config: HFConfig, rope: RopeSpec, norm_eps: float) -> tuple[LayerSpe
     chunk = config.get("attention_chunk_size", 8192)
 
     def layer_spec(kind: str, is_rotated: bool, is_sparse: bool) -> LayerSpec:
-        """Return a layer's spec. Only rotated layers norm queries and keys."""
+        """Returns a layer's spec. Only rotated layers norm queries and keys."""
         has_norm = is_rotated and bool(config.get("use_qk_norm", True))
         is_chunked = kind == "chunked_attention" and chunk is not None
         attention = grouped_attention(
@@ -87,7 +87,7 @@ def _layers(config: HFConfig, rope: RopeSpec, norm_eps: float) -> tuple[LayerSpe
 
 
 def _rotated_layers(config: HFConfig) -> tuple[bool, ...]:
-    """Read `no_rope_layers`, which has a 1 for each layer that IS rotated."""
+    """Reads `no_rope_layers`, which has a 1 for each layer that IS rotated."""
     num_layers = config.positive_int("num_hidden_layers")
     flags = config.get("no_rope_layers")
     if not flags:
@@ -99,7 +99,7 @@ def _rotated_layers(config: HFConfig) -> tuple[bool, ...]:
 
 
 def _sparse_layers(config: HFConfig) -> tuple[bool, ...]:
-    """Read `moe_layers`, or take every `interleave_moe_layer_step`-th layer."""
+    """Reads `moe_layers`, or take every `interleave_moe_layer_step`-th layer."""
     layers = range(config.positive_int("num_hidden_layers"))
     if config.get("moe_layers") is not None:
         listed = config.whole_numbers("moe_layers")

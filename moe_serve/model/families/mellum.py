@@ -52,7 +52,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _rope(config: HFConfig, kind: str) -> RopeSpec:
-    """Read `rope_parameters`, which here has one object for each kind of layer."""
+    """Reads `rope_parameters`, which here has one object for each kind of layer."""
     values = (config.get("rope_parameters") or {}).get(kind) or {}
     if not isinstance(values, Mapping):
         raise config.error("rope_parameters", f"must hold an object for {kind}, has {values!r}")
@@ -65,7 +65,7 @@ def _rope(config: HFConfig, kind: str) -> RopeSpec:
 
 
 def _read_mtp(config: HFConfig, names: TensorNames, spec: ModelSpec) -> MTPLayer:
-    """Read a sparse layer with a window, unless the config says otherwise."""
+    """Reads a sparse layer with a window, unless the config says otherwise."""
     kind = first_mtp_kind(config, "mtp_layer_types", (FULL, SLIDING), SLIDING)
     mlp = first_mtp_kind(config, "mtp_mlp_layer_types", ("dense", "sparse"), "sparse")
     window = config.positive_int("sliding_window") if kind == SLIDING else None

@@ -44,7 +44,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _refuse_unserved(config: HFConfig) -> None:
-    """Refuse keys of other MiniMax models, which published configs contain, unless they are
+    """Refuses keys of other MiniMax models, which published configs contain, unless they are
     inactive.
     """
     config.require("scoring_func", "sigmoid", default="sigmoid")

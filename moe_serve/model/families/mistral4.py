@@ -38,7 +38,7 @@ def _read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _query_temperature(config: HFConfig) -> QueryTemperature | None:
-    """Read the query temperature: 1 + beta * ln(1 + floor(position / original context))."""
+    """Reads the query temperature: 1 + beta * ln(1 + floor(position / original context))."""
     rope = rope_values(config)
     beta = rope.get("llama_4_scaling_beta")
     if not beta:

@@ -33,7 +33,7 @@ class MTPNames:
     layer: TensorNames
 
     def after(self, prefix: str) -> MTPNames:
-        """Return the same names, each with `prefix` before it."""
+        """Returns the same names, each with `prefix` before it."""
         return MTPNames(
             token_norm=prefix + self.token_norm,
             state_norm=prefix + self.state_norm,
@@ -50,11 +50,11 @@ class MTPLayer:
     names: MTPNames
 
     def after(self, prefix: str) -> MTPLayer:
-        """Return the same layer, each of whose names has `prefix` before it."""
+        """Returns the same layer, each of whose names has `prefix` before it."""
         return MTPLayer(self.spec, self.names.after(prefix))
 
     def fusion_table(self) -> Table:
-        """Return the tensors before the layer, and the norm behind it."""
+        """Returns the tensors before the layer, and the norm behind it."""
         names, d = self.names, self.spec.width
         return {
             "token_norm": Stored(names.token_norm, (d,)),
@@ -64,7 +64,7 @@ class MTPLayer:
         }
 
     def tables(self) -> list[Table]:
-        """Return all tensors but the routed experts, and the embedding and head that it shares."""
+        """Returns all tensors but the routed experts, and the embedding and head that it shares."""
         names, spec = self.names.layer, self.spec
         layer = attention_table(names, spec, 0), feed_forward_table(names, spec, 0)
         return [self.fusion_table(), *layer]
@@ -75,7 +75,7 @@ ReadMTP = Callable[[HFConfig, TensorNames, ModelSpec], MTPLayer]
 
 
 def mtp_behind_last_layer(config: HFConfig, names: TensorNames, spec: ModelSpec) -> MTPLayer:
-    """Read DeepSeek-V3's and GLM's: a sparse layer, numbered like one more of the model's."""
+    """Reads DeepSeek-V3's and GLM's: a sparse layer, numbered like one more of the model's."""
     root = f"model.layers.{spec.num_layers}."
     layer = replace(
         names.for_layer(root),
@@ -95,7 +95,7 @@ def mtp_behind_last_layer(config: HFConfig, names: TensorNames, spec: ModelSpec)
 
 
 def mtp_apart(names: TensorNames, spec: ModelSpec, layer: LayerSpec) -> MTPLayer:
-    """Return a layer that is stored as `mtp.`, and uses the model's own embedding and head."""
+    """Returns a layer that is stored as `mtp.`, and uses the model's own embedding and head."""
     return MTPLayer(
         _only(spec, layer),
         MTPNames(
@@ -108,7 +108,7 @@ def mtp_apart(names: TensorNames, spec: ModelSpec, layer: LayerSpec) -> MTPLayer
 
 
 def first_mtp_kind(config: HFConfig, key: str, known: tuple[str, ...], default: str) -> str:
-    """Return the kind of the first layer in a list of the config; `default` without a list."""
+    """Returns the kind of the first layer in a list of the config; `default` without a list."""
     kinds = config.get(key)
     if kinds is None:
         return default

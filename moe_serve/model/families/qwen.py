@@ -31,7 +31,7 @@ _EXPERTS = "model.layers.{layer}.mlp.experts."
 
 
 def qwen_sparse_layers(config: HFConfig) -> tuple[bool, ...]:
-    """Return which layers have experts: every `decoder_sparse_step`-th,
+    """Returns which layers have experts: every `decoder_sparse_step`-th,
     except `mlp_only_layers`.
     """
     step = config.positive_int("decoder_sparse_step", default=1)

@@ -22,7 +22,7 @@ FORMATS: Mapping[str, Callable[[HFConfig], WeightFormat]] = {
 
 
 def format_of(config: HFConfig) -> WeightFormat | None:
-    """Return the format that the config names, None for plain floats; CheckpointError if not
+    """Returns the format that the config names, None for plain floats; CheckpointError if not
     supported.
     """
     quantization = config.quantization()

@@ -89,7 +89,7 @@ class Awq:
 
 
 def _unpacked(words_KW: Tensor) -> Tensor:
-    """Unpack [K, N / 8] int32 -> [N, K] uint8, writing whole rows, so that nothing is scattered.
+    """Unpacks [K, N / 8] int32 -> [N, K] uint8, writing whole rows, so that nothing is scattered.
 
     The word 0x75316420 holds the outputs 0, 1, 2 ... 7 with those values.
     """
@@ -109,7 +109,7 @@ def _repacked(words_KW: Tensor) -> Tensor:
 
 
 def _rows_of(words_WB: Tensor, bytes_at: Callable[[int], Tensor]) -> Tensor:
-    """Return [8 W, B] uint8; `bytes_at` gives the bytes at each place of a word, whose output is
+    """Returns [8 W, B] uint8; `bytes_at` gives the bytes at each place of a word, whose output is
     ORDER[place].
     """
     bytes_W8B = torch.empty(len(words_WB), 8, words_WB.shape[1], dtype=torch.uint8)

@@ -68,7 +68,7 @@ class Scheme:
 
 
 def scheme_of(schemes: Sequence[Scheme], module: str) -> Scheme | None:
-    """Return the scheme that names the module, else one whose pattern matches, else that of all
+    """Returns the scheme that names the module, else one whose pattern matches, else that of all
     `Linear`s.
 
     Patterns start with `re:` and must match from the start of the module's name.
@@ -84,7 +84,7 @@ def scheme_of(schemes: Sequence[Scheme], module: str) -> Scheme | None:
 
 
 def schemes_from(config: HFConfig) -> tuple[Scheme, ...]:
-    """Read and check all groups; CheckpointError for a layout or a strategy that is not
+    """Reads and checks all groups; CheckpointError for a layout or a strategy that is not
     supported.
     """
     for key in ("transform_config", "sparsity_config"):
@@ -247,7 +247,7 @@ class CompressedTensors:
     def _form(
         self, checkpoint: Checkpoint, name: str, num_columns: int
     ) -> tuple[MatrixForm, Tensor | None]:
-        """Return the form, and the group of each column if groups are not made of neighbours."""
+        """Returns the form, and the group of each column if groups are not made of neighbours."""
         scheme = self._scheme(name, name)
         group_of_K = _shuffled_groups(checkpoint, name, scheme, num_columns)
         rows, columns = {
@@ -274,7 +274,7 @@ class CompressedTensors:
 
 
 def _words(num_values: int, bits: int) -> int:
-    """Return the number of int32 words for the values: 32 // bits in each, the last one padded."""
+    """Returns the number of int32 words for the values: 32 // bits in each, the last one padded."""
     return -(-num_values // (32 // bits))
 
 
@@ -291,7 +291,7 @@ def _scale_shapes(scheme: Scheme, num_rows: int, num_columns: int) -> list[Shape
 def _shuffled_groups(
     checkpoint: Checkpoint, name: str, scheme: Scheme, num_columns: int
 ) -> Tensor | None:
-    """Return the group of each column; None if neighbours form groups."""
+    """Returns the group of each column; None if neighbours form groups."""
     if scheme.strategy != "group" or name + "_g_idx" not in checkpoint:
         return None
     in_order_K = torch.arange(num_columns) // scheme.group_size
@@ -321,7 +321,7 @@ def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, num_rows: int) -> 
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, shape: Shape) -> None:
-    """Check the stored shape: the words alone do not tell where the padding starts."""
+    """Checks the stored shape: the words alone do not tell where the padding starts."""
     stored = checkpoint.view(name + "_shape").tolist()
     if stored != list(shape):
         raise CheckpointError(

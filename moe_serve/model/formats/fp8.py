@@ -82,7 +82,7 @@ class Fp8:
         )
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:
-        """Return the scale's name; some files without blocks use the name for blocks."""
+        """Returns the scale's name; some files without blocks use the name for blocks."""
         plain = name + "_scale"
         return plain if not self.block and plain in checkpoint else name + "_scale_inv"
 
@@ -93,7 +93,7 @@ def fp8_matrix(
     form: MatrixForm,
     product_dtype: torch.dtype = torch.float32,
 ) -> QuantisedMatrix:
-    """Return a matrix of E4M3 with a scale for the matrix, for each row, or for each block."""
+    """Returns a matrix of E4M3 with a scale for the matrix, for each row, or for each block."""
     num_rows, num_columns = weight_NK.shape
     if form.group:
         scale = scale.repeat_interleave(form.block_rows, dim=0)[:num_rows]

@@ -106,7 +106,7 @@ class Gptq:
     def _form(
         self, checkpoint: Checkpoint, stem: str, num_columns: int
     ) -> tuple[MatrixForm, Tensor | None]:
-        """Return the form, and the group of each column if groups are not made of neighbours."""
+        """Returns the form, and the group of each column if groups are not made of neighbours."""
         bits, group_size = self._of_module(stem)
         group_of_K = self._groups(checkpoint, stem, num_columns, group_size)
         form = MatrixForm(
@@ -121,7 +121,7 @@ class Gptq:
     def _groups(
         self, checkpoint: Checkpoint, stem: str, num_columns: int, group_size: int
     ) -> Tensor | None:
-        """Return the group of each column; None if neighbours form groups."""
+        """Returns the group of each column; None if neighbours form groups."""
         if stem + "g_idx" not in checkpoint or not checkpoint.view(stem + "g_idx").any():
             return None
         size = num_columns if group_size == -1 else group_size
@@ -136,7 +136,7 @@ class Gptq:
         return None if is_in_order else group_of_K
 
     def _of_module(self, stem: str) -> tuple[int, int]:
-        """Return bits and group size of a module: the first pattern of `dynamic` that matches, if
+        """Returns bits and group size of a module: the first pattern of `dynamic` that matches, if
         any.
         """
         for pattern, own in self.dynamic.items():

@@ -22,29 +22,29 @@ class WeightFormat(Protocol):
         """The name for logs, with the bits and the groups."""
 
     def parts(self, checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
-        """Return the stored tensors behind the weight `name`; empty if it is not stored in this
+        """Returns the stored tensors behind the weight `name`; empty if it is not stored in this
         format.
         """
 
     def expect(self, checkpoint: Checkpoint, name: str, shape: Shape) -> None:
-        """Raise CheckpointError unless all parts exist with the right shapes and dtypes."""
+        """Raises CheckpointError unless all parts exist with the right shapes and dtypes."""
 
     def form(
         self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
     ) -> MatrixForm:
-        """Return the form that `matrix` will have; reads headers, and small tensors at most."""
+        """Returns the form that `matrix` will have; reads headers, and small tensors at most."""
 
     def matrix(
         self, checkpoint: Checkpoint, name: str, shape: Shape, expert: int | None
     ) -> QuantisedMatrix:
-        """Return one matrix of `shape`; for a fused weight [E, ...] that of `expert`.
+        """Returns one matrix of `shape`; for a fused weight [E, ...] that of `expert`.
 
         It consists of views of the files where possible.
         """
 
 
 def stem_of(name: str) -> str | None:
-    """Convert `a.b.weight` to `a.b.`, under which linear layers keep packed parts; None for other
+    """Converts `a.b.weight` to `a.b.`, under which linear layers keep packed parts; None for other
     names.
     """
     return name.removesuffix("weight") if name.endswith(".weight") else None
@@ -55,7 +55,7 @@ def present(checkpoint: Checkpoint, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def matrix_shape(checkpoint: Checkpoint, stored: str, shape: Shape, row_multiple: int) -> Shape:
-    """Return (N, K) of a weight that this format can pack: N a multiple of `row_multiple`."""
+    """Returns (N, K) of a weight that this format can pack: N a multiple of `row_multiple`."""
     if len(shape) != 2 or shape[0] % row_multiple:
         raise CheckpointError(
             f"{checkpoint.path(stored)}: tensor {stored} is packed, but config.json implies a "
@@ -68,7 +68,7 @@ _SCALES: dict[str, ScaleFormat] = {"F16": "float16", "BF16": "bfloat16"}
 
 
 def scale_format(checkpoint: Checkpoint, name: str) -> ScaleFormat:
-    """Return the type of the scales in a stored tensor; pure exponents become floats, except
+    """Returns the type of the scales in a stored tensor; pure exponents become floats, except
     MXFP4's.
     """
     return _SCALES.get(checkpoint.header(name).dtype, "float32")

@@ -44,7 +44,7 @@ class Removed:
 def cached_models(
     settings: HubSettings, family_of: Callable[[Path], str]
 ) -> tuple[CachedModel, ...]:
-    """Return the models in the cache, by name. `family_of` names the family of a folder, or raises
+    """Returns the models in the cache, by name. `family_of` names the family of a folder, or raises
     CheckpointError."""
     found = []
     for repo in _repos(settings):
@@ -54,7 +54,7 @@ def cached_models(
 
 
 def remove_model(settings: HubSettings, name: HubName, *, has_revision: bool) -> Removed:
-    """Remove one revision of a model (a branch, a tag, a commit or its beginning), or all of them.
+    """Removes one revision of a model (a branch, a tag, a commit or its beginning), or all of them.
     Raises HubError if there is none, or while a download of the model runs."""
     repo = next((repo for repo in _repos(settings) if repo.repo_id == name.repo), None)
     commits = () if repo is None else _commits(repo, name if has_revision else None)
@@ -80,7 +80,7 @@ def _repos(settings: HubSettings) -> list[Any]:
 
 
 def _scan(settings: HubSettings) -> Any:
-    """Read the cache with the hub's own library, which knows the layouts of its other versions."""
+    """Reads the cache with the hub's own library, which knows the layouts of its other versions."""
     from huggingface_hub import scan_cache_dir
 
     try:
@@ -118,7 +118,7 @@ def _time(seconds: float) -> str:
 
 
 def _commits(repo: Any, name: HubName | None) -> tuple[str, ...]:
-    """Return the commits that a name with a revision means; all if it is None."""
+    """Returns the commits that a name with a revision means; all if it is None."""
     if name is None:
         return tuple(sorted(revision.commit_hash for revision in repo.revisions))
     wanted = name.revision
@@ -131,7 +131,7 @@ def _commits(repo: Any, name: HubName | None) -> tuple[str, ...]:
 
 
 def _bytes_under(folder: Path) -> int:
-    """Return the bytes of the files in a folder; links count nothing."""
+    """Returns the bytes of the files in a folder; links count nothing."""
     return sum(
         path.lstat().st_size
         for path in folder.rglob("*")

@@ -36,7 +36,7 @@ _JOIN_S = 1.0  # a thread that waits for bytes ends with the process
 def fetch_model(
     name: HubName, settings: HubSettings, check: CheckConfig, show: ShowBytes | None = None
 ) -> Path:
-    """Return the folder of a complete snapshot, after fetching what it lacks. Raises HubError.
+    """Returns the folder of a complete snapshot, after fetching what it lacks. Raises HubError.
 
     `check` is called before any weights are fetched. Without the network, or with a pinned commit,
     a complete snapshot in the cache is used as it is.
@@ -46,13 +46,13 @@ def fetch_model(
 
 
 def fetch_config(name: HubName, settings: HubSettings) -> Path:
-    """Return the folder of a snapshot that has at least config.json. Raises HubError."""
+    """Returns the folder of a snapshot that has at least config.json. Raises HubError."""
     with _Fetching(name, settings) as fetching:
         return fetching.config_only()
 
 
 def cached_model(name: HubName, settings: HubSettings) -> Path:
-    """Return the folder of a complete snapshot in the cache. Raises HubError; the network is not
+    """Returns the folder of a complete snapshot in the cache. Raises HubError; the network is not
     used."""
     repo = RepoFolder.of(settings.cache, name)
     commit = repo.commit_of(name.revision)
@@ -72,14 +72,14 @@ def cached_model(name: HubName, settings: HubSettings) -> Path:
 
 
 def free_disk_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk that holds a folder, which need not exist yet."""
+    """Returns the free bytes of the disk that holds a folder, which need not exist yet."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def note_use(snapshot: Path) -> None:
-    """Set the time of the last access, as many disks are mounted without it."""
+    """Sets the time of the last access, as many disks are mounted without it."""
     try:
         path = snapshot / CONFIG
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
@@ -140,7 +140,7 @@ class _Fetching:
         return self._folder.snapshot(listing.commit)
 
     def _listing(self) -> RepoListing | None:
-        """Ask the hub; None if it cannot be reached and the cache has a complete snapshot."""
+        """Asks the hub; None if it cannot be reached and the cache has a complete snapshot."""
         self._client = HubClient(self._settings, self._stop)
         has_copy = self._is_complete()
         try:
@@ -163,7 +163,7 @@ class _Fetching:
         _log.warning("another process fetches %s: waiting for it", self._name)
 
     def _fetch(self, listing: RepoListing, check: CheckConfig, show: ShowBytes | None) -> None:
-        """Receive the small files that decide, check them, and receive the rest."""
+        """Receives the small files that decide, check them, and receive the rest."""
         snapshot, files = self._folder.snapshot(listing.commit), listing.files
         self._receive(listing, [files[CONFIG]], None)
         small = listing.small_files()
@@ -188,7 +188,7 @@ class _Fetching:
         self._receive(listing, wanted, show)
 
     def _check_space(self, listing: RepoListing, files: Sequence[RepoFile]) -> None:
-        """Raise HubError if the missing bytes do not fit on the disk."""
+        """Raises HubError if the missing bytes do not fit on the disk."""
         cache, needed = self._settings.cache, sum(map(self._folder.missing_bytes, files))
         total, free = sum(file.size for file in files), free_disk_bytes(cache)
         if needed and needed + _SPARE_BYTES > free:
@@ -210,7 +210,7 @@ class _Fetching:
     def _receive(
         self, listing: RepoListing, files: Sequence[RepoFile], show: ShowBytes | None
     ) -> None:
-        """Receive files, several at once; the first error ends all. Weights begin last."""
+        """Receives files, several at once; the first error ends all. Weights begin last."""
         assert self._client is not None, "a listing was asked for"
         contents = {file.digest: file for file in files}
         total = sum(file.size for file in contents.values())
@@ -277,7 +277,7 @@ class _Count:
 
 
 def shown_bytes(number: int) -> str:
-    """Return a number of bytes for people: "12.3 GiB"."""
+    """Returns a number of bytes for people: "12.3 GiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

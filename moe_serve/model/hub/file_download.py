@@ -28,8 +28,8 @@ class FileDownload:
     note: Callable[[int], None]  # is called with the bytes of each piece
 
     def run(self) -> None:
-        """Fetch the file unless the cache has it, and show it in the snapshot. Raises HubError; the
-        bytes received so far are kept."""
+        """Fetches the file unless the cache has it, and show it in the snapshot. Raises HubError;
+        the bytes received so far are kept."""
         blob = self.folder.blob(self.file)
         try:
             if size_of(blob) != self.file.size:
@@ -67,7 +67,7 @@ class FileDownload:
             )
 
     def _append(self, out: BinaryIO, hasher: Any, start: int, attempts: Attempts) -> int:
-        """Receive bytes until the file or the connection ends, and return the new end."""
+        """Receives bytes until the file or the connection ends, and returns the new end."""
         try:
             with self.client.pieces(self.name, self.file, start) as pieces:
                 for piece in pieces:
@@ -89,7 +89,7 @@ class FileDownload:
 
 
 def _hash_of(out: BinaryIO, file: RepoFile) -> tuple[Any, int]:
-    """Hash the bytes that an earlier download received, and return their number."""
+    """Hashes the bytes that an earlier download received, and return their number."""
     hasher, start = file.hasher(), 0
     out.seek(0)
     while piece := out.read(_READ_BYTES):

@@ -42,7 +42,7 @@ class Attempts:
         self._num_failed = 0
 
     def failed(self, error: TransientError, what: str) -> None:
-        """Wait for the next attempt. Raises HubUnreachableError if there is none."""
+        """Waits for the next attempt. Raises HubUnreachableError if there is none."""
         if self._num_failed >= len(self._waits):
             times = "1 attempt" if self._num_failed == 0 else f"{self._num_failed + 1} attempts"
             raise HubUnreachableError(
@@ -81,7 +81,7 @@ class HubClient:
         self._http.close()
 
     def listing(self, name: HubName, *, is_patient: bool = True) -> RepoListing:
-        """Fetch the commit and the files of a revision. Raises HubError, and HubUnreachableError
+        """Fetches the commit and the files of a revision. Raises HubError, and HubUnreachableError
         after the last attempt (`is_patient` False: after the first)."""
         attempts = Attempts(self.settings, self.stop)
         url = (
@@ -101,7 +101,7 @@ class HubClient:
 
     @contextlib.contextmanager
     def pieces(self, name: HubName, file: RepoFile, start: int) -> Iterator[Iterator[bytes]]:
-        """Open the bytes of a file from `start` on. `name` has the commit.
+        """Opens the bytes of a file from `start` on. `name` has the commit.
 
         Raises HubError if the hub has a file of another size, and TransientError, also while the
         bytes are read.
@@ -170,12 +170,12 @@ class HubClient:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Read the certificates of authorities once, as that takes a tenth of a second."""
+    """Reads the certificates of authorities once, as that takes a tenth of a second."""
     return httpx.create_ssl_context()
 
 
 def _extent(response: httpx.Response) -> tuple[int, int | None]:
-    """Return the first byte that an answer sends, and the size of the whole file if it says so."""
+    """Returns the first byte that an answer sends, and the size of the whole file if it says so."""
     try:
         if response.status_code == 206:
             sent, _, total = response.headers["content-range"].removeprefix("bytes ").partition("/")
@@ -187,7 +187,7 @@ def _extent(response: httpx.Response) -> tuple[int, int | None]:
 
 
 def _skipped(pieces: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
-    """Yield the bytes after the first `num_bytes`: a server may ignore where to start."""
+    """Yields the bytes after the first `num_bytes`: a server may ignore where to start."""
     for piece in pieces:
         if num_bytes < len(piece):
             yield piece[num_bytes:]
@@ -197,7 +197,7 @@ def _skipped(pieces: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
 def _refusal(
     response: httpx.Response, settings: HubSettings, name: HubName, what: str
 ) -> Exception:
-    """Return the error of an answer that is not a success."""
+    """Returns the error of an answer that is not a success."""
     status, where = response.status_code, settings.endpoint
     code = response.headers.get("x-error-code", "")
     if status in _BUSY:

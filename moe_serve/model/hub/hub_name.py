@@ -46,7 +46,7 @@ def is_commit(text: str) -> bool:
 
 
 def parse_hub_name(text: str) -> HubName:
-    """Parse OWNER/NAME[@REVISION], with or without hf:// before it. Raises HubError."""
+    """Parses OWNER/NAME[@REVISION], with or without hf:// before it. Raises HubError."""
     found = _parsed(text.removeprefix(_PREFIX))
     if found is None:
         raise HubError(
@@ -57,7 +57,7 @@ def parse_hub_name(text: str) -> HubName:
 
 
 def hub_name_of(model: str | None) -> HubName | None:
-    """Return the hub name that a MODEL argument gives; None if it gives a folder.
+    """Returns the hub name that a MODEL argument gives; None if it gives a folder.
 
     A folder that exists always wins, and where OWNER is a folder here, OWNER/NAME is a path.
     hf://OWNER/NAME is always a name. Raises HubError for a malformed name after hf://.
@@ -73,8 +73,8 @@ def hub_name_of(model: str | None) -> HubName | None:
 
 
 def hub_hint(model: str) -> str:
-    """Return what to write for a model of the hub, if a missing folder looks like its name; else an
-    empty text."""
+    """Returns what to write for a model of the hub, if a missing folder looks like its name; else
+    an empty text."""
     if _parsed(model) is not None:
         return f", or {_PREFIX}{model} to fetch the model of that name from the hub"
     if _PART.fullmatch(model.partition("@")[0]):
@@ -83,7 +83,7 @@ def hub_hint(model: str) -> str:
 
 
 def snapshot_name(folder: Path) -> HubName | None:
-    """Return the name and commit of a folder in the shared cache; None for other folders."""
+    """Returns the name and commit of a folder in the shared cache; None for other folders."""
     repo = folder.parent.parent.name
     if folder.parent.name != "snapshots" or not repo.startswith(_CACHE_PREFIX):
         return None
@@ -92,7 +92,7 @@ def snapshot_name(folder: Path) -> HubName | None:
 
 
 def folder_model_name(folder: Path) -> str:
-    """Return the name of the model in a folder: that of the hub for a folder in the shared cache,
+    """Returns the name of the model in a folder: that of the hub for a folder in the shared cache,
     else the folder's own."""
     found = snapshot_name(folder)
     return folder.name if found is None else found.repo

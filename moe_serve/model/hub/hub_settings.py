@@ -22,7 +22,7 @@ class HubSettings:
 
 
 def hub_settings() -> HubSettings:
-    """Read the settings. Raises HubError.
+    """Reads the settings. Raises HubError.
 
     `huggingface_hub` is imported here, so that it takes no time where no name is given. Only its
     settings, its token and its view of the cache are used: requests are our own, so no telemetry is

@@ -21,7 +21,7 @@ from moe_serve.model.hub.hub_settings import HubSettings, hub_settings
 def local_model(
     model: str | None, *, is_quiet: bool = False, note: ShowBytes | None = None
 ) -> str | None:
-    """Return the folder of a model, after fetching it if the argument is a name on the hub. Raises
+    """Returns the folder of a model, after fetching it if the argument is a name on the hub. Raises
     HubError.
 
     A bar is shown on a terminal unless `is_quiet`; `note` is called as well. The network is not
@@ -38,7 +38,7 @@ def local_engine_config(
     is_quiet: bool = False,
     note: ShowBytes | None = None,
 ) -> EngineConfig:
-    """Return the configuration with the folder of its model, as `local_model` finds it.
+    """Returns the configuration with the folder of its model, as `local_model` finds it.
 
     `check` is called with it once the folder has a config.json, before any weights are fetched.
     """
@@ -58,7 +58,7 @@ def local_engine_config(
 
 
 def cached_engine_config(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with the folder of its model. A name must be in the cache: the
+    """Returns the configuration with the folder of its model. A name must be in the cache: the
     network is not used. Raises HubError."""
     name = hub_name_of(config.model.path)
     if name is None:
@@ -68,7 +68,7 @@ def cached_engine_config(config: EngineConfig) -> EngineConfig:
 
 
 def served_family(folder: Path) -> str:
-    """Return the family that serves the config.json of a folder; CheckpointError if there is none,
+    """Returns the family that serves the config.json of a folder; CheckpointError if there is none,
     or if it has settings or a format of weights that are not served."""
     config = HFConfig.read(folder)
     family = family_of(config).read_spec(config.text()).family
@@ -87,7 +87,7 @@ def fetch_shown(
     note: ShowBytes | None = None,
     check: CheckConfig = check_served,
 ) -> Path:
-    """Fetch a model with a bar on the terminal. Raises HubError."""
+    """Fetches a model with a bar on the terminal. Raises HubError."""
     with download_bar(Console(stderr=True, quiet=is_quiet), str(name)) as show:
         return fetch_model(name, settings, check, _both(show, note))
 

@@ -31,7 +31,7 @@ class RepoFile:
     digest: str  # SHA-256 of a large file; git's SHA-1 of a small one
 
     def hasher(self) -> Any:
-        """Return a hash that ends in `digest` once the whole content has gone through it."""
+        """Returns a hash that ends in `digest` once the whole content has gone through it."""
         if len(self.digest) == 64:
             return hashlib.sha256()
         # https://git-scm.com/book/en/v2/Git-Internals-Git-Objects: a blob's header comes first.
@@ -52,7 +52,7 @@ class RepoListing:
 
     @classmethod
     def parse(cls, name: HubName, answer: object) -> RepoListing:
-        """Parse the hub's answer. Raises HubError."""
+        """Parses the hub's answer. Raises HubError."""
         commit = answer.get("sha") if isinstance(answer, dict) else None
         siblings = answer.get("siblings") if isinstance(answer, dict) else None
         if not isinstance(commit, str) or not is_commit(commit) or not isinstance(siblings, list):
@@ -61,7 +61,7 @@ class RepoListing:
         return cls(name, commit, {file.name: file for file in files if file is not None})
 
     def small_files(self) -> list[RepoFile]:
-        """Return the files beside the weights: configs, tokenizer and templates."""
+        """Returns the files beside the weights: configs, tokenizer and templates."""
         return [
             file
             for file in self.files.values()
@@ -70,7 +70,7 @@ class RepoListing:
         ]
 
     def weight_files(self, indexed: Iterable[str] | None) -> list[RepoFile]:
-        """Return the files of the weights: those that the index names, if there is one. Raises
+        """Returns the files of the weights: those that the index names, if there is one. Raises
         HubError if the repository lacks one."""
         if indexed is not None:
             names = sorted(set(indexed))
@@ -87,7 +87,7 @@ class RepoListing:
         return [self.files[name] for name in names]
 
     def check(self) -> None:
-        """Raise HubError if the files cannot be those of a model that is served."""
+        """Raises HubError if the files cannot be those of a model that is served."""
         for needed in (CONFIG, TOKENIZER):
             if needed not in self.files:
                 raise HubError(
@@ -107,7 +107,7 @@ class RepoListing:
 
 
 def _file(name: HubName, item: object) -> RepoFile | None:
-    """Read one file of a listing; None for files in folders, which no checkpoint needs.
+    """Reads one file of a listing; None for files in folders, which no checkpoint needs.
 
     Raises HubError for a name that leads out of the repository, and for a malformed entry.
     """

@@ -47,13 +47,13 @@ class RepoFolder:
         return self.root / "blobs" / (file.digest + PARTIAL)
 
     def missing_bytes(self, file: RepoFile) -> int:
-        """Return how many bytes are still to be received."""
+        """Returns how many bytes are still to be received."""
         if size_of(self.blob(file)) == file.size:
             return 0
         return max(0, file.size - (size_of(self.partial(file)) or 0))
 
     def link(self, name: str, digest: str, commit: str) -> None:
-        """Show a blob under a file's name in the snapshot. Raises OSError."""
+        """Shows a blob under a file's name in the snapshot. Raises OSError."""
         pointer = self.snapshot(commit) / name
         pointer.parent.mkdir(parents=True, exist_ok=True)
         aside = pointer.with_name(f".{name}.{os.getpid()}")
@@ -62,7 +62,7 @@ class RepoFolder:
         aside.replace(pointer)
 
     def commit_of(self, revision: str) -> str | None:
-        """Return the commit of a revision as of the last complete download."""
+        """Returns the commit of a revision as of the last complete download."""
         if is_commit(revision):
             return revision
         try:
@@ -72,7 +72,7 @@ class RepoFolder:
         return commit if is_commit(commit) else None
 
     def set_commit(self, revision: str, commit: str) -> None:
-        """Note the commit of a branch or tag. Raises OSError."""
+        """Notes the commit of a branch or tag. Raises OSError."""
         if not is_commit(revision) and self.commit_of(revision) != commit:
             _write(self.root / "refs" / revision, commit)
 
@@ -82,7 +82,7 @@ class RepoFolder:
         _write(self._note(commit), json.dumps({"files": sizes}, indent=1))
 
     def noted_files(self, commit: str) -> Mapping[str, int] | None:
-        """Return {file name: bytes} of a whole snapshot; None if another tool fetched it."""
+        """Returns {file name: bytes} of a whole snapshot; None if another tool fetched it."""
         try:
             files = parse_json(self._note(commit).read_text("utf-8"))["files"]
             return {str(name): int(size) for name, size in files.items()}
@@ -93,7 +93,7 @@ class RepoFolder:
         self._note(commit).unlink(missing_ok=True)
 
     def missing_files(self, commit: str) -> list[str]:
-        """Return the files that a snapshot lacks; empty if it can be served.
+        """Returns the files that a snapshot lacks; empty if it can be served.
 
         Of a snapshot that another tool fetched only the necessary files are known.
         """
@@ -110,7 +110,7 @@ class RepoFolder:
 
     @contextlib.contextmanager
     def lock(self, on_wait: Callable[[], None] | None) -> Iterator[None]:
-        """Hold the model's lock: one process of the host fetches or removes it at a time.
+        """Holds the model's lock: one process of the host fetches or removes it at a time.
 
         Calls `on_wait` before waiting for another process. Raises HubError if it is None, and if
         the file system has no locks.
@@ -149,7 +149,7 @@ def _hold(number: int, cache: Path, on_wait: Callable[[], None] | None) -> None:
 
 
 def indexed_files(folder: Path) -> set[str] | None:
-    """Return the names of the files in a sharded index; None if there is no readable index."""
+    """Returns the names of the files in a sharded index; None if there is no readable index."""
     try:
         weight_map = parse_json((folder / INDEX).read_text("utf-8"))["weight_map"]
         return set(map(str, weight_map.values()))
@@ -158,7 +158,7 @@ def indexed_files(folder: Path) -> set[str] | None:
 
 
 def size_of(path: Path) -> int | None:
-    """Return the bytes of a file, or None if the file does not exist."""
+    """Returns the bytes of a file, or None if the file does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -166,7 +166,7 @@ def size_of(path: Path) -> int | None:
 
 
 def unwritable(cache: Path, error: OSError) -> HubError:
-    """Return the error for a cache that cannot be written."""
+    """Returns the error for a cache that cannot be written."""
     return HubError(
         f"the cache {cache} cannot be written ({error.strerror}): free space with `moe-serve "
         "models remove`, or set HF_HUB_CACHE to another folder; received bytes are kept."
@@ -174,7 +174,7 @@ def unwritable(cache: Path, error: OSError) -> HubError:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file at once: a reader sees the old or the new content."""
+    """Writes a file at once: a reader sees the old or the new content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     aside.write_text(text, "utf-8")

@@ -62,7 +62,7 @@ class ExpertPacking:
     def forms(
         self, gate_up: StoredProduct, down: StoredProduct, *, is_routed: bool = True
     ) -> BankForms:
-        """Return a bank's forms.
+        """Returns a bank's forms.
 
         ConfigError if routed experts must stay packed (`mode`) and cannot.
         """
@@ -70,7 +70,7 @@ class ExpertPacking:
 
     @property
     def description(self) -> str:
-        """Describe the packed experts: "experts int4 packed, 4.25 bits"; "" if none is."""
+        """Describes the packed experts: "experts int4 packed, 4.25 bits"; "" if none is."""
         dtype = str(self.dtype).removeprefix("torch.")
         names = dict.fromkeys(layout.name for layout in self._layouts if layout is not None)
         if not names:
@@ -104,7 +104,7 @@ class ExpertPacking:
         return None
 
     def _decided(self, product: StoredProduct) -> tuple[MatrixForm, PackedLayout] | str:
-        """Return the form and its layout, or the reason why the product is held in floats: "" if
+        """Returns the form and its layout, or the reason why the product is held in floats: "" if
         that is requested.
         """
         can_pack = self.mode == "packed" or self.kernels.has_packed_products
@@ -130,7 +130,7 @@ class ExpertPacking:
 
 
 def _are_parts_apart(product: StoredProduct, form: MatrixForm) -> bool:
-    """Return whether gate and up, if they are one tensor, each begin with a block of scales."""
+    """Returns whether gate and up, if they are one tensor, each begin with a block of scales."""
     if product.half is None or form.block_rows <= 1:
         return True
     return not product.is_interleaved and product.half % form.block_rows == 0

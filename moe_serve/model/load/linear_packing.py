@@ -44,7 +44,7 @@ class LinearPacking:
     _packed: set[str] = field(default_factory=set)  # names of tensors
 
     def decide(self, table: Table) -> None:
-        """Decide for the matrices of an `attention_table` or `model_table`.
+        """Decides for the matrices of an `attention_table` or `model_table`.
 
         ConfigError if they must stay packed (`mode`) and one that is stored in few bits cannot.
         """
@@ -56,17 +56,17 @@ class LinearPacking:
                 self._packed.update(tensor.name for tensor in tensors)
 
     def decide_layers(self, names: TensorNames, spec: ModelSpec) -> None:
-        """Decide for the attention of every layer."""
+        """Decides for the attention of every layer."""
         for layer in range(spec.num_layers):
             self.decide(attention_table(names, spec, layer))
 
     def matrix(self, stored: Stored, tensors: ModelTensors) -> Weight:
-        """Read a matrix, packed if so decided."""
+        """Reads a matrix, packed if so decided."""
         is_packed = stored.name in self._packed
         return tensors.read_packed(stored) if is_packed else tensors.read(stored)
 
     def attention_weights(self, table: Table, tensors: ModelTensors) -> AttentionWeights:
-        """Read the weights of an `attention_table`."""
+        """Reads the weights of an `attention_table`."""
         return AttentionWeights(
             tensors={
                 key: tensors.read(item) for key, item in table.items() if key not in LINEAR_KEYS
@@ -78,7 +78,7 @@ class LinearPacking:
 
     @property
     def description(self) -> str:
-        """Describe the packed layers: "linear layers int8 packed, 8.12 bits"; "" if none is."""
+        """Describes the packed layers: "linear layers int8 packed, 8.12 bits"; "" if none is."""
         if not self._layouts:
             return ""
         names = dict.fromkeys(layout.name for layout in self._layouts)
@@ -105,7 +105,7 @@ class LinearPacking:
         return False
 
     def _decided(self, tensors: Sequence[Stored]) -> PackedLayout | str:
-        """Return the layout, or the reason why the layer is held in floats: "" if that is
+        """Returns the layout, or the reason why the layer is held in floats: "" if that is
         requested."""
         can_pack = self.mode == "packed" or self.kernels.has_packed_linears
         if self.mode == "dequantised" or not can_pack:
@@ -122,7 +122,7 @@ class LinearPacking:
 
 
 def weights_description(experts: ExpertPacking, linears: LinearPacking, dtype: torch.dtype) -> str:
-    """Describe how the weights of a quantised checkpoint are held, and why some do not stay
+    """Describes how the weights of a quantised checkpoint are held, and why some do not stay
     packed."""
     name = str(dtype).removeprefix("torch.")
     packed = [text for text in (experts.description, linears.description) if text]

@@ -36,7 +36,7 @@ class AttentionLoader:
             self._unrotated = RotaryTable(table.cos, table.signed_sin, self._query_scale)
 
     def load(self, layer: int, weights: AttentionWeights) -> Attention:
-        """Build a layer's attention; none of the weights is kept."""
+        """Builds a layer's attention; none of the weights is kept."""
         return self._latent(weights) if self._spec.latent else self._grouped(layer, weights)
 
     def _grouped(self, layer: int, attention: AttentionWeights) -> GroupedQueryAttention:
@@ -60,7 +60,7 @@ class AttentionLoader:
         )
 
     def _qk_norm(self, layer: int, attention: AttentionWeights) -> QKNormWeights | None:
-        """Return the q/k norm; a norm without weights (Llama 4) gets ones."""
+        """Returns the q/k norm; a norm without weights (Llama 4) gets ones."""
         shape = self._spec.layers[layer].attention
         if shape.qk_norm == "none":
             return None
@@ -70,7 +70,8 @@ class AttentionLoader:
         return self.norm_weights(layer, attention.tensors)
 
     def norm_weights(self, layer: int, weights: Mapping[str, Tensor]) -> QKNormWeights:
-        """Return the norm weights of queries and keys, in the order in which the kernels rotate."""
+        """Returns the norm weights of queries and keys, in the order in which the kernels
+        rotate."""
         order = rotation_order(self._spec, self._spec.layers[layer].attention.head_dim, 0)
         q, k = (rows_in_order(weights[key], order).clone() for key in ("q_norm", "k_norm"))
         return QKNormWeights(q, k)
@@ -107,7 +108,7 @@ class AttentionLoader:
 
 
 def rotation_order(spec: ModelSpec, head_rows: int, first: int) -> Tensor | None:
-    """Return the order in which the kernels rotate a head's rows: interleaved ones (0, 1, 2,
+    """Returns the order in which the kernels rotate a head's rows: interleaved ones (0, 1, 2,
     3, ..) in halves (0, 2, .., 1, 3, ..). None: as they are.
 
     Of the `head_rows` rows those from `first` on are rotated, as many as the spec says.
@@ -120,12 +121,12 @@ def rotation_order(spec: ModelSpec, head_rows: int, first: int) -> Tensor | None
 
 
 def _in_order(weight: Weight, order: Tensor | None) -> Weight:
-    """Return a matrix with the rows of each head in this order."""
+    """Returns a matrix with the rows of each head in this order."""
     return weight if order is None else selected_rows(weight, _every_head(len(weight), order))
 
 
 def rows_in_order(rows: Tensor, order: Tensor | None) -> Tensor:
-    """Return rows (of a bias, or of a matrix) with those of each head in this order."""
+    """Returns rows (of a bias, or of a matrix) with those of each head in this order."""
     return rows if order is None else rows[_every_head(len(rows), order)]
 
 
@@ -135,7 +136,7 @@ def _every_head(num_rows: int, order: Tensor) -> Tensor:
 
 
 def _query_scale(spec: ModelSpec, num_positions: int, device: torch.device) -> Tensor | None:
-    """Return the factor of each position's query, [P] in fp32; None if there is none."""
+    """Returns the factor of each position's query, [P] in fp32; None if there is none."""
     temperature = spec.query_temperature
     if temperature is None:
         return None

@@ -32,7 +32,7 @@ class MemoryBudget:
 
     @classmethod
     def of(cls, config: ModelConfig) -> MemoryBudget | None:
-        """Read the budget from a config.
+        """Reads the budget from a config.
 
         Raises ConfigError for an invalid budget in a config built in code.
         """
@@ -53,7 +53,7 @@ def memory_stage(
     held: Sequence[Collection[int]],
     budget: MemoryBudget,
 ) -> ExpertStage:
-    """Make a stage that reads experts when needed. `experts` is called repeatedly, by two threads.
+    """Makes a stage that reads experts when needed. `experts` is called repeatedly, by two threads.
 
     Raises ConfigError if no expert fits.
     """
@@ -104,7 +104,7 @@ def room_stage(
     device: torch.device,
     num_threads: int,
 ) -> ExpertStage:
-    """Make a stage whose experts can be exchanged for others while it serves.
+    """Makes a stage whose experts can be exchanged for others while it serves.
 
     `num_slots`: the total of all layers. Raises ConfigError if experts have several forms, because
     a slot fits only one.

@@ -35,23 +35,24 @@ class ExpertLoader:
         self._forms = [self._routed_forms(layer) for layer in range(spec.num_layers)]
 
     def forms_of(self, layers: Collection[int]) -> set[BankForms]:
-        """Return the forms of the routed experts of these layers; a single one if all are alike."""
+        """Returns the forms of the routed experts of these layers; a single one if all are
+        alike."""
         return {self._forms[layer] for layer in layers}
 
     def with_tensors(self, tensors: ModelTensors) -> ExpertLoader:
-        """Return a loader of the same experts that reads from other tensors."""
+        """Returns a loader of the same experts that reads from other tensors."""
         other = copy.copy(self)
         other._tensors = tensors
         return other
 
     def layer(self, layer: int, held: Collection[int]) -> LayerExperts:
-        """Return routed experts, to be read once and in order;
+        """Returns routed experts, to be read once and in order;
         copy each before reading the next.
         """
         return LayerExperts(self, layer, self._spec.router.num_experts, frozenset(held))
 
     def read(self, layer: int, expert: int) -> ExpertWeights:
-        """Read one routed expert. Its weights may be views of the file."""
+        """Reads one routed expert. Its weights may be views of the file."""
         names, forms = self._names, self._forms[layer]
         table = expert_table(names, self._spec, layer, expert)
         if names.gate:
@@ -71,12 +72,12 @@ class ExpertLoader:
         return ExpertWeights(gate, up, down, *biases, down_bias)
 
     def drop(self, layer: int, expert: int) -> None:
-        """Release an expert's pages; the caller has copied it."""
+        """Releases an expert's pages; the caller has copied it."""
         for item in expert_table(self._names, self._spec, layer, expert).values():
             self._tensors.done(item, None if self._names.gate else expert)
 
     def dense(self, parts: Table) -> ExpertWeights:
-        """Read a shared expert or a dense MLP: gate, up and down, or gate_up and down."""
+        """Reads a shared expert or a dense MLP: gate, up and down, or gate_up and down."""
         forms = self._packing.forms(*_dense_products(parts), is_routed=False)
         if "gate_up" in parts:
             gate, up = _gate_and_up(self._matrix(parts["gate_up"], forms.gate_up))
@@ -93,7 +94,7 @@ class ExpertLoader:
         )
 
     def _routed_forms(self, layer: int) -> BankForms:
-        """Decide the forms of a layer's routed experts, over all separate experts; fused ones are
+        """Decides the forms of a layer's routed experts, over all separate experts; fused ones are
         alike.
         """
         names = self._names
@@ -118,7 +119,7 @@ class ExpertLoader:
         *,
         is_transposed: bool = False,
     ) -> Weight:
-        """Return [outputs, inputs], packed if it has a form. May be a view of the file."""
+        """Returns [outputs, inputs], packed if it has a form. May be a view of the file."""
         if form is None:
             weight = self._tensors.read(stored, expert=expert)
             return weight.t() if is_transposed else weight
@@ -169,7 +170,7 @@ class LayerExperts(Sequence[ExpertWeights | None]):
         return self._loader.read(self._layer, index)
 
     def done(self) -> None:
-        """Release the expert that was read last."""
+        """Releases the expert that was read last."""
         if self._read >= 0:
             self._loader.drop(self._layer, self._read)
             self._read = -1
@@ -202,7 +203,7 @@ _Rows = TypeVar("_Rows", Tensor, Weight)
 
 
 def _gate_and_up(fused: _Rows, *, is_interleaved: bool = False) -> tuple[_Rows, _Rows]:
-    """Return the rows of the gate and of the up projection, from [2 F, ...]."""
+    """Returns the rows of the gate and of the up projection, from [2 F, ...]."""
     half = fused.shape[0] // 2
     gate, up = slice(None, half), slice(half, None)
     if is_interleaved:
@@ -213,7 +214,7 @@ def _gate_and_up(fused: _Rows, *, is_interleaved: bool = False) -> tuple[_Rows, 
 
 
 def expert_names(names: TensorNames, spec: ModelSpec, reader: WeightSource) -> ExpertNames:
-    """Return the layout that this checkpoint has; if none, the first, for the error message.
+    """Returns the layout that this checkpoint has; if none, the first, for the error message.
 
     Two layouts may differ in their shapes only.
     """

@@ -25,12 +25,12 @@ class MTPLoader:
 
     @classmethod
     def open(cls, model: ModelLoader, layer: MTPLayer) -> MTPLoader:
-        """Check the headers of the layer's tensors. Raises CheckpointError."""
+        """Checks the headers of the layer's tensors. Raises CheckpointError."""
         layer = layer.after(model.prefix)
         return cls(layer, model.beside(layer), model)
 
     def load(self, stage: AttentionStage, cache: KVCache, max_positions: int) -> MTPPart:
-        """Load the layer, and make its keys and values for the pages of `cache`.
+        """Loads the layer, and makes its keys and values for the pages of `cache`.
 
         It shares the embedding and the head of `stage` unless the checkpoint has others.
         """
@@ -59,7 +59,7 @@ class MTPLoader:
         )
 
     def _own_matrix(self, key: str) -> Tensor | None:
-        """Load the layer's embedding or head; None if it has none, or a copy of the model's."""
+        """Loads the layer's embedding or head; None if it has none, or a copy of the model's."""
         own, model = (
             model_table(each.names, each.spec).get(key) for each in (self.own, self.model)
         )

@@ -98,7 +98,7 @@ class ModelLoader:
         self._linears.decide_layers(self.names, self.spec)
 
     def beside(self, layer: MTPLayer) -> ModelLoader:
-        """Return a loader of a layer that predicts further tokens, from the same checkpoint.
+        """Returns a loader of a layer that predicts further tokens, from the same checkpoint.
 
         Checks the header of its tensors. Raises CheckpointError if there is no such layer.
         """
@@ -124,7 +124,7 @@ class ModelLoader:
         return other
 
     def tensor(self, stored: Stored) -> Tensor:
-        """Load one weight."""
+        """Loads one weight."""
         return self._tensors.keep(stored)
 
     @property
@@ -138,14 +138,14 @@ class ModelLoader:
         return weights_description(self._packing, self._linears, self.dtype)
 
     def _own_dtype(self) -> torch.dtype:
-        """Return the config's dtype, or else the stored embedding's."""
+        """Returns the config's dtype, or else the stored embedding's."""
         if self.spec.dtype is not None:
             stated: torch.dtype = getattr(torch, self.spec.dtype)
             return stated
         return self.reader.stored_dtype(self.names.embedding)
 
     def attention_stage(self, max_positions: int, gather: Gather | None = None) -> AttentionStage:
-        """Load everything but the routed experts; `gather`: of every layer, this shard's part."""
+        """Loads everything but the routed experts; `gather`: of every layer, this shard's part."""
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
         table = model_table(self.names, spec)
         # The head first: while it is packed, its stored pages are in memory too.
@@ -166,14 +166,14 @@ class ModelLoader:
         gather: Gather | None = None,
         layers: Collection[int] | None = None,
     ) -> list[AttentionLayer]:
-        """Load some layers, or all, without their routed experts."""
+        """Loads some layers, or all, without their routed experts."""
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
         attention = AttentionLoader(spec, self.kernels, max_positions, self.device)
         numbers = range(spec.num_layers) if layers is None else layers
         return [self._attention_layer(layer, attention, gather) for layer in numbers]
 
     def output_head(self, embedding: Tensor | None = None, gather: Gather | None = None) -> Linear:
-        """Load the output head; `embedding` is its matrix if they are tied."""
+        """Loads the output head; `embedding` is its matrix if they are tied."""
         table = model_table(self.names, self.spec)
         bias = self._tensors.keep(table["head_bias"]) if self.spec.has_head_bias else None
         if self.spec.is_head_tied:
@@ -183,7 +183,7 @@ class ModelLoader:
         return head
 
     def routers(self) -> list[Router | None]:
-        """Load the routers alone, for an expert side that routes; None for dense layers."""
+        """Loads the routers alone, for an expert side that routes; None for dense layers."""
         tables = [
             feed_forward_table(self.names, self.spec, layer)
             for layer in range(self.spec.num_layers)
@@ -191,20 +191,20 @@ class ModelLoader:
         return [self._router(table) for table in tables]
 
     def embedding(self) -> Tensor:
-        """Load the token embeddings alone, [V, D]."""
+        """Loads the token embeddings alone, [V, D]."""
         return self._tensors.keep(model_table(self.names, self.spec)["embedding"])
 
     def output_matrix(self) -> Tensor:
-        """Load the matrix of the output head alone, [V, D]; the embedding if they are tied."""
+        """Loads the matrix of the output head alone, [V, D]; the embedding if they are tied."""
         key = "embedding" if self.spec.is_head_tied else "head"
         return self._tensors.keep(model_table(self.names, self.spec)[key])
 
     def final_norm(self) -> Tensor:
-        """Load the weights of the final norm alone, [D]."""
+        """Loads the weights of the final norm alone, [D]."""
         return self._tensors.keep(model_table(self.names, self.spec)["final_norm"])
 
     def router_weights(self, layer: int) -> Mapping[str, Tensor]:
-        """Load the tensors that a layer routes with: moe_norm, and in fp32 router and, if present,
+        """Loads the tensors that a layer routes with: moe_norm, and in fp32 router and, if present,
         router_bias and selection_bias.
         """
         table = feed_forward_table(self.names, self.spec, layer)
@@ -219,7 +219,7 @@ class ModelLoader:
         held: Sequence[Collection[int]] | None = None,
         budget: MemoryBudget | None = None,
     ) -> ExpertStage:
-        """Load the routed experts of all layers, or those that `held` names for each layer.
+        """Loads the routed experts of all layers, or those that `held` names for each layer.
 
         Only their tensors are read; with a `budget`, they are read when needed.
         """
@@ -233,7 +233,7 @@ class ModelLoader:
             return ExpertStage(list(pool.map(self._layer_banks, range(num_layers), held)))
 
     def expert_room(self, held: Sequence[Collection[int]], num_slots: int) -> ExpertStage:
-        """Load experts as `expert_stage` does, into slots: experts may be exchanged for others
+        """Loads experts as `expert_stage` does, into slots: experts may be exchanged for others
         later.
 
         Slots beyond the number of experts in `held` are room for further copies.
@@ -242,7 +242,7 @@ class ModelLoader:
         return room_stage(*arguments, self.device, self._num_threads)
 
     def live_experts(self) -> ExpertLoader:
-        """Return a reader of routed experts for use while requests run, on any thread.
+        """Returns a reader of routed experts for use while requests run, on any thread.
 
         A disk error raises an exception instead of ending the process.
         """
@@ -250,7 +250,7 @@ class ModelLoader:
         return self._experts.with_tensors(tensors)
 
     def expert_bank(self, layer: int, experts: Collection[int]) -> ExpertBank:
-        """Load some routed experts of a layer, at least one. May be called again for others."""
+        """Loads some routed experts of a layer, at least one. May be called again for others."""
         reading = self._experts.layer(layer, experts)
         bank = self.kernels.experts(reading, self.spec.activation)
         reading.done()
@@ -312,7 +312,7 @@ class ModelLoader:
         )
 
     def _dense_mlp(self, table: Table, gather: Gather | None) -> DenseMLP | None:
-        """Load the shared expert of a sparse layer, or a dense layer's MLP."""
+        """Loads the shared expert of a sparse layer, or a dense layer's MLP."""
         prefix = "shared." if "router" in table else "dense."
         parts = {k.removeprefix(prefix): v for k, v in table.items() if k.startswith(prefix)}
         if not parts:

@@ -38,39 +38,39 @@ class WeightSource(Protocol):
         ...
 
     def has(self, name: str) -> bool:
-        """Return whether the weight exists in any form."""
+        """Returns whether the weight exists in any form."""
         ...
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a weight in floats; float32 for a quantised one."""
+        """Returns the dtype of a weight in floats; float32 for a quantised one."""
         ...
 
     def expect(self, name: str, shape: Shape) -> None:
-        """Raise CheckpointError unless the weight exists with this shape. Reads no weights."""
+        """Raises CheckpointError unless the weight exists with this shape. Reads no weights."""
         ...
 
     def read(
         self, name: str, shape: Shape, dtype: torch.dtype, expert: int | None = None
     ) -> Tensor:
-        """Read the weight in `dtype`; it must not be written to,
+        """Reads the weight in `dtype`; it must not be written to,
         and must be copied before `done`.
         """
         ...
 
     def form(self, name: str, shape: Shape, expert: int | None = None) -> MatrixForm | None:
-        """Return the form of `read_packed`'s result; None for a weight in floats."""
+        """Returns the form of `read_packed`'s result; None for a weight in floats."""
         ...
 
     def read_packed(self, name: str, shape: Shape, expert: int | None = None) -> QuantisedMatrix:
-        """Read a weight that has a form, in few bits; if the form is transposed, its transpose."""
+        """Reads a weight that has a form, in few bits; if the form is transposed, its transpose."""
         ...
 
     def done(self, name: str, expert: int | None = None) -> None:
-        """Note that the caller has copied the weight."""
+        """Notes that the caller has copied the weight."""
         ...
 
     def copying(self) -> WeightSource:
-        """Return the same weights for reads while requests run.
+        """Returns the same weights for reads while requests run.
 
         Each read uses new memory, and a failed read raises CheckpointError.
         """
@@ -85,7 +85,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_checkpoint(folder: Path, config: HFConfig) -> WeightReader:
-    """Open a folder of safetensors: the source of a server's weights."""
+    """Opens a folder of safetensors: the source of a server's weights."""
     return WeightReader(Checkpoint(folder), config)
 
 
@@ -106,15 +106,15 @@ class WeightReader:
         return "plain" if self._format is None else self._format.name
 
     def has(self, name: str) -> bool:
-        """Return whether the weight exists in any form."""
+        """Returns whether the weight exists in any form."""
         return name in self._checkpoint or bool(self._parts(name))
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a weight in floats; float32 for a quantised one."""
+        """Returns the dtype of a weight in floats; float32 for a quantised one."""
         return self._checkpoint.view(name).dtype if self._is_plain(name) else torch.float32
 
     def expect(self, name: str, shape: Shape) -> None:
-        """Check the headers of all tensors behind a weight against its shape.
+        """Checks the headers of all tensors behind a weight against its shape.
 
         Raises CheckpointError with the file and the tensor. Reads no weights.
         """
@@ -126,7 +126,7 @@ class WeightReader:
     def read(
         self, name: str, shape: Shape, dtype: torch.dtype, expert: int | None = None
     ) -> Tensor:
-        """Read the weight in `dtype`, on the CPU; it must not be written to.
+        """Reads the weight in `dtype`, on the CPU; it must not be written to.
 
         It may be a view of the file's pages or of another layout: copy it before `done`. For a
         fused weight [E, ...] it is that of `expert`, if given. `shape` is always that of the whole
@@ -151,7 +151,7 @@ class WeightReader:
         return weight
 
     def form(self, name: str, shape: Shape, expert: int | None = None) -> MatrixForm | None:
-        """Return the form of `read_packed`'s result; None for a weight in floats.
+        """Returns the form of `read_packed`'s result; None for a weight in floats.
 
         Reads next to nothing.
         """
@@ -161,7 +161,7 @@ class WeightReader:
         return self._format.form(self._checkpoint, name, matrix_shape, expert)
 
     def read_packed(self, name: str, shape: Shape, expert: int | None = None) -> QuantisedMatrix:
-        """Read a weight that has a form, in few bits, on the CPU; copy it before `done`.
+        """Reads a weight that has a form, in few bits, on the CPU; copy it before `done`.
 
         If the form is transposed, the matrix is that of the weight's transpose.
         """
@@ -170,7 +170,7 @@ class WeightReader:
         return self._format.matrix(self._checkpoint, name, matrix_shape, expert)
 
     def done(self, name: str, expert: int | None = None) -> None:
-        """Release the weight's pages from this process's memory; the caller has copied it."""
+        """Releases the weight's pages from this process's memory; the caller has copied it."""
         for part in (name,) if self._is_plain(name) else self._parts(name):
             self._checkpoint.drop(part, expert)
 
@@ -221,30 +221,30 @@ class ModelTensors:
     def read(
         self, stored: Stored, dtype: torch.dtype | None = None, expert: int | None = None
     ) -> Tensor:
-        """Read a weight in floats; for a fused weight [E, ...] that of `expert`, if given."""
+        """Reads a weight in floats; for a fused weight [E, ...] that of `expert`, if given."""
         tensor = self._reader.read(stored.name, stored.shape, dtype or self._dtype, expert)
         self._count(expert)
         return tensor.to(self._device)
 
     def read_packed(self, stored: Stored, expert: int | None = None) -> QuantisedMatrix:
-        """Read a weight packed in few bits."""
+        """Reads a weight packed in few bits."""
         matrix = self._reader.read_packed(stored.name, stored.shape, expert)
         self._count(expert)
         return matrix.to(self._device)
 
     def keep(self, stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a weight into memory of its own. None of the file's pages are held meanwhile, so an
+        """Reads a weight into memory of its own. None of the file's pages are held meanwhile, so an
         embedding takes its size once."""
         tensor = self._copies.read(stored.name, stored.shape, dtype or self._dtype)
         self._count(None)
         return tensor.to(self._device)
 
     def done(self, stored: Stored, expert: int | None = None) -> None:
-        """Release a weight's pages; the caller has copied it."""
+        """Releases a weight's pages; the caller has copied it."""
         self._reader.done(stored.name, expert)
 
     def _count(self, expert: int | None) -> None:
-        """Count a tensor as read; a fused tensor counts once."""
+        """Counts a tensor as read; a fused tensor counts once."""
         with self._lock:
             self._done += 0 if expert else 1
             if self._progress is not None:

@@ -29,7 +29,7 @@ class LowRank:
     b: Linear
 
     def added(self, x_RK: Tensor, y_RN: Tensor) -> Tensor:
-        """Return y and the addition, rounded to y's dtype."""
+        """Returns y and the addition, rounded to y's dtype."""
         return self.b(self.a(x_RK), y_RN)
 
 
@@ -64,7 +64,7 @@ class LoadedAdapters(Protocol):
     """The adapters that steps may use."""
 
     def weights(self, digest: bytes) -> AdapterWeights:
-        """Return the weights of an adapter, which a request that runs keeps in memory."""
+        """Returns the weights of an adapter, which a request that runs keeps in memory."""
         ...
 
 
@@ -77,13 +77,13 @@ class RowGroup:
     adapter: AdapterWeights
 
     def select(self, x_T: Tensor) -> Tensor:
-        """Return the group's rows of a tensor, which may be a view."""
+        """Returns the group's rows of a tensor, which may be a view."""
         if self.rows is None:
             return x_T
         return x_T[self.rows] if isinstance(self.rows, slice) else x_T.index_select(0, self.rows)
 
     def put(self, x_T: Tensor, own_R: Tensor) -> Tensor:
-        """Return a tensor with the group's rows replaced. May write to `x_T`."""
+        """Returns a tensor with the group's rows replaced. May write to `x_T`."""
         if self.rows is None:
             return own_R
         if isinstance(self.rows, slice):
@@ -107,7 +107,7 @@ class LayerAdditions:
     groups: tuple[tuple[RowGroup, AdapterLayer], ...]
 
     def linear(self, key: str, x_TK: Tensor, y_TN: Tensor) -> Tensor:
-        """Add to the result of a linear layer, which is overwritten."""
+        """Adds to the result of a linear layer, which is overwritten."""
         for group, layer in self.groups:
             low_rank = layer.linears.get(key)
             if low_rank is not None:
@@ -137,14 +137,14 @@ class AdapterRows:
     groups: tuple[RowGroup, ...]
 
     def layer(self, layer: int) -> LayerAdditions:
-        """Return what the adapters add to a layer."""
+        """Returns what the adapters add to a layer."""
         return LayerAdditions(tuple((group, group.adapter.layers[layer]) for group in self.groups))
 
 
 def adapter_rows(
     batch: MicroBatch, adapters: LoadedAdapters, device: torch.device
 ) -> AdapterRows | None:
-    """Group the rows of a micro-batch by adapter; None: no row has one."""
+    """Groups the rows of a micro-batch by adapter; None: no row has one."""
     digests = dict.fromkeys(s.adapter for s in batch.slices if s.adapter)
     if not digests:
         return None
@@ -158,7 +158,7 @@ def adapter_rows(
 
 
 def _as_rows(rows: NDArray[np.int64], num_rows: int, device: torch.device) -> slice | Tensor | None:
-    """Return ascending numbers of rows in the cheapest form."""
+    """Returns ascending numbers of rows in the cheapest form."""
     if len(rows) == num_rows:
         return None
     first, end = int(rows[0]), int(rows[-1]) + 1

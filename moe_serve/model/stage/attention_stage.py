@@ -107,7 +107,7 @@ class AttentionStage:
         return self._head
 
     def make_inputs(self, batch: MicroBatch, cache: KVCache, device: torch.device) -> StepInputs:
-        """Make the inputs that the other methods need for a micro-batch."""
+        """Makes the inputs that the other methods need for a micro-batch."""
         return make_step_inputs(batch, cache, self.spec, self.kernels, device)
 
     def embed(self, inputs: StepInputs) -> Tensor:
@@ -117,7 +117,7 @@ class AttentionStage:
         return hidden_TD if multiplier == 1.0 else hidden_TD * multiplier
 
     def _front(self, layer: AttentionLayer) -> LayerFront | None:
-        """Return the layer's attention and router as one call, if the kernels have one."""
+        """Returns the layer's attention and router as one call, if the kernels have one."""
         attention, router, spec = layer.attention, layer.router, self.spec
         if not isinstance(attention, GroupedQueryAttention):
             return None
@@ -141,7 +141,7 @@ class AttentionStage:
         )
 
     def stacked(self, experts: Sequence[ExpertBank | None], cache: KVCache) -> LayerStack | None:
-        """Return all layers, with embedding and head, as one call over a cache.
+        """Returns all layers, with embedding and head, as one call over a cache.
 
         `experts`: the routed experts of each layer. None: the kernels have no such call, or a part
         of the model is not in it (latent attention, multipliers, a gate of the shared expert).
@@ -170,11 +170,11 @@ class AttentionStage:
         )
 
     def has_mlp(self, layer: int) -> bool:
-        """Return whether a layer has a shared expert, or is dense."""
+        """Returns whether a layer has a shared expert, or is dense."""
         return self._layers[layer].mlp is not None
 
     def advance(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Advance:
-        """Run a layer up to its routed experts: attention, and the router or the dense MLP."""
+        """Runs a layer up to its routed experts: attention, and the router or the dense MLP."""
         front, weights = self._fronts[layer], self._layers[layer]
         additions = None if inputs.adapters is None else inputs.adapters.layer(layer)
         if front is None or additions is not None:  # both ways have the same bits
@@ -206,7 +206,7 @@ class AttentionStage:
         cache: KVCache,
         additions: LayerAdditions | None = None,
     ) -> Tensor:
-        """Apply norm, attention over the pages and residual -> [T, D].
+        """Applies norm, attention over the pages and residual -> [T, D].
 
         Writes the new keys and values. `additions`: of the adapters, to this layer.
         """
@@ -222,20 +222,20 @@ class AttentionStage:
         return self.add(hidden_TD, out_TD)
 
     def moe_normed(self, layer: int, hidden_TD: Tensor) -> Tensor:
-        """Apply the norm before the experts or the dense MLP -> [T, D]."""
+        """Applies the norm before the experts or the dense MLP -> [T, D]."""
         return self.kernels.rms_norm(hidden_TD, self._layers[layer].moe_norm, self.spec.norm_eps)
 
     def dense(
         self, layer: int, hidden_TD: Tensor, additions: LayerAdditions | None = None
     ) -> Tensor:
-        """Apply norm, the MLP of a layer without routed experts, and residual -> [T, D]."""
+        """Applies norm, the MLP of a layer without routed experts, and residual -> [T, D]."""
         weights = self._layers[layer]
         assert weights.mlp is not None, f"layer {layer} is not dense"
         x_TD = self.moe_normed(layer, hidden_TD)
         return self.add(hidden_TD, weights.mlp.adapted(x_TD, additions))
 
     def route(self, layer: int, hidden_TD: Tensor) -> Routed:
-        """Apply norm and router -> the rows for the experts."""
+        """Applies norm and router -> the rows for the experts."""
         weights = self._layers[layer]
         assert weights.router is not None, f"layer {layer} has no router"
         x_TD = self.moe_normed(layer, hidden_TD)
@@ -243,7 +243,7 @@ class AttentionStage:
         return Routed(x_TD, rows)
 
     def shared(self, layer: int, x_TD: Tensor, inputs: StepInputs | None = None) -> Tensor | None:
-        """Return the shared expert's output [T, D] in fp32,
+        """Returns the shared expert's output [T, D] in fp32,
         to be added to the routed experts' sum. `inputs`: those of the rows, which have adapters.
         """
         mlp = self._layers[layer].mlp
@@ -252,7 +252,7 @@ class AttentionStage:
         return mlp.adapted(x_TD, inputs.adapters.layer(layer))
 
     def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None = None) -> Tensor:
-        """Add a stage's output to the residual stream."""
+        """Adds a stage's output to the residual stream."""
         multiplier = self.spec.residual_multiplier
         if multiplier == 1.0:
             return self.kernels.add(hidden_TD, out_TD, more_TD)
@@ -260,14 +260,14 @@ class AttentionStage:
         return hidden_TD + (total_TD * multiplier).to(hidden_TD.dtype)
 
     def logits(self, hidden_TD: Tensor, rows: Tensor) -> Tensor:
-        """Apply final norm and head to some rows -> [rows, V] in fp32."""
+        """Applies final norm and head to some rows -> [rows, V] in fp32."""
         return self.head_logits(self.normed(hidden_TD.index_select(0, rows)))
 
     def normed(self, hidden_TD: Tensor) -> Tensor:
-        """Apply the final norm -> [T, D]."""
+        """Applies the final norm -> [T, D]."""
         return self.kernels.rms_norm(hidden_TD, self._final_norm, self.spec.norm_eps)
 
     def head_logits(self, normed_TD: Tensor) -> Tensor:
-        """Apply the head to normed rows -> [T, V] in fp32."""
+        """Applies the head to normed rows -> [T, V] in fp32."""
         logits = self._head(normed_TD).float()
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor

@@ -26,7 +26,8 @@ class Router:
 
 
 def choose_experts(kernels: Kernels, spec: RouterSpec, router: Router, x_TD: Tensor) -> RoutedRows:
-    """Return the rows for the experts. Models that weigh the experts' inputs multiply them here."""
+    """Returns the rows for the experts. Models that weigh the experts' inputs multiply them
+    here."""
     ids_TK, weights_TK = kernels.route(router.linear(x_TD), spec.shape, router.selection_bias_E)
     if not spec.is_weighing_inputs:
         return RoutedRows(x_TD, ids_TK, weights_TK)
@@ -54,7 +55,7 @@ class DenseMLP:
         return self.bank(x_TD, ids_T1, weights_T1)
 
     def adapted(self, x_TD: Tensor, additions: LayerAdditions | None) -> Tensor:
-        """Compute the MLP, and for the rows of an adapter with an MLP of its own that one."""
+        """Computes the MLP, and for the rows of an adapter with an MLP of its own that one."""
         out_TD = self(x_TD)
         for group, bank in () if additions is None else additions.mlps:
             out_TD = group.put(out_TD, replace(self, bank=bank)(group.select(x_TD)))

@@ -30,16 +30,16 @@ class Gather(Protocol):
     def shard(self) -> TensorShard: ...
 
     def everywhere(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """Exchange this shard's columns -> those of all shards, side by side."""
+        """Exchanges this shard's columns -> those of all shards, side by side."""
         ...
 
     def at_leader(self, part_TN: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """Do the same for the first shard alone; the other shards get their own columns back."""
+        """Does the same for the first shard alone; the other shards get their own columns back."""
         ...
 
 
 def widths_of(width: int, count: int) -> tuple[int, ...]:
-    """Return the number of columns of each shard."""
+    """Returns the number of columns of each shard."""
     return tuple(end - start for start, end in pairwise(column_borders(width, count)))
 
 
@@ -128,7 +128,7 @@ class RowNormedQKV:
 def with_row_norm(
     heads: GroupedQueryAttention, norm: QKNormWeights, gather: Gather
 ) -> GroupedQueryAttention:
-    """Return a shard's heads whose queries and keys are normed over the heads of all shards.
+    """Returns a shard's heads whose queries and keys are normed over the heads of all shards.
 
     `norm`: the weights of the whole rows.
     """

@@ -38,13 +38,13 @@ MAX_GUESSES = 32  # of a step, over all its sequences
 
 
 def num_own_pages(page_size: int) -> int:
-    """Return the number of pages for drafted tokens behind the ends of sequences."""
+    """Returns the number of pages for drafted tokens behind the ends of sequences."""
     return MAX_GUESSES * pages_of_draft(page_size)
 
 
 def pages_of_draft(page_size: int) -> int:
-    """Return the number of pages that the drafted tokens of one sequence may need. The last of them
-    has no keys and values."""
+    """Returns the number of pages that the drafted tokens of one sequence may need. The last of
+    them has no keys and values."""
     return -(-(MAX_TOKENS - 1) // page_size)
 
 
@@ -60,7 +60,7 @@ class MTPStage:
 
     @torch.inference_mode()
     def first_states(self, batch: MicroBatch, hidden_TD: Tensor, cache: KVCache) -> Tensor:
-        """Run the layer behind the model -> its states [T, D].
+        """Runs the layer behind the model -> its states [T, D].
 
         A slice has positions that the model has computed, and for each the token that *follows*.
         `hidden_TD` is the model's residual stream there, behind its last layer.
@@ -69,12 +69,12 @@ class MTPStage:
 
     @torch.inference_mode()
     def next_states(self, batch: MicroBatch, state_TD: Tensor, cache: KVCache) -> Tensor:
-        """Run the layer behind itself, one position further than its last states -> [T, D]."""
+        """Runs the layer behind itself, one position further than its last states -> [T, D]."""
         return self._run(batch, state_TD, cache)
 
     @torch.inference_mode()
     def logits(self, state_TD: Tensor) -> Tensor:
-        """Apply the head -> [T, V] in fp32."""
+        """Applies the head -> [T, V] in fp32."""
         return self._decoder.head_logits(state_TD)
 
     def _run(self, batch: MicroBatch, state_TD: Tensor, cache: KVCache) -> Tensor:

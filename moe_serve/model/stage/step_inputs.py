@@ -52,9 +52,10 @@ class StepInputs:
 def make_step_inputs(
     batch: MicroBatch, cache: KVCache, spec: ModelSpec, kernels: Kernels, device: torch.device
 ) -> StepInputs:
-    """Lay out a micro-batch for the device: a few numpy arrays per step, none per token."""
+    """Lays out a micro-batch for the device: a few numpy arrays per step, none per token."""
     slices = batch.slices
     starts = np.array([s.start for s in slices], dtype=np.int64)
+    keys = np.array([s.key_start for s in slices], dtype=np.int64)
     counts = np.array([len(s.token_ids) for s in slices], dtype=np.int64)
     offsets = np.cumsum(counts) - counts
     tokens = np.concatenate([s.token_ids for s in slices])
@@ -66,8 +67,9 @@ def make_step_inputs(
         ]
     )
     tables = [s.page_table for s in slices]
-    kv_rows = cache.rows(tables, starts.tolist(), counts.tolist())
-    step = StepRows(counts, starts, tables, cache.page_size)
+    kv_rows = cache.rows(tables, keys.tolist(), counts.tolist())
+    drops_keys = bool((keys != starts).any())
+    step = StepRows(counts, keys, tables, cache.page_size, drops_keys)
     return StepInputs(
         token_ids=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
@@ -121,7 +123,7 @@ class StaticInputs:
         return own + [tensor for fixed in self._attention.values() for tensor in fixed.tensors]
 
     def pack(self, slices: Sequence[SequenceSlice]) -> PackedInputs:
-        """Lay out a decode step on the host: one token of each slice, and padding."""
+        """Lays out a decode step on the host: one token of each slice, and padding."""
         num_rows, num_padded = len(slices), self.size.num_rows - len(slices)
         assert num_padded >= 0, f"{num_rows} rows do not fit into {self.size.num_rows}"
         assert all(len(s.token_ids) == 1 for s in slices), (
@@ -129,23 +131,25 @@ class StaticInputs:
         )
         rows = [*slices, *[self._padding(slices)] * num_padded]
         starts = np.array([s.start for s in rows], dtype=np.int64)
+        keys = np.array([s.key_start for s in rows], dtype=np.int64)
         pages = np.full(len(rows), self._cache.scratch_page, dtype=np.int64)
         page_size = self._cache.page_size
-        pages[:num_rows] = [s.page_table[s.start // page_size] for s in slices]
+        pages[:num_rows] = [s.page_table[s.key_start // page_size] for s in slices]
         wanted = np.flatnonzero([s.num_logits for s in slices])
         numbers = self._packed_numbers(
             np.array([s.token_ids[0] for s in rows], dtype=np.int64),
             starts,
-            self._cache.rows_at(pages, starts % page_size),
+            self._cache.rows_at(pages, keys % page_size),
             wanted,
         )
         ones = np.ones(len(rows), dtype=np.int64)
-        step = StepRows(ones, starts, [s.page_table for s in rows], page_size)
+        drops_keys = bool((keys != starts).any())
+        step = StepRows(ones, keys, [s.page_table for s in rows], page_size, drops_keys)
         plans = {shape: fixed.pack(step) for shape, fixed in self._attention.items()}
         return PackedInputs(numbers, plans, num_rows, len(wanted))
 
     def load(self, packed: PackedInputs) -> None:
-        """Load a packed step into `inputs`, in place and without waiting for the device."""
+        """Loads a packed step into `inputs`, in place and without waiting for the device."""
         self._numbers.copy_(packed.numbers, non_blocking=True)
         for shape, fixed in self._attention.items():
             fixed.load(packed.attention[shape])
@@ -162,13 +166,13 @@ class StaticInputs:
         )
 
     def _padding(self, slices: Sequence[SequenceSlice]) -> SequenceSlice:
-        """Return the row that padding copies; without slices, a token in the scratch page."""
+        """Returns the row that padding copies; without slices, a token in the scratch page."""
         if slices:
-            return min(slices, key=lambda s: s.start)
+            return min(slices, key=lambda s: s.key_start)
         return SequenceSlice(-1, 0, np.zeros(1, dtype=np.int64), (self._cache.scratch_page,), 0)
 
     def _packed_numbers(self, *parts: NDArray[np.int64]) -> Tensor:
-        """Pack numbers into a new buffer: a transfer may still use the previous one."""
+        """Packs numbers into a new buffer: a transfer may still use the previous one."""
         packed = torch.zeros(
             len(self._numbers), dtype=torch.int64, pin_memory=self._cache.device.type == "cuda"
         )
@@ -184,7 +188,7 @@ def make_static_inputs(
     kernels: Kernels,
     max_positions: int,
 ) -> StaticInputs | None:
-    """Make inputs for all steps of this size; None if the kernels have no plan for them."""
+    """Makes inputs for all steps of this size; None if the kernels have no plan for them."""
     room = DecodeRoom(size=size, max_positions=max_positions, page_size=cache.page_size)
     attention = {}
     for shape in dict.fromkeys(layer.attention for layer in spec.layers):
@@ -196,10 +200,10 @@ def make_static_inputs(
 
 
 def is_decode(batch: MicroBatch) -> bool:
-    """Return whether every sequence has exactly one token to compute, in all layers."""
+    """Returns whether every sequence has exactly one token to compute, in all layers."""
     return all(len(s.token_ids) == 1 and s.layers is None for s in batch.slices)
 
 
 def num_keys(batch: MicroBatch) -> int:
-    """Return the total number of keys that a decode step's rows see, as in `GraphSizes.choose`."""
-    return sum(s.start + 1 for s in batch.slices)
+    """Returns the total number of keys that a decode step's rows see, as in `GraphSizes.choose`."""
+    return sum(s.key_start + 1 for s in batch.slices)

@@ -38,7 +38,7 @@ class TensorShard:
     count: int
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
-        """Return the model as this shard's attention and KV cache see it: with fewer heads."""
+        """Returns the model as this shard's attention and KV cache see it: with fewer heads."""
         layers = tuple(
             replace(layer, attention=self._shape(layer.attention)) for layer in spec.layers
         )
@@ -48,7 +48,7 @@ class TensorShard:
         return replace(spec, layers=layers, latent=latent)
 
     def _shape(self, shape: AttentionShape) -> AttentionShape:
-        """Return the shard's shape.
+        """Returns the shard's shape.
 
         With fewer key/value heads than shards, several shards hold the same head.
         """
@@ -60,7 +60,7 @@ class TensorShard:
         )
 
     def attention(self, weights: AttentionWeights, spec: ModelSpec, layer: int) -> AttentionWeights:
-        """Select this shard's part of a layer's weights. `spec` is the whole model's."""
+        """Selects this shard's part of a layer's weights. `spec` is the whole model's."""
         return AttentionWeights(
             tensors={
                 key: tensor[self._rows(key, len(tensor), spec, layer)]
@@ -73,7 +73,7 @@ class TensorShard:
         )
 
     def _rows(self, key: str, num_rows: int, spec: ModelSpec, layer: int) -> slice:
-        """Return this shard's heads or output columns; norms and the tensors that make latents are
+        """Returns this shard's heads or output columns; norms and the tensors that make latents are
         held whole.
         """
         key = key.removesuffix("_bias")
@@ -93,7 +93,7 @@ class TensorShard:
         return slice(index * (num_rows // count), (index + 1) * (num_rows // count))
 
     def mlp(self, weights: ExpertWeights) -> ExpertWeights:
-        """Select this shard's columns of the hidden layer, and of the output."""
+        """Selects this shard's columns of the hidden layer, and of the output."""
         gate, up, down = weights.gate, weights.up, weights.down
         hidden, output = self.columns(len(gate)), self.columns(len(down))
         gate_bias, up_bias, down_bias = (
@@ -114,20 +114,20 @@ class TensorShard:
         )
 
     def columns(self, width: int) -> slice:
-        """Return this shard's columns of an output."""
+        """Returns this shard's columns of an output."""
         borders = column_borders(width, self.count)
         return slice(borders[self.index], borders[self.index + 1])
 
 
 def column_borders(width: int, count: int) -> list[int]:
-    """Divide columns into runs that are equal except for whole panels: [0, ..., width]."""
+    """Divides columns into runs that are equal except for whole panels: [0, ..., width]."""
     panel = _PANEL if width >= _PANEL * count else 1
     panels = -(-width // panel)
     return [min(width, panel * (panels * i // count)) for i in range(count + 1)]
 
 
 def check_shards(spec: ModelSpec, count: int) -> None:
-    """Raise ConfigError if the model's heads cannot be divided into `count` equal parts."""
+    """Raises ConfigError if the model's heads cannot be divided into `count` equal parts."""
     if count == 1:
         return
     a = spec.attention

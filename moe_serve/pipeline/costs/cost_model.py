@@ -50,7 +50,7 @@ class AttentionCost:
     spill_tokens: int = 0
 
     def seconds(self, load: BatchLoad) -> float:
-        """Return the stage's seconds; 0 without rows."""
+        """Returns the stage's seconds; 0 without rows."""
         if not load.num_rows:
             return 0.0
         return (
@@ -99,7 +99,7 @@ class Experts:
     num_effective: float
 
     def num_activated(self, num_rows: float) -> float:
-        """Return the expected number of experts, among all, that `num_rows` rows activate."""
+        """Returns the expected number of experts, among all, that `num_rows` rows activate."""
         if num_rows <= 0:
             return 0.0
         missed = math.pow(1 - min(1.0, self.top_k / self.num_effective), num_rows)
@@ -171,7 +171,7 @@ class StageCosts:
 
     @property
     def version(self) -> int:
-        """Return 0, as a calibration does not change."""
+        """Returns 0, as a calibration does not change."""
         return 0
 
     def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
@@ -226,19 +226,20 @@ class StageCosts:
         return total + self.fixed_seconds([load])
 
     def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
-        """Predict the seconds of a step outside its layers, on the rank with the most sequences."""
+        """Predicts the seconds of a step outside its layers, on the rank with the most
+        sequences."""
         most = max([load.num_sequences for load in loads])
         return self.fixed.seconds(most) + self.sampling.seconds(most)
 
     def _expert_work(self, num_rows: float, ranks: Ranks) -> tuple[float, float]:
-        """Predict the choices and activated experts of the busiest expert rank."""
+        """Predicts the choices and activated experts of the busiest expert rank."""
         share = ranks.imbalance / ranks.num_experts
         activated = self.experts.num_activated(num_rows) * share
         limit = -(-self.experts.num_experts // ranks.num_experts)
         return num_rows * self.experts.top_k * share, min(activated, limit)
 
     def _traffic(self, loads: Sequence[BatchLoad], ranks: Ranks) -> _Traffic:
-        """Predict one micro-batch's messages.
+        """Predicts one micro-batch's messages.
 
         Each pair of ranks has one message each way, with or without rows.
         """
@@ -256,7 +257,7 @@ class StageCosts:
         )
 
     def _share_sent(self, ranks: Ranks) -> float:
-        """Return the share of a rank's rows that a given expert rank receives: those with at least
+        """Returns the share of a rank's rows that a given expert rank receives: those with at least
         one of their k choices there.
         """
         if ranks.is_router_on_experts:

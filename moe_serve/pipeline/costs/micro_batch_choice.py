@@ -48,7 +48,7 @@ class MicroBatchChoice:
     reason: Reason
 
     def explain(self) -> str:
-        """Describe the choice for logs: `m = 2: predicted best (1: 3.10 ms, 2: 2.05 ms)`."""
+        """Describes the choice for logs: `m = 2: predicted best (1: 3.10 ms, 2: 2.05 ms)`."""
         times = ", ".join(f"{m}: {1e3 * s:.2f} ms" for m, s in enumerate(self.seconds, 1))
         return f"m = {self.num_micro_batches}: {self.reason}" + (f" ({times})" if times else "")
 
@@ -77,7 +77,7 @@ class _Record:
         self.num_steps = 0
 
     def count(self, index: int) -> int:
-        """Return how often a choice was measured."""
+        """Returns how often a choice was measured."""
         measured = self._measured[index]
         return 0 if measured is None else measured.count
 
@@ -99,7 +99,7 @@ class _Record:
         )
 
     def observe(self, index: int, loads: Sequence[BatchLoad], seconds: float) -> None:
-        """Add a measurement.
+        """Adds a measurement.
 
         Pauses of the machine only ever make a step slower, and the first step of a new size does
         one-time work. So the faster trial counts, and one slow step moves an estimate by 2%.
@@ -121,7 +121,7 @@ class _Record:
         self._measured_at[index] = self.num_steps
 
     def to_try(self, seconds: tuple[float, ...], best: int) -> int | None:
-        """Return the index of a choice that should be measured now, or None."""
+        """Returns the index of a choice that should be measured now, or None."""
         for index, estimate in enumerate(seconds):
             count = self.count(index)
             if count < _NUM_TRIALS and estimate <= seconds[best] * _WORTH_TRYING[count]:
@@ -152,7 +152,7 @@ class MicroBatchChooser:
         self._records: dict[tuple[int, bool], _Record] = {}
 
     def choose(self, loads: Sequence[BatchLoad]) -> MicroBatchChoice:
-        """Choose for a step. `loads`: one for each attention rank that takes part in it."""
+        """Chooses for a step. `loads`: one for each attention rank that takes part in it."""
         limit = min(self._max, max(load.num_sequences for load in loads))
         if limit <= 1:
             return MicroBatchChoice(1, (), "one sequence")
@@ -171,7 +171,7 @@ class MicroBatchChooser:
     def observe(
         self, loads: Sequence[BatchLoad], choice: MicroBatchChoice, timing: StepTiming
     ) -> None:
-        """Record a finished step. Do not call it for steps that were repeated or failed."""
+        """Records a finished step. Do not call it for steps that were repeated or failed."""
         # First, so that these loads can be predicted below.
         self._costs.observe(loads, choice.num_micro_batches, timing)
         if choice.seconds:
@@ -179,7 +179,7 @@ class MicroBatchChooser:
             self._record(loads).observe(index, loads, timing.seconds)
 
     def _predicted(self, loads: Sequence[BatchLoad]) -> tuple[float, ...]:
-        """Predict seconds by m - 1; cached by the first four bits of the loads."""
+        """Predicts seconds by m - 1; cached by the first four bits of the loads."""
         if self._costs.version != self._version:
             self._version = self._costs.version
             self._plans.clear()
@@ -196,7 +196,7 @@ class MicroBatchChooser:
         return tuple([step_time(self._costs, loads, num, self._ranks) for num in choices])
 
     def _record(self, loads: Sequence[BatchLoad]) -> _Record:
-        """Return the record for the size, to within a factor of two, and for whether the step has
+        """Returns the record for the size, to within a factor of two, and for whether the step has
         prefill.
         """
         num_rows = sum([load.num_rows for load in loads])
@@ -213,6 +213,6 @@ def _numbers(load: BatchLoad) -> tuple[int, ...]:
 
 
 def _rounded(number: int) -> int:
-    """Round to four significant bits."""
+    """Rounds to four significant bits."""
     shift = number.bit_length() - 4
     return number >> shift << shift if shift > 0 else number

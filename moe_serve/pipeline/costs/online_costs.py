@@ -64,7 +64,7 @@ class RowAverages:
             self.version += 1
 
     def seconds(self, rows: float) -> float:
-        """Return the seconds for a number of rows; 0 without rows."""
+        """Returns the seconds for a number of rows; 0 without rows."""
         assert self._rows, "no step has been measured yet"
         if rows <= 0:
             return 0.0
@@ -77,7 +77,7 @@ class RowAverages:
         return self._seconds[right - 1] * (1 - share) + self._seconds[right] * share
 
     def _drop_old(self, oldest: int) -> None:
-        """Drop averages that were last measured before the measurement `oldest`."""
+        """Drops averages that were last measured before the measurement `oldest`."""
         kept = [i for i, number in enumerate(self._measured_at) if number >= oldest]
         for values in (self._rows, self._seconds, self._published):
             values[:] = [values[i] for i in kept]
@@ -85,7 +85,7 @@ class RowAverages:
         self.version += 1
 
     def _nearest(self, rows: float) -> int | None:
-        """Return the index of the average for this number of rows (within a fifth), or None."""
+        """Returns the index of the average for this number of rows (within a fifth), or None."""
         right = bisect.bisect_left(self._rows, rows)
         near = [i for i in (right - 1, right) if 0 <= i < len(self._rows)]
         distances = [(abs(math.log(self._rows[i] / rows)), i) for i in near]
@@ -112,7 +112,7 @@ class OnlineCosts:
         return self._attention.version + self._experts.version + self._transfer.version
 
     def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
-        """Add a measured step.
+        """Adds a measured step.
 
         Transfers can be measured with one micro-batch only: the waiting time beyond the experts'
         time.

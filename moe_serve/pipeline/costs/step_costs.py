@@ -31,10 +31,10 @@ class BatchLoad:
 
     @staticmethod
     def of(slices: Sequence[SequenceSlice]) -> BatchLoad:
-        """Return the load of slices. One that takes part in some layers counts as fewer rows that
+        """Returns the load of slices. One that takes part in some layers counts as fewer rows that
         pass all layers."""
         return BatchLoad.of_parts(
-            [s.start for s in slices],
+            [s.key_start for s in slices],
             [
                 len(s.token_ids) if s.layers is None else s.layers.rows(len(s.token_ids))
                 for s in slices
@@ -43,7 +43,7 @@ class BatchLoad:
 
     @staticmethod
     def of_parts(starts: Sequence[int], counts: Sequence[int]) -> BatchLoad:
-        """Return the load of sequences by their first positions and numbers of rows."""
+        """Returns the load of sequences by their first positions and numbers of rows."""
         return BatchLoad(
             num_rows=sum(counts),
             num_sequences=len(counts),
@@ -57,7 +57,7 @@ class BatchLoad:
 
     @staticmethod
     def together(loads: Sequence[BatchLoad]) -> BatchLoad:
-        """Return the load of a step from those of its micro-batches."""
+        """Returns the load of a step from those of its micro-batches."""
         return BatchLoad(
             num_rows=sum(load.num_rows for load in loads),
             num_sequences=sum(load.num_sequences for load in loads),
@@ -68,7 +68,7 @@ class BatchLoad:
 
     @staticmethod
     def decode(num_sequences: int, context: int) -> BatchLoad:
-        """Return the load of a decode step: one row of each sequence."""
+        """Returns the load of a decode step: one row of each sequence."""
         num_kv_tokens = num_sequences * context
         return BatchLoad(
             num_rows=num_sequences,
@@ -79,7 +79,7 @@ class BatchLoad:
         )
 
     def split(self, num_parts: int) -> tuple[BatchLoad, ...]:
-        """Estimate the batcher's split: longest sequence first, into the smallest group.
+        """Estimates the batcher's split: longest sequence first, into the smallest group.
 
         A sequence is never cut: one that is longer than its share gets a micro-batch of its own.
         """
@@ -150,28 +150,28 @@ class StepCosts(Protocol):
     def layer_times(
         self, micro_batches: Sequence[Sequence[BatchLoad]], ranks: Ranks
     ) -> tuple[LayerTimes, ...]:
-        """Predict the times of all layers. `micro_batches[j]` holds every attention rank's load in
+        """Predicts the times of all layers. `micro_batches[j]` holds every attention rank's load in
         micro-batch j."""
         ...
 
     def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
-        """Predict the seconds of a step outside its layers. `loads[a]` is the load of attention
+        """Predicts the seconds of a step outside its layers. `loads[a]` is the load of attention
         rank a."""
         ...
 
     def colocated_time(self, load: BatchLoad) -> float:
-        """Predict the seconds of a step on one device that has everything: no transfers and no
+        """Predicts the seconds of a step on one device that has everything: no transfers and no
         overlap."""
         ...
 
     def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
-        """Learn from a step that ran with `num_parts` micro-batches."""
+        """Learns from a step that ran with `num_parts` micro-batches."""
         ...
 
 
 def step_time(
     costs: StepCosts, loads: Sequence[BatchLoad], num_micro_batches: int, ranks: Ranks
 ) -> float:
-    """Predict the seconds of a step; `loads[a]` is the load of attention rank a."""
+    """Predicts the seconds of a step; `loads[a]` is the load of attention rank a."""
     parts = list(zip(*(load.split(num_micro_batches) for load in loads), strict=True))
     return step_seconds(costs.layer_times(parts, ranks)) + costs.fixed_seconds(loads)

@@ -73,7 +73,7 @@ class LayerTimes:
 
 
 def step_seconds(layers: Sequence[LayerTimes]) -> float:
-    """Return the seconds of a step's layers; schedule, head and sampling are not included."""
+    """Returns the seconds of a step's layers; schedule, head and sampling are not included."""
     last = layers[-1]
     return sum(layer.num_layers * layer.cycle_s for layer in layers) - last.cycle_s + last.last_s
 
@@ -99,7 +99,7 @@ class _SimulatedPool:
         self._link_free_s = [0.0] * num_ranks
 
     def run(self, work_s: Sequence[float], arrival_s: float, transfer_s: float) -> float:
-        """Compute on all ranks and send the results -> when the last of them has arrived."""
+        """Computes on all ranks and sends the results -> when the last of them has arrived."""
         done_s = 0.0
         for rank, seconds in enumerate(work_s):
             self._free_s[rank] = max(self._free_s[rank], arrival_s) + seconds
@@ -110,7 +110,7 @@ class _SimulatedPool:
 
 
 def simulate_step(layers: Sequence[LayerWork]) -> float:
-    """Simulate a step -> seconds until the last micro-batch has left the last layer."""
+    """Simulates a step -> seconds until the last micro-batch has left the last layer."""
     num_experts = max(len(layer.experts_s) for layer in layers)
     attention, experts = _SimulatedPool(len(layers[0].attention_s)), _SimulatedPool(num_experts)
     back_s = [0.0] * len(layers[0].transfer_s)
@@ -132,7 +132,7 @@ def simulate_step(layers: Sequence[LayerWork]) -> float:
 def simulate_layers(
     layers: Sequence[LayerTimes], num_attention: int = 1, num_experts: int = 1
 ) -> float:
-    """Simulate a step as `simulate_step`, with every rank of a pool as slow as the slowest."""
+    """Simulates a step as `simulate_step`, with every rank of a pool as slow as the slowest."""
     work: list[LayerWork] = []
     for times in layers:
         is_dense = not any(times.experts_s)

@@ -76,7 +76,7 @@ class ExpertLoop:
 
     @torch.inference_mode()
     def run(self, shape: StepShape) -> None:
-        """Serve one step.
+        """Serves one step.
 
         A layer that fails is answered with error frames and reported in `failure`. Raises
         PeerLostError or WireError if no answer can be sent.
@@ -106,11 +106,11 @@ class ExpertLoop:
         self._layout.finish()
 
     def use(self, split: RowSplit) -> None:
-        """Use the new places of experts from the next step on."""
+        """Uses the new places of experts from the next step on."""
         self._split = split
 
     def close(self) -> None:
-        """Drop everything that refers to the group."""
+        """Drops everything that refers to the group."""
         self._in.clear()
         self._back.clear()
 
@@ -129,7 +129,7 @@ class ExpertLoop:
             self._in.use(name, micro_batch, transfer)
 
     def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
-        """Return the rows of those attention ranks that sent any."""
+        """Returns the rows of those attention ranks that sent any."""
         arrivals, foreseen = [], list[Tensor]()
         layer, micro_batch = exchange.layer, exchange.micro_batch
         for sender in shape.senders(micro_batch, layer):
@@ -168,7 +168,7 @@ class ExpertLoop:
     def _sums(
         self, layer: int, micro_batch: int, arrivals: list[Arrival]
     ) -> list[Tensor] | list[None]:
-        """Compute all arrivals in one product -> sums for each, or None for each if it failed."""
+        """Computes all arrivals in one product -> sums for each, or None for each if it failed."""
         parts = [arrival.rows for arrival in arrivals]
         counts = [part.x_TD.shape[0] for part in parts]
         if not sum(counts):

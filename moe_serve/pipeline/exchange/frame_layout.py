@@ -35,7 +35,7 @@ class FrameLayout(Protocol):
     is_fixed: bool  # every frame has the planned size, and every one is answered
 
     def split(self, split: RowSplit, layer: int, rows: RoutedRows) -> list[RankRows]:
-        """Return the rows that each expert rank gets."""
+        """Returns the rows that each expert rank gets."""
         ...
 
     def dispatch_frame(self, capacity: int) -> DispatchFrame: ...
@@ -43,11 +43,11 @@ class FrameLayout(Protocol):
     def combine_frame(self, capacity: int) -> CombineFrame: ...
 
     def begin(self, exchanges: Sequence[Exchange], num_peers: int) -> None:
-        """Begin a step with these exchanges, each with at most `num_peers` peers."""
+        """Begins a step with these exchanges, each with at most `num_peers` peers."""
         ...
 
     def finish(self) -> None:
-        """End a step whose frames have all arrived; raises WireError if one was wrong."""
+        """Ends a step whose frames have all arrived; raises WireError if one was wrong."""
         ...
 
 
@@ -75,10 +75,10 @@ class CompactLayout:
         return CombineFrame(memory, HostHeader(memory.buffer))
 
     def begin(self, exchanges: Sequence[Exchange], num_peers: int) -> None:
-        """Do nothing: every frame is checked when it arrives."""
+        """Does nothing: every frame is checked when it arrives."""
 
     def finish(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
 
 class MaskedLayout:
@@ -120,7 +120,7 @@ class FramePool(Generic[FrameT]):
         self._transfers: dict[tuple[str, int], Transfer] = {}
 
     def get(self, peer: str, micro_batch: int, size: int) -> FrameT:
-        """Return a frame of at least `size` bytes that no transfer uses."""
+        """Returns a frame of at least `size` bytes that no transfer uses."""
         self.wait(peer, micro_batch)
         found = self._frames.get((peer, micro_batch))
         if found is None or found[0] < size:
@@ -130,18 +130,18 @@ class FramePool(Generic[FrameT]):
         return found[1]
 
     def peek(self, peer: str, micro_batch: int) -> FrameT:
-        """Return the frame without waiting or growing it."""
+        """Returns the frame without waiting or growing it."""
         return self._frames[peer, micro_batch][1]
 
     def use(self, peer: str, micro_batch: int, transfer: Transfer) -> None:
-        """Note that a transfer has begun on the frame."""
+        """Notes that a transfer has begun on the frame."""
         self._transfers[peer, micro_batch] = transfer
 
     def is_used(self, peer: str, micro_batch: int) -> bool:
         return (peer, micro_batch) in self._transfers
 
     def wait(self, peer: str, micro_batch: int) -> None:
-        """Wait until the frame's transfer has ended; raises PeerLostError."""
+        """Waits until the frame's transfer has ended; raises PeerLostError."""
         transfer = self._transfers.pop((peer, micro_batch), None)
         if transfer is not None:
             transfer.wait()
@@ -151,5 +151,5 @@ class FramePool(Generic[FrameT]):
             self.wait(peer, micro_batch)
 
     def clear(self) -> None:
-        """Forget all transfers, because their group is gone."""
+        """Forgets all transfers, because their group is gone."""
         self._transfers.clear()

@@ -58,11 +58,11 @@ class GroupTransport:
         self._told: set[str] = set()  # ranks that have their frame of the current exchange
 
     def use(self, split: RowSplit) -> None:
-        """Use the new places of experts from the next step on."""
+        """Uses the new places of experts from the next step on."""
         self._split = split
 
     def begin(self, shape: StepShape) -> None:
-        """Begin a step; its shape determines all exchanges."""
+        """Begins a step; its shape determines all exchanges."""
         self._shape = shape
         order = [
             (layer, micro_batch)
@@ -124,7 +124,7 @@ class GroupTransport:
         self._layout.finish()
 
     def reset(self) -> None:
-        """Do nothing: the caller that runs a step abandons it when it fails."""
+        """Does nothing: the caller that runs a step abandons it when it fails."""
 
     @torch.inference_mode()  # because the frames were made in it
     def abandon(self) -> None:
@@ -149,7 +149,7 @@ class GroupTransport:
         self._group.settle()
 
     def close(self) -> None:
-        """Drop everything that refers to the group."""
+        """Drops everything that refers to the group."""
         self._out.clear()
         self._back.clear()
 

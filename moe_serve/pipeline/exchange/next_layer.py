@@ -45,7 +45,7 @@ class NextLayer:
     def of(
         self, layer: int, micro_batch: int, hidden_TD: Tensor, expert_ids_TK: Tensor
     ) -> Tensor | None:
-        """Predict from rows that enter a layer's router and from the router's choices.
+        """Predicts from rows that enter a layer's router and from the router's choices.
 
         Returns uint8 [E]: the probability, in units of 1/255, that the next layer needs each
         expert. None means no prediction.
@@ -71,7 +71,7 @@ class NextLayer:
         return self._needed(logits_TE, num_rows)
 
     def _needed(self, logits_TE: Tensor, num_rows: int) -> Tensor:
-        """Return the probability that at least one row needs each expert: 1 - prod (1 - p).
+        """Returns the probability that at least one row needs each expert: 1 - prod (1 - p).
 
         Rows that were not looked at are taken to be like the others.
         """
@@ -85,7 +85,7 @@ class NextLayer:
 
 
 def together(parts: Sequence[Tensor]) -> Tensor | None:
-    """Combine the predictions for several micro-batches, uint8 [E] each as returned by
+    """Combines the predictions for several micro-batches, uint8 [E] each as returned by
     `NextLayer.of`.
     """
     if len(parts) < 2:

@@ -61,14 +61,14 @@ class RowSplit:
         }
 
     def with_layers(self, ranks_of: Mapping[int, Sequence[Sequence[int]]]) -> RowSplit:
-        """Return a split with new tables for these layers; the other tables are shared."""
+        """Returns a split with new tables for these layers; the other tables are shared."""
         split = RowSplit(ranks_of, self._num_ranks, self._device, self._policy)
         kept = {layer: choice for layer, choice in self._choices.items() if layer not in ranks_of}
         split._turns, split._choices = self._turns | split._turns, kept | split._choices
         return split
 
     def split(self, layer: int, rows: RoutedRows) -> list[RankRows]:
-        """Return one entry for each rank, in rank order.
+        """Returns one entry for each rank, in rank order.
 
         On a GPU it waits, because the number of rows determines tensor sizes.
 
@@ -85,7 +85,7 @@ class RowSplit:
         return [part(rows, rank_TK == rank) for rank in range(self._num_ranks)]
 
     def masked(self, layer: int, rows: RoutedRows) -> list[RankRows]:
-        """Split as `split` does, but give every rank every row; it never waits for the device."""
+        """Splits as `split` does, but give every rank every row; it never waits for the device."""
         if self._num_ranks == 1:
             return self.split(layer, rows)
         rank_TK = self._ranks(layer, rows.expert_ids_TK)
@@ -115,7 +115,7 @@ def _part(rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
 
 
 def _part_on_host(rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
-    """Return what `_part` does, by numpy, whose calls on few rows are shorter than torch's."""
+    """Returns what `_part` does, by numpy, whose calls on few rows are shorter than torch's."""
     is_here = is_here_TK.numpy()
     ids_TK = np.where(is_here, rows.expert_ids_TK.numpy(), -1)
     rows_n = is_here.any(axis=1).nonzero()[0]
@@ -145,7 +145,7 @@ class _Turns:
         return cls(*(torch.from_numpy(array).to(device) for array in arrays))
 
     def ranks(self, expert_ids_TK: Tensor) -> Tensor:
-        """Return the rank of each choice [T, K]."""
+        """Returns the rank of each choice [T, K]."""
         if self.ranks_EM.shape[1] == 1:
             return self.ranks_EM[:, 0][expert_ids_TK]
         rows_T1 = torch.arange(len(expert_ids_TK), device=expert_ids_TK.device)[:, None]
@@ -158,18 +158,18 @@ WORTH = 0.9
 
 
 def routed_bytes(row_bytes: int, top_k: int, num_expert_ranks: int) -> float:
-    """Return the bytes sent for one row when the attention side chooses experts."""
+    """Returns the bytes sent for one row when the attention side chooses experts."""
     num_ranks = num_expert_ranks * (1.0 - (1.0 - 1.0 / num_expert_ranks) ** top_k)
     return num_ranks * (row_bytes + 8 * top_k)
 
 
 def broadcast_bytes(row_bytes: int, num_expert_ranks: int) -> float:
-    """Return the bytes sent for one row when the expert side chooses experts."""
+    """Returns the bytes sent for one row when the expert side chooses experts."""
     return num_expert_ranks * (row_bytes + 4.0)
 
 
 def is_broadcast_worth(row_bytes: int, top_k: int, num_expert_ranks: int) -> bool:
-    """Return whether `router: auto` lets the expert ranks choose, because that moves fewer bytes.
+    """Returns whether `router: auto` lets the expert ranks choose, because that moves fewer bytes.
 
     With K choices, E expert ranks and rows of b bytes, a row that was routed first goes to every
     rank that holds one of its experts, on average E (1 - (1 - 1/E)^K) ranks if all are alike, with

@@ -28,7 +28,7 @@ class StepShape:
         return max((len(rows) for rows in self.rows), default=0)
 
     def planned(self, attention_rank: int, micro_batch: int, layer: int) -> int:
-        """Return the rows of one exchange; 0 means that it does not take place."""
+        """Returns the rows of one exchange; 0 means that it does not take place."""
         rows = self.rows[attention_rank]
         if micro_batch >= len(rows):
             return 0
@@ -38,17 +38,17 @@ class StepShape:
         return count
 
     def senders(self, micro_batch: int, layer: int) -> list[int]:
-        """Return the attention ranks that have rows in this micro-batch and layer."""
+        """Returns the attention ranks that have rows in this micro-batch and layer."""
         return [a for a in range(len(self.rows)) if self.planned(a, micro_batch, layer)]
 
 
 def exchange_order(layers: Sequence[int], num_micro_batches: int) -> list[tuple[int, int]]:
-    """Return (layer, micro-batch) pairs in the order in which every rank processes them."""
+    """Returns (layer, micro-batch) pairs in the order in which every rank processes them."""
     return [(layer, index) for layer in layers for index in range(num_micro_batches)]
 
 
 def dispatch_tag(layer: int, micro_batch: int) -> int:
-    """Return the tag of rows on their way to the experts;
+    """Returns the tag of rows on their way to the experts;
     their sums come back with the next tag.
     """
     return 2 * (layer * 8 + micro_batch)

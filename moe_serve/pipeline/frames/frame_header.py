@@ -70,7 +70,7 @@ class Header(Protocol):
     def write(self, exchange: Exchange, num_rows: int, flags: int) -> None: ...
 
     def check(self, exchange: Exchange, most: int, sender: str) -> int:
-        """Check the header -> the number of rows; raises WireError if the frame belongs to another
+        """Checks the header -> the number of rows; raises WireError if the frame belongs to another
         exchange.
         """
         ...
@@ -103,7 +103,7 @@ class HeaderLog:
         self._awaited: list[tuple[Exchange, str]] = []  # with their senders
 
     def begin(self, exchanges: Sequence[Exchange], num_peers: int) -> None:
-        """Begin a step with these exchanges, using one copy to the device."""
+        """Begins a step with these exchanges, using one copy to the device."""
         self._places = {exchange: 2 * place for place, exchange in enumerate(exchanges)}
         headers = np.zeros(2 * len(exchanges), _HEADER)
         for exchange, place in self._places.items():
@@ -122,12 +122,12 @@ class HeaderLog:
         section.copy_(self._to_send[self._places[exchange] + flags])
 
     def note(self, section: Tensor, exchange: Exchange, sender: str) -> None:
-        """Remember a header that arrived."""
+        """Remembers a header that arrived."""
         self._received[len(self._awaited)].copy_(section)
         self._awaited.append((exchange, sender))
 
     def check(self) -> None:
-        """Check all headers received since `begin`; waits for the device. Raises WireError."""
+        """Checks all headers received since `begin`; waits for the device. Raises WireError."""
         awaited, self._awaited = self._awaited, []
         if not awaited:
             return
@@ -145,7 +145,7 @@ class DeferredHeader:
         self._log, self._section = log, section
 
     def write(self, exchange: Exchange, num_rows: int, flags: int) -> None:
-        """Write the header with the planned number of rows, whatever `num_rows` is."""
+        """Writes the header with the planned number of rows, whatever `num_rows` is."""
         self._log.write(self._section, exchange, flags)
 
     def check(self, exchange: Exchange, most: int, sender: str) -> int:

@@ -28,7 +28,7 @@ class FrameMemory:
         self._beginnings: dict[int, Tensor] = {}
 
     def section(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return a part of `work` as [rows, columns], beginning at byte `offset`."""
+        """Returns a part of `work` as [rows, columns], beginning at byte `offset`."""
         key = (offset, rows, columns, dtype)
         section = self._sections.get(key)
         if section is None:
@@ -40,7 +40,7 @@ class FrameMemory:
         return section
 
     def first(self, size: int) -> Tensor:
-        """Return the first bytes of `buffer`."""
+        """Returns the first bytes of `buffer`."""
         beginning = self._beginnings.get(size)
         if beginning is None:
             if len(self._beginnings) >= _MAX_VIEWS:
@@ -53,7 +53,7 @@ class FrameMemory:
         return self.buffer is not self.work
 
     def to_send(self, end: int) -> Tensor:
-        """Return the first bytes of `buffer` with everything written so far.
+        """Returns the first bytes of `buffer` with everything written so far.
 
         If staged, waits for the device.
         """
@@ -64,13 +64,13 @@ class FrameMemory:
         return self.first(end)
 
     def received(self, end: int) -> None:
-        """Note that `end` bytes arrived; the device's next work sees them in `work`."""
+        """Notes that `end` bytes arrived; the device's next work sees them in `work`."""
         if self.is_staged:
             start = HEADER_BYTES
             self.work[start:end].copy_(self.buffer[start:end], non_blocking=True)
 
     def settle(self) -> None:
-        """Wait until the device has finished its queued work,
+        """Waits until the device has finished its queued work,
         which includes copies of this frame.
         """
         if self.is_staged and self.work.device.type == "cuda":
@@ -80,13 +80,13 @@ class FrameMemory:
 
 
 def direct_memory(capacity: int, device: torch.device) -> FrameMemory:
-    """Make a frame for links that use the device's memory."""
+    """Makes a frame for links that use the device's memory."""
     buffer = torch.zeros(capacity, dtype=torch.uint8, device=device)
     return FrameMemory(buffer, buffer)
 
 
 def staged_memory(capacity: int, device: torch.device) -> FrameMemory:
-    """Make a frame for links that use host memory, pinned if the device is a GPU."""
+    """Makes a frame for links that use host memory, pinned if the device is a GPU."""
     is_cuda = device.type == "cuda"
     buffer = torch.zeros(capacity, dtype=torch.uint8, pin_memory=is_cuda)
     return FrameMemory(buffer, torch.zeros(capacity, dtype=torch.uint8, device=device))

@@ -74,7 +74,7 @@ def make_wire_format(
     wire_dtype: Literal["auto", "bf16", "fp8"] = "auto",
     num_foreseen: int = 0,
 ) -> WireFormat:
-    """Make the format of a model's frames.
+    """Makes the format of a model's frames.
 
     With one expert rank the sums are complete there: fp32 is exact.
     """
@@ -94,14 +94,14 @@ def _aligned(size: int) -> int:
 
 
 def fp8_scales(x_TD: Tensor) -> Tensor:
-    """Return one fp32 scale [T, 1] per row,
+    """Returns one fp32 scale [T, 1] per row,
     which maps its largest value to that of float8_e4m3fn.
     """
     return (x_TD.float().abs().amax(dim=1, keepdim=True) / _FP8_MAX).clamp(min=1e-12)
 
 
 def as_received(wire: WireFormat, x_TD: Tensor) -> Tensor:
-    """Return rows as the expert side sees them: rounded to the wire's dtype, then in the model's
+    """Returns rows as the expert side sees them: rounded to the wire's dtype, then in the model's
     dtype.
     """
     if wire.has_scales:
@@ -117,7 +117,7 @@ class _Frame:
         self._memory, self._header = memory, header
 
     def first(self, size: int) -> Tensor:
-        """Return the bytes to send: the first `size`, uint8."""
+        """Returns the bytes to send: the first `size`, uint8."""
         return self._memory.first(size)
 
     def _section(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -144,7 +144,7 @@ class DispatchFrame(_Frame):
         weights_TK: Tensor | None,
         foreseen_E: Tensor | None = None,
     ) -> Tensor:
-        """Fill in n rows -> the bytes to send. Without ids, the expert side routes the rows."""
+        """Fills in n rows -> the bytes to send. Without ids, the expert side routes the rows."""
         num_rows = x_TD.shape[0]
         self._header.write(exchange, num_rows, 0)
         end = self.offset_of_rows(wire, planned)
@@ -168,7 +168,7 @@ class DispatchFrame(_Frame):
     def write_nobody(
         self, wire: WireFormat, exchange: Exchange, planned: int, is_fixed: bool
     ) -> Tensor:
-        """Fill in no rows: a header alone, or (fixed sizes) the planned rows with experts that no
+        """Fills in no rows: a header alone, or (fixed sizes) the planned rows with experts that no
         rank has.
         """
         self._header.write(exchange, 0, 0)
@@ -180,19 +180,19 @@ class DispatchFrame(_Frame):
         return self._memory.to_send(end)
 
     def open(self, wire: WireFormat, exchange: Exchange, planned: int, sender: str) -> int:
-        """Check a received frame -> its number of rows; raises WireError."""
+        """Checks a received frame -> its number of rows; raises WireError."""
         num_rows = self._header.check(exchange, planned, sender)
         self._memory.received(self.offset_of_rows(wire, planned) + num_rows * wire.row_bytes)
         return num_rows
 
     def foreseen(self, wire: WireFormat) -> Tensor:
-        """Return the prediction of experts that the sender's rows need in the next layer: uint8
+        """Returns the prediction of experts that the sender's rows need in the next layer: uint8
         [E], in units of 1/255. The format must have one.
         """
         return self._section(HEADER_BYTES, 1, wire.num_foreseen, torch.uint8)[0]
 
     def choices(self, wire: WireFormat, planned: int, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return ids (int32, -1: on another rank) and weights (fp32), [n, K] each."""
+        """Returns ids (int32, -1: on another rank) and weights (fp32), [n, K] each."""
         second = wire.head_bytes + _aligned(planned * wire.top_k * 4)
         return (
             self._section(wire.head_bytes, num_rows, wire.top_k, torch.int32),
@@ -200,7 +200,7 @@ class DispatchFrame(_Frame):
         )
 
     def rows(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
-        """Return x [n, D] in the model's dtype;
+        """Returns x [n, D] in the model's dtype;
         a view of the frame if it was sent in that dtype.
         """
         x_TD = self._section(
@@ -230,7 +230,7 @@ class CombineFrame(_Frame):
         sums_TD: Tensor,
         row_numbers_T: Tensor | None = None,
     ) -> Tensor:
-        """Fill in n sums, and the rows they belong to if the attention rank does not know them."""
+        """Fills in n sums, and the rows they belong to if the attention rank does not know them."""
         num_rows, start = sums_TD.shape[0], self.offset_of_sums(planned)
         self._header.write(exchange, num_rows, 0)
         if row_numbers_T is not None:
@@ -241,7 +241,7 @@ class CombineFrame(_Frame):
     def write_error(
         self, wire: WireFormat, exchange: Exchange, planned: int, is_fixed: bool
     ) -> Tensor:
-        """Fill in an error in place of sums: this exchange failed here.
+        """Fills in an error in place of sums: this exchange failed here.
 
         Fixed-size frames carry sums of zero.
         """
@@ -254,7 +254,7 @@ class CombineFrame(_Frame):
         return self._memory.to_send(end)
 
     def open(self, wire: WireFormat, exchange: Exchange, planned: int, sender: str) -> int:
-        """Check a received frame -> its number of sums; raises WireError, also if the sender
+        """Checks a received frame -> its number of sums; raises WireError, also if the sender
         failed.
         """
         num_rows = self._header.check(exchange, planned, sender)
@@ -262,9 +262,9 @@ class CombineFrame(_Frame):
         return num_rows
 
     def sums(self, wire: WireFormat, planned: int, num_rows: int) -> Tensor:
-        """Return sums [n, D], a view of the frame."""
+        """Returns sums [n, D], a view of the frame."""
         return self._section(self.offset_of_sums(planned), num_rows, wire.width, wire.sum_dtype)
 
     def row_numbers(self, num_rows: int) -> Tensor:
-        """Return row numbers, int32 [n], ascending."""
+        """Returns row numbers, int32 [n], ascending."""
         return self._section(HEADER_BYTES, num_rows, 1, torch.int32)[:, 0]

@@ -86,7 +86,7 @@ class DecodeGraphs:
         return recorder.record(step, lambda: (*static.tensors, self._hidden_BD))
 
     def run(self, plan: StepPlan) -> Tensor | None:
-        """Return the step's logits as `Pipeline.run` does; None if no recording has the step's
+        """Returns the step's logits as `Pipeline.run` does; None if no recording has the step's
         size.
         """
         size = self._size_of(plan)
@@ -121,7 +121,7 @@ class GraphedPipeline:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
-        """Compute a step -> the requested logits [R, V] in fp32, slice after slice."""
+        """Computes a step -> the requested logits [R, V] in fp32, slice after slice."""
         logits = None
         # a replay cannot show the choices of each layer, and has no adapters
         if self._graphs is not None and plan.routes is None and not plan.has_adapters:

@@ -29,11 +29,11 @@ class MicroBatchState:
         self.shared_TD: Tensor | None = None  # output of that layer's shared expert
 
     def enter(self, layer: int) -> bool:
-        """Return whether it has rows in a layer, after the layer before has been added."""
+        """Returns whether it has rows in a layer, after the layer before has been added."""
         return True
 
     def end(self) -> Tensor | None:
-        """Return the wanted rows of logits, [R], once all layers have been added."""
+        """Returns the wanted rows of logits, [R], once all layers have been added."""
         return self.inputs.logit_rows
 
 

@@ -38,7 +38,7 @@ class ParkedStates:
         )
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step: drop the states that neither it nor a later one needs."""
+        """Begins a step: drop the states that neither it nor a later one needs."""
         self._not_finite.clear()
         if not self._states:
             return
@@ -53,7 +53,7 @@ class ParkedStates:
             }
 
     def take(self, piece: SequenceSlice) -> Tensor:
-        """Return the state of tokens that join at the first of their layers, [n, D]. A state that
+        """Returns the state of tokens that join at the first of their layers, [n, D]. A state that
         is not finite is noted, see `not_finite`. Raises ParkedStateError."""
         assert piece.layers is not None and piece.layers.first, "the tokens were parked"
         layer, count = piece.layers.first, len(piece.token_ids)
@@ -69,7 +69,7 @@ class ParkedStates:
         return state_nD
 
     def park(self, piece: SequenceSlice, state_nD: Tensor) -> None:
-        """Keep the state of tokens that leave behind the last of their layers."""
+        """Keeps the state of tokens that leave behind the last of their layers."""
         assert piece.layers is not None, "the tokens take part in all layers"
         self._states.setdefault(piece.sequence_id, {})[piece.layers.end] = state_nD
 
@@ -79,6 +79,6 @@ class ParkedStates:
         return frozenset(self._not_finite)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drop the states of sequences that have ended or moved away."""
+        """Drops the states of sequences that have ended or moved away."""
         for key in sequence_ids:
             self._states.pop(key, None)

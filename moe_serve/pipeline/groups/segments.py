@@ -28,7 +28,7 @@ class LayerSegment:
 
 
 def segments(batch: MicroBatch, num_layers: int) -> tuple[LayerSegment, ...]:
-    """Return the segments of a micro-batch, in order and covering all layers."""
+    """Returns the segments of a micro-batch, in order and covering all layers."""
     borders = {0, num_layers}
     for piece in batch.slices:
         if piece.layers is not None:
@@ -52,7 +52,7 @@ class SegmentRows:
         self._rows: dict[int, Tensor] = {}  # sequence -> [n, D], of those between two segments
 
     def join(self, segment: LayerSegment) -> Tensor | None:
-        """Return the residual stream of a segment's rows, [T, D]; None at the first layer, where
+        """Returns the residual stream of a segment's rows, [T, D]; None at the first layer, where
         the rows come from the embedding. Raises ParkedStateError."""
         if segment.first == 0:
             return None
@@ -65,7 +65,7 @@ class SegmentRows:
         return torch.cat(parts)  # a copy, as the parked states stay as they are
 
     def leave(self, segment: LayerSegment, hidden_TD: Tensor) -> None:
-        """Divide the rows at a segment's end, and park those that leave the step here."""
+        """Divides the rows at a segment's end, and park those that leave the step here."""
         slices = segment.batch.slices
         parts = hidden_TD.split([len(piece.token_ids) for piece in slices])
         self._rows = {piece.sequence_id: part for piece, part in zip(slices, parts, strict=True)}

@@ -101,7 +101,7 @@ class DataGroup:
         return self._links[peer].receive(buffer, tag, operation)
 
     def settle(self) -> None:
-        """Wait on the host, with NCCL, until all begun transfers have ended; raises PeerLostError.
+        """Waits on the host, with NCCL, until all begun transfers have ended; raises PeerLostError.
 
         Other transfers ended when they were waited for.
         """
@@ -109,7 +109,7 @@ class DataGroup:
             self._nccl.settle()
 
     def close(self) -> None:
-        """End all links. The caller must hold no transfer any more."""
+        """Ends all links. The caller must hold no transfer any more."""
         for link in self._links.values():
             link.close()
         self._links = {}

@@ -57,7 +57,7 @@ class ProcessGroup:
         return getattr(self._group, name)([buffer], index, tag)
 
     def close(self) -> None:
-        """Drop the group. The callers must hold no transfer any more."""
+        """Drops the group. The callers must hold no transfer any more."""
         self._group = None
         gc.collect()
 
@@ -75,7 +75,7 @@ class GroupLink:
         return self._begin("recv", buffer, tag, operation)
 
     def close(self) -> None:
-        """Do nothing: closing the group closes all links at once."""
+        """Does nothing: closing the group closes all links at once."""
 
     def _begin(self, name: str, buffer: Tensor, tag: int, operation: object) -> Transfer:
         try:
@@ -94,6 +94,6 @@ def make_group(store: Any, rank: int, size: int, host: str, meeting_s: float) ->
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of one of torch's long messages."""
+    """Returns the first line of one of torch's long messages."""
     text = str(error).splitlines()[0]
     return text.rpartition("] ")[2] if text.startswith("[") else text

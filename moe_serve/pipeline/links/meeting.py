@@ -38,7 +38,7 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
 
 
 def host_key() -> str:
-    """Return a key that is equal for processes that can share memory and Unix sockets: same boot,
+    """Returns a key that is equal for processes that can share memory and Unix sockets: same boot,
     same network, same user.
     """
     try:
@@ -77,11 +77,11 @@ class StoreOfMembers(Protocol):
     def port(self) -> int: ...
 
     def call_off(self, prefix: str) -> None:
-        """Make every request for a key with this prefix fail, including requests that wait now."""
+        """Makes every request for a key with this prefix fail, including requests that wait now."""
         ...
 
     def forget(self, prefix: str) -> None:
-        """Drop the keys with this prefix."""
+        """Drops the keys with this prefix."""
         ...
 
     def close(self) -> None: ...
@@ -98,11 +98,11 @@ class MeetingPlace:
         return self._store.port
 
     def call_off(self, epoch: int) -> None:
-        """Call a meeting off because a member is missing: the members that wait leave at once."""
+        """Calls a meeting off because a member is missing: the members that wait leave at once."""
         self._store.call_off(f"{epoch_prefix(epoch)}/")
 
     def forget(self, epoch: int) -> None:
-        """Drop an epoch's keys once its meeting is over."""
+        """Drops an epoch's keys once its meeting is over."""
         self._store.forget(f"{epoch_prefix(epoch)}/")
 
     def close(self) -> None:
@@ -110,12 +110,12 @@ class MeetingPlace:
 
 
 def epoch_prefix(epoch: int) -> str:
-    """Return the prefix of an epoch's keys."""
+    """Returns the prefix of an epoch's keys."""
     return f"data-{epoch}"
 
 
 def meeting_store(store: Any, epoch: int) -> Any:
-    """Return the part of a store in which an epoch's members meet."""
+    """Returns the part of a store in which an epoch's members meet."""
     return PrefixStore("meeting", PrefixStore(epoch_prefix(epoch), store))
 
 
@@ -159,7 +159,7 @@ def meet(
 
 
 def _whereabouts(store: Any, index: int, deadline: float) -> Whereabouts:
-    """Wait for a member's whereabouts and return them."""
+    """Waits for a member's whereabouts and returns them."""
     store.wait([str(index)], timedelta(seconds=max(0.01, deadline - time.monotonic())))
     told = store.get(str(index))
     try:
@@ -204,7 +204,7 @@ def _connect(peer: Whereabouts, me: int, deadline: float) -> socket.socket:
 
 
 def _is_our_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end belongs to our user."""
+    """Returns whether the process at the other end belongs to our user."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(packed)
     return bool(user == os.getuid())
@@ -213,7 +213,7 @@ def _is_our_user(connection: socket.socket) -> bool:
 def _accept(
     listening: socket.socket, mine: Whereabouts, expected: set[int], deadline: float, store: Any
 ) -> dict[int, socket.socket]:
-    """Accept the connections of the expected members and refuse all others."""
+    """Accepts the connections of the expected members and refuse all others."""
     found: dict[int, socket.socket] = {}
     while expected - found.keys():
         remaining_s = deadline - time.monotonic()
@@ -237,7 +237,7 @@ def _accept(
 
 
 def _greeted(connection: socket.socket, mine: Whereabouts) -> int | None:
-    """Return the index of a connected member that has our user and our token, or None.
+    """Returns the index of a connected member that has our user and our token, or None.
 
     It never waits for data of another user: every process on the host can see and reach an abstract
     name.

@@ -41,7 +41,7 @@ class _NcclWork:
         self._work, self._buffer = work, buffer
 
     def wait(self) -> None:
-        """Make the current stream wait, not the host."""
+        """Makes the current stream wait, not the host."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -78,7 +78,7 @@ class NcclGroups:
         self._last: dict[tuple[str, str, int], _NcclWork] = {}
 
     def connect(self, peers: Sequence[tuple[str, int]], is_expert: bool) -> None:
-        """Send an empty message each way, so that communicators are made now.
+        """Sends an empty message each way, so that communicators are made now.
 
         At this time all members wait for nothing else, and all connect in the same order. Raises
         PeerLostError.
@@ -101,7 +101,7 @@ class NcclGroups:
     def begin(
         self, name: str, peer: str, index: int, buffer: Tensor, tag: int, operation: object
     ) -> _NcclWork:
-        """Begin a transfer. `name` is send or recv. Both sides give buffers of the same size."""
+        """Begins a transfer. `name` is send or recv. Both sides give buffers of the same size."""
         if not self._groups:
             raise PeerLostError(peer, operation, "this epoch was given up")
         try:
@@ -113,8 +113,8 @@ class NcclGroups:
         return began
 
     def settle(self) -> None:
-        """Wait on the host until all begun transfers have ended; aborts and raises PeerLostError on
-        failure.
+        """Waits on the host until all begun transfers have ended; aborts and raises PeerLostError
+        on failure.
         """
         deadline = time.monotonic() + self._timeout_s
         for work in list(self._last.values()):
@@ -149,11 +149,11 @@ class NcclLink:
         return self._groups.begin("recv", self._peer, self._index, buffer, tag, operation)
 
     def close(self) -> None:
-        """Do nothing: closing the groups closes all links at once."""
+        """Does nothing: closing the groups closes all links at once."""
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return a unique name for a rank's GPU; empty if NCCL does not reach it."""
+    """Returns a unique name for a rank's GPU; empty if NCCL does not reach it."""
     if device.type != "cuda" or not torch.distributed.is_nccl_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -66,13 +66,13 @@ class ShardGroup:
         return self.shard.index == 0
 
     def has_message(self, index: int, timeout_s: float) -> bool:
-        """Wait for a message from another shard, or for its end;
+        """Waits for a message from another shard, or for its end;
         returns False after the time-out.
         """
         return self._links[index].has_message(timeout_s)
 
     def close(self) -> None:
-        """Close all links, which wakes and ends shards that wait for this one."""
+        """Closes all links, which wakes and ends shards that wait for this one."""
         for link in self._links.values():
             link.close()
         self._links = {}
@@ -119,7 +119,7 @@ class ShardGroup:
     # Methods of the leader.
 
     def order(self, content: bytes) -> None:
-        """Send the others their next order: a step or any other content."""
+        """Sends the others their next order: a step or any other content."""
         if self._is_abandoned:
             self._is_abandoned = False
             for index in self._links:
@@ -130,11 +130,11 @@ class ShardGroup:
         self._lead(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def share(self, rows_TN: Tensor) -> None:
-        """Send the others rows that only the leader has."""
+        """Sends the others rows that only the leader has."""
         self._lead(_frame_of(rows_TN))
 
     def abandon(self) -> None:
-        """Make the others leave the step, wherever they are in it; a step that has ended is not
+        """Makes the others leave the step, wherever they are in it; a step that has ended is not
         affected.
         """
         self._lead(_header(_ABANDON))
@@ -148,7 +148,7 @@ class ShardGroup:
     # Methods of the other shards.
 
     def next_order(self) -> bytes:
-        """Wait for the leader's next order, for as long as the leader lives."""
+        """Waits for the leader's next order, for as long as the leader lives."""
         while True:
             while not self._links[0].has_message(_PATIENCE_S):
                 continue
@@ -167,13 +167,13 @@ class ShardGroup:
             return content.numpy().tobytes()
 
     def shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Receive the rows that the leader shares; raises StepAbandonedError."""
+        """Receives the rows that the leader shares; raises StepAbandonedError."""
         rows_TN = self._receive(0, self._next_led(), tuple(shape), dtype)
         self._num_unanswered = 0
         return rows_TN
 
     def _begin_step(self) -> None:
-        """Drop messages of an abandoned step that are still on their way, so that none is read in
+        """Drops messages of an abandoned step that are still on their way, so that none is read in
         this one.
         """
         self._step, self._num_exchanges = (self._step + 1) % _STEPS, 0
@@ -221,7 +221,7 @@ class ShardGroup:
         return self._tag(number)
 
     def _tag(self, number: int) -> int:
-        """Return the tag of a message from another shard than the leader; 0 says that it has left
+        """Returns the tag of a message from another shard than the leader; 0 says that it has left
         the step.
         """
         return _OTHERS | (self._step * _EXCHANGES + number) << 4 | number % _SLOTS
@@ -278,7 +278,7 @@ class FollowerTransport:
         return self._group.shared(self._shapes.pop(micro_batch), torch.float32)
 
     def finish(self) -> None:
-        """Do nothing: the first shard finishes the step."""
+        """Does nothing: the first shard finishes the step."""
 
     def reset(self) -> None:
         self._shapes.clear()

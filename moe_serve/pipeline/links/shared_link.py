@@ -108,7 +108,7 @@ class SharedLink:
         return _Sent()
 
     def _notify(self, notice: bytes, descriptors: list[int], operation: object) -> None:
-        """Write a notice. The socket holds hundreds of them.
+        """Writes a notice. The socket holds hundreds of them.
 
         A peer that gets no rows does not answer, so the sender may be that many notices ahead of
         it.
@@ -139,7 +139,7 @@ class SharedLink:
         return _Awaited(self, buffer, tag, operation)
 
     def take(self, tag: int, buffer: Tensor, operation: object) -> None:
-        """Wait for a message and copy it out."""
+        """Waits for a message and copies it out."""
         deadline = time.monotonic() + self._timeout_s
         while tag not in self._arrived:
             self._read(deadline, operation)
@@ -156,23 +156,23 @@ class SharedLink:
         whole[:size] = content
 
     def has_message(self, timeout_s: float) -> bool:
-        """Wait for a message or for the peer's end; returns False after the time-out."""
+        """Waits for a message or for the peer's end; returns False after the time-out."""
         return bool(self._arrived) or bool(self._poll.poll(timeout_s * 1000))
 
     def forget(self, is_stale: Callable[[int], bool]) -> None:
-        """Drop received messages whose tags will never be read."""
+        """Drops received messages whose tags will never be read."""
         for tag in [tag for tag in self._arrived if is_stale(tag)]:
             del self._arrived[tag]
 
     def close(self) -> None:
-        """Close the link, which wakes a peer that waits."""
+        """Closes the link, which wakes a peer that waits."""
         self._socket.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
 
     def _read(self, deadline: float, operation: object) -> None:
-        """Read the notices that have arrived; wait for one if there are none."""
+        """Reads the notices that have arrived; wait for one if there are none."""
         remaining_ms = (deadline - time.monotonic()) * 1000
         if remaining_ms <= 0 or not self._poll.poll(remaining_ms):
             raise PeerLostError(self._peer, operation, f"silent for {self._timeout_s:g} s")

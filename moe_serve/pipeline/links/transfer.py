@@ -24,7 +24,8 @@ class Transfer(Protocol):
     """A transfer in progress. Its buffer may be reused after `wait`."""
 
     def wait(self) -> None:
-        """Wait until the transfer has ended; raises PeerLostError if it fails or takes too long."""
+        """Waits until the transfer has ended; raises PeerLostError if it fails or takes too
+        long."""
         ...
 
 
@@ -35,13 +36,13 @@ class Link(Protocol):
     """
 
     def send(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
-        """Begin to send a uint8 buffer; it may not change until `wait`."""
+        """Begins to send a uint8 buffer; it may not change until `wait`."""
         ...
 
     def receive(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
-        """Begin to receive into a buffer that is large enough. The tag identifies the message."""
+        """Begins to receive into a buffer that is large enough. The tag identifies the message."""
         ...
 
     def close(self) -> None:
-        """Close the link, which wakes a peer that waits."""
+        """Closes the link, which wakes a peer that waits."""
         ...

@@ -111,7 +111,7 @@ class StepBounds:
 
 
 def measure(tracks: Tracks) -> TimelineMetrics:
-    """Compute the metrics of all whole steps in `tracks`.
+    """Computes the metrics of all whole steps in `tracks`.
 
     Raises TimelineError if there is no whole step.
     """
@@ -138,7 +138,7 @@ def measure(tracks: Tracks) -> TimelineMetrics:
 
 
 def step_bounds(tracks: Tracks) -> StepBounds:
-    """Find the steps that an attention rank has finished, with their start and end."""
+    """Finds the steps that an attention rank has finished, with their start and end."""
     steps = [
         records[records["stage"] == Stage.STEP]
         for track, records in tracks.items()
@@ -211,7 +211,7 @@ def _exposed(tracks: Tracks) -> tuple[int, int]:
 
 
 def covered(starts_I: _Times, ends_I: _Times, starts_N: _Times, ends_N: _Times) -> int:
-    """Return how much of the intervals N lies in the union of the intervals I, in ns.
+    """Returns how much of the intervals N lies in the union of the intervals I, in ns.
 
     I = [0, 4) [2, 6) [8, 9) is [0, 6) [8, 9); N = [5, 10) shares 1 + 1 with it.
     """
@@ -234,7 +234,7 @@ def covered(starts_I: _Times, ends_I: _Times, starts_N: _Times, ends_N: _Times) 
 
 
 def _steps_by_micro_batches(tracks: Tracks) -> dict[int, int]:
-    """Return {m: number of steps with m micro-batches}, from the largest index seen in a step."""
+    """Returns {m: number of steps with m micro-batches}, from the largest index seen in a step."""
     largest: dict[int, int] = {}
     for records in tracks.values():
         of_one = records[records["micro_batch"] >= 0]

@@ -40,7 +40,7 @@ class Operation(msgspec.Struct, frozen=True, gc=False):
         return time.perf_counter() - self.since
 
     def __str__(self) -> str:
-        """Describe the operation without its duration, which the caller adds when it reads it."""
+        """Describes the operation without its duration, which the caller adds when it reads it."""
         layer = self.layer if self.at_layer is None else self.at_layer()
         where = "" if layer == NO_LAYER else f", layer {layer}"
         batch = "" if self.micro_batch == NO_MICRO_BATCH else f", micro-batch {self.micro_batch}"
@@ -82,7 +82,7 @@ class StageLog:
         peer: str = "",
         at_layer: Callable[[], int] | None = None,
     ) -> None:
-        """Note that a stage, or a wait for a peer, starts;
+        """Notes that a stage, or a wait for a peer, starts;
         reports show it while it has not ended.
         """
         now = time.perf_counter()
@@ -94,7 +94,7 @@ class StageLog:
         return self._now.is_on
 
     def now(self) -> int:
-        """Return the current time, as a stage's start for `add`."""
+        """Returns the current time, as a stage's start for `add`."""
         return self._now.now()
 
     def add(
@@ -106,30 +106,30 @@ class StageLog:
         start: int,
         end: int | None = None,
     ) -> int:
-        """Record a stage that has ended, now or at `end` -> its end."""
+        """Records a stage that has ended, now or at `end` -> its end."""
         self.end = self._now.add(stage, self._step, layer, micro_batch, rows, start, end)
         return self.end
 
     def waited(self, since: float) -> None:
-        """Add the time since a reading of time.perf_counter() as waiting for other ranks."""
+        """Adds the time since a reading of time.perf_counter() as waiting for other ranks."""
         self.waited_s += time.perf_counter() - since
 
     def passed_layers(self, since: float, aside_s: float) -> None:
-        """Note that all layers ran since a reading of time.perf_counter(), except for `aside_s`
+        """Notes that all layers ran since a reading of time.perf_counter(), except for `aside_s`
         seconds.
         """
         self.layers_s = time.perf_counter() - since - aside_s
 
     def finish(self, rows: int) -> float:
-        """End the step -> its seconds on this rank."""
+        """Ends the step -> its seconds on this rank."""
         self.operation = None
         self._now.add(Stage.STEP, self._step, NO_LAYER, NO_MICRO_BATCH, rows, self._start)
         return time.perf_counter() - self.began
 
     def give_up(self) -> None:
-        """Note that the step has failed: no operation is in progress."""
+        """Notes that the step has failed: no operation is in progress."""
         self.operation = None
 
     def take(self) -> bytes:
-        """Return the records since the last call."""
+        """Returns the records since the last call."""
         return self._now.take()

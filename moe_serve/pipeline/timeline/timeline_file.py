@@ -53,7 +53,7 @@ class TimelineWriter:
     """
 
     def __init__(self, path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        """Open the file; raises OSError if it cannot be made."""
+        """Opens the file; raises OSError if it cannot be made."""
         self.zero_ns, self.path = time.perf_counter_ns(), path
         self._file: BinaryIO = path.open("wb")
         self._num_bytes_left = max_bytes - _RESERVED_BYTES
@@ -71,14 +71,14 @@ class TimelineWriter:
         self._thread.start()
 
     def write(self, track: Track, records: Records, offset_ns: int = 0, num_lost: int = 0) -> None:
-        """Queue a rank's records; the rank's clock plus `offset_ns` is the coordinator's clock."""
+        """Queues a rank's records; the rank's clock plus `offset_ns` is the coordinator's clock."""
         try:
             self._backlog.put_nowait(_Batch(track, records, offset_ns - self.zero_ns, num_lost))
         except queue.Full:
             self._num_beyond_backlog += len(records)
 
     def close(self) -> None:
-        """Write what is queued and end the file.
+        """Writes what is queued and ends the file.
 
         Raises OSError if the disk failed meanwhile or does not take everything in time. The file
         then has no closing bracket, and its thread ends with the process.
@@ -96,7 +96,7 @@ class TimelineWriter:
             raise self._error
 
     def _run(self) -> None:
-        """Write all data on this thread, where a hanging disk delays no caller."""
+        """Writes all data on this thread, where a hanging disk delays no caller."""
         while (batch := self._next()) is not None:
             if self._is_full or self._error is not None:
                 self._num_beyond_size += len(batch.records)
@@ -111,7 +111,7 @@ class TimelineWriter:
             self._error = self._error or error
 
     def _next(self) -> _Batch | None:
-        """Return the next batch; None if the writer was closed and the queue is empty."""
+        """Returns the next batch; None if the writer was closed and the queue is empty."""
         if self._is_closing and self._backlog.empty():
             return None
         return self._backlog.get()
@@ -141,7 +141,7 @@ class TimelineWriter:
         self._file.flush()  # written data survives the death of this process
 
     def _put(self, data: bytes) -> bool:
-        """Write `data` if it fits -> whether it did."""
+        """Writes `data` if it fits -> whether it did."""
         self._is_full = self._is_full or len(data) > self._num_bytes_left
         if not self._is_full:
             self._num_bytes_left -= self._file.write(data)
@@ -171,7 +171,7 @@ def _note(name: str, track: Track, at_ns: int, num_records: int) -> bytes:
 
 
 def _names(track: Track) -> bytes:
-    """Return the metadata events of a rank and of its pool."""
+    """Returns the metadata events of a rank and of its pool."""
     process, thread = PROCESSES[track.role], thread_of(track)
     return b"".join(
         (

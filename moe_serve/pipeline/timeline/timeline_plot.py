@@ -63,7 +63,7 @@ _OTHERS: Mapping[Stage, str] = {
 
 
 def require_matplotlib() -> None:
-    """Raise TimelineError with the package to install if matplotlib is missing."""
+    """Raises TimelineError with the package to install if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -75,7 +75,7 @@ def require_matplotlib() -> None:
 def draw_timeline(
     tracks: Mapping[Track, Records], metrics: TimelineMetrics, title: str, path: Path
 ) -> None:
-    """Draw all of `tracks` into a picture; the file's suffix sets its format."""
+    """Draws all of `tracks` into a picture; the file's suffix sets its format."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -91,7 +91,7 @@ def draw_timeline(
 
 
 def describe(metrics: TimelineMetrics) -> str:
-    """Return the figures of the title as text."""
+    """Returns the figures of the title as text."""
     pools = [f"{pool.role.value} {pool.bubble_ratio:.0%}" for pool in metrics.pools]
     mean_ms = metrics.elapsed_ns / metrics.num_steps / 1e6
     step = f"step {mean_ms:.2f} ms" if metrics.num_steps == 1 else f"{mean_ms:.2f} ms a step"
@@ -103,7 +103,7 @@ def describe(metrics: TimelineMetrics) -> str:
 
 
 def draw_rows(axes: Any, tracks: Mapping[Track, Records]) -> None:
-    """Draw a row for each rank, coordinator and attention ranks on top, time in ms from the first
+    """Draws a row for each rank, coordinator and attention ranks on top, time in ms from the first
     bar.
     """
     num_bars = sum(len(records) for records in tracks.values())
@@ -168,7 +168,7 @@ def _draw_bars(
 
 
 def _write_layers(axes: Any, row: int, records: Records, zero_ns: int, end_ns: int) -> None:
-    """Write the layer's number into each large bar that has room for it."""
+    """Writes the layer's number into each large bar that has room for it."""
     main = records[np.isin(records["stage"], [Stage.ATTENTION, Stage.EXPERTS])]
     smallest_ns = (end_ns - zero_ns) * 0.012
     for record in main[main["end_ns"] - main["start_ns"] >= smallest_ns]:
@@ -186,7 +186,7 @@ def _write_layers(axes: Any, row: int, records: Records, zero_ns: int, end_ns: i
 
 
 def add_legend(figure: Any, tracks: Mapping[Track, Records]) -> None:
-    """Draw a legend below the picture: the micro-batches, then the stages in grey."""
+    """Draws a legend below the picture: the micro-batches, then the stages in grey."""
     from matplotlib.patches import Patch
 
     found = np.unique(np.concatenate([records["micro_batch"] for records in tracks.values()]))
@@ -230,6 +230,6 @@ def colour_of(micro_batch: int) -> str:
 
 
 def faded(colour: str, depth: float) -> str:
-    """Mix `colour` with white: depth 1 is the colour, 0 is white."""
+    """Mixes `colour` with white: depth 1 is the colour, 0 is white."""
     channels = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
     return "#" + "".join(f"{round(255 - (255 - channel) * depth):02x}" for channel in channels)

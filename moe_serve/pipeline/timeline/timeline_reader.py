@@ -49,7 +49,7 @@ class Timeline:
         return found
 
     def between(self, first: int, last: int) -> Timeline:
-        """Return the part in steps [first, last]."""
+        """Returns the part in steps [first, last]."""
         tracks = {
             track: chosen
             for track, records in self.tracks.items()
@@ -58,7 +58,7 @@ class Timeline:
         return replace(self, tracks=tracks)
 
     def around_layers(self, first: int, last: int) -> Timeline:
-        """Return the time from the first to the last stage of layers [first, last], cut at both
+        """Returns the time from the first to the last stage of layers [first, last], cut at both
         ends.
 
         Raises TimelineError if no stage belongs to these layers.
@@ -84,7 +84,7 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read a timeline.
+    """Reads a timeline.
 
     Raises TimelineError for a file that is not a timeline, is damaged, or has no records.
     """
@@ -112,7 +112,7 @@ class _Reading:
         self.num_left_out = 0
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Add an event.
+        """Adds an event.
 
         Raises the errors of indexing and arithmetic for an event that no writer wrote.
         """

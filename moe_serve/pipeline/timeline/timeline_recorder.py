@@ -112,7 +112,7 @@ class Recorder(Protocol):
     def is_on(self) -> bool: ...
 
     def now(self) -> int:
-        """Return the time in ns to pass to `add`; 0 when nothing is recorded."""
+        """Returns the time in ns to pass to `add`; 0 when nothing is recorded."""
         ...
 
     def add(
@@ -125,12 +125,13 @@ class Recorder(Protocol):
         start: int,
         end: int | None = None,
     ) -> int:
-        """Record a stage from `start` until `end` (None: now) -> its end. -1 means no single layer
+        """Records a stage from `start` until `end` (None: now) -> its end. -1 means no single layer
         or micro-batch."""
         ...
 
     def take(self) -> bytes:
-        """Return the records since the last `take`, for `decode_records`; b"" if there are none."""
+        """Returns the records since the last `take`, for `decode_records`; b"" if there are
+        none."""
         ...
 
 
@@ -224,7 +225,7 @@ class TakenRecords:
 
 
 def decode_records(data: bytes) -> TakenRecords:
-    """Decode the records of a `take`. Raises TimelineError for bytes that no recorder wrote."""
+    """Decodes the records of a `take`. Raises TimelineError for bytes that no recorder wrote."""
     if not data:
         return TakenRecords(records=np.empty(0, RECORD_DTYPE), num_lost=0)
     if len(data) < _HEADER.size:
@@ -245,7 +246,7 @@ def decode_records(data: bytes) -> TakenRecords:
 
 
 def check_records(records: Records) -> None:
-    """Raise TimelineError naming the first impossible record."""
+    """Raises TimelineError naming the first impossible record."""
     is_wrong = (
         ~np.isin(records["stage"], _STAGE_NUMBERS)
         | (records["start_ns"] < -(2**62))

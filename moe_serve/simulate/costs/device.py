@@ -64,7 +64,7 @@ class DeviceType:
         return self.memory_tb_s * _TERA * self.efficiency.memory
 
     def flops_per_s(self, is_fp8: bool) -> float:
-        """Return the peak of matrix products. A device without fp8 units multiplies in bf16."""
+        """Returns the peak of matrix products. A device without fp8 units multiplies in bf16."""
         tera = self.fp8_tflops if is_fp8 and self.fp8_tflops is not None else self.bf16_tflops
         return tera * _TERA
 
@@ -74,7 +74,7 @@ class DeviceType:
 
 
 def read_device(path: Path) -> DeviceType:
-    """Read and check a file. Raises ConfigError."""
+    """Reads and checks a file. Raises ConfigError."""
     try:
         root = read_yaml(regular_file(path).read_text(encoding="utf-8"), str(path))
         device = msgspec.convert(plain_value(root), DeviceType, strict=True)

@@ -62,7 +62,7 @@ class ModelShape:
 
 
 def read_model_shape(path: Path, precision: Precision = "auto") -> ModelShape:
-    """Read a config.json, or the one in a folder. Raises CheckpointError, and ConfigError for a
+    """Reads a config.json, or the one in a folder. Raises CheckpointError, and ConfigError for a
     model without routed experts."""
     config = HFConfig.read(path) if path.is_dir() else HFConfig.of_file(path)
     text = config.text()
@@ -108,7 +108,7 @@ def read_model_shape(path: Path, precision: Precision = "auto") -> ModelShape:
 
 
 def _layers(spec: ModelSpec, weights: list[int]) -> tuple[LayerShape, ...]:
-    """Join the layers that are alike."""
+    """Joins the layers that are alike."""
     counts: dict[tuple[bool, int, int, int | None], int] = {}
     for layer, num_weights in zip(spec.layers, weights, strict=True):
         a = layer.attention

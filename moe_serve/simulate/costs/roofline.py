@@ -57,7 +57,7 @@ class RooflineCosts:
 
     @property
     def version(self) -> int:
-        """Return 0, as published figures do not change."""
+        """Returns 0, as published figures do not change."""
         return 0
 
     def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
@@ -97,7 +97,7 @@ class RooflineCosts:
         return step_seconds(times) + self.fixed_seconds([load])
 
     def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
-        """Predict the seconds of the head, on the rank with most sequences, and of the host."""
+        """Predicts the seconds of the head, on the rank with most sequences, and of the host."""
         most = max(load.num_sequences for load in loads)
         weights = self._model.head_weights / self._layout.num_shards
         flops = 2 * most * weights
@@ -126,7 +126,7 @@ class RooflineCosts:
         return products_s + scores_s + launch_s + self._reduce_seconds(load.num_rows)
 
     def _expert_seconds(self, num_rows: int) -> float:
-        """Predict the expert stage of the busiest device."""
+        """Predicts the expert stage of the busiest device."""
         if not num_rows:
             return 0.0
         model, holders = self._model, self._layout.num_holders
@@ -143,7 +143,7 @@ class RooflineCosts:
         return seconds + _EXPERT_OPS * self._launch_s
 
     def _transfer_seconds(self, loads: Sequence[BatchLoad]) -> float:
-        """Predict one direction of a micro-batch's messages: the mean of dispatch and combine.
+        """Predicts one direction of a micro-batch's messages: the mean of dispatch and combine.
 
         A row goes once to every device with at least one of its experts, 1 - (1 - 1/H)^k of them.
         """
@@ -167,8 +167,8 @@ class RooflineCosts:
     def _forwarded_seconds(
         self, num_rows: float, leaving: float, entering: float, row_bytes: float
     ) -> float:
-        """Predict messages that cross the network once for each node, and then a node's links. Both
-        are busy at the same time."""
+        """Predicts messages that cross the network once for each node, and then a node's links.
+        Both are busy at the same time."""
         num_nodes = -(-self._layout.num_cell_devices // self._device.node_devices)
         copies = (num_nodes - 1) * (1 - (1 - 1 / num_nodes) ** self._model.top_k)
         inside = self._device.link_bytes_per_s(True)
@@ -176,7 +176,7 @@ class RooflineCosts:
         return 2 * self._latency_s + max(network_s, max(leaving, entering) * row_bytes / inside)
 
     def _reduce_seconds(self, num_rows: int) -> float:
-        """Predict the sums of a layer over the shards of a rank, as rings: two if the experts are
+        """Predicts the sums of a layer over the shards of a rank, as rings: two if the experts are
         spread over the same shards, else one."""
         layout = self._layout
         shards = layout.num_shards

@@ -27,11 +27,11 @@ class RoutingLaw(Protocol):
     """Describes the choices of the routers, as the mean over layers."""
 
     def num_activated(self, num_rows: int) -> float:
-        """Return the expected number of experts that `num_rows` rows activate in a layer."""
+        """Returns the expected number of experts that `num_rows` rows activate in a layer."""
         ...
 
     def imbalance(self, num_ranks: int) -> float:
-        """Return the busiest expert rank's share of the choices divided by the mean share, with
+        """Returns the busiest expert rank's share of the choices divided by the mean share, with
         the experts of a layer placed contiguously."""
         ...
 
@@ -47,7 +47,7 @@ class EvenRouting:
         return self._num_experts * (1 - float(self._missed**num_rows))
 
     def imbalance(self, num_ranks: int) -> float:
-        """Return 1."""
+        """Returns 1."""
         return 1.0
 
 
@@ -61,7 +61,7 @@ class RecordedRouting:
 
     @classmethod
     def read(cls, path: Path, num_experts: int, top_k: int) -> RecordedRouting:
-        """Read a trace or a file of loads. Raises TraceError and PlacementInputError, and
+        """Reads a trace or a file of loads. Raises TraceError and PlacementInputError, and
         ConfigError if it is of a model with another number of experts."""
         counts_LE = read_workloads([path], 1, None).loads.counts_SLE[0].astype(np.float64)
         if counts_LE.shape[1] != num_experts:

@@ -52,7 +52,8 @@ class JsonCall:
         self.has_begun = False
 
     def read(self) -> Generator[None, None, bool]:
-        """Read a call; returns whether it was one, complete or not. If not, nothing was put out."""
+        """Reads a call; returns whether it was one, complete or not. If not, nothing was put
+        out."""
         reader = self._reader
         if (yield from reader.literal("{")):
             is_open = True
@@ -70,7 +71,7 @@ class JsonCall:
         return False
 
     def _member(self) -> Generator[None, None, bool]:
-        """Read one `"key": value`; returns whether it was well formed."""
+        """Reads one `"key": value`; returns whether it was well formed."""
         reader = self._reader
         yield from reader.spaces()
         key = yield from reader.json_string()
@@ -122,7 +123,7 @@ class TagParser(ReadingParser):
 
     @abstractmethod
     def _call(self) -> Generator[None, None, bool]:
-        """Read one call and its closing tag; returns whether it was one, complete or not."""
+        """Reads one call and its closing tag; returns whether it was one, complete or not."""
 
 
 class HermesParser(TagParser):
@@ -205,7 +206,7 @@ class GlmParser(TagParser):
         return True
 
     def _argument(self, arguments: TypedArguments) -> Generator[None, None, bool]:
-        """Read one key and its value; returns whether both were complete."""
+        """Reads one key and its value; returns whether both were complete."""
         reader, key = self._reader, list[str]()
         if not (yield from reader.until((END_KEY,), key.append)):
             return False
@@ -218,7 +219,7 @@ class GlmParser(TagParser):
 
 
 def new_mistral_id() -> str:
-    """Make a call id. Mistral's templates accept only ids of nine letters and digits."""
+    """Makes a call id. Mistral's templates accept only ids of nine letters and digits."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 

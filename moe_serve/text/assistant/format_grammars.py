@@ -44,7 +44,7 @@ def quoted(text: str) -> str:
 
 
 def text_up_to(name: str, end: str, spell: Spelling) -> list[str]:
-    """Return rules for any text and the marker that ends it.
+    """Returns rules for any text and the marker that ends it.
 
     If the marker is a special token, ordinary tokens must not spell it: parsers read text and would
     take it for the end.
@@ -73,7 +73,7 @@ def hermes_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> l
 
 
 def mistral_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
-    """Build the newer form if the vocabulary has its marker, else the older one, a list."""
+    """Builds the newer form if the vocabulary has its marker, else the older one, a list."""
     is_newer = call_formats.ARGS in spell.special_ids
     rules = _alternatives(tools, is_parallel, "" if is_newer else '", "')
     if not is_newer:
@@ -128,7 +128,7 @@ def _deepseek_calls(
 
 
 def harmony_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list[str]:
-    """Build the grammar of one call, which ends the answer."""
+    """Builds the grammar of one call, which ends the answer."""
     rules = _alternatives(tools, False, "")
     for i, tool in enumerate(tools):
         head = quoted(f"commentary to=functions.{tool.name} ")
@@ -181,14 +181,14 @@ def glm_calls(tools: Sequence[Tool], spell: Spelling, is_parallel: bool) -> list
 
 
 def _alternatives(tools: Sequence[Tool], is_parallel: bool, between: str) -> list[str]:
-    """Build one call of any function; with `is_parallel` up to MAX_CALLS."""
+    """Builds one call of any function; with `is_parallel` up to MAX_CALLS."""
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
     more = f" ({between} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
     return ["start: calls", f"calls: call{more}", f"call: {names}"]
 
 
 def _argument_names(index: int, tool: Tool) -> list[str]:
-    """Return argument names in the order of the schema; optional arguments may be left out."""
+    """Returns argument names in the order of the schema; optional arguments may be left out."""
     required = tool.required
     return [
         f"arg_{index}_{k}" + ("" if key in required else "?")
@@ -218,7 +218,7 @@ _DEFINITIONS = ("$defs", "definitions")
 def thinking_lead(
     opening: str, closing: str, spell: Spelling, *, is_open: bool, has_layout: bool
 ) -> str:
-    """Build the grammar of reasoning between two markers.
+    """Builds the grammar of reasoning between two markers.
 
     `is_open`: it has begun and must be closed; otherwise it may begin. `has_layout`: line breaks
     that are not part of the answer may follow it.
@@ -236,7 +236,7 @@ def thinking_lead(
 
 
 def harmony_lead(spell: Spelling, *, has_analysis: bool, is_final: bool) -> str:
-    """Build the grammar for harmony.
+    """Builds the grammar for harmony.
 
     `is_final`: the answer is a message of the channel `final`; otherwise it contains its own heads.
     """

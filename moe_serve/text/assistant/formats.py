@@ -69,12 +69,12 @@ class ReasoningFormat:
         return harmony_format.MARKERS if self.is_harmony else (self.opening, self.closing)
 
     def within(self, begun: str) -> ReasoningFormat:
-        """Return the format for an answer that continues this text."""
+        """Returns the format for an answer that continues this text."""
         is_open = self.opening in begun and self.closing not in begun
         return replace(self, is_open=is_open)
 
     def is_open_after(self, prompt: str) -> bool:
-        """Return whether an answer to this prompt begins with reasoning, or with its opening
+        """Returns whether an answer to this prompt begins with reasoning, or with its opening
         marker.
         """
         end = prompt[-64:].rstrip()
@@ -83,13 +83,13 @@ class ReasoningFormat:
         return self.is_open and not end.endswith(self.closing)
 
     def is_over_after(self, prompt: str) -> bool:
-        """Return whether the answer itself comes next, because reasoning can no longer begin."""
+        """Returns whether the answer itself comes next, because reasoning can no longer begin."""
         if self.is_harmony or self.is_open_after(prompt):
             return False
         return self.is_off or prompt[-64:].rstrip().endswith(self.closing)
 
     def ends(self, *, can_call: bool) -> ThoughtEnds:
-        """Return the markers that end the reasoning.
+        """Returns the markers that end the reasoning.
 
         `can_call`: a call may follow, so the model chooses the head of the next message.
         """
@@ -103,7 +103,7 @@ class ReasoningFormat:
         return ThoughtEnds(opening, harmony_format.BODY_ENDS, following, can_reopen=True)
 
     def is_part_of(self, grammar: str) -> bool:
-        """Return whether a grammar itself states what comes after the reasoning."""
+        """Returns whether a grammar itself states what comes after the reasoning."""
         return (harmony_format.MESSAGE if self.is_harmony else self.closing) in grammar
 
 
@@ -187,7 +187,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 def tool_format_of(template: str) -> str | None:
-    """Return the name of the format that a chat template uses, by the markers in its text."""
+    """Returns the name of the format that a chat template uses, by the markers in its text."""
     if harmony_format.CHANNEL in template and harmony_format.MESSAGE in template:
         return "openai"
     if deepseek_format.CALL_BEGIN in template:
@@ -204,7 +204,7 @@ def tool_format_of(template: str) -> str | None:
 
 
 def reasoning_format_of(template: str) -> str | None:
-    """Return the reasoning format of a chat template in the same way; each prompt's end then tells
+    """Returns the reasoning format of a chat template in the same way; each prompt's end then tells
     whether reasoning has begun.
     """
     if harmony_format.CHANNEL in template and harmony_format.MESSAGE in template:
@@ -273,14 +273,14 @@ class ParserPlan:
         )
 
     def forced_grammar(self, called: Sequence[Tool], special_ids: Mapping[str, int]) -> str:
-        """Build a grammar under which the answer is one or more calls of these functions."""
+        """Builds a grammar under which the answer is one or more calls of these functions."""
         assert self.tool_format is not None, "calls are forced in a known format"
         is_parallel = self.max_calls is None
         rules = self.tool_format.write_calls(called, Spelling(special_ids), is_parallel)
         return "\n".join(rules) + "\n"
 
     def call_lead(self, special_ids: Mapping[str, int]) -> str:
-        """Build a grammar of the text before forced calls; "" if there is none."""
+        """Builds a grammar of the text before forced calls; "" if there is none."""
         assert self.tool_format is not None, "calls are forced in a known format"
         spell, reasoning = Spelling(special_ids), self.reasoning_format
         if self.tool_format.is_harmony:
@@ -291,7 +291,7 @@ class ParserPlan:
         return self._thinking_lead(reasoning, spell)
 
     def answer_lead(self, special_ids: Mapping[str, int]) -> str:
-        """Build a grammar of the text before an answer that follows a grammar;
+        """Builds a grammar of the text before an answer that follows a grammar;
         "" if there is none.
         """
         spell, reasoning = Spelling(special_ids), self.reasoning_format

@@ -54,7 +54,7 @@ class HarmonyParser(ReadingParser):
             marker, head = (yield from self._message(head)), ""
 
     def _message(self, head: str) -> Generator[None, None, str]:
-        """Read a head and its message; returns the marker that ended it."""
+        """Reads a head and its message; returns the marker that ended it."""
         reader, parts = self._reader, [head]
         while True:
             marker = yield from reader.until(MARKERS, parts.append, always)

@@ -42,7 +42,7 @@ NOTHING = AssistantDelta()
 
 
 def joined(first: AssistantDelta, second: AssistantDelta) -> AssistantDelta:
-    """Combine two deltas into one."""
+    """Combines two deltas into one."""
     if first.is_empty:
         return second
     if second.is_empty:
@@ -124,7 +124,7 @@ class Outbox:
             self._tail.push(text)
 
     def spoilt_call(self, text: str) -> None:
-        """Add content that begins like a call but is not one."""
+        """Adds content that begins like a call but is not one."""
         self.has_spoilt_call = True
         self.content(text)
 
@@ -140,14 +140,14 @@ class Outbox:
             self._calls.append(CallDelta(index=self._num_calls - 1, id=call_id, name=name))
 
     def arguments(self, text: str) -> None:
-        """Add arguments of the call that began last."""
+        """Adds arguments of the call that began last."""
         if text:
             self._of_call.append(text)
         if text and not self._is_dropped:
             self._arguments.append(text)
 
     def end_call(self, *, is_cut: bool = False) -> None:
-        """End a call.
+        """Ends a call.
 
         A call without arguments gets an empty object, so that it is JSON. A cut call keeps the
         arguments received so far.
@@ -160,7 +160,7 @@ class Outbox:
         self.is_after_call = True
 
     def cut_head(self) -> None:
-        """Note that the text was cut before a call's name was known; the fragment is no call."""
+        """Notes that the text was cut before a call's name was known; the fragment is no call."""
         self.has_cut_call = self.has_spoilt_call = True
 
     def flush(self) -> None:
@@ -168,7 +168,7 @@ class Outbox:
         self._tail.flush()
 
     def take(self) -> AssistantDelta:
-        """Return everything since the last call."""
+        """Returns everything since the last call."""
         self._close_arguments()
         if not (self._content or self._reasoning or self._calls):
             return NOTHING
@@ -187,7 +187,7 @@ class Outbox:
         return self._max_calls is not None and self._num_calls > self._max_calls
 
     def _close_arguments(self) -> None:
-        """Combine the collected arguments of one call into one delta,
+        """Combines the collected arguments of one call into one delta,
         with the name if it is new.
         """
         if not self._arguments:
@@ -205,7 +205,7 @@ class Outbox:
 
 
 def _is_object(text: str) -> bool:
-    """Return whether arguments are complete."""
+    """Returns whether arguments are complete."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

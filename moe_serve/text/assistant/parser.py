@@ -13,11 +13,11 @@ class AssistantParser(Protocol):
     """Reads one message. However the text is cut into pieces, the deltas add up to the same."""
 
     def push(self, text: str) -> AssistantDelta:
-        """Return what is certain after this text; the rest is held back."""
+        """Returns what is certain after this text; the rest is held back."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> AssistantDelta:
-        """Return the held text when no text follows.
+        """Returns the held text when no text follows.
 
         `is_cut`: the model would have continued, so text that began as a call is part of a call and
         not content.
@@ -84,7 +84,7 @@ class ReadingParser(ABC):
         return self._out.has_cut_call
 
     def _end_markup(self, text: str, *, is_call: bool) -> None:
-        """End a call and the markup around it.
+        """Ends a call and the markup around it.
 
         If it was not a call, `text` is content. If the text was cut inside, its meaning is unknown,
         and the rest of it is treated as markup too.
@@ -97,7 +97,7 @@ class ReadingParser(ABC):
             self._out.spoilt_call(text)
 
     def _is_after_call(self) -> bool:
-        """Return whether only a further call can follow."""
+        """Returns whether only a further call can follow."""
         return self._out.is_after_call
 
     @abstractmethod

@@ -23,7 +23,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def ignore(_: str) -> None:
-    """Discard text that is read and not needed."""
+    """Discards text that is read and not needed."""
 
 
 def always() -> bool:
@@ -49,12 +49,12 @@ class Reader:
         self._pos = 0
 
     def close(self, *, is_cut: bool = False) -> None:
-        """End the text. `is_cut`: a limit or a stop string ended it, not the model."""
+        """Ends the text. `is_cut`: a limit or a stop string ended it, not the model."""
         self._is_closed = True
         self.is_cut = is_cut
 
     def skip(self) -> None:
-        """Skip the text that has arrived."""
+        """Skips the text that has arrived."""
         self._advance(len(self._text))
 
     def start_record(self, *read: str) -> None:
@@ -66,7 +66,7 @@ class Reader:
         return record
 
     def peek(self) -> Generator[None, None, str]:
-        """Return the next character without reading it; "" at the end of all text."""
+        """Returns the next character without reading it; "" at the end of all text."""
         while self._pos == len(self._text):
             if self._is_closed:
                 return ""
@@ -74,12 +74,12 @@ class Reader:
         return self._text[self._pos]
 
     def take(self) -> Generator[None, None, str]:
-        """Read the next character."""
+        """Reads the next character."""
         char = yield from self.peek()
         return self._advance(self._pos + 1) if char else ""
 
     def rest(self) -> Generator[None, None, str]:
-        """Read all text that has arrived; "" at the end of all text."""
+        """Reads all text that has arrived; "" at the end of all text."""
         yield from self.peek()
         return self._advance(len(self._text))
 
@@ -87,7 +87,7 @@ class Reader:
         yield from self._run_of(_SPACE, sink)
 
     def word(self) -> Generator[None, None, str]:
-        """Read the longest run of characters that may be in function names."""
+        """Reads the longest run of characters that may be in function names."""
         parts: list[str] = []
         yield from self._run_of(_WORD, parts.append)
         return "".join(parts)
@@ -106,7 +106,7 @@ class Reader:
     def until(
         self, markers: Sequence[str], sink: Sink, expects_marker: Condition = never
     ) -> Generator[None, None, str]:
-        """Pass text to `sink` up to the first marker, and read the marker; "" if none comes.
+        """Passes text to `sink` up to the first marker, and reads the marker; "" if none comes.
 
         No marker may lie within another one, except at its end. At the end of a cut text, the
         beginning of a marker is left out if `expects_marker`; otherwise it is text.
@@ -130,14 +130,14 @@ class Reader:
             yield
 
     def json_string(self) -> Generator[None, None, str | None]:
-        """Read a JSON string, decoded; None if the text is not one."""
+        """Reads a JSON string, decoded; None if the text is not one."""
         parts: list[str] = []
         if (yield from self.peek()) != '"' or not (yield from self.json_value(parts.append)):
             return None
         return decoded_string("".join(parts))
 
     def json_value(self, sink: Sink) -> Generator[None, None, bool]:
-        """Pass one JSON value on as it arrives; returns whether it is complete and its brackets
+        """Passes one JSON value on as it arrives; returns whether it is complete and its brackets
         match.
         """
         char = yield from self.peek()
@@ -172,7 +172,7 @@ class Reader:
         return is_json_scalar(text)
 
     def _string_end(self, sink: Sink) -> Generator[None, None, bool]:
-        """Read the rest of a string whose opening quote has been read."""
+        """Reads the rest of a string whose opening quote has been read."""
         while True:
             char = yield from self._up_to(_STRING_END, sink)
             if char == "":
@@ -183,7 +183,7 @@ class Reader:
             sink((yield from self.take()))
 
     def _up_to(self, pattern: re.Pattern[str], sink: Sink) -> Generator[None, None, str]:
-        """Pass text on up to a character of `pattern`, which is returned and not read."""
+        """Passes text on up to a character of `pattern`, which is returned and not read."""
         while True:
             match = pattern.search(self._text, self._pos)
             self._give(len(self._text) if match is None else match.start(), sink)
@@ -203,7 +203,7 @@ class Reader:
             yield
 
     def _num_begun(self, markers: Sequence[str]) -> int:
-        """Return how many characters at the text's end may be the beginning of a marker."""
+        """Returns how many characters at the text's end may be the beginning of a marker."""
         longest = min(max(map(len, markers)) - 1, len(self._text) - self._pos)
         for count in range(longest, 0, -1):
             tail = self._text[len(self._text) - count :]
@@ -224,7 +224,7 @@ class Reader:
 
 
 def decoded_string(text: str) -> str | None:
-    """Decode a JSON string; None if it is invalid.
+    """Decodes a JSON string; None if it is invalid.
 
     Half of a surrogate pair, which cannot be encoded in an answer, becomes U+FFFD.
     """
@@ -238,7 +238,7 @@ def decoded_string(text: str) -> str | None:
 
 
 def is_json_scalar(text: str) -> bool:
-    """Return whether this is a number, true, false or null; long texts are not examined."""
+    """Returns whether this is a number, true, false or null; long texts are not examined."""
     if not text or len(text) > 400:
         return False
     try:

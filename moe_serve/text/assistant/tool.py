@@ -56,7 +56,7 @@ class TypedArguments:
         self._num_arguments = 0
 
     def read(self, key: str, ends: Sequence[str]) -> Generator[None, None, bool]:
-        """Read the value up to one of the markers; returns whether a marker came."""
+        """Reads the value up to one of the markers; returns whether a marker came."""
         self._out.arguments(("{" if self._num_arguments == 0 else ", ") + _encoded(key) + ": ")
         self._num_arguments += 1
         if is_text(self._properties.get(key)):
@@ -81,7 +81,7 @@ class TypedArguments:
 
 
 def is_text(schema: Any) -> bool:
-    """Return whether a value of this schema is always a string."""
+    """Returns whether a value of this schema is always a string."""
     if not isinstance(schema, Mapping):
         return False
     kind = schema.get("type")
@@ -92,7 +92,7 @@ def is_text(schema: Any) -> bool:
 
 
 def _value(schema: Any, text: str) -> str:
-    """Return valid JSON unchanged, and other text as a JSON string."""
+    """Returns valid JSON unchanged, and other text as a JSON string."""
     stripped = text.strip()
     stripped = _WORDS.get(stripped, stripped)
     try:

@@ -275,7 +275,7 @@ def test_by_itself(
 
 
 def given_plan(placement: Placement, held: int = 0) -> Placement:
-    """Return a placement with other experts on each rank; `held` more copies lie on rank 0."""
+    """Returns a placement with other experts on each rank; `held` more copies lie on rank 0."""
     made = shuffled(placement, 3)
     extra = [expert for expert in range(made.num_experts) if 0 not in made.ranks_of[1][expert]]
     ranks = list(made.ranks_of[1])

@@ -48,7 +48,7 @@ def layered_engine(
 
 
 def groups(plans: list[StepPlan]) -> dict[int, list[tuple[int, LayerRange]]]:
-    """Return for each sequence the tokens and layers of its groups."""
+    """Returns for each sequence the tokens and layers of its groups."""
     found: dict[int, list[tuple[int, LayerRange]]] = {}
     for plan in plans:
         for piece in plan.slices:
@@ -95,7 +95,7 @@ def test_one_prompt_is_parked_at_a_time_and_named_in_each_plan() -> None:
 
 
 def until_parked(engine: Engine) -> Sequence:
-    """Step until a prompt is parked."""
+    """Steps until a prompt is parked."""
     while True:
         engine.step()
         for sequence in engine._scheduler.running:

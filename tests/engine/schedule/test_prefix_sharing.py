@@ -56,7 +56,7 @@ def step(engine: Engine, result: dict[str, list[TokenDelta]]) -> None:
 
 
 def run(engine: Engine, *requests: GenerationRequest) -> dict[str, list[TokenDelta]]:
-    """Step until idle, checking integrity after every step."""
+    """Steps until idle, checking integrity after every step."""
     result: dict[str, list[TokenDelta]] = {}
     for one in requests:
         engine.add(one)

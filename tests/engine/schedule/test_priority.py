@@ -61,7 +61,7 @@ def running(engine: Engine) -> list[str]:
 
 
 def starts(engine: Engine) -> list[str]:
-    """Step until idle -> names in the order in which they first ran."""
+    """Steps until idle -> names in the order in which they first ran."""
     names: list[str] = []
     while engine.has_work:
         for delta in engine.step():

@@ -114,7 +114,7 @@ ARRIVALS = st.lists(
 def schedules(
     arrivals: list[tuple[int, int, int, int]], pace_s: float, *, is_old: bool
 ) -> list[list[tuple[int, int, int]]]:
-    """Return (sequence, start, tokens) of every step, on a clock of `pace_s` a step."""
+    """Returns (sequence, start, tokens) of every step, on a clock of `pace_s` a step."""
     now = [0.0]
     runner = FakeRunner()
     engine = make_engine(

@@ -139,6 +139,57 @@ def test_accepted_requests_count_until_they_are_in_a_snapshot() -> None:
     assert made.check(STRICT, 300) is None
 
 
+def test_accepted_requests_that_are_less_urgent_do_not_count() -> None:
+    made = admission()
+    made.publish(0, IDLE)
+    relaxed = replace(STRICT, targets=Targets(ttft_s=50.0, is_strict=True))
+    for _ in range(6):
+        assert made.check(relaxed, 1000) is None
+    found = made.forecast(STRICT, 400)
+    assert found is not None and found.predicted_s == pytest.approx(0.4), "it passes them all"
+    found = made.forecast(relaxed, 400)
+    assert found is not None and found.predicted_s == pytest.approx(6.4)
+
+
+def test_a_request_is_judged_by_the_forecast_with_which_it_was_accepted() -> None:
+    """It comes to the engine while turn 1 is the last that ended: the snapshot of turn 2 has it."""
+    made = admission()
+    made.publish(0, IDLE)
+    assert made.check(STRICT, 300) is None and made.check(STRICT, 300) is None
+    assert made.entered(1, 300) == pytest.approx(0.3), "not its own tokens on top of itself"
+    assert made.entered(1, 300) == pytest.approx(0.6)
+    assert made.entered(1, 300) is None and made.entered(1, 7) is None, "no more were accepted"
+    assert made.raw_s(STRICT, 300) == pytest.approx(0.9)
+    made.publish(0, replace(IDLE, turn=2))
+    assert made.raw_s(STRICT, 300) == pytest.approx(0.3), "the queue has them now"
+
+
+def test_prompts_are_taken_to_be_cached_as_the_recent_ones_were() -> None:
+    made = admission()
+    made.publish(0, replace(IDLE, uncached=0.25))
+    assert made.raw_s(STRICT, 4000) == pytest.approx(1.0)
+    assert made.check(STRICT, 2000) is None
+    assert made.raw_s(STRICT, 4000) == pytest.approx(1.5), "also those just accepted"
+
+
+def test_the_step_under_way_ends_first_and_a_short_prompt_takes_a_whole_step() -> None:
+    made = admission()
+    made.publish(0, replace(IDLE, step_s=0.1, more_s=0.0005, rest_s=0.04))
+    assert made.raw_s(STRICT, 20) == pytest.approx(0.04 + 0.1 + 0.01)
+    assert made.raw_s(STRICT, 900) == pytest.approx(0.04 + 0.9), "fixed costs are in token_s"
+
+
+def test_a_newcomer_passes_those_that_cannot_become_more_urgent() -> None:
+    """One with 5 s of work has the key 0.5 for ever. The newcomer's is 1.0 and falls."""
+    made = admission()
+    queue = replace(IDLE, keys=np.array([0.5]), num_left=np.array([5000.0]))
+    made.publish(0, replace(queue, floors=np.array([-math.inf])))
+    assert made.raw_s(STRICT, 400) == pytest.approx(5.4)
+    made.publish(0, replace(queue, floors=np.array([0.5])))
+    raw_s = made.raw_s(STRICT, 400)
+    assert raw_s is not None and 0.4 < raw_s < 2.0
+
+
 def test_the_rank_with_the_earliest_first_token_counts() -> None:
     made = admission()
     made.publish(0, replace(IDLE, **reading(5000)))

@@ -154,3 +154,15 @@ def test_a_bucket_is_a_small_part_of_the_strictest_target() -> None:
     strict, slack = TierConfig(name="a", ttft_s=0.4), TierConfig(name="b", ttft_s=60.0)
     assert bucket_of(SchedulerConfig(tiers=(slack, strict))) == pytest.approx(0.025)
     assert bucket_of(SchedulerConfig(tiers=(slack,))) == bucket_of(SchedulerConfig()) == 0.25
+
+
+@pytest.mark.parametrize("name", ["atc", "edf", "fifo", "priority"])
+def test_a_key_never_falls_below_its_floor(name: OrderName) -> None:
+    """ATC's keys stop falling when the latest start has passed, all others fall for ever."""
+    made = order(name)
+    table = table_of(*[waiting(key, tier=key % 3, deadline=2.0 * key) for key in range(6)])
+    keys = made.keys(table, 0.5, TOKEN_S, None)
+    floors = made.floors(table, keys, TOKEN_S)
+    later = made.keys(table, 40.0, TOKEN_S, None)
+    assert np.maximum(floors, keys - 39.5) == pytest.approx(later)
+    assert np.isfinite(floors).all() if name == "atc" else np.isneginf(floors).all()

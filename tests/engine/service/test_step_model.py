@@ -44,6 +44,21 @@ def test_a_pause_of_the_machine_hardly_changes_it() -> None:
     assert model.seconds(StepWork(64, 512)) < 1.2 * before
 
 
+def test_steps_of_a_new_kind_are_believed() -> None:
+    """Only prompts were read so far, so rows that decode seem to cost nothing. Their steps are far
+    slower than predicted, which is no pause of the machine."""
+    model, decode = FittedSteps(), StepWork(16, 0, 100_000)
+    for _ in range(60):
+        model.observe(StepWork(0, 1024), 0.03)
+        model.observe(StepWork(0, 512), 0.014)
+    assert model.seconds(decode) < 1e-3
+    for _ in range(40):
+        model.observe(decode, 0.012)
+        model.observe(StepWork(0, 1024), 0.03)
+    assert model.seconds(decode) == pytest.approx(0.012, rel=0.2)
+    assert model.seconds(StepWork(0, 1024)) == pytest.approx(0.03, rel=0.2)
+
+
 def test_one_measurement_is_better_than_none_and_no_cost_is_negative() -> None:
     model = FittedSteps()
     assert not model.is_measured

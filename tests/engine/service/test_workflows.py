@@ -10,7 +10,7 @@ SHARES = {"plan": 0.2, "search": 0.7, "write": 1.0}
 
 
 def run_once(workflows: Workflows, name: str, start_s: float) -> list[float]:
-    """Let a run of 10 s take its stages -> when each was due, from the start."""
+    """Lets a run of 10 s take its stages -> when each was due, from the start."""
     due: list[float] = []
     begun_s = start_s
     for stage, share in SHARES.items():

@@ -76,7 +76,7 @@ def test_rows_go_along_a_path_of_copies() -> None:
 
 
 def least_by_highs(counts_E: NDArray[np.float64], ranks_of: Ranks, num_ranks: int) -> float:
-    """Return the load of the busiest rank under the best split of divisible rows."""
+    """Returns the load of the busiest rank under the best split of divisible rows."""
     pairs = [(expert, rank) for expert, ranks in enumerate(ranks_of) for rank in ranks]
     expert_n, rank_n = np.array(pairs).T
     num_pairs = len(pairs)

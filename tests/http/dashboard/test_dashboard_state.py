@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.placement import Placement
+from moe_serve.cache.tiers.store import TierStats
 from moe_serve.config.sections import ServerConfig, SpeculationConfig
 from moe_serve.engine.execute.step_timeline import Span, StepTimeline, StepTrack
 from moe_serve.engine.request.draft_counts import DraftCounts, SourceCounts
@@ -167,6 +168,15 @@ def test_a_server_that_has_little_says_null(client: TestClient) -> None:
     }
     (started,) = found["events"]
     assert (started["seq"], started["kind"]) == (1, "started")
+
+
+def test_a_disk_of_ranks_has_memory_in_front(client: TestClient, engine: Any) -> None:
+    memory = TierStats(name="memory", where="shared memory", num_pages=3, num_bytes=30)
+    engine.tier = TierStats(name="disk", where="kv", num_pages=7, memory=memory)
+    store = state(client)["kv"]["store"]
+    assert (store["name"], store["pages"]) == ("disk", 7)
+    inner = store["memory"]
+    assert (inner["name"], inner["bytes"], inner["memory"]) == ("memory", 30, None)
 
 
 def test_requests_and_their_times_are_counted(client: TestClient, engine: Any) -> None:

@@ -49,7 +49,7 @@ def requests_for(num_prompts: int = 1, **params: Any) -> list[GenerationRequest]
 
 
 async def texts_of(generation: Generation) -> dict[int, str]:
-    """Read all pieces, by the index of their sequence."""
+    """Reads all pieces, by the index of their sequence."""
     texts: dict[int, str] = {}
     async for pieces in generation:
         for piece in pieces:

@@ -145,7 +145,7 @@ def of_one_answer(value: Any) -> Any:
 
 
 def fold(found: dict[Any, Any], place: tuple[Any, ...], value: Any) -> None:
-    """Add an event to what the events before it said: parts of texts and lists are joined."""
+    """Adds an event to what the events before it said: parts of texts and lists are joined."""
     if isinstance(value, dict):
         names = ("type",) if not place else ("output_index", "content_index", "index")
         index = [value[name] for name in names if name in value]

@@ -153,6 +153,18 @@ def test_a_client_that_hangs_up_is_counted(make_app: Callable[..., FastAPI], eng
     assert samples(text)["moe_serve:request_success_total{finished_reason=abort}"] == 1.0
 
 
+def test_a_disk_of_ranks_shows_their_memory_too(
+    make_app: Callable[..., FastAPI], engine: Any
+) -> None:
+    memory = TierStats(name="memory", where="shared memory", num_pages=3, loads={"hit": 2})
+    engine.tier = TierStats(name="disk", where="kv", num_pages=7, hit_tokens=5, memory=memory)
+    found = samples(TestClient(make_app()).get("/metrics").text)
+    assert found["moe_serve:kv_tier_pages{tier=disk}"] == 7
+    assert found["moe_serve:kv_tier_pages{tier=memory}"] == 3
+    assert found["moe_serve:kv_tier_loads_total{result=hit,tier=memory}"] == 2
+    assert found["moe_serve:external_prefix_cache_hits_total{}"] == 5
+
+
 def test_the_alias(make_app: Callable[..., FastAPI], engine: Any) -> None:
     engine.tier = TierStats(name="disk", where="folder")
     facts = DashboardFacts(speculation=SpeculationConfig(method="auto"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,10 @@ def decode_plans() -> list[StepPlan]:
         plans.append(plan_of(pieces))
         for i in chosen:
             starts[i] += 1
+    table = (TABLES[2][0], *TABLES[2][2:])  # without its second page
+    plans.append(
+        plan_of([piece(0, starts[0]), replace(piece(2, 63), page_table=table, num_dropped=16)])
+    )
     return plans
 
 

@@ -109,7 +109,7 @@ def layered(
 
 
 def rows_by_sequence(choices: list[StepChoices | None], sequence: int) -> list[np.ndarray]:
-    """Return the choices and weights of one sequence over all steps."""
+    """Returns the choices and weights of one sequence over all steps."""
     ids, weights = [], []
     for each in choices:
         end = 0

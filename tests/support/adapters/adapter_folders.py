@@ -23,7 +23,7 @@ EXPERTS = re.compile(r".*\.(experts\.\d+|shared_expert|shared_experts)\.\w+\.wei
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint."""
+    """Reads all tensors of a checkpoint."""
     return {
         k: t for path in sorted(folder.glob("*.safetensors")) for k, t in load_file(path).items()
     }
@@ -39,7 +39,7 @@ def write_lora(
     size: float = 0.3,
     **config: Any,
 ) -> Path:
-    """Write a LoRA of all matrices whose names match, as PEFT does."""
+    """Writes a LoRA of all matrices whose names match, as PEFT does."""
     generator = torch.Generator().manual_seed(seed)
     matrices: dict[str, Tensor] = {}
     for name, weight in tensors_of(base).items():
@@ -90,7 +90,7 @@ def write_esft(
 def write_merged(
     folder: Path, base: Path, adapter: Path, changed: Mapping[str, Tensor] | None = None
 ) -> Path:
-    """Write the checkpoint with what an adapter changes: `changed`, or what is found by name."""
+    """Writes the checkpoint with what an adapter changes: `changed`, or what is found by name."""
     shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     weights = tensors_of(base)
     if changed is not None:

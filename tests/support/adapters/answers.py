@@ -17,7 +17,7 @@ GREEDY = SamplingParams(
 
 
 def adapters_of(**folders: Path) -> dict[str, str]:
-    """Return the argument of LLM(adapters=...)."""
+    """Returns the argument of LLM(adapters=...)."""
     return {name: str(folder) for name, folder in folders.items()}
 
 
@@ -28,18 +28,18 @@ def answers(
 
 
 def answers_of(folder: Path, **model: Any) -> list[RequestOutput]:
-    """Return the answers of a checkpoint."""
+    """Returns the answers of a checkpoint."""
     with LLM(str(folder), **model) as llm:
         return answers(llm)
 
 
 def content(outputs: Sequence[RequestOutput]) -> list[object]:
-    """Return tokens and log probabilities, for a comparison of every bit."""
+    """Returns tokens and log probabilities, for a comparison of every bit."""
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
 
 
 def largest_difference(some: Sequence[RequestOutput], others: Sequence[RequestOutput]) -> float:
-    """Return the largest difference between log probabilities of the prompts' tokens."""
+    """Returns the largest difference between log probabilities of the prompts' tokens."""
     return max(
         abs(a - b)
         for one, other in zip(some, others, strict=True)

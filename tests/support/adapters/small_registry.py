@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from moe_serve.adapters.adapter_build import BuiltAdapter
 from moe_serve.adapters.adapter_files import AdapterFiles
-from moe_serve.adapters.build import BuiltAdapter
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.config.sections import AdapterConfig
 from moe_serve.model.stage.adapter_rows import AdapterWeights
@@ -18,7 +18,7 @@ BYTES = 100  # of each adapter
 
 
 def write_small(folder: Path, number: int = 0) -> Path:
-    """Write a folder whose content depends on a number."""
+    """Writes a folder whose content depends on a number."""
     matrix = torch.full((1, 1), float(number))
     return write_peft(folder, {"base_model.model.x.lora_A.weight": matrix}, r=1)
 

@@ -86,7 +86,7 @@ class FakeCoordinator:
             state.phase, state.num_starts = RankPhase.SERVING, 1
 
     def lose(self, name: str, *, is_back: bool = True) -> None:
-        """End a rank's process. If `is_back`, a new one is there at the next `settle`."""
+        """Ends a rank's process. If `is_back`, a new one is there at the next `settle`."""
         self.membership.num_lost += 1
         self.membership.last_loss = f"{name}: the test took it"
         self.ranks[name], self.starts[name] = FakeRank(), self.starts[name] + 1
@@ -168,7 +168,7 @@ def fake_cluster(
     scheduler: SchedulerConfig = PLAIN,
     clock: Clock = REAL_CLOCK,
 ) -> ClusterEngine:
-    """Return an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise."""
+    """Returns an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise."""
     service = ServiceState.of(scheduler, clock)
 
     def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:

@@ -97,7 +97,7 @@ class FaultDrive:
         return all(s.phase is RankPhase.SERVING for s in self.membership.roster.all())
 
     def wait_until_complete(self) -> float:
-        """Step an idle engine until every rank is in the epoch -> seconds."""
+        """Steps an idle engine until every rank is in the epoch -> seconds."""
         start = time.monotonic()
         while not self.is_complete or self.engine.has_work:
             assert time.monotonic() - start < DEADLINE_S, f"not back: {self.phases()}"

@@ -51,7 +51,7 @@ def request(name: str, prompt: list[int], **params: object) -> GenerationRequest
 
 
 def run(engine: Engine) -> dict[str, list[TokenDelta]]:
-    """Step until idle, checking integrity after every step."""
+    """Steps until idle, checking integrity after every step."""
     result: dict[str, list[TokenDelta]] = {}
     while engine.has_work:
         for delta in engine.step():

@@ -40,7 +40,7 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.cleared: list[int] = []
         self.copied: list[tuple[int, int]] = []
-        self.slots: dict[int, list[int]] = {}  # page -> its tokens
+        self.slots = {0: [0] * page_size}  # page -> its tokens; page 0 is the empty page
         self.fails_next = False
         self.nan_after_token: int | None = None
         self.fails_on_token: int | None = None
@@ -57,10 +57,10 @@ class FakeRunner:
         for piece in plan.slices:
             if self.fails_on_token in piece.token_ids:
                 raise RuntimeError(f"token {self.fails_on_token} is poison")
-            self._write(piece.start, piece.token_ids.tolist(), piece.page_table)
+            self._write(piece.key_start, piece.token_ids.tolist(), piece.page_table)
         rows = []
         for piece in plan.slices:
-            end = piece.start + len(piece.token_ids)
+            end = piece.key_start + len(piece.token_ids)
             rows += self._rows(end - piece.num_logits, end, piece.page_table)
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 

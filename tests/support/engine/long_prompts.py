@@ -12,7 +12,7 @@ from tests.support.cluster.layouts import requests
 
 
 def long_requests(vocab_size: int) -> list[GenerationRequest]:
-    """Return eight requests with prompts of up to 300 tokens, two of which begin alike."""
+    """Returns eight requests with prompts of up to 300 tokens, two of which begin alike."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(1, vocab_size, int(rng.integers(30, 300))).tolist() for _ in range(8)]
     prompts[5] = prompts[2][:150] + prompts[5]

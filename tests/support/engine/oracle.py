@@ -15,7 +15,7 @@ def give_drafts(
     vocab_size: int = 50,
     is_adaptive: bool = False,
 ) -> Drafting:
-    """Make an engine verify the oracle's drafts."""
+    """Makes an engine verify the oracle's drafts."""
     assert isinstance(engine, Engine), f"{engine}"
     drafting = Drafting(
         [oracle], engine.stop_rule, vocab_size=vocab_size, max_tokens=most, is_adaptive=is_adaptive

@@ -88,7 +88,7 @@ class RunEngine(Engine):
 
 
 def give_runs(engine: object, most: int = 4, seed: int = 0) -> RunExecutor:
-    """Make an engine's steps give runs of 1 to `most` tokens."""
+    """Makes an engine's steps give runs of 1 to `most` tokens."""
     assert isinstance(engine, Engine) and isinstance(engine._executor, LocalExecutor), f"{engine}"
     engine.__class__ = RunEngine
     engine._executor = executor = RunExecutor(engine._executor, most, seed)

@@ -56,7 +56,7 @@ def request(
     priority: int = 0,
     token: int | None = None,
 ) -> GenerationRequest:
-    """Make a request. Prompts of different names share no page, unless they have a `token`."""
+    """Makes a request. Prompts of different names share no page, unless they have a `token`."""
     first = 1 + abs(hash(name)) % 40_000 if token is None else token
     return GenerationRequest(
         request_id=name,
@@ -118,7 +118,7 @@ class TimedEngine:
             self._note(delta)
 
     def run(self, arrivals: Iterable[GenerationRequest] = (), *, checks: bool = False) -> None:
-        """Serve requests in the order of their arrival times until all are answered."""
+        """Serves requests in the order of their arrival times until all are answered."""
         left = sorted(arrivals, key=lambda made: made.arrival_time)
         place = 0
         while place < len(left) or self.engine.has_work:

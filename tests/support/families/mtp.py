@@ -25,7 +25,7 @@ FILE = "model-mtp.safetensors"
 
 
 def write_with_mtp(folder: Path, name: str, *, is_own_head: bool = False) -> Path:
-    """Write a family's tiny checkpoint, with random weights of an MTP layer in a file of its own.
+    """Writes a family's tiny checkpoint, with random weights of an MTP layer in a file of its own.
 
     `is_own_head`: its embedding and head are others than the model's, not copies.
     """
@@ -81,13 +81,13 @@ class MTPReference:
 
     @torch.inference_mode()
     def states(self, token_ids: list[int]) -> Tensor:
-        """Return the model's states behind its final norm, [T, D]."""
+        """Returns the model's states behind its final norm, [T, D]."""
         states: Tensor = self.model.model(torch.tensor([token_ids])).last_hidden_state[0]
         return states
 
     @torch.inference_mode()
     def next_states(self, state_TD: Tensor, next_ids: list[int]) -> Tensor:
-        """Return the layer's states [T, D] from those before it and the tokens that follow."""
+        """Returns the layer's states [T, D] from those before it and the tokens that follow."""
         a, b, c, d = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
         if self.is_apart:
             a, b, c, d = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
@@ -117,7 +117,7 @@ class MTPReference:
 
     @torch.inference_mode()
     def theirs(self, state_TD: Tensor, next_ids: list[int]) -> Tensor:
-        """Return what `next_states` returns, computed by the layer of transformers."""
+        """Returns what `next_states` returns, computed by the layer of transformers."""
         theirs = modeling_layers.MtpModel(self.model, 1).eval()
         layer = theirs.layers[0]
         layer.mtp_block.load_state_dict(self.layer.state_dict())
@@ -146,7 +146,7 @@ def _config(folder: Path) -> Any:
 
 
 def _layer(folder: Path) -> Any:
-    """Make the family's decoder layer: sparse, but dense in EXAONE."""
+    """Makes the family's decoder layer: sparse, but dense in EXAONE."""
     config = _config(folder)
     model_class = getattr(transformers, config.architectures[0])
     values = json.loads((folder / "config.json").read_text())
@@ -160,7 +160,7 @@ def _layer(folder: Path) -> Any:
 
 
 def _published(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a layer's weights under published names: experts apart."""
+    """Returns a layer's weights under published names: experts apart."""
     found: dict[str, Tensor] = {}
     for key, tensor in weights.items():
         if key == "mlp.experts.gate_up_proj":
@@ -176,7 +176,7 @@ def _published(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _fused(weights: Mapping[str, Tensor], key: str) -> Tensor:
-    """Return the fused experts that transformers has in place of the published ones."""
+    """Returns the fused experts that transformers has in place of the published ones."""
 
     def all_of(part: str) -> list[Tensor]:
         names = (f"mlp.experts.{i}.{part}_proj.weight" for i in range(len(weights)))

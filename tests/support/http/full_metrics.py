@@ -9,6 +9,7 @@ import numpy as np
 
 from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.placement import contiguous
+from moe_serve.adapters.registry import AdapterStats
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
 from moe_serve.engine.request.request import FinishReason
@@ -38,7 +39,7 @@ from moe_serve.engine.watch.expert_load import ExpertLoad
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.metrics.metrics import RejectionReason, ServerMetrics
 from moe_serve.http.metrics.page import MetricsPage
-from moe_serve.http.metrics.scrape import ScrapeSources
+from moe_serve.http.metrics.scrape import AdapterSource, ScrapeSources
 from routing_predictor.traces.recording import RecordingStats
 
 
@@ -98,7 +99,7 @@ def full_stats() -> EngineStats:
 
 
 def full_metrics() -> str:
-    """Return the text of such a server's /metrics after one request of each outcome."""
+    """Returns the text of such a server's /metrics after one request of each outcome."""
     stats, plan = full_stats(), contiguous((0,), 4, 2)
     status = PlacementStatus(
         mode="auto",
@@ -125,6 +126,7 @@ def full_metrics() -> str:
     )
     tracing: Any = SimpleNamespace(status=lambda: recorded)
     placement: Any = SimpleNamespace(status=lambda: status, plan=lambda: plan)
+    registry: Any = SimpleNamespace(stats=AdapterStats(num_loads=1, num_names=1), max_names=8)
     metrics = ServerMetrics("m", tool_parser="hermes")
     for finished in FinishReason:
         metrics.observe_end(1.0, finished)
@@ -141,6 +143,7 @@ def full_metrics() -> str:
         experts=_counted_load(),
         has_each_expert=True,
         drafters=("ngram", "grammar"),
+        adapters=AdapterSource(registry=registry, names=lambda has_begun: ["sql"]),
     )
 
 

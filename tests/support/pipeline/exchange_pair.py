@@ -56,7 +56,7 @@ class Pair:
     pool: ThreadPoolExecutor
 
     def step(self, number: int, rows: Sequence[int], act: Callable[[], Any]) -> Any:
-        """Run `act` on the attention side while the others serve a step."""
+        """Runs `act` on the attention side while the others serve a step."""
         shape = StepShape(1, number, (tuple(rows),))
         futures = [self.pool.submit(loop.run, shape) for loop in self.loops]
         self.transport.begin(shape)

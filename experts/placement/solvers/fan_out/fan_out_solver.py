@@ -68,7 +68,7 @@ class FanOutSolver:
         seconds: float | None = None,
         report: Callable[[Progress], bool] | None = None,
     ) -> Solution:
-        """Solve the problem. `Progress` reports the balance at first; later its objective is the
+        """Solves the problem. `Progress` reports the balance at first; later its objective is the
         nodes per token, and its bound their least possible number."""
         seconds = self._options.seconds if seconds is None else seconds
         choices = _thinned(self._choices, self._options.max_tokens)
@@ -158,7 +158,7 @@ class FanOutState:
         )
 
     def descend(self, goes_on: Callable[[float, float], bool], seconds: float | None) -> bool:
-        """Run the descent; returns whether it came to its end, see `Descent.run`."""
+        """Runs the descent; returns whether it came to its end, see `Descent.run`."""
         patience, max_sweeps = self._options.patience, self._options.max_sweeps
         return self._descent.run(patience, max_sweeps, goes_on, seconds) and self._descent.prove(
             self._options.exact_slice_s or 0.0, goes_on
@@ -166,7 +166,7 @@ class FanOutState:
 
     @property
     def proof(self) -> str:
-        """Describe what was proved about fan-out; empty if nothing was."""
+        """Describes what was proved about fan-out; empty if nothing was."""
         num_proved = self._descent.num_proved
         if not num_proved:
             return ""
@@ -176,7 +176,7 @@ class FanOutState:
         )
 
     def placement(self) -> Placement:
-        """Return the current placement."""
+        """Returns the current placement."""
         placed = zip(self._layers, self._copies, self._descent.devices, strict=True)
         ranks_of = {layer: copies.ranks_of(device_C) for layer, copies, device_C in placed}
         return replace(self._start, ranks_of=ranks_of)

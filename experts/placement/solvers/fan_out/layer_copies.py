@@ -29,7 +29,7 @@ class LayerCopies:
 
     @classmethod
     def of(cls, ranks_of: RanksOf, each_SE: NDArray[np.float64]) -> LayerCopies:
-        """Make the copies; `each_SE` is the load of one copy."""
+        """Makes the copies; `each_SE` is the load of one copy."""
         counts_E = np.array([len(ranks) for ranks in ranks_of])
         expert_C = np.repeat(np.arange(len(ranks_of)), counts_E)
         return cls(
@@ -40,7 +40,7 @@ class LayerCopies:
         )
 
     def with_empty(self, empty_D: NDArray[np.int64]) -> LayerCopies:
-        """Add empty slots; `empty_D` counts the unused slots, into which a copy may move."""
+        """Adds empty slots; `empty_D` counts the unused slots, into which a copy may move."""
         num_empty = int(empty_D.sum())
         device_n = np.repeat(np.arange(len(empty_D)), empty_D)
         return LayerCopies(
@@ -51,14 +51,14 @@ class LayerCopies:
         )
 
     def chosen_copies(self, layer: int, expert_ids_NK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the copy that serves each choice; copies take turns as in `ReplicaChoice`."""
+        """Returns the copy that serves each choice; copies take turns as in `ReplicaChoice`."""
         counts_E = np.bincount(self.expert_C[self.expert_C >= 0], minlength=len(self.first_E))
         rows_N1 = np.arange(len(expert_ids_NK))[:, None]
         turns_NK = (rows_N1 + expert_ids_NK + layer) % counts_E[expert_ids_NK]
         return self.first_E[expert_ids_NK] + turns_NK
 
     def ranks_of(self, device_C: NDArray[np.int64]) -> RanksOf:
-        """Return the ranks of each expert as a placement has them; copies keep their turns."""
+        """Returns the ranks of each expert as a placement has them; copies keep their turns."""
         parts: list[list[int]] = [[] for _ in self.first_E]
         for expert, device in zip(self.expert_C.tolist(), device_C.tolist(), strict=True):
             if expert >= 0:
@@ -81,7 +81,7 @@ class LayerLimits:
 
     @classmethod
     def of(cls, problem: PlacementProblem, layer: int, copies: LayerCopies) -> LayerLimits:
-        """Make the limits; `layer` is the model's number."""
+        """Makes the limits; `layer` is the model's number."""
         num_experts = problem.loads.num_experts
         grouping, move = problem.grouping, problem.move
         group_E = is_current_ED = None

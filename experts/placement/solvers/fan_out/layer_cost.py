@@ -33,13 +33,13 @@ class TokenSets:
         self._shape = (num_sets, top_k, top_k)
 
     def groups_per_token(self, group_C: Ints) -> float:
-        """Return the distinct groups of a token's copies, mean over tokens."""
+        """Returns the distinct groups of a token's copies, mean over tokens."""
         sorted_MK = np.sort(group_C[self.copies_MK], axis=1)
         num_M = 1 + (sorted_MK[:, 1:] != sorted_MK[:, :-1]).sum(axis=1)
         return float(num_M @ self.weights_M)
 
     def swap_changes(self, group_C: Ints, num_groups: int) -> Floats:
-        """Return the change of `groups_per_token` when copies a and b swap places; 0 within a
+        """Returns the change of `groups_per_token` when copies a and b swap places; 0 within a
         group.
 
         A token with a and not b loses the group of a if a was alone in it, and gains the group of b
@@ -72,7 +72,7 @@ class TokenSets:
 
 
 def _distinct(sorted_NK: Ints, num_copies: int) -> tuple[Ints, Ints]:
-    """Return the distinct rows, and how often each occurs."""
+    """Returns the distinct rows, and how often each occurs."""
     top_k = sorted_NK.shape[1]
     if top_k * np.log2(max(2, num_copies)) < 62:  # a row fits into one number
         powers_K = num_copies ** np.arange(top_k, dtype=np.int64)
@@ -120,7 +120,7 @@ class LayerCost:
         self._weights, self._crossing_CM = weights, crossing_CM
 
     def cost(self, device_C: Ints) -> float:
-        """Return the cost, without the cap."""
+        """Returns the cost, without the cap."""
         weights, node_C = self._weights, self._node_D[device_C]
         total = weights.pairs * float(self._crossing_CM[np.arange(len(node_C)), node_C].sum())
         if weights.nodes:
@@ -147,7 +147,7 @@ class LayerCost:
         return np.asarray(change_CC)
 
     def overload(self, device_C: Ints) -> float:
-        """Return the load above the caps, summed over bins and scenarios."""
+        """Returns the load above the caps, summed over bins and scenarios."""
         return float(self._over(self._filled(device_C)).sum())
 
     def overload_changes(self, device_C: Ints) -> Floats:

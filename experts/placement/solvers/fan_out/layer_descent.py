@@ -113,7 +113,7 @@ def relabelled(
 def best_labels(
     cost_DD: NDArray[np.float64], label_D: NDArray[np.int64], kind_D: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the device of each bundle with the least total cost [bundle, device], or `label_D` if
+    """Returns the device of each bundle with the least total cost [bundle, device], or `label_D` if
     that is as good. A bundle stays on devices of the same kind."""
     from scipy.optimize import linear_sum_assignment
 
@@ -126,7 +126,7 @@ def best_labels(
 
 
 def node_of(devices: Devices) -> NDArray[np.int64]:
-    """Return the node of each device."""
+    """Returns the node of each device."""
     return np.array([device.node for device in devices.devices], dtype=np.int64)
 
 
@@ -195,13 +195,13 @@ class Descent:
     def _search(
         self, index: int, patience: int, hears: Callable[[], bool], *, is_first: bool
     ) -> bool:
-        """Search one layer; returns whether it changed."""
+        """Searches one layer; returns whether it changed."""
         crossing_CM = self._crossing(index, is_first=is_first)
         start_C = self._traded(index, crossing_CM)
         return self._put(index, self._layers[index].improved(start_C, crossing_CM, patience, hears))
 
     def prove(self, slice_s: float, goes_on: Callable[[float, float], bool]) -> bool:
-        """Solve exact programs of layers that are small enough; returns whether all were
+        """Solves exact programs of layers that are small enough; returns whether all were
         finished."""
         for _ in range(_MAX_PROOFS if slice_s > 0 else 0):
             has_changed = False
@@ -229,7 +229,7 @@ class Descent:
         return int(self._is_proved_L.sum())
 
     def _put(self, index: int, device_C: NDArray[np.int64]) -> bool:
-        """Set a layer's plan; returns whether it changed."""
+        """Sets a layer's plan; returns whether it changed."""
         has_changed = not np.array_equal(self.devices[index], device_C)
         self.devices[index] = device_C
         self._nodes_per_token_L[index] = self._layers[index].nodes_per_token(device_C)

@@ -102,7 +102,7 @@ class FanOutProgram:
                 self.rows.add([(self._x_CD[copy, [device]], 1), (earlier, -1)], -np.inf, 0)
 
     def _add_groups(self, sets: TokenSets, group_D: Ints, weight: float) -> list[Floats]:
-        """Add z of all sets and groups; returns their costs."""
+        """Adds z of all sets and groups; returns their costs."""
         num_groups = int(group_D.max()) + 1
         num_sets = len(sets.weights_M)
         z_MG = self._num_variables + np.arange(num_sets * num_groups).reshape(num_sets, num_groups)
@@ -116,7 +116,7 @@ class FanOutProgram:
         return [weight * np.repeat(sets.weights_M, num_groups)]
 
     def plan_of(self, x: Floats) -> Ints | None:
-        """Return the device of each copy; None means that the known plan is kept."""
+        """Returns the device of each copy; None means that the known plan is kept."""
         if x[self._q[0]] > 0.5:
             return None
         return np.asarray(x[self._x_CD].argmax(axis=1), dtype=np.int64)
@@ -129,7 +129,7 @@ def best_swaps(
     patience: int,
     goes_on: Callable[[], bool],
 ) -> NDArray[np.int64]:
-    """Return the cheapest plan under the cap that was found, or the one least above it. Ends after
+    """Returns the cheapest plan under the cap that was found, or the one least above it. Ends after
     `patience` swaps without a better one. `is_legal_CC` says which two copies may swap."""
     device_C = device_C.copy()
     cost, overload = cost_of.cost(device_C), cost_of.overload(device_C)
@@ -164,12 +164,12 @@ def best_swaps(
 
 
 def _over(overload: float) -> float:
-    """Return the overload, 0 if it is only rounding."""
+    """Returns the overload, 0 if it is only rounding."""
     return overload if overload > _EPSILON else 0.0
 
 
 def _is_better(one: tuple[float, float], best: tuple[float, float]) -> bool:
-    """Return whether (overload, cost) is better by more than rounding."""
+    """Returns whether (overload, cost) is better by more than rounding."""
     lighter = best[0] - one[0]
     return lighter > _EPSILON or (abs(lighter) <= _EPSILON and one[1] < best[1] - _EPSILON)
 
@@ -207,7 +207,7 @@ class LayerSearch:
     def improved(
         self, device_C: Ints, crossing_CM: Floats, patience: int, goes_on: Callable[[], bool]
     ) -> Ints:
-        """Return a plan no more expensive than `device_C`, and under the caps if `device_C` is."""
+        """Returns a plan no more expensive than `device_C`, and under the caps if `device_C` is."""
         patience = max(patience, len(device_C) // _COPIES_PER_PATIENCE)
         whole = self._cost(self._devices, self._weights, crossing_CM)
         by_node = self._cost(self._nodes, replace(self._weights, devices=0.0), crossing_CM)
@@ -222,8 +222,8 @@ class LayerSearch:
         return found_C if is_under and is_better else device_C
 
     def exact(self, device_C: Ints, crossing_CM: Floats, seconds: float) -> Exact | None:
-        """Solve a small layer exactly with HiGHS, with the neighbouring layers fixed; the spread of
-        loads below the cap is ignored. Returns None if the layer is too large."""
+        """Solves a small layer exactly with HiGHS, with the neighbouring layers fixed; the spread
+        of loads below the cap is ignored. Returns None if the layer is too large."""
         weights = replace(self._weights, spread=0.0)
         num_groups = self._num_nodes + len(self._limits.node_D) * bool(weights.devices)
         size = len(self._sets.weights_M) * num_groups * self._sets.copies_MK.shape[1]
@@ -248,7 +248,7 @@ class LayerSearch:
         return Exact(device_C=plan_C if is_better else device_C, is_proved=found.is_optimal)
 
     def nodes_per_token(self, device_C: Ints) -> float:
-        """Return the distinct nodes of a token, mean over tokens."""
+        """Returns the distinct nodes of a token, mean over tokens."""
         return self._sets.groups_per_token(self._limits.node_D[device_C])
 
     def _cost(self, bins: Bins, weights: CostWeights, crossing_CM: Floats) -> LayerCost:

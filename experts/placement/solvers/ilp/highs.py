@@ -27,7 +27,7 @@ class Rows:
     high: list[float] = field(default_factory=list)
 
     def add(self, terms: Sequence[Term], low: float, high: float) -> None:
-        """Add one constraint."""
+        """Adds one constraint."""
         for variables, factors in terms:
             flat = np.ravel(variables)
             self.row.append(np.full(len(flat), len(self.low)))
@@ -63,8 +63,8 @@ class Found:
 def run_highs(
     program: Program, seconds: float, *, gap: float = 1e-5, most_nodes: int | None = None
 ) -> Found:
-    """Solve a program. HiGHS cannot be interrupted, so use short times. Unlike `seconds`, the limit
-    `most_nodes` ends it at the same point on every machine."""
+    """Solves a program. HiGHS cannot be interrupted, so use short times. Unlike `seconds`, the
+    limit `most_nodes` ends it at the same point on every machine."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
@@ -94,7 +94,7 @@ def run_highs(
 
 @contextmanager
 def _without_prints() -> Iterator[None]:
-    """Discard what HiGHS prints. Some versions print a debugging line past Python, which would end
+    """Discards what HiGHS prints. Some versions print a debugging line past Python, which would end
     up in the middle of a table or of a file written to standard output."""
     if os.name != "posix":
         yield

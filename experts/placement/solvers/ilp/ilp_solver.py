@@ -96,8 +96,8 @@ class _Rounds:
         self._began, self._budget, self._report = began, budget, report
 
     def run(self) -> bool:
-        """Run the rounds; returns whether every layer was closed or searched until nothing more was
-        found."""
+        """Runs the rounds; returns whether every layer was closed or searched until nothing more
+        was found."""
         slice_s = self._options.first_slice_s
         while True:
             open_states = [
@@ -125,7 +125,7 @@ class _Rounds:
 
 
 def _certificate(states: list[LayerState], problem: PlacementProblem, counted: Bound) -> str:
-    """Describe what was proved, and for how many layers."""
+    """Describes what was proved, and for how many layers."""
     closed = [state.proof for state in states if state.is_closed]
     others = Counter(state.proof for state in states if not state.is_closed)
     num_by_highs = closed.count(Proof.OPTIMAL)

@@ -140,11 +140,11 @@ class LayerProgram:
                     self.rows.add(terms, -np.inf, 0)
 
     def _here(self, expert: int, device: int) -> NDArray[np.int64]:
-        """Return the variables u of an expert on a device, for every number of copies."""
+        """Returns the variables u of an expert on a device, for every number of copies."""
         return np.asarray(self.u_nD[self._expert_n == expert, device])
 
     def plan_of(self, x: NDArray[np.float64]) -> NDArray[np.bool_] | None:
-        """Return True where a device holds an expert; None means that the known plan is kept."""
+        """Returns True where a device holds an expert; None means that the known plan is kept."""
         if x[self.q[0]] > 0.5:
             return None
         holds_ED = np.zeros((self.task.num_experts, self.task.num_devices), dtype=bool)
@@ -195,7 +195,7 @@ class LayerState:
         return self._since_better > 3 * self.task.num_devices
 
     def close(self, seconds: float, most_nodes: int) -> None:
-        """Solve the whole program to its end, if it fits; `most_nodes` limits HiGHS's tree."""
+        """Solves the whole program to its end, if it fits; `most_nodes` limits HiGHS's tree."""
         whole = self._whole()
         if whole is None:
             self.bound = self.objective
@@ -206,7 +206,7 @@ class LayerState:
             self._take_bound(found.bound, found.is_optimal)
 
     def work(self, seconds: float) -> None:
-        """Solve one program, for at most `seconds`."""
+        """Solves one program, for at most `seconds`."""
         whole = self._whole()
         if whole is None:  # the copies that any better plan needs do not fit
             self.bound = self.objective
@@ -237,7 +237,7 @@ class LayerState:
             self.bound, self.proof = min(bound, self.objective), Proof.RELAXATION
 
     def _whole(self) -> Window | None:
-        """Return the numbers of copies that a better plan may have; None if there is no better
+        """Returns the numbers of copies that a better plan may have; None if there is no better
         plan."""
         task = self.task
         fewest_E = task.fewest_copies(self.objective)
@@ -249,7 +249,7 @@ class LayerState:
         return Window(copies_ER=is_thought_ER, is_free_D=np.ones(task.num_devices, dtype=bool))
 
     def _part(self, whole: Window) -> Window:
-        """Choose the busiest devices, or in turn random ones; numbers of copies stay or change by
+        """Chooses the busiest devices, or in turn random ones; numbers of copies stay or change by
         one. Experts on a device that is not free keep their number."""
         task, counts_E = self.task, self.holds_ED.sum(axis=1)
         each_SE = task.copy_load_SER[:, np.arange(task.num_experts), counts_E - 1]

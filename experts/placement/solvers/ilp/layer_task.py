@@ -50,13 +50,13 @@ class LayerTask:
         return int(self.copy_load_SER.shape[2])
 
     def objective(self, holds_ED: NDArray[np.bool_]) -> float:
-        """Return the objective of a plan; True in `holds_ED` where a device holds an expert."""
+        """Returns the objective of a plan; True in `holds_ED` where a device holds an expert."""
         counts_E = holds_ED.sum(axis=1)
         each_SE = self.copy_load_SER[:, np.arange(len(counts_E)), counts_E - 1]
         return float((each_SE @ holds_ED / self.speeds_D).max(axis=1).mean())
 
     def fewest_copies(self, objective: float) -> NDArray[np.int64]:
-        """Return the fewest copies without which no plan of one scenario is better than
+        """Returns the fewest copies without which no plan of one scenario is better than
         `objective`; R + 1 if none is."""
         num_scenarios, num_experts, most = self.copy_load_SER.shape
         if num_scenarios > 1:
@@ -66,7 +66,7 @@ class LayerTask:
         return np.asarray(first_E, dtype=np.int64)
 
     def equal_devices(self) -> list[list[int]]:
-        """Return groups of two or more devices that may trade all that they hold."""
+        """Returns groups of two or more devices that may trade all that they hold."""
         has_history = self.is_current_ED is not None
         kinds: dict[tuple[object, ...], list[int]] = {}
         for device in range(self.num_devices):
@@ -83,7 +83,7 @@ class LayerTask:
 
 
 def layer_tasks(problem: PlacementProblem, counted: Bound) -> list[LayerTask]:
-    """Make a task for each layer of the loads."""
+    """Makes a task for each layer of the loads."""
     devices = problem.devices.devices
     speeds_D = np.array([device.speed for device in devices])
     node_D = np.array([device.node for device in devices], dtype=np.int64)
@@ -130,5 +130,5 @@ def _task(
 
 
 def group_of(num_experts: int, num_groups: int) -> NDArray[np.int64]:
-    """Return the group of each expert; groups are equal consecutive runs."""
+    """Returns the group of each expert; groups are equal consecutive runs."""
     return np.arange(num_experts) * num_groups // num_experts

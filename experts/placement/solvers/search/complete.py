@@ -21,7 +21,7 @@ _SHARPNESS = 100.0
 def complete(
     state: State, layers: Sequence[int], *, what: str = "expert", where: str = "device"
 ) -> None:
-    """Complete the state in place. Raises PlacementError, with the layer, if the rules leave no
+    """Completes the state in place. Raises PlacementError, with the layer, if the rules leave no
     place."""
     for row, expert in np.argwhere(~_lies(state)):
         if not _make_room(state, int(row), int(expert)):
@@ -44,7 +44,7 @@ def _lies(state: State) -> Bools:
 
 
 def _make_room(state: State, row: int, expert: int) -> bool:
-    """Put a copy onto an empty slot, or in place of a replica or of a copy that moves to an empty
+    """Puts a copy onto an empty slot, or in place of a replica or of a copy that moves to an empty
     slot."""
     slot_DC, num_experts = state.slot_NDC[row], state.num_experts
     rules = state.rules

@@ -30,7 +30,7 @@ _MOST_SWEPT = 300_000  # the same for sweeps, whose steps have more overhead
 
 
 def sweep(state: State, soft: SoftPeak, dirty_ND: Bools, least: float) -> Bools:
-    """Make the best exchanges of each row's most promising dirty devices, if they lower the soft
+    """Makes the best exchanges of each row's most promising dirty devices, if they lower the soft
     peak. Returns [N]: whether a dirty device promised more than `least`."""
     weighed_NDS = soft.weighed(state.loads_NDS)
     device_NG, promises_NG = _most_promising(weighed_NDS, dirty_ND, least, state)
@@ -50,7 +50,7 @@ def sweep(state: State, soft: SoftPeak, dirty_ND: Bools, least: float) -> Bools:
 def _most_promising(
     weighed_NDS: Floats, dirty_ND: Bools, least: float, state: State
 ) -> tuple[Ints, Bools]:
-    """Return [N, G] devices, and which of them are dirty and promise more than `least`: in no
+    """Returns [N, G] devices, and which of them are dirty and promise more than `least`: in no
     scenario can two devices gain more than (sqrt E_a - sqrt E_b)^2 (see `exchange.py`)."""
     root_NDS = np.sqrt(weighed_NDS)
     above_NDS = root_NDS.max(axis=1, keepdims=True) - root_NDS
@@ -66,7 +66,7 @@ def _most_promising(
 def _best(
     state: State, soft: SoftPeak, weighed_NDS: Floats, row_n: Ints, device_n: Ints
 ) -> tuple[Floats, Ints, Ints]:
-    """Return for each device the change of the soft peak, its slot, and the slot [P] it trades
+    """Returns for each device the change of the soft peak, its slot, and the slot [P] it trades
     with."""
     change_nCP = soft.against_all(state, weighed_NDS, row_n, device_n)
     change_n, from_n, place_n = _least(change_nCP)
@@ -136,7 +136,7 @@ def _do(
     from_NG: Ints,
     place_NG: Ints,
 ) -> None:
-    """Make the best trade of a row first, then those that touch neither of its devices; other
+    """Makes the best trade of a row first, then those that touch neither of its devices; other
     devices stay dirty."""
     num_slots = state.slot_NDC.shape[2]
     other_NG, to_NG = np.divmod(place_NG, num_slots)
@@ -176,14 +176,14 @@ class _Steps(Protocol):
     """One kind of step, with its state for some rows."""
 
     def weigh(self, part: State) -> None:
-        """Compute the tables; called first, and again when rows were left out."""
+        """Computes the tables; called first, and again when rows were left out."""
 
     def step(self, part: State) -> Bools:
         """[n]: make a step; True for rows that may have more to gain."""
         ...
 
     def keep(self, rows_n: Bools) -> None:
-        """Keep only some rows."""
+        """Keeps only some rows."""
 
 
 class _Pairwise:
@@ -234,8 +234,8 @@ class _Sweeps:
 def settle(
     state: State, stage: DescentStage, enough_N: Floats, stop: Stop, same_ND: Bools | None = None
 ) -> None:
-    """Exchange until no pair of devices promises more; a row whose cost is at most `enough` is left
-    as it is. Of the devices in `same_ND` no two are examined until one of them changes."""
+    """Exchanges until no pair of devices promises more; a row whose cost is at most `enough` is
+    left as it is. Of the devices in `same_ND` no two are examined until one of them changes."""
     num_rows, num_devices, num_slots = state.slot_NDC.shape
     if same_ND is None:
         same_ND = np.zeros((num_rows, num_devices), dtype=bool)
@@ -258,7 +258,7 @@ def settle(
 def _settle(
     state: State, live: Ints, steps: _Steps, enough_N: Floats, costs_N: Floats, stop: Stop
 ) -> None:
-    """Settle the rows `live` together."""
+    """Settles the rows `live` together."""
     part = state.take(live)
     steps.weigh(part)
     for _ in range(_MOST_STEPS):

@@ -62,7 +62,7 @@ def exchange(
     num_pairs: int,
     least: float,
 ) -> Bools:
-    """Make the best exchange of each row's `num_pairs` most promising pairs, if it lowers the soft
+    """Makes the best exchange of each row's `num_pairs` most promising pairs, if it lowers the soft
     peak. Returns [N]: whether a pair was left to try; pairs without such an exchange are marked as
     tried.
 
@@ -95,7 +95,7 @@ def promises(weighed_NDS: Floats) -> Floats:
 
 
 def _most_promising(promise_NDD: Floats, num_pairs: int, least: float) -> tuple[Pairs, Bools]:
-    """Return pairs of a row without a common device, and the rows [N] that have one."""
+    """Returns pairs of a row without a common device, and the rows [N] that have one."""
     num_rows, num_devices, _ = promise_NDD.shape
     rows = np.arange(num_rows)
     found = np.zeros((3, 0), dtype=np.int64)
@@ -124,7 +124,7 @@ def best_swaps(
     *,
     per_copy: bool = False,
 ) -> Swaps:
-    """Return the swaps that lower the soft peak most; with `per_copy`, most for each copy of the
+    """Returns the swaps that lower the soft peak most; with `per_copy`, most for each copy of the
     budget."""
     there_nC, back_nC = allowed_swaps(state, pairs)
     cost_there_nC, cost_back_nC, left_n = _new_copies(state, pairs)
@@ -184,7 +184,7 @@ def movable(state: State) -> Bools | None:
 
 
 def _new_copies(state: State, pairs: Pairs) -> tuple[Ints, Ints, Ints]:
-    """Return the change of the number of copies that the current plan lacks when a copy moves from
+    """Returns the change of the number of copies that the current plan lacks when a copy moves from
     a to b [n, C] and from b to a, and the number of such copies still allowed [n]."""
     current_NED, budget = state.rules.current_NED, state.rules.budget
     if current_NED is None or budget is None:
@@ -215,7 +215,7 @@ def _do(
 
 
 def swap_slots(state: State, rows: Ints, one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> None:
-    """Swap slot i of device a with slot j of b, in some rows; in a row no device occurs twice."""
+    """Swaps slot i of device a with slot j of b, in some rows; in a row no device occurs twice."""
     (a, i), (b, j) = one, other
     e, f = state.slot_NDC[rows, a, i], state.slot_NDC[rows, b, j]
     state.slot_NDC[rows, a, i], state.slot_NDC[rows, b, j] = f, e

@@ -23,7 +23,7 @@ _HOTTEST, _COLDEST = 0.01, 1e-4  # temperatures, in even loads
 
 
 def can_fold(state: State) -> bool:
-    """Return True if devices are equal with two slots each, all to be filled, with one scenario,
+    """Returns True if devices are equal with two slots each, all to be filled, with one scenario,
     with replicas, and without other rules."""
     rules, num_slots = state.rules, state.slot_NDC.shape[2]
     return (
@@ -42,7 +42,7 @@ def can_fold(state: State) -> bool:
 def folded(
     state: State, num_steps: int, random: np.random.Generator, stop: Callable[[], bool]
 ) -> State:
-    """Return other plans for the same rows, packed from the best numbers of copies found."""
+    """Returns other plans for the same rows, packed from the best numbers of copies found."""
     num_rows = len(state.slot_NDC)
     chains = _Chains.of(state.take(np.repeat(np.arange(num_rows), _NUM_CHAINS)))
     best_ME, best_M = chains.copies_ME.copy(), chains.cost_M.copy()
@@ -82,7 +82,7 @@ class _Chains:
         return cls(state, copies_ME, expert_MP, each_ME, cost_M, hot_M)
 
     def step(self, temperature: float, random: np.random.Generator) -> None:
-        """Change one or two copies to another expert, sometimes that of the hottest pair; a change
+        """Changes one or two copies to another expert, sometimes that of the hottest pair; a change
         for the worse is accepted with a probability."""
         num_chains, num_experts = self.copies_ME.shape
         copies_ME, expert_MP = self.copies_ME.copy(), self.expert_MP.copy()

@@ -46,7 +46,7 @@ _SPREAD = 0.02  # difference in even loads within which a device counts as hot
 
 
 def spend(state: State, sharpness_N: Floats, random: np.random.Generator | None) -> None:
-    """Make changes until none helps or is allowed.
+    """Makes changes until none helps or is allowed.
 
     A sharp peak considers the hottest device alone, a soft one also the next hottest. `random` adds
     noise to the choice between the two kinds of change, so that several tries differ.
@@ -89,7 +89,7 @@ def _spend_once(
 
 
 def _pairs(promise_NDD: Floats) -> Pairs:
-    """Return the `_NUM_PAIRS` most promising pairs, each once; a device may be in several."""
+    """Returns the `_NUM_PAIRS` most promising pairs, each once; a device may be in several."""
     num_rows, num_devices, _ = promise_NDD.shape
     a_p, b_p = np.triu_indices(num_devices, 1)
     promise_Np = promise_NDD[:, a_p, b_p]
@@ -136,7 +136,7 @@ class Effort:
 
 
 def improve(state: State, bound_N: Floats, effort: Effort, seed: int, watch: Watch) -> None:
-    """Improve the state in place; whenever it is interrupted, `state` holds valid slots."""
+    """Improves the state in place; whenever it is interrupted, `state` holds valid slots."""
     random = np.random.default_rng(seed)
     enough_N = bound_N * (1.0 + 0.2 * effort.tolerance)
     if state.rules.budget is not None:
@@ -165,7 +165,7 @@ def improve(state: State, bound_N: Floats, effort: Effort, seed: int, watch: Wat
 def _fold(
     state: State, effort: Effort, enough_N: Floats, random: np.random.Generator, stop: Stop
 ) -> None:
-    """Try the numbers of copies that the annealing found, for rows that they improve."""
+    """Tries the numbers of copies that the annealing found, for rows that they improve."""
     cost_N = state.costs()
     live = np.flatnonzero(cost_N > enough_N * (1.0 + effort.tolerance))
     told = partial(stop, float(cost_N.mean()))
@@ -181,7 +181,7 @@ def _fold(
 
 
 def _leave_out(state: State, stage: DescentStage, enough_N: Floats, stop: Stop) -> None:
-    """Remove copies that bring no gain, which is possible if slots need not be filled: from the
+    """Removes copies that bring no gain, which is possible if slots need not be filled: from the
     current plan, and from one without replicas."""
     _recount_softly(state, stage, enough_N, stop)
     if state.rules.budget is None:
@@ -193,7 +193,7 @@ def _leave_out(state: State, stage: DescentStage, enough_N: Floats, stop: Stop) 
 
 
 def _recount_softly(state: State, stage: DescentStage, enough_N: Floats, stop: Stop) -> None:
-    """Make several changes at a time, because the peak falls only with the last of several equally
+    """Makes several changes at a time, because the peak falls only with the last of several equally
     hot devices and others may rise in between."""
     for sharpness in (*_LEAVING_SHARPNESS, stage.sharpness):
         live = np.arange(len(state.slot_NDC))
@@ -211,8 +211,8 @@ def _recount_softly(state: State, stage: DescentStage, enough_N: Floats, stop: S
 
 
 def _spend(state: State, effort: Effort, random: np.random.Generator, watch: Watch) -> None:
-    """Spend the budget from the current plan, with soft and sharp peaks; keeps the best try of each
-    row."""
+    """Spends the budget from the current plan, with soft and sharp peaks; keeps the best try of
+    each row."""
     tries, rows = effort.spending_tries, np.arange(len(state.slot_NDC))
     first, idle = state.take(rows), 0
     for done in range(effort.spending_rounds):
@@ -243,7 +243,7 @@ def _round(
     random: np.random.Generator,
     stop: Stop,
 ) -> Bools:
-    """Keep each row's best try if it is better. Returns [n]: whether it was."""
+    """Keeps each row's best try if it is better. Returns [n]: whether it was."""
     tries = effort.tries
     part = state.take(np.repeat(live, tries))
     before_NDS = part.loads_NDS.copy()
@@ -259,7 +259,7 @@ def _round(
 
 
 def _kick(state: State, random: np.random.Generator) -> None:
-    """Make a few random changes of each row."""
+    """Makes a few random changes of each row."""
     kicks, share = (_MOST_KICKS, _RECOUNTS)
     if state.slot_NDC.shape[1] > MANY:
         kicks, share = (_MOST_KICKS_OF_MANY, _RECOUNTS_OF_MANY)
@@ -302,7 +302,7 @@ def kick_recount(state: State, rows: Ints, random: np.random.Generator) -> None:
 
 
 def _hot(state: State, random: np.random.Generator) -> Ints:
-    """Draw a device [N], hotter ones with higher probability, in a random scenario."""
+    """Draws a device [N], hotter ones with higher probability, in a random scenario."""
     num_rows, num_devices, num_scenarios = state.loads_NDS.shape
     scenario_N = random.integers(num_scenarios, size=num_rows)
     heat_ND = state.loads_NDS[np.arange(num_rows), :, scenario_N]
@@ -311,7 +311,7 @@ def _hot(state: State, random: np.random.Generator) -> Ints:
 
 
 def _any(open_Nn: Bools, random: np.random.Generator) -> tuple[Ints, Bools]:
-    """Draw one open entry [N], all with equal probability; the second result says whether there is
+    """Draws one open entry [N], all with equal probability; the second result says whether there is
     one."""
     ticket_Nn: Floats = np.where(open_Nn, random.random(open_Nn.shape), -1.0)
     chosen_N = ticket_Nn.argmax(axis=1)

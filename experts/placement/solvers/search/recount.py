@@ -28,7 +28,7 @@ class Recounts:
 
 
 def recount(state: State, soft: SoftPeak, *, must_fill: bool = False) -> Bools:
-    """Make the change that lowers the soft peak most. With `must_fill`, fill an empty slot even if
+    """Makes the change that lowers the soft peak most. With `must_fill`, fill an empty slot even if
     that raises the peak. Returns [N]: rows that were changed."""
     best = best_recounts(state, soft, must_fill=must_fill)
     changed_N = np.isfinite(best.change_N) if must_fill else best.change_N < -1e-9
@@ -45,7 +45,7 @@ def best_recounts(
     per_copy: bool = False,
     random: np.random.Generator | None = None,
 ) -> Recounts:
-    """Return the best recounts; with `per_copy`, those that lower the peak most for each copy of
+    """Returns the best recounts; with `per_copy`, those that lower the peak most for each copy of
     the budget, and with `random` any of the best few with equal probability.
 
     The sum ignores the joint effect of two experts on devices that hold both, which only lowers it
@@ -75,7 +75,7 @@ def best_recounts(
 
 
 def _one_of_the_best(score_Nn: Floats, random: np.random.Generator) -> Ints:
-    """Draw one of the best, or take the very best if the drawn one is not allowed."""
+    """Draws one of the best, or takes the very best if the drawn one is not allowed."""
     best_Nm = _least(score_Nn, _NUM_RANDOM)
     rows = np.arange(len(best_Nm))
     chosen_N = best_Nm[rows, random.integers(best_Nm.shape[1], size=len(best_Nm))]
@@ -84,7 +84,7 @@ def _one_of_the_best(score_Nn: Floats, random: np.random.Generator) -> Ints:
 
 
 def put(state: State, rows: Ints, experts: Ints, places: Ints) -> None:
-    """Put experts into slots, and update all loads."""
+    """Puts experts into slots, and updates all loads."""
     if not len(rows):
         return
     device, slot = np.divmod(places, state.slot_NDC.shape[2])
@@ -95,7 +95,7 @@ def put(state: State, rows: Ints, experts: Ints, places: Ints) -> None:
 
 
 def without_replicas(state: State) -> State:
-    """Return a copy of the state in which every expert keeps only its pinned copies, or its first
+    """Returns a copy of the state in which every expert keeps only its pinned copies, or its first
     copy."""
     result = state.take(np.arange(len(state.slot_NDC)))
     row_N1, slot_NP, device_P = _slots(state)
@@ -124,7 +124,7 @@ def _each(state: State, copies_NE: Ints) -> Floats:
 
 
 def _slots(state: State) -> tuple[Ints, Ints, Ints]:
-    """Return the rows [N, 1], experts [N, P] and devices [P] of all slots."""
+    """Returns the rows [N, 1], experts [N, P] and devices [P] of all slots."""
     num_rows, num_devices, num_slots = state.slot_NDC.shape
     device_P = np.repeat(np.arange(num_devices), num_slots)
     return np.arange(num_rows)[:, None], state.slot_NDC.reshape(num_rows, -1), device_P

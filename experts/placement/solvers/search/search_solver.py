@@ -48,7 +48,7 @@ def solve_small(
     counted: Bound,
     stop: Callable[[], bool],
 ) -> SmallLayers | None:
-    """Solve the layers that do not meet their bound yet; None if layers are too large."""
+    """Solves the layers that do not meet their bound yet; None if layers are too large."""
     num_experts, num_devices = copies_LED.shape[1:]
     spare = int(problem.slots_by_layer().sum(axis=1).max()) - num_experts
     most_copies = max(1, min(num_devices, 1 + spare))
@@ -70,7 +70,7 @@ def solve_small(
 def _solve(
     task: LayerTask, copies_ED: NDArray[np.int64], bound_L: NDArray[np.float64], row: int
 ) -> bool:
-    """Solve one layer in place; returns whether its plan is proved optimal."""
+    """Solves one layer in place; returns whether its plan is proved optimal."""
     state = LayerState(task, copies_ED > 0, _MOST_OF_FEW)
     if state.is_closed:
         return False
@@ -81,7 +81,7 @@ def _solve(
 
 
 def relabelled(problem: PlacementProblem, copies_LED: Ints) -> Ints:
-    """Rename devices if moves are counted but not limited; pins and groups fix the names."""
+    """Renames devices if moves are counted but not limited; pins and groups fix the names."""
     move = problem.move
     if move is None or move.max_copies_per_layer is not None or problem.pins:
         return copies_LED
@@ -99,8 +99,8 @@ def relabelled(problem: PlacementProblem, copies_LED: Ints) -> Ints:
 
 
 def _kinds(problem: PlacementProblem) -> Ints:
-    """Return the kind of each device: those with the same speed, slots and (if groups are on nodes)
-    node are interchangeable."""
+    """Returns the kind of each device: those with the same speed, slots and (if groups are on
+    nodes) node are interchangeable."""
     devices = problem.devices.devices
     kinds = [
         (device.speed, device.num_slots, device.node if problem.grouping else 0)
@@ -173,7 +173,7 @@ class Search:
 
 
 def _with_proof(problem: PlacementProblem, solution: Solution, small: SmallLayers) -> Solution:
-    """Add the proofs of HiGHS, unless memory is shared by layers: then they hold only for these
+    """Adds the proofs of HiGHS, unless memory is shared by layers: then they hold only for these
     slots."""
     if not small.num_proved or problem.bytes_per_expert is not None:
         return solution

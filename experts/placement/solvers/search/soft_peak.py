@@ -35,7 +35,7 @@ class SoftPeak:
         self.weigh(state)
 
     def weigh(self, state: State) -> None:
-        """Compute the tables of exp(+-beta x load of a copy on a device of a speed)."""
+        """Computes the tables of exp(+-beta x load of a copy on a device of a speed)."""
         heaviest_N = state.each_NES.max(axis=(1, 2)) / self._speeds[0]
         self._beta_N = np.minimum(self._sharpness, self._largest / heaviest_N)
         exponent_NES = self._beta_N[:, None, None] * state.each_NES
@@ -63,7 +63,7 @@ class SoftPeak:
     def pair_tables(
         self, state: State, weighed_NDS: Floats, row_n: Ints, a_n: Ints, b_n: Ints
     ) -> PairTables:
-        """Return the tables of the copies on devices a and b."""
+        """Returns the tables of the copies on devices a and b."""
         row_n1 = row_n[:, None]
         a_nC, b_nC = state.slot_NDC[row_n, a_n], state.slot_NDC[row_n, b_n]
         class_a_n1, class_b_n1 = self._class_D[a_n][:, None], self._class_D[b_n][:, None]

@@ -21,8 +21,8 @@ from experts.placement.solvers.search.state import Bools, Floats, Ints, Rules, S
 
 
 def replicate(state: State, nodes_NEM: Bools, room_NM: Ints, most_NE: Ints) -> None:
-    """Add a copy to the expert whose copy weighs most in any scenario, `room_NM` times on the nodes
-    that it may use."""
+    """Adds a copy to the expert whose copy weighs most in any scenario, `room_NM` times on the
+    nodes that it may use."""
     heaviest_NE = np.maximum(state.each_NES[:, :-1].max(axis=2), 0.0)
     room_NM = room_NM.copy()
     rows = np.arange(len(heaviest_NE))
@@ -43,7 +43,7 @@ def replicate(state: State, nodes_NEM: Bools, room_NM: Ints, most_NE: Ints) -> N
 
 
 def pack(state: State) -> None:
-    """Put all copies, heaviest first, onto the device where they meet the least load; a replica is
+    """Puts all copies, heaviest first, onto the device where they meet the least load; a replica is
     left out if every device has its expert. Pinned copies are placed already."""
     num_rows, num_devices, _ = state.slot_NDC.shape
     rows = np.arange(num_rows)
@@ -84,7 +84,7 @@ def _heaviest_first(state: State) -> Ints:
 
 
 def lay(state: State, rows: Ints, experts: Ints, devices: Ints) -> None:
-    """Put a copy into the first empty slot of each device, and update the loads."""
+    """Puts a copy into the first empty slot of each device, and updates the loads."""
     is_open = state.rules.open_NDC[rows, devices]
     empty = is_open & (state.slot_NDC[rows, devices] == state.num_experts)
     state.slot_NDC[rows, devices, empty.argmax(axis=1)] = experts
@@ -121,7 +121,7 @@ def _by_group(copies_LED: Bools | Ints, grouping: Grouping) -> Ints:
 
 
 def _most_held(held_LGM: Ints, wanted_LGM: Bools, grouping: Grouping) -> Bools:
-    """Choose nodes with pins, then those that hold most of the group."""
+    """Chooses nodes with pins, then those that hold most of the group."""
     first_LGM = np.where(wanted_LGM, held_LGM + held_LGM.sum() + 1, held_LGM)
     order_LGM = np.argsort(-first_LGM, axis=2, kind="stable")
     nodes_LGM = np.zeros(held_LGM.shape, dtype=bool)
@@ -176,7 +176,7 @@ def _places(
 
 
 def _parts(slots_M: Ints, wanted: int) -> Ints:
-    """Divide the places by slots; the largest remainders are rounded up."""
+    """Divides the places by slots; the largest remainders are rounded up."""
     exact_M = wanted * slots_M / slots_M.sum()
     parts_M = np.asarray(np.floor(exact_M), dtype=np.int64)
     order_M = np.argsort(parts_M - exact_M, kind="stable")
@@ -185,7 +185,7 @@ def _parts(slots_M: Ints, wanted: int) -> Ints:
 
 
 def first_state(problem: PlacementProblem) -> State:
-    """Return the first state, one row a layer, which keeps every rule. Raises PlacementError if an
+    """Returns the first state, one row a layer, which keeps every rule. Raises PlacementError if an
     expert finds no place."""
     slots_LD = problem.slots_by_layer()
     pinned_LED = _pinned(problem)
@@ -264,7 +264,7 @@ def _pack(
 
 
 def _keep(state: State, current_NED: Bools, pinned_NED: Bools) -> None:
-    """Keep the copies of the current plan that may stay, with pins beside them or in place of
+    """Keeps the copies of the current plan that may stay, with pins beside them or in place of
     others."""
     allowed = state.rules.allowed_NED
     kept_NED = current_NED if allowed is None else current_NED & allowed[:, :-1]

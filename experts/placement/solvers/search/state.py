@@ -31,7 +31,7 @@ class Rules:
     fill: bool = True
 
     def take(self, rows: Ints) -> Rules:
-        """Return a copy for some rows; a row may occur several times."""
+        """Returns a copy for some rows; a row may occur several times."""
         return Rules(
             open_NDC=self.open_NDC[rows],
             allowed_NED=None if self.allowed_NED is None else self.allowed_NED[rows],
@@ -59,7 +59,7 @@ class State:
 
     @classmethod
     def empty(cls, load: CopyLoad, speed_D: Floats, rules: Rules) -> State:
-        """Make a state in which no expert is placed."""
+        """Makes a state in which no expert is placed."""
         num_rows, num_devices, _ = rules.open_NDC.shape
         num_scenarios, _, num_experts = load.shares_SLE.shape
         allowed = rules.allowed_NED
@@ -82,7 +82,7 @@ class State:
         return int(self.copies_NE.shape[1]) - 1
 
     def take(self, rows: Ints) -> State:
-        """Return a copy of some rows; a row may occur several times."""
+        """Returns a copy of some rows; a row may occur several times."""
         return State(
             load=CopyLoad(
                 shares_SLE=self.load.shares_SLE[:, rows],
@@ -96,25 +96,25 @@ class State:
         )
 
     def put(self, rows: Ints, other: State, others: Ints) -> None:
-        """Replace rows by those of a state that was taken from the same layers."""
+        """Replaces rows by those of a state that was taken from the same layers."""
         for name in _BY_ROW:
             getattr(self, name)[rows] = getattr(other, name)[others]
 
     def weigh(self) -> None:
-        """Compute the loads of one copy from the numbers of copies."""
+        """Computes the loads of one copy from the numbers of copies."""
         each_SNE = self.load.each(self.load.shares_SLE, self.copies_NE[:, :-1])
         each_SNE /= self.even_SN[:, :, None]
         self.each_NES[:, :-1] = each_SNE.transpose(1, 2, 0)
 
     def each_with(self, rows: Ints, experts: Ints, copies: Ints) -> Floats:
-        """Return the load of one copy [n, S] if its expert had that many copies."""
+        """Returns the load of one copy [n, S] if its expert had that many copies."""
         empty = experts == self.num_experts
         shares_Sn = self.load.shares_SLE[:, rows, np.where(empty, 0, experts)]
         each_Sn = self.load.each(shares_Sn, np.maximum(copies, 1)) / self.even_SN[:, rows]
         return np.asarray(np.where(empty, 0.0, each_Sn).T)
 
     def add_up(self) -> None:
-        """Compute everything that follows from `slot_NDC`."""
+        """Computes everything that follows from `slot_NDC`."""
         num_rows, num_devices, num_slots = self.slot_NDC.shape
         row_N11 = np.arange(num_rows)[:, None, None]
         device_1D1 = np.arange(num_devices)[None, :, None]
@@ -145,7 +145,7 @@ class State:
         return np.asarray((~current[row_N11, self.slot_NDC, device_1D1]).sum(axis=(1, 2)))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the values that moves update differ from those that follow from
+        """Raises AssertionError if the values that moves update differ from those that follow from
         the slots."""
         fresh = self.take(np.arange(len(self.slot_NDC)))
         fresh.add_up()

@@ -34,7 +34,7 @@ class Watch:
         return self._is_over
 
     def end(self) -> None:
-        """End the search, as after Ctrl-C."""
+        """Ends the search, as after Ctrl-C."""
         self._is_over = True
 
     def stop(self) -> bool:

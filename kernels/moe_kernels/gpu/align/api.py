@@ -46,7 +46,7 @@ class Alignment:
 
 
 def align(expert_ids_TK: Tensor, num_experts: int, block_rows: int) -> Alignment:
-    """Group the slots by expert, ascending within one. Ids outside [0, E) take no part.
+    """Groups the slots by expert, ascending within one. Ids outside [0, E) take no part.
 
     Worked example, E = 4, R = 2, ids [[0, 2], [1, 2], [2, 9]], S = 6: counts [1, 1, 3, 0], tiles
     of experts [0, 1, 2, 2, -1], sorted slots [0 6 | 2 6 | 1 3 | 4 6 | unused].
@@ -107,7 +107,7 @@ def _direct(ids_S: Tensor, config: AlignConfig) -> Alignment:
 def _align_chunks(
     ids_S: Tensor, num_experts: int, out: Alignment, config: AlignConfig, starts_CE: Tensor
 ) -> None:
-    """Count each chunk, add up the chunks, map tiles to experts, place the slots."""
+    """Counts each chunk, add up the chunks, map tiles to experts, place the slots."""
     num_slots, chunks = out.num_slots, (config.num_chunks,)
     bins = config.block_experts
     count_kernel[chunks](

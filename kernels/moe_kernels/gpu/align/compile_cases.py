@@ -67,7 +67,7 @@ def _cases() -> Iterator[CompileCase]:
 
 
 def _chunk_cases(config: AlignConfig) -> Iterator[CompileCase]:
-    """Return the constants that depend on the number of experts when there are many slots."""
+    """Returns the constants that depend on the number of experts when there are many slots."""
     bins = config.block_experts
     yield _case(
         f"count-{bins}",

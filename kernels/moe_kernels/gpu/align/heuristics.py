@@ -39,7 +39,7 @@ def max_tiles(num_slots: int, num_experts: int, block_rows: int) -> int:
 
 
 def is_direct(num_slots: int, num_experts: int) -> bool:
-    """Decide if each slot gets a tile of its own, so that nothing is sorted."""
+    """Decides if each slot gets a tile of its own, so that nothing is sorted."""
     return num_slots * _EXPERTS_PER_SLOT <= num_experts
 
 

@@ -119,7 +119,7 @@ def grouped_experts(
 
 
 def product_shape(weight: GroupedWeight, item_bytes: int) -> ProductShape:
-    """Return the quantities by which a tile is chosen."""
+    """Returns the quantities by which a tile is chosen."""
     return ProductShape(
         num_inputs=weight.num_inputs,
         num_outputs=weight.num_outputs,
@@ -131,7 +131,7 @@ def product_shape(weight: GroupedWeight, item_bytes: int) -> ProductShape:
 
 
 def multiply(product: Product, alignment: Alignment, top_k: int, chip: Chip) -> None:
-    """Compute one product over aligned tiles; rows in no tile are not written."""
+    """Computes one product over aligned tiles; rows in no tile are not written."""
     shape = product_shape(product.weight, product.x.element_size())
     tile = tuned_tile(alignment.block_rows, shape, chip.capability, chip.tuned)
     # One slot a tile leaves nothing to share: the plain grid serves it.
@@ -218,7 +218,7 @@ def _blocks(rows: Tensor, *block: int) -> TensorDescriptor:
 
 
 def chip_of(device: torch.device, has_equal_tiles: bool = False) -> Chip:
-    """Return the device's chip with the configurations tuned for it."""
+    """Returns the device's chip with the configurations tuned for it."""
     properties = torch.cuda.get_device_properties(device)
     capability = 10 * properties.major + properties.minor
     return Chip(
@@ -237,7 +237,7 @@ def known_capability(capability: int) -> int:
 
 
 def has_equal_tiles(experts: GroupedExperts, dtype: torch.dtype, chip: Chip) -> bool:
-    """Check that this chip gives a row the same bits in tiles of all sizes.
+    """Checks that this chip gives a row the same bits in tiles of all sizes.
 
     Run random rows through these experts in every tile size, and compare the results' bits.
 

@@ -34,7 +34,7 @@ _INFINITE_EXPONENT = 241  # larger mxfp4 scales, and NaN, become infinity in the
 
 
 def layout_of(form: MatrixForm) -> PackedLayout | str:
-    """Return the layout of matrices of this form, or the reason why the form is not supported."""
+    """Returns the layout of matrices of this form, or the reason why the form is not supported."""
     if form.is_shuffled:
         return "their groups are shuffled (activation order)"
     if form.values == "e2m1":

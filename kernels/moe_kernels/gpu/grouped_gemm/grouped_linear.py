@@ -168,7 +168,7 @@ class GroupedHeadLinear:
 
 
 def has_equal_tiles(linear: GroupedLinear | GroupedHeadLinear, x: Tensor) -> bool:
-    """Check that rows have the same bits in all tile sizes, as api.py does for experts.
+    """Checks that rows have the same bits in all tile sizes, as api.py does for experts.
 
     Waits for the device: at load, never while a CUDA graph is captured.
     """

@@ -24,7 +24,7 @@ def tile_of(program, num_tiles, num_blocks_n, GROUP: tl.constexpr):
 def slots_of(
     tile, sorted_slots_ptr, num_slots, BLOCK_M: tl.constexpr, IS_DIRECT: tl.constexpr
 ):  # fmt: skip
-    """Read a tile [M]: its slots, their positions, and a mask of the entries that are slots."""
+    """Reads a tile [M]: its slots, their positions, and a mask of the entries that are slots."""
     lanes = tl.arange(0, BLOCK_M)
     if IS_DIRECT:
         positions = tile + lanes

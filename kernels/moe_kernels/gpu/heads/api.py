@@ -23,7 +23,7 @@ NO_NORM, NORM_BY_HEAD, NORM_BY_ROW, NORM_AFTER_ROTATION = range(4)  # as in kern
 
 
 def norm_code(shape: AttentionShape) -> int:
-    """Return the code of the point at which the kernel normalises queries and keys."""
+    """Returns the code of the point at which the kernel normalises queries and keys."""
     if shape.qk_norm == "row":
         return NORM_BY_ROW
     if shape.qk_norm == "none":
@@ -76,7 +76,7 @@ def _launch_heads(
     results: tuple[Tensor, Tensor, Tensor],
     shape: AttentionShape,
 ) -> None:
-    """Launch shape_heads; `places`: positions and rows, `results`: queries, keys and values."""
+    """Launches shape_heads; `places`: positions and rows, `results`: queries, keys and values."""
     dim, value_dim = shape.head_dim, shape.value_width
     code = NO_NORM if norm is None else norm_code(shape)
     config = head_config(shape.num_heads, dim, value_dim)

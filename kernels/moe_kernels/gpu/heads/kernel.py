@@ -165,7 +165,7 @@ def shape_block(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def partner(d, ROTARY_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the partner of each value in the rotation: the same place of the other half."""
+    """Returns the partner of each value in the rotation: the same place of the other half."""
     HALF: tl.constexpr = ROTARY_DIM // 2
     return tl.where(d < HALF, d + HALF, tl.where(d < ROTARY_DIM, d - HALF, d))
 

@@ -90,7 +90,7 @@ def rotate_rows(  # type: ignore[no-untyped-def]
 
 
 def rotated(x: Tensor, form: KVForm, dtype: torch.dtype) -> Tensor:
-    """Return rows [.., D] in fp32 as a form of pages rotates keys and queries, in `dtype`."""
+    """Returns rows [.., D] in fp32 as a form of pages rotates keys and queries, in `dtype`."""
     width = x.shape[-1]
     rotation = form.rotation(width)
     if not rotation:

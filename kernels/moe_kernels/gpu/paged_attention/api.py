@@ -40,7 +40,7 @@ def plan_attention(
     device: torch.device,
     sizes: PlanSizes | None = None,
 ) -> PagedPlan:
-    """Plan a step for pages of this dtype, in the tiles of its shape; see plan.py for `sizes`."""
+    """Plans a step for pages of this dtype, in the tiles of its shape; see plan.py for `sizes`."""
     return plan_paged_attention(
         step, shape, config_of(shape, dtype, chip_of(device)), device, sizes
     )
@@ -201,13 +201,13 @@ def num_processors(device: torch.device) -> int:
 
 
 def is_latent(keys: Tensor, values: Tensor, config: AttentionConfig) -> bool:
-    """Check if the values are the first part of the keys; the kernel then loads them once."""
+    """Checks if the values are the first part of the keys; the kernel then loads them once."""
     is_same = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
     return is_same and values.shape[-1] == config.block_d and keys.shape[-1] >= config.block_d
 
 
 def page_constants(pages: KVPages, config: AttentionConfig) -> dict[str, Any]:
-    """Return the constants of the pages' form."""
+    """Returns the constants of the pages' form."""
     num_scales = 1 if pages.key_scales is None else pages.key_scales.shape[-1]
     return {
         "IS_LATENT": is_latent(pages.keys, pages.values, config),
@@ -216,7 +216,7 @@ def page_constants(pages: KVPages, config: AttentionConfig) -> dict[str, Any]:
 
 
 def form_constants(form: KVForm, value_width: int, num_scales: int) -> dict[str, Any]:
-    """Return the constants of pages of a form. In 8 bits the two scales of a latent key belong to
+    """Returns the constants of pages of a form. In 8 bits the two scales of a latent key belong to
     its values and to the rest."""
     has_parts = form.bits == 8 and num_scales == 2
     return {
@@ -232,7 +232,7 @@ def attending_constants(
     tile: AttentionTile,
     page_size: int,
 ) -> dict[str, Any]:
-    """Return the constants of attend_items and of both kernels of tiles, but for those of the
+    """Returns the constants of attend_items and of both kernels of tiles, but for those of the
     pages."""
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
@@ -255,7 +255,7 @@ def attending_constants(
 
 
 def joining_constants(shape: AttentionShape, config: AttentionConfig) -> dict[str, Any]:
-    """Return the constants of join_items."""
+    """Returns the constants of join_items."""
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,

@@ -86,7 +86,7 @@ class PagedPlan:
         return (self.buffer,)
 
     def pack(self, step: StepRows) -> Tensor:
-        """Plan another step, on the host; it must fit in `sizes`, as one slab."""
+        """Plans another step, on the host; it must fit in `sizes`, as one slab."""
         assert step.page_size == self.page_size, f"pages of {step.page_size} tokens"
         layout = _lay_out(step, self.shape, self.config)
         _check_one_slab(self.slabs)
@@ -94,11 +94,11 @@ class PagedPlan:
         return _packed(layout, step, self.sizes, self.buffer.device)
 
     def load(self, packed: Tensor) -> None:
-        """Let the buffer be what `pack` gave."""
+        """Lets the buffer be what `pack` gave."""
         self.buffer.copy_(packed, non_blocking=True)
 
     def update(self, step: StepRows) -> None:
-        """Plan another step in the same buffer."""
+        """Plans another step in the same buffer."""
         self.load(self.pack(step))
 
 
@@ -120,7 +120,8 @@ def plan_paged_attention(
     device: torch.device,
     sizes: PlanSizes | None = None,
 ) -> PagedPlan:
-    """Plan a step, in a buffer of the given sizes or of the step's own. Does not wait for a device.
+    """Plans a step, in a buffer of the given sizes or of the step's own. Does not wait for a
+    device.
 
     Page 0 is the empty page and stands for "none" in the tables.
     """
@@ -147,14 +148,14 @@ def plan_paged_attention(
 
 
 def plan_sizes(step: StepRows, shape: AttentionShape, config: AttentionConfig) -> PlanSizes:
-    """Compute the sizes that the step needs; a graph's bucket has those of its largest step."""
+    """Computes the sizes that the step needs; a graph's bucket has those of its largest step."""
     return _lay_out(step, shape, config).sizes
 
 
 def decode_sizes(
     room: DecodeRoom, shape: AttentionShape, config: AttentionConfig
 ) -> PlanSizes | None:
-    """Compute sizes that fit any step of the room; None if its items need more than one slab.
+    """Computes sizes that fit any step of the room; None if its items need more than one slab.
 
     Rows of a sequence each, with n keys in all, have at most n / split + one split begun per row;
     and no row has more splits than the longest one, or than its window or chunk may touch.

@@ -29,7 +29,7 @@ def route(
     ids_dtype: torch.dtype = torch.int64,
     has_counts: bool = True,
 ) -> RoutedChoices:
-    """Choose each row's experts. Logits and bias are fp32, a row of logits is contiguous."""
+    """Chooses each row's experts. Logits and bias are fp32, a row of logits is contiguous."""
     num_rows, num_experts = logits_TE.shape
     assert num_experts == shape.num_experts, f"{num_experts} logits for {shape.num_experts} experts"
     assert num_experts % shape.num_groups == 0, f"{num_experts} / {shape.num_groups} groups"

@@ -99,7 +99,7 @@ def _num_warps(function_name: str, config: SamplingConfig) -> int:
 
 
 def _listing_case(function: Any, num_name: str, block: int, num_warps: int) -> CompileCase:
-    """Return the case of a kernel over a list, which has no blocks of the vocabulary."""
+    """Returns the case of a kernel over a list, which has no blocks of the vocabulary."""
     pointers = [a for a in function.arg_names if a.endswith("_ptr")]
     vocabulary = {"VOCAB": _VOCABULARIES["qwen3"]} if "VOCAB" in function.arg_names else {}
     return CompileCase(

@@ -17,7 +17,7 @@ BIN_SHIFT = tl.constexpr(20)  # eight bins per octave
 
 @triton.jit
 def bits_of(p):  # type: ignore[no-untyped-def]
-    """Return the bits of values of at least 0: integers in the order of the values."""
+    """Returns the bits of values of at least 0: integers in the order of the values."""
     return p.to(tl.int32, bitcast=True)
 
 
@@ -120,7 +120,8 @@ def find_cuts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def at_least(data_ptr, size, t1, t2, t3, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the values with at least the bits t1, t2 and t3, and sum them; no value is negative."""
+    """Counts the values with at least the bits t1, t2 and t3, and sum them; no value is
+    negative."""
     n1 = tl.zeros((CHUNK,), dtype=tl.int32)
     n2, n3 = n1, n1
     m1 = tl.zeros((CHUNK,), dtype=tl.int64)

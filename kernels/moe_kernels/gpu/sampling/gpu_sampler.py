@@ -123,7 +123,7 @@ def _scores(
 
 
 def likeliest(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Return ids [R, N] and logits [R, N], descending; equal logits by ascending id.
+    """Returns ids [R, N] and logits [R, N], descending; equal logits by ascending id.
 
     Neither the batch nor the algorithm decides the order.
     `torch.topk` promises no order among equals, so it gets none: keys hold the logit and the id.
@@ -151,7 +151,7 @@ def _keys(logits_RV: Tensor) -> Tensor:
 
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device as views of one buffer. Does not wait for the device."""
+    """Copies arrays to the device as views of one buffer. Does not wait for the device."""
     starts, size = [], 0
     for array in arrays:
         starts.append(size)

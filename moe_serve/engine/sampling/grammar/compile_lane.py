@@ -25,7 +25,7 @@ _COUNTS = re.compile(
 
 
 def looks_quick(constraint: Constraint) -> bool:
-    """Return whether a constraint is short and its counts (`{3,20}`, `"maxItems": 8`) have a small
+    """Returns whether a constraint is short and its counts (`{3,20}`, `"maxItems": 8`) have a small
     product."""
     if len(constraint.source) + len(constraint.lead) > MAX_QUICK_CHARS:
         return False
@@ -53,7 +53,7 @@ class CompileLane:
         return len(self._lines.get(client, ()))
 
     async def run(self, client: str, work: Callable[[Guard], T]) -> T:
-        """Run `work` with a worker on a thread. Once begun it runs to its end, even if
+        """Runs `work` with a worker on a thread. Once begun it runs to its end, even if
         cancelled."""
         self.num_waiting += 1
         try:
@@ -62,7 +62,7 @@ class CompileLane:
             self.num_waiting -= 1
 
     def close(self) -> None:
-        """End the workers. The lane may be used again."""
+        """Ends the workers. The lane may be used again."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
@@ -95,7 +95,7 @@ class CompileLane:
             raise
 
     def _pass_on(self, guard: Guard) -> None:
-        """Give the worker to the next waiting client, which then goes behind all others."""
+        """Gives the worker to the next waiting client, which then goes behind all others."""
         while self._lines:
             client, line = self._lines.popitem(last=False)
             turn = line.popleft()

@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def compile_constraint(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMatcher:
-    """Compile a constraint. Raises InvalidGrammarError if it is invalid, too large, or allows
+    """Compiles a constraint. Raises InvalidGrammarError if it is invalid, too large, or allows
     nothing.
 
     The part after a lead is also compiled alone, as the lead always allows something.
@@ -47,7 +47,7 @@ def compile_constraint(constraint: Constraint, vocabulary: Vocabulary) -> llguid
 
 
 def check_parts(constraint: Constraint, vocabulary: Vocabulary) -> None:
-    """Compile every schema of a structural tag alone, as the free text around it always allows
+    """Compiles every schema of a structural tag alone, as the free text around it always allows
     something. Raises InvalidGrammarError with the schema's place."""
     if constraint.kind != "structural_tag":
         return
@@ -78,7 +78,7 @@ def _compiled(constraint: Constraint, grammar: str, vocabulary: Vocabulary) -> l
 
 
 def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
-    """Return the constraint, without its lead, as a grammar of the library."""
+    """Returns the constraint, without its lead, as a grammar of the library."""
     source = constraint.source
     try:
         if constraint.kind == "json_object":
@@ -103,7 +103,7 @@ def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
 
 
 def lark_of(constraint: Constraint) -> Constraint:
-    """Convert a GBNF grammar to Lark; other constraints are returned unchanged. Runs in a process
+    """Converts a GBNF grammar to Lark; other constraints are returned unchanged. Runs in a process
     that can be ended."""
     if constraint.kind != "gbnf":
         return constraint
@@ -116,7 +116,7 @@ def lark_of(constraint: Constraint) -> Constraint:
 
 
 def refusal(constraint: Constraint, reason: str, place: str = "") -> InvalidGrammarError:
-    """Build the error, with the beginning of the library's reason."""
+    """Builds the error, with the beginning of the library's reason."""
     lines = reason.partition("<state>")[0].split("\n")
     first = lines[0]
     if "regex parse error" in first:  # the reason comes last, after a drawing

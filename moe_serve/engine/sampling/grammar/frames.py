@@ -36,10 +36,10 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 def send(descriptor: int, message: Words | Compile | Verdict) -> None:
-    """Send a message. Blocks until all of it is in the pipe."""
+    """Sends a message. Blocks until all of it is in the pipe."""
     send_frame(descriptor, msgspec.msgpack.encode(message))
 
 
 def receive(descriptor: int, timeout_s: float | None = None) -> bytes | None:
-    """Return the next message's content; None if the other side has ended. Raises TimeoutError."""
+    """Returns the next message's content; None if the other side has ended. Raises TimeoutError."""
     return receive_frame(descriptor, timeout_s)

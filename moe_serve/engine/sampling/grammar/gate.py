@@ -39,12 +39,12 @@ class GrammarGate:
         return len(self._verdicts)
 
     def check(self, constraint: Constraint) -> Constraint:
-        """Return the constraint as engines take it, with GBNF converted to Lark. Raises
+        """Returns the constraint as engines take it, with GBNF converted to Lark. Raises
         InvalidGrammarError."""
         return _outcome(self._judge(constraint, self._guard), constraint)
 
     async def admit(self, constraint: Constraint, client: str = "") -> Constraint:
-        """Check a constraint like `check` without blocking; clients take turns. Raises
+        """Checks a constraint like `check` without blocking; clients take turns. Raises
         ServerOverloadedError if too many constraints are waiting."""
         verdict = self._verdicts.get(digest(constraint))
         if verdict is not None and (verdict.why is not None or self.grammars.has(constraint)):
@@ -68,12 +68,12 @@ class GrammarGate:
             )
 
     def close(self) -> None:
-        """End the worker processes. The gate may be used again."""
+        """Ends the worker processes. The gate may be used again."""
         self._quick.close()
         self._slow.close()
 
     def _check_and_keep(self, constraint: Constraint, guard: Guard) -> Constraint | None:
-        """Judge a constraint, and compile it here too, so that the engine in this process finds it
+        """Judges a constraint, and compile it here too, so that the engine in this process finds it
         ready. Returns None if its worker was ended and one with more time may judge it."""
         verdict = self._judge(constraint, guard)
         if verdict.is_ended and guard.timeout_s < self._guard.timeout_s:
@@ -83,7 +83,7 @@ class GrammarGate:
         return checked
 
     def _judge(self, constraint: Constraint, guard: Guard) -> Verdict:
-        """Judge a constraint. The verdict is remembered unless a worker with more time may decide
+        """Judges a constraint. The verdict is remembered unless a worker with more time may decide
         differently."""
         check_source(constraint)
         key = digest(constraint)

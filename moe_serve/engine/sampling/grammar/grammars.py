@@ -26,7 +26,7 @@ from moe_serve.errors import InvalidGrammarError
 
 
 def digest(constraint: Constraint) -> bytes:
-    """Return the key under which a constraint of any size is remembered."""
+    """Returns the key under which a constraint of any size is remembered."""
     kind, lead = constraint.kind, constraint.lead
     return hashlib.sha256(f"{kind} {len(lead)}\n{lead}{constraint.source}".encode()).digest()
 
@@ -72,12 +72,12 @@ class Grammars:
         return self._read()
 
     def has(self, constraint: Constraint) -> bool:
-        """Return whether `matcher` would find it compiled. A GBNF grammar is kept as Lark."""
+        """Returns whether `matcher` would find it compiled. A GBNF grammar is kept as Lark."""
         with self._lock:
             return digest(constraint) in self._kept
 
     def matcher_within(self, constraint: Constraint) -> llguidance.LLMatcher:
-        """Return a matcher within a step, which waits for a slow compilation only if steps waited
+        """Returns a matcher within a step, which waits for a slow compilation only if steps waited
         little lately.
 
         Raises InvalidGrammarError if it waits no longer; the compilation then continues in the
@@ -104,7 +104,7 @@ class Grammars:
             self._patience.spend(self._clock() - since)
 
     def matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
-        """Return a new matcher at the grammar's beginning. Raises InvalidGrammarError."""
+        """Returns a new matcher at the grammar's beginning. Raises InvalidGrammarError."""
         key = digest(constraint)
         with self._lock:
             kept = self._kept.get(key)

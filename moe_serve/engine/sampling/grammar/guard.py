@@ -38,7 +38,7 @@ class Guard:
         self.num_ended = 0  # workers ended because of a constraint
 
     def judge(self, constraint: Constraint, vocabulary: Vocabulary) -> Verdict:
-        """Judge a constraint. Never raises for a constraint, whatever it does to the worker."""
+        """Judges a constraint. Never raises for a constraint, whatever it does to the worker."""
         with self._lock:
             return self._judge(constraint, vocabulary)
 
@@ -57,7 +57,7 @@ class Guard:
         return Verdict(why=str(refusal(constraint, why)), is_ended=True)
 
     def close(self) -> None:
-        """End the worker after its current question. The next question starts a new one."""
+        """Ends the worker after its current question. The next question starts a new one."""
         with self._lock:
             self._end()
 
@@ -102,7 +102,7 @@ class Guard:
     def _ask(
         self, worker: subprocess.Popen[bytes], message: Words | Compile, timeout_s: float
     ) -> Verdict | None:
-        """Send a message and return the answer; None if the worker has ended."""
+        """Sends a message and returns the answer; None if the worker has ended."""
         assert worker.stdin is not None and worker.stdout is not None, "the worker has pipes"
         try:
             send(worker.stdin.fileno(), message)

@@ -34,7 +34,7 @@ _LEAST_ITEMS, _MOST_ITEMS, _ITEMS_PER_TOKEN = 10_000, 50_000, 0.3
 
 
 def parser_limits(vocab_size: int) -> llguidance.LLParserLimits:
-    """Return the library's limits on a grammar's size and on the cost of one step of following it.
+    """Returns the library's limits on a grammar's size and on the cost of one step of following it.
     All count work, so the same grammar ends at the same token on every machine."""
     items = round(_LEAST_ITEMS + _ITEMS_PER_TOKEN * vocab_size)
     return llguidance.LLParserLimits(

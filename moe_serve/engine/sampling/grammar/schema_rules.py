@@ -35,7 +35,7 @@ class SchemaRuleError(ValueError):
 
 
 def prepared_schema(schema: Any) -> bool:
-    """Change a schema in place into one that the library enforces. Returns whether it changed.
+    """Changes a schema in place into one that the library enforces. Returns whether it changed.
 
     Raises SchemaRuleError.
     """
@@ -47,13 +47,13 @@ def prepared_schema(schema: Any) -> bool:
 
 
 def prepared_source(source: str) -> str:
-    """Prepare a schema given as text. The text is unchanged if the schema is."""
+    """Prepares a schema given as text. The text is unchanged if the schema is."""
     schema = json.loads(source)
     return json.dumps(schema, ensure_ascii=False) if prepared_schema(schema) else source
 
 
 def prepared_lark(grammar: str) -> str:
-    """Prepare every schema after a `%json` in a Lark grammar."""
+    """Prepares every schema after a `%json` in a Lark grammar."""
     pieces, start = [], 0
     for found in _EMBEDDED.finditer(grammar):
         if found.start() < start:
@@ -74,7 +74,7 @@ def prepared_lark(grammar: str) -> str:
 
 
 def _parts(schema: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every object that is a schema, or may be referenced as one, with its JSON pointer."""
+    """Yields every object that is a schema, or may be referenced as one, with its JSON pointer."""
     if isinstance(schema, list):
         for i, part in enumerate(schema):
             yield from _parts(part, f"{place}/{i}")
@@ -117,7 +117,7 @@ def _prepare(part: dict[str, Any], place: str, can_merge: bool) -> bool:
 def _is_leaky(
     part: dict[str, Any], own: str, others: tuple[str, str], sign: int, can_merge: bool
 ) -> bool:
-    """Return whether the library would allow an excluded whole number. It does if the other bound
+    """Returns whether the library would allow an excluded whole number. It does if the other bound
     is less than 1 away, as in (0, 0.5]. Bounds of merged parts may meet like that."""
     bound = part.get(own)
     if not _is_number(bound) or bound != int(bound) or part.get("type") == "integer":
@@ -129,7 +129,7 @@ def _is_leaky(
 
 
 def _narrow(part: dict[str, Any], own: str, kept: str, sign: int, place: str) -> None:
-    """Replace an exclusive bound by an inclusive one. Example: exclusiveMinimum 0 becomes minimum
+    """Replaces an exclusive bound by an inclusive one. Example: exclusiveMinimum 0 becomes minimum
     1e-09."""
     bound = part.pop(own)
     if abs(bound) > _MOST_WHOLE:
@@ -143,7 +143,7 @@ def _narrow(part: dict[str, Any], own: str, kept: str, sign: int, place: str) ->
 
 
 def _check_exact(bound: Any, place: str) -> None:
-    """Check that a bound is exact for the library, which computes with floats and then with 64
+    """Checks that a bound is exact for the library, which computes with floats and then with 64
     bits; the largest 64-bit integer is exact too."""
     if not _is_number(bound):
         return

@@ -22,7 +22,7 @@ _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 
 def check_source(constraint: Constraint) -> None:
-    """Check a constraint cheaply, on any thread. Raises InvalidGrammarError."""
+    """Checks a constraint cheaply, on any thread. Raises InvalidGrammarError."""
     source, kind = constraint.source, constraint.kind
     depth = _depth(constraint)
     if depth > MAX_DEPTH:
@@ -70,7 +70,7 @@ def _check_tags(constraint: Constraint) -> None:
 
 
 def _depth(constraint: Constraint) -> int:
-    """Return the depth of brackets outside strings and escapes."""
+    """Returns the depth of brackets outside strings and escapes."""
     is_json = constraint.kind in ("json_schema", "choice", "structural_tag")
     return _brackets(constraint.source, STRING if is_json else _ESCAPE)
 

@@ -20,7 +20,7 @@ from moe_serve.text.assistant.format_grammars import quoted
 
 
 def tag_grammar(structure: StructuralTag, vocabulary: Vocabulary, whitespace: str) -> str:
-    """Build the grammar. `whitespace` is the pattern allowed between the parts of JSON. Raises
+    """Builds the grammar. `whitespace` is the pattern allowed between the parts of JSON. Raises
     StructuralTagError for a trigger that the vocabulary's special tokens split."""
     spell = _Spelling(vocabulary)
     banned = " | ".join(_text(t.text) for t in structure.triggers if not structure.tags_of(t))
@@ -44,7 +44,7 @@ def tag_grammar(structure: StructuralTag, vocabulary: Vocabulary, whitespace: st
 
 
 def _tag_rules(structure: StructuralTag, spell: _Spelling, whitespace: str) -> list[str]:
-    """Return the rules that follow the begins. Tags with the same schema share its rule."""
+    """Returns the rules that follow the begins. Tags with the same schema share its rule."""
     lines, names = [], dict[str, str]()
     for i, tag in enumerate(structure.tags):
         own = json.loads(prepared_source(json.dumps(tag.schema)))
@@ -58,7 +58,7 @@ def _tag_rules(structure: StructuralTag, spell: _Spelling, whitespace: str) -> l
 
 
 def _first_special(begin: str, trigger: Trigger, spell: _Spelling) -> str:
-    """Return the name of the special token that the tag begins with, or ""."""
+    """Returns the name of the special token that the tag begins with, or ""."""
     plain, *others = spell.pieces(begin)
     if others and 0 < len(plain) < len(trigger.text):
         raise StructuralTagError(

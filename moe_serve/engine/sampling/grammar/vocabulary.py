@@ -34,7 +34,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> Vocabulary:
-    """Build the vocabulary. Tokens that end an answer count as special, so they never stand for
+    """Builds the vocabulary. Tokens that end an answer count as special, so they never stand for
     their own text."""
     return Vocabulary(
         tokens=tuple(tokenizer.token_bytes(i) for i in range(vocab_size)),
@@ -45,7 +45,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]
 
 
 def read_vocabulary(folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> Vocabulary:
-    """Build the vocabulary from a checkpoint's folder."""
+    """Builds the vocabulary from a checkpoint's folder."""
     return vocabulary_of(Tokenizer.load(folder), vocab_size, eos_ids)
 
 
@@ -66,7 +66,7 @@ class _Wrapped:
         self._known: dict[bytes, list[int]] = {}  # texts that were encoded lately
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return the tokens of a text. Grammars ask for the same ones again and again: the keys of
+        """Returns the tokens of a text. Grammars ask for the same ones again and again: the keys of
         a schema, from each of their tokens on."""
         raw = text.encode() if isinstance(text, str) else bytes(text)
         known = self._known.get(raw)
@@ -89,7 +89,7 @@ class _Wrapped:
         return self._longest_matches(raw)
 
     def _longest_matches(self, raw: bytes) -> list[int]:
-        """Encode greedily, for tokenizers that add a space or cannot encode the text. Stops at
+        """Encodes greedily, for tokenizers that add a space or cannot encode the text. Stops at
         bytes without a token."""
         ids, start = [], 0
         while start < len(raw):

@@ -42,7 +42,7 @@ def _work(orders: queue.SimpleQueue[bytes]) -> None:
 
 
 def main() -> int:
-    """Run until standard input ends, which means that the parent is gone, even while compiling."""
+    """Runs until standard input ends, which means that the parent is gone, even while compiling."""
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()

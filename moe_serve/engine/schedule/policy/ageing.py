@@ -20,9 +20,9 @@ class Ageing:
         self.num_passed_over = 0
 
     def see(self, newest_first: Iterable[int], first: Iterable[int] = ()) -> None:
-        """Record the waiting sequences; a sequence's age starts at its first record. `newest_first`
-        is read only up to the first known one. `first` are those at the front, where preempted ones
-        return."""
+        """Records the waiting sequences; a sequence's age starts at its first record.
+        `newest_first` is read only up to the first known one. `first` are those at the front, where
+        preempted ones return."""
         now, since = self._clock(), self._since
         for key in newest_first:
             if key in since:
@@ -32,7 +32,7 @@ class Ageing:
             since.setdefault(key, now)
 
     def urgent(self, sequence_ids: Iterable[int]) -> list[int]:
-        """Return the indices of the sequences that can wait no longer."""
+        """Returns the indices of the sequences that can wait no longer."""
         start, most, passed = self._clock() - self._max_age_s, self._max_passed, self._passed
         since, never = self._since, math.inf
         return [
@@ -42,7 +42,7 @@ class Ageing:
         ]
 
     def pass_over(self, sequence_ids: Items[int]) -> list[int]:
-        """Record that a later one starts before these. Returns those that can now wait no
+        """Records that a later one starts before these. Returns those that can now wait no
         longer."""
         passed, late = self._passed, []
         for key in sequence_ids:
@@ -53,7 +53,7 @@ class Ageing:
         return late
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drop sequences that no longer wait."""
+        """Drops sequences that no longer wait."""
         for key in sequence_ids:
             self._passed.pop(key, None)
             self._since.pop(key, None)

@@ -29,11 +29,11 @@ class ArrivalOrder:
     def candidates(
         self, waiting: Iterable[Sequence], running: Items[Sequence]
     ) -> Iterable[Sequence]:
-        """Return the waiting sequences in order of arrival."""
+        """Returns the waiting sequences in order of arrival."""
         return waiting
 
     def is_next(self, sequence: Sequence) -> bool:
-        """Return True, as no sequence starts before an earlier one."""
+        """Returns True, as no sequence starts before an earlier one."""
         return True
 
     def started(self, sequence: Sequence) -> None:
@@ -43,7 +43,7 @@ class ArrivalOrder:
         return self.splitter(slices, max_micro_batches)
 
     def needed(self, slices: list[SequenceSlice]) -> None:
-        """Return None, as the policy knows no experts."""
+        """Returns None, as the policy knows no experts."""
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Does nothing, as no state is kept."""

@@ -23,7 +23,7 @@ MOST_CERTAIN = 0.999
 
 
 def sums_by_group(x_RD: Floats, group_R: NDArray[np.int64], num_groups: int) -> Floats:
-    """Return the sums of each group's rows, [G, D]. Rows of group -1 are left out."""
+    """Returns the sums of each group's rows, [G, D]. Rows of group -1 are left out."""
     is_in_GR = (np.arange(num_groups)[:, None] == group_R).astype(np.float32)
     return np.asarray(is_in_GR @ x_RD)
 
@@ -35,14 +35,14 @@ class ConcaveCost:
     capacity: int = 1
 
     def features(self, signatures_RD: Floats) -> Floats:
-        """Return the features x of probabilities."""
+        """Returns the features x of probabilities."""
         if self.capacity > 1:
             return signatures_RD.astype(np.float32)
         certain = np.minimum(signatures_RD, np.float32(MOST_CERTAIN))
         return np.asarray(-np.log1p(-certain), dtype=np.float32)
 
     def total(self, sums_xD: Floats) -> Floats:
-        """Return the cost of groups whose rows sum up to `sums_xD`, one for each leading index."""
+        """Returns the cost of groups whose rows sum up to `sums_xD`, one for each leading index."""
         if self.capacity > 1:
             return np.asarray(np.minimum(sums_xD, np.float32(self.capacity)).sum(axis=-1))
         spared_xD = np.exp(np.negative(sums_xD))
@@ -50,7 +50,7 @@ class ConcaveCost:
         return np.asarray(num_dimensions - spared_xD @ np.ones(num_dimensions, np.float32))
 
     def with_each(self, x_RD: Floats) -> Callable[[Floats], Floats]:
-        """Return a function from a group's sums [D] to its cost [R] with each of these rows.
+        """Returns a function from a group's sums [D] to its cost [R] with each of these rows.
         Prepared once, each call is one product of a matrix and a vector."""
         if self.capacity > 1:
             return lambda sums_D: self.total(sums_D + x_RD)

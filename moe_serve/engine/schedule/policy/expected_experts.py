@@ -22,7 +22,7 @@ class ExpectedExperts:
         self._table, self._num_experts, self._is_on = table, num_experts, is_on
 
     def of(self, slices: Iterable[SequenceSlice]) -> Floats | None:
-        """Return [L, E]: the probability that some token of these slices needs an expert, treating
+        """Returns [L, E]: the probability that some token of these slices needs an expert, treating
         each token like a coming one of its sequence. None if unknown."""
         if not self._is_on():
             return None

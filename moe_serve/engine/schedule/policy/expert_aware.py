@@ -56,11 +56,11 @@ class _Queue:
         return cls(sequences, np.ones(count, dtype=np.bool_), np.ones(count, dtype=np.bool_))
 
     def is_kept_back(self, index: int) -> bool:
-        """Return whether it was offered and found no pages."""
+        """Returns whether it was offered and found no pages."""
         return bool(self.is_waiting_W[index] and not self.is_open_W[index])
 
     def in_order(self, urgent: list[int], costs_W: Floats) -> Iterator[int]:
-        """Yield the open ones: first those that can wait no longer, then by cost; ties by
+        """Yields the open ones: first those that can wait no longer, then by cost; ties by
         arrival."""
         yield from (index for index in urgent if self.is_open_W[index])
         if self.is_open_W.any():  # usually the first one starts, which saves sorting
@@ -81,7 +81,7 @@ class _Offer:
 
     @property
     def earlier(self) -> list[int]:
-        """Return the ids of earlier sequences that still wait and could have been chosen."""
+        """Returns the ids of earlier sequences that still wait and could have been chosen."""
         before = np.flatnonzero(self.queue.is_waiting_W[: self.index])
         return [self.queue.sequences[place].id for place in before]
 
@@ -191,7 +191,7 @@ class ExpertAware:
         )
 
     def _by_cost(self, waiting: list[Sequence], running: Items[Sequence]) -> Iterator[Sequence]:
-        """Yield candidates by cost. The order stays valid until one starts."""
+        """Yields candidates by cost. The order stays valid until one starts."""
         standing, queue = self._standing(self._num_groups), _Queue.of(waiting)
         sums_GD, sizes_G = standing.sums([s.id for s in running])
         ids = [s.id for s in waiting]
@@ -220,8 +220,8 @@ class ExpertAware:
                     break
 
     def _prompts(self, balanced: tuple[MicroBatch, ...]) -> list[list[SequenceSlice]]:
-        """Group the slices of several tokens: as in the balanced split, or, if they are most of the
-        step and ranks are known, so that the ranks' loads are even."""
+        """Groups the slices of several tokens: as in the balanced split, or, if they are most of
+        the step and ranks are known, so that the ranks' loads are even."""
         groups = [[s for s in batch.slices if len(s.token_ids) > 1] for batch in balanced]
         prompts = [s for group in groups for s in group]
         num_tokens = sum(batch.num_tokens for batch in balanced)
@@ -235,7 +235,7 @@ class ExpertAware:
         return self._loads.place(prompts, signatures, len(balanced), spare)
 
     def _alone(self, slices: list[SequenceSlice]) -> float | None:
-        """Return the expected activated experts of an unsplit step; None if unknown."""
+        """Returns the expected activated experts of an unsplit step; None if unknown."""
         if not slices or not len(self._table):
             return None
         sums_GD, _ = self._fixed([slices])
@@ -247,7 +247,7 @@ class ExpertAware:
         return self._splits[num_groups]
 
     def _fixed(self, groups: list[list[SequenceSlice]]) -> tuple[Floats, NDArray[np.int64]]:
-        """Return the approximate feature sums [G, D] of each group's prompts, treating each token
+        """Returns the approximate feature sums [G, D] of each group's prompts, treating each token
         like a coming one, and their tokens [G]."""
         none = self._table.rows([])
         sums_GD = np.zeros((len(groups), none.shape[1]), dtype=np.float32)
@@ -262,5 +262,5 @@ class ExpertAware:
 
 
 def _even(count: int, num_groups: int) -> list[int]:
-    """Return the sizes of the balanced split of single tokens."""
+    """Returns the sizes of the balanced split of single tokens."""
     return [(count + index) // num_groups for index in range(num_groups)]

@@ -22,17 +22,17 @@ class GroupSums(Protocol):
     """The interface that a search uses, for one cost."""
 
     def total(self) -> float:
-        """Return the cost of all groups."""
+        """Returns the cost of all groups."""
         ...
 
     def saved(self, rows_W: NDArray[np.int64], source: int, target: int) -> Floats:
-        """Return [W]: the savings of moving each row."""
+        """Returns [W]: the savings of moving each row."""
         ...
 
     def exchanged(
         self, rows_a: NDArray[np.int64], rows_b: NDArray[np.int64], a: int, b: int
     ) -> Floats:
-        """Return [Wa, Wb]: the savings of exchanging each pair."""
+        """Returns [Wa, Wb]: the savings of exchanging each pair."""
         ...
 
     def move(self, row: int, source: int, target: int) -> None: ...
@@ -41,7 +41,7 @@ class GroupSums(Protocol):
 def group_sums(
     cost: ConcaveCost, x_RD: Floats, group_R: NDArray[np.int64], fixed_GD: Floats
 ) -> GroupSums:
-    """Build the sums for a cost. `fixed_GD` are the sums of what is in the groups beside the
+    """Builds the sums for a cost. `fixed_GD` are the sums of what is in the groups beside the
     rows."""
     sums_GD = fixed_GD + sums_by_group(x_RD, group_R, len(fixed_GD))
     if cost.capacity == 1:

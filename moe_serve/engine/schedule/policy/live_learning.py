@@ -34,7 +34,7 @@ class _Comparison:
     num_tokens: int = 0
 
     def count(self) -> NDArray[np.int64]:
-        """Return [L, E]: how often each expert was chosen."""
+        """Returns [L, E]: how often each expert was chosen."""
         num_layers, num_experts = self.predicted_LE.shape
         ids_NLK = np.concatenate(self.parts).astype(np.int64)
         places = ids_NLK + np.arange(num_layers)[:, None] * num_experts
@@ -56,7 +56,7 @@ class LiveLearning:
         return self._predictor.num_observed
 
     def predicted(self, key: int, predicted_LE: Floats) -> None:
-        """Record a prediction for a request. One that follows the previous one too soon is not
+        """Records a prediction for a request. One that follows the previous one too soon is not
         compared."""
         known = self._open.get(key)
         if known is None or known.num_tokens >= _LEAST_TOKENS:
@@ -64,21 +64,21 @@ class LiveLearning:
             self._open[key] = _Comparison(predicted_LE)
 
     def chose(self, key: int, ids_NLK: NDArray[np.integer]) -> None:
-        """Record the choices of tokens that came after the prediction."""
+        """Records the choices of tokens that came after the prediction."""
         comparison = self._open.get(key)
         if comparison is not None and comparison.num_tokens < _MOST_TOKENS:
             comparison.parts.append(ids_NLK.copy())  # copied, so that the step's array is freed
             comparison.num_tokens += len(ids_NLK)
 
     def end(self, keys: Iterable[int]) -> None:
-        """End the comparisons of these sequences. Unknown ones are ignored."""
+        """Ends the comparisons of these sequences. Unknown ones are ignored."""
         for key in keys:
             comparison = self._open.pop(key, None)
             if comparison is not None and comparison.num_tokens >= _LEAST_TOKENS:
                 self._ended.append(comparison)
 
     def learn(self) -> None:
-        """Learn from the oldest comparison that has ended."""
+        """Learns from the oldest comparison that has ended."""
         if self._ended:
             oldest = self._ended.popleft()
             self._predictor.observe(oldest.predicted_LE[None], oldest.count()[None])

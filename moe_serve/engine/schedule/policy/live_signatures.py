@@ -165,7 +165,7 @@ class LiveSignatures:
             self._table.put(keys, signatures)
 
     def _measure(self, records: list[RouteRecord]) -> None:
-        """Measure the recall at K, the share of later choices among the K best predicted, and
+        """Measures the recall at K, the share of later choices among the K best predicted, and
         record the choices for learning."""
         if self._followed is None:
             return
@@ -187,7 +187,7 @@ class LiveSignatures:
             self._followed.guard.measure(shares / num_tokens, num_tokens)
 
     def _best_of(self, key: int, top_k: int) -> NDArray[np.bool_]:
-        """Return the K best predicted experts, cached because a prediction is measured many
+        """Returns the K best predicted experts, cached because a prediction is measured many
         times."""
         best_LE = self._best.get(key)
         if best_LE is None:

@@ -34,14 +34,14 @@ class SizeLimits:
 
     @staticmethod
     def near(balanced_sizes: Sequence[int], tolerance: float) -> SizeLimits:
-        """Return limits within `tolerance` of a balanced split's smallest and largest group. No
+        """Returns limits within `tolerance` of a balanced split's smallest and largest group. No
         group may be empty."""
         low, high = min(balanced_sizes), max(balanced_sizes)
         assert low >= 1, f"a balanced split has groups of {list(balanced_sizes)} tokens"
         return SizeLimits(max(1, low - int(low * tolerance)), high + int(high * tolerance))
 
     def allow(self, smaller: int, larger: int) -> bool:
-        """Return whether a group that has shrunk and one that has grown are within the limits."""
+        """Returns whether a group that has shrunk and one that has grown are within the limits."""
         return smaller >= self.low and larger <= self.high
 
 
@@ -77,7 +77,7 @@ class LocalSearch:
         return self._sums.total()
 
     def run(self, max_rounds: int) -> bool:
-        """Improve the split. Returns whether no pair of groups can be improved further."""
+        """Improves the split. Returns whether no pair of groups can be improved further."""
         idle = 0
         pairs = list(itertools.combinations(range(len(self.sizes_G)), 2))
         for a, b in itertools.islice(_endless(pairs), max_rounds):
@@ -90,7 +90,7 @@ class LocalSearch:
         return not pairs
 
     def balance(self) -> None:
-        """Move rows until all groups are within the limits, the cheapest first."""
+        """Moves rows until all groups are within the limits, the cheapest first."""
         limits = self._limits
         while self.sizes_G.min() < limits.low or self.sizes_G.max() > limits.high:
             small = int(self.sizes_G.argmin())

@@ -19,35 +19,35 @@ class BatchPolicy(Protocol):
     """The policy of one engine. Called on its thread in every step, so its time delays the step."""
 
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
-        """Prepare for a step that is about to be scheduled."""
+        """Prepares for a step that is about to be scheduled."""
         ...
 
     def candidates(self, waiting: Items[Sequence], running: Items[Sequence]) -> Iterable[Sequence]:
-        """Return the waiting sequences in the order in which they may start. The caller calls
+        """Returns the waiting sequences in the order in which they may start. The caller calls
         `started` for one before taking the next, and `is_next` for one that lacks pages."""
         ...
 
     def is_next(self, sequence: Sequence) -> bool:
-        """Return whether the last candidate, which lacks pages, holds back all others. Otherwise
+        """Returns whether the last candidate, which lacks pages, holds back all others. Otherwise
         others would take the pages it waits for, again and again."""
         ...
 
     def started(self, sequence: Sequence) -> None:
-        """Record that the last candidate runs now."""
+        """Records that the last candidate runs now."""
         ...
 
     def split(self, slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
-        """Split a step's slices into at most `max_micro_batches` micro-batches, none of them
+        """Splits a step's slices into at most `max_micro_batches` micro-batches, none of them
         empty."""
         ...
 
     def needed(self, slices: list[SequenceSlice]) -> NDArray[np.float32] | None:
-        """Return [L, E]: the probability that the slices need an expert, for an expert memory. None
-        if there is no such memory or prediction."""
+        """Returns [L, E]: the probability that the slices need an expert, for an expert memory.
+        None if there is no such memory or prediction."""
         ...
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drop sequences that have ended or moved away."""
+        """Drops sequences that have ended or moved away."""
         ...
 
     def stats(self) -> PolicyStats: ...
@@ -62,11 +62,11 @@ class SignatureSource(Protocol):
         ...
 
     def refresh(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
-        """Update the table as far as the time of a step allows."""
+        """Updates the table as far as the time of a step allows."""
         ...
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drop sequences that have ended, also from the table."""
+        """Drops sequences that have ended, also from the table."""
         ...
 
     @property

@@ -47,7 +47,7 @@ def policy_maker(
     loads: RankLoads | None = None,
     clock: Clock = REAL_CLOCK,
 ) -> MakePolicy:
-    """Return a function that builds an engine's policy. Several engines share what is known of
+    """Returns a function that builds an engine's policy. Several engines share what is known of
     requests.
 
     `loads` are those of expert ranks, if there are any, and follow the placement. Raises
@@ -83,7 +83,7 @@ def policy_maker(
 
 
 def _has_memory(config: EngineConfig) -> bool:
-    """Return whether the expert memory is limited and its policy uses expected experts."""
+    """Returns whether the expert memory is limited and its policy uses expected experts."""
     model = config.model
     return model.expert_memory_bytes is not None and model.expert_memory_policy != "lru"
 
@@ -114,7 +114,7 @@ def _predictor(config: EngineConfig, folder: Path, spec: ModelSpec) -> FollowedP
 def open_request_predictor(
     folder: Path, model: Path, placement_version: str = ""
 ) -> PrefixPredictor:
-    """Read the request predictor, and from the checkpoint in `model` only the embedding table.
+    """Reads the request predictor, and from the checkpoint in `model` only the embedding table.
 
     Raises ConfigError for a predictor that is damaged, or belongs to another model or placement.
     """

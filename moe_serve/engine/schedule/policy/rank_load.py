@@ -39,8 +39,8 @@ class RankLoads:
                 self._share_LEK[row, expert, list(ranks)] = 1 / max(1, len(ranks))
 
     def of(self, signature: Floats, num_tokens: int) -> NDArray[np.float32]:
-        """Return [L, K]: the rows that `num_tokens` tokens with this signature [L * E] send to each
-        rank."""
+        """Returns [L, K]: the rows that `num_tokens` tokens with this signature [L * E] send to
+        each rank."""
         num_layers, num_experts, _ = self._share_LEK.shape
         signature_LE = signature.reshape(num_layers, num_experts)
         rows_LK = np.einsum("le,lek->lk", signature_LE, self._share_LEK)
@@ -49,7 +49,7 @@ class RankLoads:
     def place(
         self, slices: list[SequenceSlice], signatures: list[Floats], num_groups: int, spare: int
     ) -> list[list[SequenceSlice]]:
-        """Group the slices. A group is open to a slice while it has at most `spare` tokens more
+        """Groups the slices. A group is open to a slice while it has at most `spare` tokens more
         than the smallest."""
         groups: list[list[SequenceSlice]] = [[] for _ in range(num_groups)]
         sizes = np.zeros(num_groups, dtype=np.int64)

@@ -48,7 +48,7 @@ class SignatureTable:
         return self._full.shape[1] / max(1, self._x.shape[1])
 
     def put(self, sequence_ids: Items[int], signatures_RLE: Floats) -> None:
-        """Add or replace signatures."""
+        """Adds or replace signatures."""
         if not sequence_ids:
             return
         flat = signatures_RLE.reshape(len(sequence_ids), -1)
@@ -71,7 +71,7 @@ class SignatureTable:
         self._mean = np.asarray(self._x[list(self._slots.values())].mean(axis=0))
 
     def rows(self, sequence_ids: Items[int]) -> Floats:
-        """Return [R, D]: what these sequences add to the cost of a group."""
+        """Returns [R, D]: what these sequences add to the cost of a group."""
         if not len(self._x):
             return np.zeros((len(sequence_ids), 0), dtype=np.float32)
         slots = np.array([self._slots.get(key, -1) for key in sequence_ids], dtype=np.int64)
@@ -80,18 +80,18 @@ class SignatureTable:
         return x_RD
 
     def stamp(self, sequence_ids: Iterable[int]) -> int:
-        """Return a number that grows when a signature of these is replaced, or when the dimensions
+        """Returns a number that grows when a signature of these is replaced, or when the dimensions
         change."""
         slots = [self._slots[key] for key in sequence_ids if key in self._slots]
         return int(self._stamps[slots].max()) if slots else 0
 
     def signature(self, sequence_id: int) -> Floats | None:
-        """Return the signature [L * E] as it was put."""
+        """Returns the signature [L * E] as it was put."""
         slot = self._slots.get(sequence_id)
         return None if slot is None else self._full[slot]
 
     def needed(self, num_tokens: Mapping[int, int]) -> Floats | None:
-        """Return [L * E]: the probability that one of each sequence's given number of tokens
+        """Returns [L * E]: the probability that one of each sequence's given number of tokens
         chooses an expert.
 
         It is 1 - prod (1 - p), or None while there is no signature. Worked example, p of two
@@ -108,7 +108,7 @@ class SignatureTable:
         return np.asarray(1 - np.exp(log), dtype=np.float32)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drop sequences. Unknown ones are ignored."""
+        """Drops sequences. Unknown ones are ignored."""
         for key in sequence_ids:
             slot = self._slots.pop(key, None)
             if slot is not None:
@@ -135,7 +135,7 @@ class SignatureTable:
         self._free += range(old, capacity)
 
     def _choose(self) -> None:
-        """Choose the dimensions with most variance among the present signatures."""
+        """Chooses the dimensions with most variance among the present signatures."""
         self._next_choice = min(2 * self._num_seen, self._num_seen + _LAST_CHOICE)
         slots = list(self._slots.values())
         order = np.argsort(-self._full[slots].var(axis=0), kind="stable")

@@ -39,7 +39,7 @@ class StandingSplit:
         fixed_sizes: NDArray[np.int64],
         limits: SizeLimits,
     ) -> list[int]:
-        """Return the group of each sequence. `fixed_GD` and `fixed_sizes` describe the other
+        """Returns the group of each sequence. `fixed_GD` and `fixed_sizes` describe the other
         contents of the groups."""
         state = (self._table.stamp(sequence_ids), frozenset(sequence_ids))
         if self._settled == state and not fixed_sizes.any():
@@ -56,7 +56,7 @@ class StandingSplit:
         return groups
 
     def sums(self, sequence_ids: Items[int]) -> tuple[Floats, NDArray[np.int64]]:
-        """Return the features [G, D] and sizes [G] of the groups of these sequences. New ones join
+        """Returns the features [G, D] and sizes [G] of the groups of these sequences. New ones join
         the smallest group."""
         x_RD = self._table.rows(sequence_ids)
         known = np.array([self._group.get(key, -1) for key in sequence_ids], dtype=np.int64)
@@ -69,7 +69,7 @@ class StandingSplit:
         return sums_GD, sizes_G
 
     def expect(self, sequence_id: int, group: int) -> None:
-        """Record that a sequence that starts now was chosen to suit this group."""
+        """Records that a sequence that starts now was chosen to suit this group."""
         self._group[sequence_id] = group
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
@@ -83,7 +83,7 @@ class StandingSplit:
         fixed_GD: Floats,
         fixed_sizes: NDArray[np.int64],
     ) -> Groups:
-        """Return the current groups. New sequences join the smallest group where they cost
+        """Returns the current groups. New sequences join the smallest group where they cost
         least."""
         group_R = np.array([self._group.get(key, -1) for key in sequence_ids], dtype=np.int64)
         new = np.flatnonzero(group_R < 0)
@@ -102,7 +102,7 @@ class StandingSplit:
 
 
 def first_split(x_RD: Floats, num_groups: int) -> Groups:
-    """Sort rows along their principal axis and cut them into equal groups. O(R D + R log R)."""
+    """Sorts rows along their principal axis and cut them into equal groups. O(R D + R log R)."""
     centred_RD = x_RD - x_RD.mean(axis=0)
     lengths = np.linalg.norm(centred_RD, axis=1)
     axis_D = centred_RD[int(lengths.argmax())]

@@ -22,8 +22,8 @@ _LEAST_WEIGHT = 0.02  # rows of less weight are left out
 
 
 def hazards_of(ended_B: Floats, reached_B: Floats) -> Floats:
-    """Return the hazards from how many answers ended in each bin and how many reached it. Bins that
-    none has reached share what is left evenly."""
+    """Returns the hazards from how many answers ended in each bin and how many reached it. Bins
+    that none has reached share what is left evenly."""
     even_B = 1.0 / (NUM_BINS - np.arange(NUM_BINS))
     hazard_B = (ended_B + _PRIOR * even_B) / (reached_B + _PRIOR)
     hazard_B[-1] = 1.0
@@ -31,13 +31,13 @@ def hazards_of(ended_B: Floats, reached_B: Floats) -> Floats:
 
 
 def shares_of(hazard_B: Floats) -> Floats:
-    """Return the shares of all bins: an answer ends in a bin if it reaches it and ends there."""
+    """Returns the shares of all bins: an answer ends in a bin if it reaches it and ends there."""
     survival_B = np.concatenate([np.ones(1), np.cumprod(1.0 - hazard_B)[:-1]])
     return np.asarray(survival_B * hazard_B)
 
 
 def first_bin(bins: LengthBins, lengths_R: Ints, is_cut_R: NDArray[np.bool_]) -> Ints:
-    """Return the bin in which an answer ended, or the first in which one that was cut may have."""
+    """Returns the bin in which an answer ended, or the first in which one that was cut may have."""
     index_R = bins.bins_of(lengths_R)
     is_full_R = is_cut_R & (lengths_R >= bins.upper_B[index_R]) & (index_R < NUM_BINS - 1)
     return np.asarray(index_R + is_full_R)
@@ -53,7 +53,7 @@ class Labelled:
 
 
 def label(bins: LengthBins, lengths_R: Ints, is_cut_R: NDArray[np.bool_]) -> Labelled:
-    """Make the rows of all answers."""
+    """Makes the rows of all answers."""
     first_R = first_bin(bins, lengths_R, is_cut_R)
     reached_B = np.array([np.count_nonzero(first_R >= b) for b in range(NUM_BINS)], np.float64)
     # An answer that was cut inside a bin has not shown whether it would end there.

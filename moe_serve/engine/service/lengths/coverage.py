@@ -39,7 +39,7 @@ class Coverage:
         return sum(self._is_within) / len(self._is_within) if self._is_within else None
 
     def note(self, place: float, *, is_within: bool) -> None:
-        """Add an answer. `place`: the share of its predicted distribution that is shorter;
+        """Adds an answer. `place`: the share of its predicted distribution that is shorter;
         `is_within`: it was at most as long as the corrected quantile that was predicted."""
         self._recent.append(place)
         self._is_within.append(is_within)

@@ -79,7 +79,7 @@ def _past(past: PastLengths, key: str) -> tuple[float, float, float]:
 
 
 def _buckets(last_N: np.ndarray) -> Floats:
-    """Count tokens by a hash of their ids. The last four count most: they are where an answer
+    """Counts tokens by a hash of their ids. The last four count most: they are where an answer
     begins."""
     hashed_N = (last_N * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(59)  # 5 bits
     weights_N = np.ones(len(last_N))

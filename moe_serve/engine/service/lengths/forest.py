@@ -33,7 +33,7 @@ class Forest:
     depth: int
 
     def shares(self, rows_RF: Floats) -> Floats:
-        """Return the shares of all bins [R, B]."""
+        """Returns the shares of all bins [R, B]."""
         num_rows, num_trees = len(rows_RF), len(self.roots_T)
         at_M = np.tile(self.roots_T, num_rows)  # M = R * T: every row in every tree
         first_M = np.repeat(np.arange(num_rows) * rows_RF.shape[1], num_trees)
@@ -53,7 +53,7 @@ class Forest:
         return shares_RB
 
     def to_bytes(self) -> bytes:
-        """Return the arrays as an npz file."""
+        """Returns the arrays as an npz file."""
         file = io.BytesIO()
         names = [name for name in self.__slots__ if name != "depth"]
         np.savez(file, depth=np.int64(self.depth), **{n: getattr(self, n) for n in names})

@@ -37,7 +37,7 @@ class LengthBins:
         return int(self.upper_B[-1])
 
     def bins_of(self, lengths_R: Sequence[int] | Ints) -> Ints:
-        """Return the bin of each length. Longer answers than the longest are in the last one."""
+        """Returns the bin of each length. Longer answers than the longest are in the last one."""
         found = np.searchsorted(self.upper_B, np.asarray(lengths_R, dtype=np.float64), "left")
         return np.minimum(found, NUM_BINS - 1).astype(np.int64)
 
@@ -50,7 +50,7 @@ class LengthDistribution:
     shares_B: Floats
 
     def quantile(self, level: float, so_far: int = 0) -> float:
-        """Return the length that a share `level` of the answers does not exceed, among those that
+        """Returns the length that a share `level` of the answers does not exceed, among those that
         are longer than `so_far`. Within a bin, lengths are equally likely."""
         lower_B, upper_B = self.bins.lower_B, self.bins.upper_B
         start_B = np.clip(float(so_far), lower_B, upper_B)
@@ -69,7 +69,7 @@ class LengthDistribution:
         return float(self.shares_B @ self.bins.middle_B)
 
     def level_of(self, length: int) -> float:
-        """Return the share of answers that are at most as long: a number that is evenly spread
+        """Returns the share of answers that are at most as long: a number that is evenly spread
         from 0 to 1 over answers if the distributions are right."""
         index = int(self.bins.bins_of([length])[0])
         lower, upper = self.bins.lower_B[index], self.bins.upper_B[index]
@@ -78,7 +78,7 @@ class LengthDistribution:
 
 
 def pinball(predicted: float, actual: float, level: float) -> float:
-    """Return the loss of a predicted quantile, on the logarithm of lengths: it is least if a share
+    """Returns the loss of a predicted quantile, on the logarithm of lengths: it is least if a share
     `level` of the answers is shorter."""
     error = float(np.log(max(actual, 1.0)) - np.log(max(predicted, 1.0)))
     return max(level * error, (level - 1.0) * error)

@@ -57,14 +57,14 @@ class Fitter(Protocol):
     """Fits in the background: at most one fit at a time."""
 
     def start(self, make_rows: MakeRows) -> None:
-        """Begin a fit. Returns at once."""
+        """Begins a fit. Returns at once."""
         ...
 
     @property
     def is_busy(self) -> bool: ...
 
     def take(self) -> Forest | None:
-        """Return the forest of a fit that has ended since the last call, if any."""
+        """Returns the forest of a fit that has ended since the last call, if any."""
         ...
 
     def close(self) -> None: ...
@@ -95,7 +95,7 @@ def fit(rows: TrainingRows) -> Forest:
 
 
 def _exported(model: Any) -> Forest:
-    """Copy the trees of a fitted classifier into arrays."""
+    """Copies the trees of a fitted classifier into arrays."""
     parts = [tree.nodes for round_trees in model._predictors for tree in round_trees]
     sizes = [len(part) for part in parts]
     roots_T = np.cumsum([0, *sizes[:-1]])
@@ -155,7 +155,7 @@ class ProcessFitter:
         return forest
 
     def close(self) -> None:
-        """End a fit that runs."""
+        """Ends a fit that runs."""
         self._is_closed = True
         process, thread = self._process, self._thread
         if process is not None:

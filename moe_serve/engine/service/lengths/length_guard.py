@@ -29,7 +29,7 @@ class LengthGuard:
         return (self._own / self._weight, self._baseline / self._weight) if self._weight else None
 
     def measure(self, own: float, baseline: float) -> None:
-        """Add the losses of an answer. Logs a line when it switches."""
+        """Adds the losses of an answer. Logs a line when it switches."""
         self._own = _KEEP * self._own + own
         self._baseline = _KEEP * self._baseline + baseline
         self._weight = _KEEP * self._weight + 1.0
@@ -42,7 +42,7 @@ class LengthGuard:
             self._switch(True)
 
     def restart(self) -> None:
-        """Forget the losses: a new predictor is judged by its own answers."""
+        """Forgets the losses: a new predictor is judged by its own answers."""
         self._own = self._baseline = self._weight = 0.0
         self._since = 0
 

@@ -83,7 +83,7 @@ class LengthPredictor:
         return self._forest is not None and self.guard.is_on
 
     def predict(self, request_id: str, facts: RequestFacts) -> LengthForecast:
-        """Predict the answer of a request that arrived. Its end is told by `ended`."""
+        """Predicts the answer of a request that arrived. Its end is told by `ended`."""
         row = self._features.row(facts)
         baseline = self._tenants.distribution(facts.tenant)
         own = None
@@ -100,11 +100,11 @@ class LengthPredictor:
         return forecast
 
     def forget(self, request_id: str) -> None:
-        """Forget a request whose answer says nothing, as it failed."""
+        """Forgets a request whose answer says nothing, as it failed."""
         self._open.pop(request_id, None)
 
     def ended(self, request_id: str, length: int, *, is_cut: bool) -> None:
-        """Learn from an answer. `is_cut`: max_tokens, the context or the client ended it."""
+        """Learns from an answer. `is_cut`: max_tokens, the context or the client ended it."""
         found = self._open.pop(request_id, None)
         if found is None or length < 1:
             return
@@ -115,7 +115,7 @@ class LengthPredictor:
         self._refit()
 
     def _judge(self, forecast: LengthForecast, length: int, is_cut: bool) -> None:
-        """Compare a forecast with the answer. One that was cut off is within a quantile if that is
+        """Compares a forecast with the answer. One that was cut off is within a quantile if that is
         not shorter; its place in the distribution is drawn from those that it leaves possible."""
         place = forecast.followed.level_of(length)
         if is_cut:
@@ -131,7 +131,7 @@ class LengthPredictor:
             self.guard.measure(losses[0], losses[1])
 
     def _keep(self, answer: tuple[Floats, int, bool]) -> None:
-        """Put an answer into the reservoir, in the place of a random one if it is full."""
+        """Puts an answer into the reservoir, in the place of a random one if it is full."""
         self._num_ended += 1
         if len(self._kept) < _RESERVOIR:
             self._kept.append(answer)
@@ -159,5 +159,5 @@ class LengthPredictor:
         )
 
     def close(self) -> None:
-        """End a fit that runs."""
+        """Ends a fit that runs."""
         self._fitter.close()

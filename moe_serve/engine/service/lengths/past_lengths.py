@@ -34,7 +34,7 @@ class PastLengths:
         return len(self._by_key)
 
     def note(self, key: str, length: int, *, is_cut: bool) -> None:
-        """Add an answer. One that was cut off reached its bin, and is not known to end there."""
+        """Adds an answer. One that was cut off reached its bin, and is not known to end there."""
         index = int(self._bins.bins_of([length])[0])
         counts = self._by_key.pop(key, None)
         counts = np.zeros((2, NUM_BINS)) if counts is None else counts
@@ -47,12 +47,12 @@ class PastLengths:
             each[0, index] += not is_cut
 
     def count(self, key: str) -> float:
-        """Return the number of answers of a key, old ones counting less."""
+        """Returns the number of answers of a key, old ones counting less."""
         counts = self._by_key.get(key)
         return 0.0 if counts is None else float(counts[1, 0])
 
     def distribution(self, key: str) -> LengthDistribution:
-        """Return the lengths of a key's answers; with few of them, mostly those of all."""
+        """Returns the lengths of a key's answers; with few of them, mostly those of all."""
         shares_B = shares_of(hazards_of(self._all[0].copy(), self._all[1]))
         counts = self._by_key.get(key)
         if counts is not None:

@@ -54,7 +54,7 @@ class PredictedLengths:
 
 
 def predicted_lengths() -> PredictedLengths:
-    """Make the estimates of a server. Raises ConfigError without scikit-learn."""
+    """Makes the estimates of a server. Raises ConfigError without scikit-learn."""
     if importlib.util.find_spec("sklearn") is None:
         raise ConfigError(
             "scheduler.length_prediction is on, which needs scikit-learn: install "
@@ -64,8 +64,8 @@ def predicted_lengths() -> PredictedLengths:
 
 
 def facts_of(sequence: Sequence) -> RequestFacts:
-    """Return what the engine knows of a request. Tools and turns are part of the prompt's tokens by
-    then."""
+    """Returns what the engine knows of a request. Tools and turns are part of the prompt's tokens
+    by then."""
     request, rules = sequence.request, sequence.rules
     return RequestFacts(
         prompt_ids=request.prompt_token_ids,

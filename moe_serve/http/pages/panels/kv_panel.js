@@ -30,7 +30,7 @@ export class KvPanel {
       pagesLine(`${tier.name}, in use`, tier.used, tier.pages),
       pagesLine(`${tier.name}, cached`, tier.cached ?? 0, tier.pages), // including pages that sequences also use
     ]);
-    if (kv.store !== null) lines.push(storeLine(kv.store));
+    for (let store = kv.store; store !== null; store = store.memory) lines.push(storeLine(store));
     show(this.tiers, this.#rows, lines);
     show(this.sources, this.#sourceRows, sourceLines(kv));
     this.chart.update({ t: history.t, now, values: [history.kv_used] });

@@ -69,7 +69,8 @@ def parsed(kind: KubernetesKind) -> dict[str, dict[str, Any]]:
 
 
 def run_script(path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run it with programs of ours in front of the PATH: they print their arguments, one a line."""
+    """Runs it with programs of ours in front of the PATH: they print their arguments, one a
+    line."""
     for name in ("moe-serve", "srun"):
         program = path.parent / name
         program.write_text(

@@ -142,7 +142,8 @@ def test_schemas_hold(llm: LLM, schemas: list[dict[str, Any]]) -> None:
 
 
 def test_neighbours_change_nothing(llm: LLM) -> None:
-    """Free requests are bit-equal beside constrained ones, and these have one answer everywhere."""
+    """Frees requests are bit-equal beside constrained ones, and these have one answer
+    everywhere."""
     free = [
         SamplingParams(temperature=t, seed=t, max_tokens=20, logprobs=2, ignore_eos=True)
         for t in (0, 1)

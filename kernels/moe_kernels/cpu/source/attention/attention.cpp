@@ -70,7 +70,8 @@ static void attend(const AttentionPlan& p, T* qkv, const T* q_norm, const T* k_n
                    const float* sinks, const Rotary& rotary, const int64_t* positions,
                    const int64_t* kv_rows, const KVPages& pages, T* out) {
   int64_t row = (p.num_heads + p.num_kv_heads) * p.head_dim + p.num_kv_heads * p.value_dim;
-  AttentionJobs jobs(p, positions);
+  const int64_t* places = p.places ? p.places : positions;
+  AttentionJobs jobs(p, places);
   constexpr int64_t kTokens = 4;  // in one job
   int64_t threads = p.num_tokens >= 2 * kTokens ? p.threads : 1;
   parallel_for((p.num_tokens + kTokens - 1) / kTokens, threads, [&](int64_t j) {
@@ -81,7 +82,7 @@ static void attend(const AttentionPlan& p, T* qkv, const T* q_norm, const T* k_n
   auto rows = [&](const void* data, int64_t width, const bf16* scales) {
     return Rows<R>{static_cast<const R*>(data), row_size<R>(width), scales};
   };
-  attend_jobs<T, R>(p, jobs, qkv, row, positions,
+  attend_jobs<T, R>(p, jobs, qkv, row, places,
                     {rows(pages.keys, p.head_dim, pages.key_scales),
                      rows(pages.values, p.value_dim, pages.value_scales), p.head_dim,
                      pages.scales_per_row},

@@ -5,6 +5,7 @@
 
 struct AttentionPlan {  // mirrored in native_attention.py
   const int64_t *sequences, *tables;  // [T], [S, max_pages]
+  const int64_t* places;              // [T]: of a row among its keys; null: its position
   int64_t num_tokens, max_pages, page_size, num_heads, num_kv_heads, head_dim, value_dim;
   int64_t rotary_dim, norm, window, chunk, threads;  // window, chunk: 0 means none
   float scale, eps, clip;                            // clip: 0 means none

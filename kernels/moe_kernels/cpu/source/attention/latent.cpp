@@ -19,7 +19,8 @@ static void attend_latent(const AttentionPlan& p, HeadRows<T> q_latent, HeadRows
   static thread_local Scratch scratch;
   T* q = scratch.get<T>(p.num_tokens * p.num_heads * p.head_dim);
   R* keys = static_cast<R*>(pages.keys);
-  AttentionJobs jobs(p, positions);
+  const int64_t* places = p.places ? p.places : positions;
+  AttentionJobs jobs(p, places);
   auto rotate_into = [&](const T* from, int64_t position, float* rotated) {
     int64_t at = position * p.rotary_dim;
     rotate(from, cos + at, sin + at, rotated, p.rotary_dim, p.rotary_dim);
@@ -51,7 +52,7 @@ static void attend_latent(const AttentionPlan& p, HeadRows<T> q_latent, HeadRows
   });
   Rows<R> rows{keys, p.head_dim, pages.key_scales};
   int64_t split = kIsQuantised<T, R> ? p.value_dim : p.head_dim;
-  attend_jobs<T, R>(p, jobs, q, p.num_heads * p.head_dim, positions,
+  attend_jobs<T, R>(p, jobs, q, p.num_heads * p.head_dim, places,
                     {rows, rows, split, pages.scales_per_row}, nullptr, out);
 }
 

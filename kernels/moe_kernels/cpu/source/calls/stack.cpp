@@ -33,7 +33,7 @@ struct Stack {  // mirrored in native_stack.py
 
 // S sequences one after the other, T tokens, R rows of logits.
 struct StackStep {  // mirrored in native_stack.py
-  const int64_t* slices;  // [S, 4]: first position, tokens, logits, pages
+  const int64_t* slices;  // [S, 5]: first position, tokens, logits, pages, tokens without a page
   const int64_t *tokens, *pages;
   float* logits;     // [R, V]
   void* hidden;      // [T, D]; also the input, unless the first layer is among those to compute
@@ -69,17 +69,17 @@ DECLARE_PARTS(float, f32)
 
 // Where the rows of a step stand: what every layer's attention needs.
 struct Layout {
-  std::vector<int64_t> positions, sequences, kv_rows, tables, logit_rows;
+  std::vector<int64_t> positions, places, sequences, kv_rows, tables, logit_rows;
   std::vector<AttentionPlan> plans;
 
   void lay_out(const Stack& s, const StackStep& step) {
-    positions.clear(), sequences.clear(), kv_rows.clear(), logit_rows.clear();
+    positions.clear(), places.clear(), sequences.clear(), kv_rows.clear(), logit_rows.clear();
     int64_t most = 0;
-    for (int64_t i = 0; i < step.num_slices; ++i) most = std::max(most, step.slices[4 * i + 3]);
+    for (int64_t i = 0; i < step.num_slices; ++i) most = std::max(most, step.slices[5 * i + 3]);
     tables.assign(step.num_slices * most, 0);
     const int64_t* pages = step.pages;
     for (int64_t i = 0; i < step.num_slices; ++i) {
-      const int64_t *slice = step.slices + 4 * i, num_pages = slice[3];
+      const int64_t *slice = step.slices + 5 * i, num_pages = slice[3];
       std::copy_n(pages, num_pages, tables.data() + i * most);
       add_rows(s.shapes[0], slice, i, pages);
       pages += num_pages;
@@ -87,6 +87,7 @@ struct Layout {
     plans.assign(s.shapes, s.shapes + s.num_shapes);
     for (AttentionPlan& plan : plans) {
       plan.sequences = sequences.data(), plan.tables = tables.data();
+      plan.places = places.data();
       plan.num_tokens = step.num_tokens, plan.max_pages = most;
     }
   }
@@ -98,8 +99,9 @@ struct Layout {
     int64_t first = slice[0], end = first + slice[1], size = shape.page_size;
     for (int64_t at = first; at < end; ++at) {
       if (at >= end - slice[2]) logit_rows.push_back(positions.size());
-      positions.push_back(at), sequences.push_back(index);
-      int64_t row = pages[at / size] * shape.num_kv_heads * size + at % size;
+      int64_t place = at - slice[4];
+      positions.push_back(at), places.push_back(place), sequences.push_back(index);
+      int64_t row = pages[place / size] * shape.num_kv_heads * size + place % size;
       for (int64_t h = 0; h < shape.num_kv_heads; ++h) kv_rows.push_back(row + h * size);
     }
   }

@@ -20,7 +20,7 @@ from moe_serve.adapters.esft import read_esft
 from moe_serve.adapters.low_rank import make_low_rank
 from moe_serve.adapters.peft_config import read_peft_config
 from moe_serve.adapters.peft_lora import LowRankMatrices, read_lora
-from moe_serve.adapters.targets import Target, Targets
+from moe_serve.adapters.targets import AdaptedMatrix, AdapterTargets
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.manifest import feed_forward_table
 from moe_serve.model.load.loader import ModelLoader
@@ -47,8 +47,8 @@ class _LayerParts:
     mlp: dict[str, Tensor] = field(default_factory=dict)  # whole matrices, or additions
     experts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
-    def put(self, target: Target, matrix: Tensor) -> None:
-        """Take the matrix of an expert or MLP, or the addition to it."""
+    def put(self, target: AdaptedMatrix, matrix: Tensor) -> None:
+        """Takes the matrix of an expert or MLP, or the addition to it."""
         parts = self.mlp if target.kind == "mlp" else self.experts.setdefault(target.expert, {})
         parts[target.part] = matrix
 
@@ -58,11 +58,11 @@ class AdapterBuilder:
 
     def __init__(self, loader: ModelLoader, max_rank: int) -> None:
         self._loader, self._max_rank = loader, max_rank
-        self._targets = Targets(loader)
+        self._targets = AdapterTargets(loader)
         self._base = loader.live_experts()
 
     def build(self, files: AdapterFiles) -> BuiltAdapter:
-        """Read an adapter's matrices. Raises CheckpointError with the tensor or the field."""
+        """Reads an adapter's matrices. Raises CheckpointError with the tensor or the field."""
         layers = [_LayerParts() for _ in range(self._loader.spec.num_layers)]
         rank = 0
         if files.is_lora:
@@ -130,7 +130,7 @@ class AdapterBuilder:
         files: AdapterFiles,
         what: str,
     ) -> ExpertWeights:
-        """Return an expert with other matrices (ESFT), or with additions to them (LoRA)."""
+        """Returns an expert with other matrices (ESFT), or with additions to them (LoRA)."""
         gate, up, down = base.gate, base.up, base.down
         if not (isinstance(gate, Tensor) and isinstance(up, Tensor) and isinstance(down, Tensor)):
             raise CheckpointError(
@@ -155,7 +155,7 @@ class AdapterBuilder:
 
 
 def _split(changes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the changes with gate and up apart."""
+    """Returns the changes with gate and up apart."""
     fused = changes.get("gate_up")
     if fused is None:
         return changes

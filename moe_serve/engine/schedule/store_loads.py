@@ -1,0 +1,183 @@
+"""The loads that run from a store: which sequences wait for them, and for how long.
+
+A load that is late is given up: its sequence computes. Nothing else is asked until the late load
+has ended, and after three late loads in turn the store is switched off. What a load brought is
+handed to the caller, who knows where pages go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+from moe_serve.cache.tiers.store import LoadDone, PageStore, TierStats
+from moe_serve.clock import Clock
+from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.schedule.load_or_compute import LoadOrCompute
+
+_log = logging.getLogger(__name__)
+
+_MOST_LATE = 3  # loads in turn, before the store is switched off
+_MOST_LOADS = 2  # of one sequence: pages that are evicted at once are not read for ever
+_WAIT_S = 0.005  # for a load, while nothing else is to be done
+_PROBE_PAGES, _PROBE_EVERY = 4, 32  # a small load after so many that would not pay
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLoad:
+    """A load that has not ended: the pages of `keys`, behind the sequence's first pages."""
+
+    sequence: Sequence
+    num_found: int  # pages that the sequence had
+    keys: list[bytes]
+    deadline: float
+    is_probe: bool = False
+
+
+class StoreLoads:
+    """Begins loads from one store and gives up late ones. Used on the engine's thread only."""
+
+    def __init__(self, store: PageStore, page_size: int, page_bytes: int, clock: Clock) -> None:
+        self._store, self._clock = store, clock
+        self._page_size, self._page_bytes = page_size, page_bytes
+        self.rule = LoadOrCompute()
+        self._loads: dict[int, StoreLoad] = {}
+        self._late: dict[int, StoreLoad] = {}  # given up, but not ended
+        self._awaited: dict[bytes, int] = {}  # first key of a load -> the load
+        self._numbers = itertools.count()
+        self._num_late = self._num_skipped = 0
+        self._num_queried = self._num_hit = 0
+        self._counts: Counter[str] = Counter()
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """See `KVTier.awaits`."""
+        return sequence.awaited_key in self._awaited
+
+    def begin(self, sequence: Sequence, num_found: int, keys: list[bytes]) -> bool:
+        """Begins to load the pages of `keys`, which are behind the `num_found` that a sequence
+        could start with. Returns whether it should wait for them."""
+        size = self._page_size
+        if sequence.started_at is None and not sequence.num_tier_loads:
+            self._num_queried += sequence.num_tokens - num_found * size
+        if self._late or sequence.num_tier_loads >= _MOST_LOADS:
+            return False  # the store is slow, or what it loaded was evicted at once
+        if keys and keys[0] in self._awaited:
+            sequence.awaited_key = keys[0]
+            return True
+        keys = keys[: self._store.num_held(keys)]
+        if not keys:
+            return False
+        num_queued = sum(len(load.keys) for load in self._loads.values())
+        if self.rule.read_rate is None:
+            self.rule.read_rate = self._store.read_rate
+        num_bytes, num_queued_bytes = len(keys) * self._page_bytes, num_queued * self._page_bytes
+        decision = self.rule.decide(len(keys) * size, num_bytes, num_queued_bytes)
+        if not decision.is_load:
+            self._skip(sequence, num_found, keys, decision.deadline_s)
+            return False
+        sequence.num_tier_loads += 1
+        sequence.awaited_key = keys[0]
+        self._awaited[keys[0]] = self._begin(sequence, num_found, keys, decision.deadline_s)
+        return True
+
+    def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
+        """Hands over what the store has loaded, and give up what is late. `enter` puts the pages
+        where the sequence finds them, and returns how many."""
+        for load, done in self._take_done():
+            count = enter(load, done) * self._page_size
+            load.sequence.num_tier_tokens += count
+            self._num_hit += count
+        self._give_up_late()
+
+    def wait(self) -> None:
+        """Waits a moment if a sequence waits for a load."""
+        if any(not load.is_probe for load in self._loads.values()):
+            self._store.wait(_WAIT_S)
+
+    def stats(self) -> TierStats:
+        """Returns the store's figures with those of the loads that did not come to it."""
+        stats = self._store.stats()
+        return replace(
+            stats,
+            loads={**stats.loads, **self._counts},
+            queried_tokens=self._num_queried,
+            hit_tokens=self._num_hit,
+            read_bytes_per_s=self.rule.read_rate,
+        )
+
+    def _begin(
+        self,
+        sequence: Sequence,
+        num_found: int,
+        keys: list[bytes],
+        deadline_s: float,
+        *,
+        is_probe: bool = False,
+    ) -> int:
+        number, deadline = next(self._numbers), self._clock() + deadline_s
+        self._loads[number] = StoreLoad(sequence, num_found, keys, deadline, is_probe)
+        self._store.load(number, keys)
+        return number
+
+    def _skip(
+        self, sequence: Sequence, num_found: int, keys: list[bytes], deadline_s: float
+    ) -> None:
+        """Counts a run that is computed, and measures the store now and then."""
+        self._counts["skipped_slow"] += len(keys)
+        if self._num_skipped % _PROBE_EVERY == 0 and not self._loads:
+            self._begin(sequence, num_found, keys[:_PROBE_PAGES], deadline_s, is_probe=True)
+        self._num_skipped += 1
+
+    def _take_done(self) -> Iterator[tuple[StoreLoad, LoadDone]]:
+        """Yields the loads that have ended and that a sequence waits for."""
+        for done in self._store.take_done():
+            self.rule.note_load(done.num_bytes, done.seconds)
+            if self._late.pop(done.job, None) is not None:
+                continue  # the sequence computes already
+            load = self._loads.pop(done.job)
+            if load.is_probe:
+                continue
+            del self._awaited[load.keys[0]]
+            self._num_late = 0
+            yield load, done
+
+    def _give_up_late(self) -> None:
+        """Lets sequences compute whose loads take too long. Switch off a store that hangs."""
+        now = self._clock()
+        for number in [key for key, load in self._loads.items() if now > load.deadline]:
+            load = self._late[number] = self._loads.pop(number)
+            if load.is_probe:
+                continue
+            del self._awaited[load.keys[0]]
+            load.sequence.num_tier_loads = _MOST_LOADS
+            self._counts["late"] += len(load.keys)
+            self._num_late += 1
+            if self._num_late == _MOST_LATE:
+                why = f"{_MOST_LATE} loads in turn were late"
+                _log.warning("the KV tier is switched off: %s.", why)
+                self._store.stop_reading(why)
+
+
+class RecentSteps:
+    """Measures the steps of an engine for the rule that chooses between loading and computing."""
+
+    def __init__(self, rule: LoadOrCompute, clock: Clock) -> None:
+        self._rule, self._clock = rule, clock
+        self._step: tuple[float, int, int] | None = None  # its begin, tokens, those of prompts
+
+    def begins(self, steps: Items[tuple[Sequence, int]]) -> None:
+        """Notes a step's sequences and their tokens."""
+        num_tokens = sum(count for _, count in steps)
+        self._step = self._clock(), num_tokens, sum(s.num_unread(count) for s, count in steps)
+
+    def ended(self) -> None:
+        """Notes the end of the step that began last. One that began before that end is not
+        measured."""
+        if self._step is not None:
+            begin, num_tokens, num_prompt_tokens = self._step
+            self._rule.note_step(num_tokens, num_prompt_tokens, self._clock() - begin)
+        self._step = None
