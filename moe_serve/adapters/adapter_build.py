@@ -41,7 +41,7 @@ BuildAdapter = Callable[[AdapterFiles], BuiltAdapter]
 
 @dataclass(slots=True)
 class _LayerParts:
-    """The changes of an adapter in one layer, by part."""
+    """Holds the changes of an adapter in one layer, by part."""
 
     attention: dict[str, LowRankMatrices] = field(default_factory=dict)
     mlp: dict[str, Tensor] = field(default_factory=dict)  # whole matrices, or additions

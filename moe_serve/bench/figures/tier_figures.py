@@ -44,7 +44,7 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantFigures:
-    """The service of one tenant: tokens of prompts that were computed, and of answers."""
+    """Counts the service of one tenant: tokens of prompts that were computed, and of answers."""
 
     name: str
     num: int
