@@ -77,8 +77,8 @@ class AdapterRegistry:
             most = self._config.max_adapters
             if name not in self._versions and len(self._versions) >= most:
                 raise InvalidRequestError(
-                    f"{most} adapters are loaded already, which is adapters.max_adapters: unload "
-                    "one first.",
+                    f"At most {most} adapters may be loaded (adapters.max_adapters), and that many "
+                    "are: unload one, or raise adapters.max_adapters.",
                     param="lora_name",
                     code="too_many_adapters",
                 )

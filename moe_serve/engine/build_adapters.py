@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.registry import AdapterRegistry, open_registry
 from moe_serve.config.sections import EngineConfig
@@ -20,6 +22,11 @@ def check_adapters(config: EngineConfig) -> None:
                     "or leave it out."
                 )
         return
+    if adapters.root is not None and not Path(adapters.root).expanduser().is_dir():
+        raise ConfigError(
+            f"adapters.root is {adapters.root!r}, which is not a folder: make it, name the folder "
+            "below which adapters lie, or leave it out."
+        )
     for key, least in (("attention_ranks", 0), ("expert_ranks", 0), ("attention_tp", 1)):
         if getattr(cluster, key) > least:
             raise ConfigError(

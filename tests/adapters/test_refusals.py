@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,10 @@ ON = AdapterConfig(is_enabled=True)
 def test_combinations(config: EngineConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_adapters(config)
+
+
+def test_a_root_that_is_no_folder_is_refused_at_the_start(tmp_path: Path) -> None:
+    adapters = AdapterConfig(is_enabled=True, root=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"adapters\.root is '.*none', which is not a folder"):
+        check_adapters(EngineConfig(adapters=adapters))
+    check_adapters(EngineConfig(adapters=replace(adapters, root=str(tmp_path))))

@@ -76,7 +76,7 @@ def test_there_is_a_limit_of_names(tmp_path: Path) -> None:
     folder = write_small(tmp_path / "a")
     for name in ("one", "two", "two"):
         registry.load(name, folder)
-    with pytest.raises(InvalidRequestError, match=r"2 adapters are loaded already"):
+    with pytest.raises(InvalidRequestError, match=r"At most 2 adapters may be loaded"):
         registry.load("three", folder)
 
 
