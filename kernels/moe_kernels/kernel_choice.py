@@ -90,7 +90,7 @@ def torch_instructions() -> str:
 
 
 def native_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the native kernels do not serve this device and dtype; None if they do."""
+    """Returns why the native kernels do not serve this device and dtype; None if they do."""
     if device.type != "cpu":
         return f"they are for CPUs, not for {device.type}"
     if dtype not in (torch.float32, torch.bfloat16):
@@ -99,7 +99,7 @@ def native_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels do not serve this device and dtype; None if they do.
+    """Returns why the Triton kernels do not serve this device and dtype; None if they do.
 
     In Triton's interpreter (TRITON_INTERPRET=1, for tests: very slow) they serve a CPU. Imports
     nothing of triton.

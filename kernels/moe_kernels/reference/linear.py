@@ -93,7 +93,7 @@ FastLinear = PackedLinear | PlainLinear
 
 @functools.lru_cache(maxsize=8)
 def packing_refusal(dtype: torch.dtype) -> str | None:
-    """Why CPU weights of this dtype are not packed; None if they are. Probed once, by running."""
+    """Returns why CPU weights of this dtype are not packed; None if they are. Probed once."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"oneDNN packs float32 and bfloat16 here, not {dtype}".replace("torch.", "")
     if not torch.backends.mkldnn.is_available():

@@ -91,7 +91,7 @@ class TorchKernels:
         self.has_packed_products = self.has_packed_linears = low_bit_products == "int8"
 
     def packed_layout(self, form: MatrixForm) -> PackedLayout:
-        """As the checkpoint has them."""
+        """Returns the layout in the checkpoint."""
         is_int8 = self._products == "int8" and form.can_quantise_rows
         return PackedLayout(f"{form.name} x int8" if is_int8 else form.name, form.bits)
 

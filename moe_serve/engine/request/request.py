@@ -20,7 +20,7 @@ MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 
 class FinishReason(str, enum.Enum):
-    """Why a request ended, in OpenAI's terms where OpenAI has one."""
+    """The reason why a request ended, in OpenAI's terms where OpenAI has one."""
 
     STOP = "stop"  # end of text, a stop token id, or (decided by text/) a stop string
     LENGTH = "length"  # max_tokens or the context's end
@@ -83,7 +83,7 @@ class GenerationRequest:
 
     @property
     def drafts(self) -> bool:
-        """Whether drafted tokens may be verified: not where rows see different pages."""
+        """True if drafted tokens may be verified: not where rows see different pages."""
         return self.may_draft and self.params.kv_window is None
 
     @property

@@ -57,7 +57,7 @@ class TenantCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastError:
-    """How well the seconds to the first token were predicted when requests were queued."""
+    """The errors of the predictions of the first token, as given when requests were queued."""
 
     num_compared: int = 0
     median_ratio: float = 1.0  # actual over predicted, of the recent requests

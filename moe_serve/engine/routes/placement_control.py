@@ -87,7 +87,7 @@ class PlacementControl(Protocol):
         ...
 
     def rebalance(self) -> PlacementStatus:
-        """Plans now and move experts if that pays off, without waiting for the move. Raises
+        """Plans now and moves experts if that pays off, without waiting for the move. Raises
         RebalanceError with the reason if it cannot."""
         ...
 

@@ -1,4 +1,4 @@
-"""The part of a scheduler that keeps the targets of service tiers. Other servers have none."""
+"""Keeps the targets of service tiers in a scheduler. Without tiers a scheduler has none of it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class StepService:
         return found
 
     def step_begins(self, schedule: Schedule) -> None:
-        """Notes the contents of a step, and charge the tenants for it."""
+        """Notes the contents of a step, and charges the tenants for it."""
         if not schedule:
             return
         num_decoding = num_prompt = num_context = num_tokens = 0

@@ -85,7 +85,7 @@ class StoreLoads:
         return True
 
     def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
-        """Hands over what the store has loaded, and give up what is late. `enter` puts the pages
+        """Hands over what the store has loaded, and gives up what is late. `enter` puts the pages
         where the sequence finds them, and returns how many."""
         for load, done in self._take_done():
             count = enter(load, done) * self._page_size

@@ -61,7 +61,7 @@ class TextThreads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
-    """What a request named: the model, or an adapter of it."""
+    """The model that a request named, or an adapter of it."""
 
     name: str
     fingerprint: str | None

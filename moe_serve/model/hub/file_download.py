@@ -28,7 +28,7 @@ class FileDownload:
     note: Callable[[int], None]  # is called with the bytes of each piece
 
     def run(self) -> None:
-        """Fetches the file unless the cache has it, and show it in the snapshot. Raises HubError;
+        """Fetches the file unless the cache has it, and shows it in the snapshot. Raises HubError;
         the bytes received so far are kept."""
         blob = self.folder.blob(self.file)
         try:

@@ -120,7 +120,7 @@ def find_cuts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def at_least(data_ptr, size, t1, t2, t3, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Counts the values with at least the bits t1, t2 and t3, and sum them; no value is
+    """Counts the values with at least the bits t1, t2 and t3, and sums them; no value is
     negative."""
     n1 = tl.zeros((CHUNK,), dtype=tl.int32)
     n2, n3 = n1, n1

@@ -102,7 +102,7 @@ class StandingSplit:
 
 
 def first_split(x_RD: Floats, num_groups: int) -> Groups:
-    """Sorts rows along their principal axis and cut them into equal groups. O(R D + R log R)."""
+    """Sorts rows along their principal axis and cuts them into equal groups. O(R D + R log R)."""
     centred_RD = x_RD - x_RD.mean(axis=0)
     lengths = np.linalg.norm(centred_RD, axis=1)
     axis_D = centred_RD[int(lengths.argmax())]
