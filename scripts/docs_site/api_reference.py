@@ -37,6 +37,7 @@ class NoEngine:
     max_model_len = 2048
     vocab_size = 2
     is_alive = True
+    admission = None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> DeltaQueue:
         raise AssertionError("the list of routes needs no engine")
