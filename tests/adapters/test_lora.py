@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.kernel_choice import KernelsName
-from moe_serve.errors import CheckpointError
+from moe_serve.errors import ConfigError
 from moe_serve.offline.llm import LLM
 from tests.support.adapters.adapter_folders import (
     ATTENTION,
@@ -117,5 +117,5 @@ def test_blocks_of_another_layout_are_refused(base: Path, tmp_path: Path) -> Non
         f"{module}.lora_B.weight": torch.ones(num_outputs, 4 * num_experts),
     }
     adapter = write_peft(tmp_path / "lora", matrices)
-    with pytest.raises(CheckpointError, match="one matrix for all experts"):
+    with pytest.raises(ConfigError, match="one matrix for all experts"):
         LLM(str(folder), adapters=adapters_of(own=adapter))
