@@ -32,7 +32,7 @@ _AFTER = ("", " ", "\n", "\n\n")
 
 
 def max_bytes_per_token(content: Mapping[str, Any]) -> int | None:
-    """Returns a bound of the text that one token can stand for, or None if there is none.
+    """Returns a bound of the text that one token can stand for, or None if it is not bounded.
 
     It serves to refuse a text that is too long before tokenizing it. A bound exists if the
     tokenizer drops nothing and has no token of unbounded length. That holds for byte-level BPE and

@@ -23,8 +23,8 @@ _MOST_TENANTS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFigures:
-    """The figures of one tier's requests. Shares are of all its requests that ended; the share of
-    a target that the tier does not have is None."""
+    """The figures of one tier's requests. Shares refer to all requests of the tier that ended. A
+    share is None if the tier lacks that target."""
 
     name: str
     weight: float

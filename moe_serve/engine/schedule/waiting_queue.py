@@ -42,7 +42,7 @@ class ArrivalLine(Items[Sequence]):
 
     @property
     def first(self) -> Sequence | None:
-        """The first sequence; None if there is none. Safe from any thread."""
+        """The first sequence; None if the line is empty. Safe from any thread."""
         while True:
             try:
                 return next(iter(self._by_id.values()), None)

@@ -242,7 +242,7 @@ def current_client() -> Client:
 
 
 def _given_key(headers: Headers) -> bytes:
-    """The key as OpenAI's or Anthropic's clients send it; empty if there is none."""
+    """The key as OpenAI's or Anthropic's clients send it; empty without a key."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")

@@ -61,7 +61,7 @@ _REFUSED = {  # close relatives of served models, with the features that are not
 
 
 def family_of(config: HFConfig) -> Family:
-    """Returns the family that serves the architecture; CheckpointError if there is none."""
+    """Returns the family of the architecture. Raises CheckpointError for an unknown one."""
     architecture = config.architecture()
     for family in FAMILIES:
         if architecture in family.architectures:

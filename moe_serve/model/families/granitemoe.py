@@ -54,7 +54,7 @@ def _has_rotation(config: HFConfig) -> bool:
 
 
 def _shared_width(config: HFConfig) -> int:
-    """Returns the shared expert's width; 0 means that there is none."""
+    """Returns the shared expert's width; 0 without a shared expert."""
     if config.architecture() == _HYBRID or config.get("shared_intermediate_size"):
         return config.positive_int("shared_intermediate_size")
     return 0

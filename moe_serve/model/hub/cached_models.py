@@ -118,7 +118,7 @@ def _time(seconds: float) -> str:
 
 
 def _commits(repo: Any, name: HubName | None) -> tuple[str, ...]:
-    """Returns the commits that a name with a revision means; all if it is None."""
+    """Returns the commits of a name with a revision; without a name, all commits."""
     if name is None:
         return tuple(sorted(revision.commit_hash for revision in repo.revisions))
     wanted = name.revision

@@ -136,7 +136,7 @@ def _every_head(num_rows: int, order: Tensor) -> Tensor:
 
 
 def _query_scale(spec: ModelSpec, num_positions: int, device: torch.device) -> Tensor | None:
-    """Returns the factor of each position's query, [P] in fp32; None if there is none."""
+    """Returns the factor of each position's query, [P] in fp32; None without factors."""
     temperature = spec.query_temperature
     if temperature is None:
         return None
