@@ -20,12 +20,10 @@ from moe_serve.cache.tiers.arena import ArenaIndex
 from moe_serve.cache.tiers.store import LoadDone, PageStore, SavedPage, TierStats
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.schedule.store_loads import RecentSteps, StoreLoad, StoreLoads
+from moe_serve.engine.schedule.store_loads import RecentSteps, StoreLoad, StoreLoads, close_store
 
 _PAGES_PER_TURN = 16  # copied for the store in a step of the ranks
 _MOST_QUEUED = 65536  # pages that wait to be copied
-_CLOSE_S = 10.0  # for pages that are not stored yet
-_WAIT_S = 0.005  # for the store, at the end
 
 
 class ArenaDisk:
@@ -90,14 +88,9 @@ class ArenaDisk:
 
     def close(self) -> None:
         """Stores what is in filled slots, at most for some seconds."""
-        deadline = self._clock() + _CLOSE_S
-        while self._filled and self._clock() < deadline:
-            self.update()
-            if self._store.room <= 0:
-                if not self._store.stats().is_writing:
-                    break
-                self._store.wait(_WAIT_S)
-        self._store.close(max(0.1, deadline - self._clock()))
+        close_store(
+            self._store, self._clock, has_rest=lambda: bool(self._filled), store_more=self.update
+        )
 
     def stats(self) -> TierStats:
         """Returns the store's figures, with those of the arena beside. What was asked and found

@@ -22,12 +22,10 @@ from moe_serve.cache.tiers.store import LoadDone, PageStore, SavedPage, TierStat
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.kv_tier import KVTier
-from moe_serve.engine.schedule.store_loads import RecentSteps, StoreLoad, StoreLoads
+from moe_serve.engine.schedule.store_loads import RecentSteps, StoreLoad, StoreLoads, close_store
 
 _PAGES_PER_STEP = 16  # copied for the store in a step; a step computes more only of long prompts
 _MOST_QUEUED = 65536  # pages that wait to be copied
-_CLOSE_S = 10.0  # for pages that are not stored yet
-_WAIT_S = 0.005  # for a load, while nothing else is to be done
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +110,9 @@ class PageTiers(KVTier):
 
     def close(self) -> None:
         """See `KVTier.close`."""
-        deadline = self._clock() + _CLOSE_S
-        while self._fresh and self._clock() < deadline:
-            self.update()
-            if self._store.room <= 0:
-                if not self._store.stats().is_writing:
-                    break
-                self._store.wait(_WAIT_S)
-        self._store.close(max(0.1, deadline - self._clock()))
+        close_store(
+            self._store, self._clock, has_rest=lambda: bool(self._fresh), store_more=self.update
+        )
 
     def stats(self) -> TierStats:
         """See `KVTier.stats`."""

@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 _MOST_LATE = 3  # loads in turn, before the store is switched off
 _MOST_LOADS = 2  # of one sequence: pages that are evicted at once are not read for ever
-_WAIT_S = 0.005  # for a load, while nothing else is to be done
+_WAIT_S = 0.005  # for the store, while nothing else is to be done
+_CLOSE_S = 10.0  # for pages that are not stored yet, at the end
 _PROBE_PAGES, _PROBE_EVERY = 4, 32  # a small load after so many that would not pay
 
 
@@ -181,3 +182,21 @@ class RecentSteps:
             begin, num_tokens, num_prompt_tokens = self._step
             self._rule.note_step(num_tokens, num_prompt_tokens, self._clock() - begin)
         self._step = None
+
+
+def close_store(
+    store: PageStore, clock: Clock, *, has_rest: Callable[[], bool], store_more: Callable[[], None]
+) -> None:
+    """Stores the pages that are not stored yet, at most for some seconds, and closes the store.
+
+    `has_rest`: returns whether such pages are left; `store_more` gives the store those for which it
+    has room.
+    """
+    deadline = clock() + _CLOSE_S
+    while has_rest() and clock() < deadline:
+        store_more()
+        if store.room <= 0:
+            if not store.stats().is_writing:
+                break
+            store.wait(_WAIT_S)
+    store.close(max(0.1, deadline - clock()))
