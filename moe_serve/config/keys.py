@@ -1,7 +1,7 @@
 """The table of configuration keys, derived from the dataclasses in `sections.py`, and their ranges.
 
 A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
-`predictor`, `speculation`, `adapters`, `cluster`, `trace`, `server`, `log`), so
+`predictor`, `speculation`, `adapters`, `cluster`, `cells`, `trace`, `server`, `log`), so
 `scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in `sections.py` is
 a new key automatically; only its range is written here.
 """
@@ -76,6 +76,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "cluster.timeout_s": (0.1, 3600.0),
     "cluster.start_timeout_s": (1.0, 86400.0),
     "cluster.rejoin_s": (0.0, 86400.0),
+    "cells.min_tokens": (1, 2**20),
+    "cells.parcel_bytes": (1024, 2**30),
+    "cells.memory_bytes": (2**20, 2**40),
     "trace.sample_rate": (0.0001, 1.0),
     "trace.part_bytes": (64 * 1024, 2**30),
     "trace.max_bytes": (64 * 1024, 2**50),

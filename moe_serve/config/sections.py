@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moe_serve.config.cells import CellsConfig
 from moe_serve.config.tiers import TierConfig
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -265,6 +266,7 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cells: CellsConfig = field(default_factory=CellsConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
