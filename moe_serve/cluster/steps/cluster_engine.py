@@ -42,7 +42,7 @@ class _Begun:
 
 
 MakeEngine = Callable[[RemoteExecutor, "itertools.count[int]"], Engine]
-OnLost = Callable[[str, list[EngineSequence]], None]  # a rank, and the sequences that it had
+OnLost = Callable[[str, int, list[EngineSequence]], None]  # rank, number of its process, theirs
 
 
 class ClusterEngine:
@@ -79,7 +79,7 @@ class ClusterEngine:
         self._ids = itertools.count() if ids is None else ids
         self._step_numbers = itertools.count(1) if step_numbers is None else step_numbers
         self._is_settled = False
-        self.on_lost: OnLost = lambda rank, sequences: self._homeless.extend(sequences)
+        self.on_lost: OnLost = lambda rank, start, theirs: self._homeless.extend(theirs)
         self._engines: dict[str, Engine] = {}
         self._executors: dict[str, RemoteExecutor] = {}
         self._homeless: list[EngineSequence] = []  # without a rank, at first or after a loss
@@ -327,7 +327,7 @@ class ClusterEngine:
         """Moves the requests of a lost rank elsewhere, with the tokens that they have."""
         engine = self._engines[name]  # replaced, never changed: other threads read it
         self._engines = {n: other for n, other in self._engines.items() if n != name}
-        del self._executors[name]
+        start = self._executors.pop(name).start
         self._watch.forget(name)
         self._pending += engine.take_pending()
         stats, computed = engine.stats(), set(engine.step_sequences)
@@ -338,7 +338,7 @@ class ClusterEngine:
         for sequence in ended:
             self._pending.append(given_up(sequence))
             self._forget(sequence)
-        self.on_lost(name, [sequence for sequence in sequences if sequence not in ended])
+        self.on_lost(name, start, [s for s in sequences if s not in ended])
 
     def _forget(self, sequence: EngineSequence) -> None:
         if self._service is not None:
