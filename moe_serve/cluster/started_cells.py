@@ -43,6 +43,8 @@ from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 
+_PATIENCE_S = 0.5  # without a rank that all steps need, until the requests move to other cells
+
 StarterOfCell = Callable[[int, Sequence[CellShape]], MakeStarter]
 
 
@@ -96,7 +98,11 @@ def build_cells(
             watch = make_watch(model.config, model)
             opened.callback(watch.close)
             part = CellPart(
-                name=cell_name(index), ids=ids, step_numbers=numbers, outage_limit_s=math.inf
+                name=cell_name(index),
+                ids=ids,
+                step_numbers=numbers,
+                outage_limit_s=math.inf,
+                patience_s=_PATIENCE_S,
             )
             ranks, loads = StartedRanks(model, link.setup, part), RankLoads(model.placement)
             opened.callback(ranks.close)

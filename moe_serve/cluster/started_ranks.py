@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -70,7 +71,8 @@ class CellPart:
     name: str = ""  # before the names of its ranks in messages; empty: the only cell
     ids: itertools.count[int] = field(default_factory=itertools.count)  # of sequences
     step_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    outage_limit_s: float | None = None  # see `Coordinator`
+    outage_limit_s: float | None = None  # see `Coordinator`; None: as long as a start may take
+    patience_s: float = math.inf  # likewise
 
 
 class StartedRanks:
@@ -207,6 +209,7 @@ class StartedRanks:
             outage_limit_s=start_timeout_s
             if self._part.outage_limit_s is None
             else self._part.outage_limit_s,
+            patience_s=self._part.patience_s,
         )
 
     def _configure(self, name: RankName) -> Configure:

@@ -50,7 +50,7 @@ class ClusterEngine:
     rank is lost, its requests move to other ranks with the tokens they have.
 
     `begin`, `wait` and `end` split a step. `wait` may run on another thread, which then has the
-    ranks: until it returns, call only `adopt` and what reads.
+    ranks: until it returns, call only what reads.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class ClusterEngine:
         self.on_lost: OnLost = lambda rank, start, theirs: self._homeless.extend(theirs)
         self._engines: dict[str, Engine] = {}
         self._executors: dict[str, RemoteExecutor] = {}
+        self._past_executors: dict[str, RemoteExecutor] = {}  # of ranks whose requests moved
         self._homeless: list[EngineSequence] = []  # without a rank, at first or after a loss
         self._moves = RequestMoves()
         self._pending: list[TokenDelta] = []  # deltas of lost ranks' engines, and of no engine
@@ -147,10 +148,6 @@ class ClusterEngine:
             self._homeless = [s for s in self._homeless if s.request.request_id != request_id]
             aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             self._pending.append(aborted)
-
-    def adopt(self, sequence: EngineSequence) -> None:
-        """Queues a sequence, which the next step gives to a rank."""
-        self._homeless.append(sequence)
 
     @property
     def rank_engines(self) -> Mapping[str, Engine]:
@@ -315,7 +312,8 @@ class ClusterEngine:
         self._watch.keep_experts(self._coordinator.epoch.experts)
         for name in self._coordinator.epoch.attention:
             if name not in self._engines:
-                executor = RemoteExecutor(self._coordinator, name)
+                before = self._past_executors.pop(name, None)
+                executor = RemoteExecutor(self._coordinator, name, before)
                 self._executors[name] = executor
                 self._engines = {**self._engines, name: self._make(executor, self._ids)}
         homeless, self._homeless = self._homeless, []
@@ -327,7 +325,7 @@ class ClusterEngine:
         """Moves the requests of a lost rank elsewhere, with the tokens that they have."""
         engine = self._engines[name]  # replaced, never changed: other threads read it
         self._engines = {n: other for n, other in self._engines.items() if n != name}
-        start = self._executors.pop(name).start
+        self._past_executors[name] = self._executors.pop(name)
         self._watch.forget(name)
         self._pending += engine.take_pending()
         stats, computed = engine.stats(), set(engine.step_sequences)
@@ -338,7 +336,9 @@ class ClusterEngine:
         for sequence in ended:
             self._pending.append(given_up(sequence))
             self._forget(sequence)
-        self.on_lost(name, start, [s for s in sequences if s not in ended])
+        self.on_lost(
+            name, self._past_executors[name].start, [s for s in sequences if s not in ended]
+        )
 
     def _forget(self, sequence: EngineSequence) -> None:
         if self._service is not None:
