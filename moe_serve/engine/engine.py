@@ -24,6 +24,7 @@ from moe_serve.engine.execute.step_outcome import (
     delta_of,
 )
 from moe_serve.engine.leaving import LeavingSequences
+from moe_serve.engine.moving import MovingSequences
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, sequences_of
 from moe_serve.engine.request.stats import EngineCounts, EngineStats
@@ -94,6 +95,7 @@ class Engine:
         self._ahead: Schedule = {}  # the step after it, if it has begun too
         self._ending: Schedule = {}  # the step that is being published
         self._leaving = LeavingSequences(self._scheduler, self.drafts, executor)
+        self.moving = MovingSequences(self._sequences, self._scheduler, self.drafts, executor)
         self._num_steps = self._num_corrupted = 0
         self._num_prompt_tokens = self._num_generated_tokens = 0
 
@@ -153,7 +155,8 @@ class Engine:
         self.drafts.forget(sequences)
         for sequence in sequences:
             sequence.leave_engine()
-        self._sequences, self._schedule, self._ahead = {}, {}, {}
+        self._sequences.clear()
+        self._schedule, self._ahead = {}, {}
         self._leaving.forget()
         return sequences
 
@@ -161,12 +164,6 @@ class Engine:
         """Queues a sequence: a new one, or one that another engine surrendered."""
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence)
-
-    def release(self, sequence: Sequence) -> Sequence:
-        """Gives up a sequence that never ran, for another engine to adopt."""
-        del self._sequences[sequence.request.request_id]
-        self._scheduler.release(sequence)
-        return sequence
 
     def step(self) -> list[TokenDelta]:
         """Schedules, runs and publishes a step."""
@@ -194,6 +191,7 @@ class Engine:
         """Begins the step after the running one; False if its contents are not certain yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
         is_last = any(self.stop_rule.is_last(s, s.num_output_tokens + 1) for s in sequences)
+        is_last = is_last or self.moving.is_leaving(self._schedule)
         if self._leaving or is_last or not self.drafts.allow_ahead(self._schedule):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
