@@ -48,7 +48,6 @@ _log = logging.getLogger(__name__)
 
 class Engine:
     """Call `add` and `abort` for requests, and `step` while `has_work`.
-
     `begin_step` and `end_step` split a step, so that engines can step together. `begin_ahead` may
     begin the next one if it is certain; a sequence that ends then is computed once more in vain.
     """
@@ -119,7 +118,6 @@ class Engine:
 
     @property
     def admission(self) -> Admission | None:
-        """See `DrivenEngine.admission`."""
         return None if self.service is None else self.service.state.admission
 
     def abort(self, request_id: str) -> None:
@@ -145,8 +143,12 @@ class Engine:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens that all sequences still have to compute."""
         return self._scheduler.num_pending_tokens
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of prompt tokens read, and of tokens generated, since the start."""
+        return self._num_prompt_tokens, self._num_generated_tokens
 
     def surrender(self) -> list[Sequence]:
         """Gives up all sequences in order of arrival. Their pages and computed state are lost."""
@@ -191,8 +193,8 @@ class Engine:
         """Begins the step after the running one; False if its contents are not certain yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
         is_last = any(self.stop_rule.is_last(s, s.num_output_tokens + 1) for s in sequences)
-        is_last = is_last or self.moving.is_leaving(self._schedule)
-        if self._leaving or is_last or not self.drafts.allow_ahead(self._schedule):
+        is_end = is_last or bool(self._leaving) or self.moving.is_leaving(self._schedule)
+        if is_end or not self.drafts.allow_ahead(self._schedule):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
