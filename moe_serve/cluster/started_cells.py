@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.cells.cell import Cell, cell_name
 from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
+from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
-from moe_serve.cluster.cells.share_out import ShareOut
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.members.rank_starter import LocalStarter
@@ -126,7 +127,15 @@ def build_cells(
         ]
         limit_s = config.cluster.start_timeout_s
         parcels = Parcels(_carrier(config, starts), post, link)
-        engine = CellsEngine(cells, ShareOut(cells), parcels, ids, news, outage_limit_s=limit_s)
+        moves = Moves(
+            cells,
+            parcels.carrier,
+            config.cells,
+            REAL_CLOCK,
+            timeout_s=config.cluster.timeout_s,
+            chunk_tokens=config.scheduler.max_batched_tokens,
+        )
+        engine = CellsEngine(cells, moves, parcels, ids, news, outage_limit_s=limit_s)
         opened.pop_all()
     return BuiltEngine(
         engine,

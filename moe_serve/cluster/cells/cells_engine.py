@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cell_stats import stats_of
+from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
-from moe_serve.cluster.cells.share_out import ShareOut
 from moe_serve.cluster.parcels.link_setup import LinkSetup
 from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
@@ -45,7 +45,7 @@ class CellsEngine:
     def __init__(
         self,
         cells: Sequence[Cell],
-        moves: ShareOut,
+        moves: Moves,
         parcels: Parcels,
         ids: itertools.count[int],
         news: threading.Event,
@@ -164,7 +164,7 @@ class CellsEngine:
 
     def stats(self) -> EngineStats:
         """Returns the sums over all cells. Names of ranks begin with that of their cell."""
-        return stats_of(self.cells, self._moves.waiting)
+        return stats_of(self.cells, self._moves)
 
     def check_integrity(self) -> None:
         """See `Engine.check_integrity`. Cells that are out are not checked."""
