@@ -198,7 +198,7 @@ class LaunchRequest:
         if placed != wanted:
             raise ConfigError(
                 f"{self.command.cluster_file} places {placed[0]} attention and {placed[1]} "
-                f"expert ranks, but the settings request {wanted[0]} and {wanted[1]}: leave the "
+                f"expert ranks, but the flags request {wanted[0]} and {wanted[1]}: leave the "
                 "flags out, or make the numbers equal."
             )
         return layout
