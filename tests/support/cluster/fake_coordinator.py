@@ -175,6 +175,7 @@ def fake_cluster(
     is_ahead: bool = True,
     scheduler: SchedulerConfig = PLAIN,
     clock: Clock = REAL_CLOCK,
+    ids: itertools.count[int] | None = None,
 ) -> ClusterEngine:
     """Returns an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise."""
     service = ServiceState.of(scheduler, clock)
@@ -194,5 +195,11 @@ def fake_cluster(
 
     watch = PoolWatch(None, 2, None)
     return ClusterEngine(
-        coordinator, make_engine, watch, lambda: None, is_ahead=is_ahead, service=service
+        coordinator,
+        make_engine,
+        watch,
+        lambda: None,
+        is_ahead=is_ahead,
+        service=service,
+        ids=ids,
     )
