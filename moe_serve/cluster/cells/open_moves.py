@@ -83,8 +83,7 @@ class OpenMoves:
         that is all there is to wait for. `step_s`: a predicted step of the source. May raise
         ExecutorLostError, if the source is lost."""
         sequence, moving = move.sequence, move.source.engine.moving
-        if not moving.has(sequence):
-            self.end(move, "ended", keeps_pages=sequence.is_proven)
+        if self._end_with_request(move):
             return
         if not sequence.is_running or not self._has_room(move):
             self.end(move, "stayed")
@@ -172,9 +171,18 @@ class OpenMoves:
                 self.end(move, "lost")
 
     def step_ended(self, cell: CellLike) -> None:
-        """Notes that a cell has ended a step."""
-        for move in self._moves.values():
+        """Notes that a cell has ended a step, which may have ended requests."""
+        for move in self:
             move.num_steps += move.has_departed and move.target.cell is cell
+            if move.source.cell is cell and not move.has_departed:
+                self._end_with_request(move)
+
+    def _end_with_request(self, move: Move) -> bool:
+        """Ends a move whose request has ended at the source."""
+        has_ended = move.source.is_there and not move.source.engine.moving.has(move.sequence)
+        if has_ended:
+            self.end(move, "ended", keeps_pages=move.sequence.is_proven)
+        return has_ended
 
     def _has_room(self, move: Move) -> bool:
         target = move.target
