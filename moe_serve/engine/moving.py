@@ -53,6 +53,11 @@ class MovingSequences:
         return list(self._scheduler.waiting)
 
     @property
+    def arriving(self) -> Items[Sequence]:
+        """The sequences of other engines for which a seat is reserved."""
+        return self._scheduler.reservations.arriving
+
+    @property
     def num_available_pages(self) -> int:
         """Number of pages that no sequence holds and no running prompt needs."""
         scheduler = self._scheduler

@@ -48,7 +48,7 @@ class OpenMoves:
     @property
     def between(self) -> list[Move]:
         """The moves whose sequences belong to no engine."""
-        return [move for move in self._moves.values() if move.has_departed]
+        return [move for move in self if move.has_departed]
 
     def may_begin(self, sequence: Sequence) -> bool:
         """Returns whether a sequence may move: it does not yet, and has not for a second."""
@@ -73,6 +73,7 @@ class OpenMoves:
             lease=lease,
             reservation=reservation,
             next_place=reservation.num_shared,
+            moved_at=self._clock(),
         )
         self._moves[sequence.id] = move
         self.counter.begun(kind)
@@ -85,7 +86,8 @@ class OpenMoves:
         sequence, moving = move.sequence, move.source.engine.moving
         if self._end_with_request(move):
             return
-        if not sequence.is_running or not self._has_room(move):
+        is_wanted = sequence.is_running and not move.target.cell.is_draining
+        if not is_wanted or not self._has_room(move):
             self.end(move, "stayed")
             return
         move.send(self._carrier, self._clock())
@@ -192,7 +194,8 @@ class OpenMoves:
     def _is_near(self, move: Move, step_s: float) -> bool:
         """Returns whether the rest travels in less time than one more step at the source takes."""
         num_unsent = move.num_unsent()
-        if num_unsent > self._carrier.num_free(move.target.at):
+        has_room = num_unsent <= self._carrier.num_free(move.target.at)
+        if not (has_room and move.target.cell.is_live):
             return False
         cells = move.source.at.cell, move.target.at.cell
         return self._links.pages_s(*cells, move.num_on_way + num_unsent) <= step_s
