@@ -6,8 +6,7 @@ In the end each request has ended once, and no page is held.
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
