@@ -1,5 +1,5 @@
-"""What every test shares: one thread for the math, no configuration from the environment, and the
-same examples on every machine."""
+"""Setup for every test: one thread for the math, no configuration from the environment, and the
+same drawn examples on every machine."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What thousands of tests and their imports are made of lives to the end: the collector of
-    garbage need not look through it again and again."""
+    """Keeps the collected tests and imported modules out of later garbage collections, because they
+    live until the end."""
     gc.collect()
     gc.freeze()
 

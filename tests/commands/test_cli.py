@@ -32,7 +32,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run(*arguments: str) -> int:
-    """The exit code of `moe-serve ARGUMENTS`."""
+    """Returns the exit code of `moe-serve ARGUMENTS`."""
     with pytest.raises(SystemExit) as exit_info:
         main(list(arguments))
     code = exit_info.value.code
@@ -47,7 +47,7 @@ def flags_of(command: str) -> list[str]:
 
 
 def test_the_flags_are_frozen() -> None:
-    """A run is a configuration, not a row of flags: a new one needs a reason and this list."""
+    """A run is a configuration, not a row of flags. A new flag needs a reason and an entry here."""
     assert flags_of("serve") == [
         "--api-key",
         "--attention-ranks",
@@ -318,7 +318,8 @@ def test_a_wrong_flag_is_a_usage_error(capsys: Capture, arguments: list[str]) ->
 
 
 def test_what_is_said_of_other_servers_flags_is_there() -> None:
-    """Flags, keys, variables and commands that the advice names; and none of ours is refused."""
+    """The flags, keys, variables and commands that the advice names exist, and none of ours is
+    refused."""
     own = {*flags_of("serve"), *flags_of("launch")}
     keys = {key.path: variable_name(key) for key in config_keys()}
     commands = typer.main.get_group(app).commands
@@ -412,7 +413,8 @@ def test_ready_message_does_not_wrap_the_line_to_paste() -> None:
     [("serve", "moe-serve serve --port 9"), ("test", "scripts/test --port 9")],
 )
 def test_make_installs_torch_first(tmp_path: Path, target: str, last: str) -> None:
-    """From a bare clone: a virtual environment, torch alone, the project, then the command."""
+    """A bare clone gets a virtual environment, then torch alone, then the project, then the
+    command."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     done = subprocess.run(

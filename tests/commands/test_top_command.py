@@ -1,4 +1,4 @@
-"""`moe-serve top`: its figures, its frame at any size, and its life in a terminal."""
+"""`moe-serve top`: its figures, its frame at any size, and a session in a terminal."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def source_of(answer: Callable[[httpx.Request], httpx.Response]) -> TopSource:
 
 
 def test_servers_behind_one_address_are_asked_once_more_and_not_for_ever() -> None:
-    """A load balancer that sends each request to the other of two servers."""
+    """A load balancer sends each request to the other of two servers."""
     num_asked = 0
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -324,7 +324,7 @@ class Terminal:
         fcntl.ioctl(self.its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read_until(self, is_enough: Callable[[bytes], bool]) -> bytes:
-        """What came since the last call."""
+        """Reads until `is_enough` and returns the bytes since the last call."""
         came, end = b"", time.monotonic() + 100
         while not is_enough(came) and time.monotonic() < end:
             if select.select([self.own], [], [], 0.1)[0]:
@@ -346,7 +346,7 @@ def widest(output: bytes) -> int:
 
 
 def test_in_a_terminal(url: str) -> None:
-    """It draws, follows a new size, and q leaves the terminal as it was."""
+    """The command draws, follows a new size, and q leaves the terminal as it was."""
     terminal = Terminal(url)
     try:
         terminal.read_until(lambda came: b"hottest" in came)
@@ -375,6 +375,6 @@ def test_ctrl_c_in_a_terminal(url: str) -> None:
 
 
 def test_an_interval_that_is_no_number_is_a_sentence() -> None:
-    """Not every version of typer refuses it: no look would ever be due."""
+    """Not every version of typer refuses NaN, and with NaN no request would ever be due."""
     with pytest.raises(ConfigError, match="--interval must be 0.2 to 60 seconds, got nan"):
         top(url="http://127.0.0.1:1", interval=math.nan)

@@ -1,4 +1,5 @@
-"""Precedence, refusals that name key, source and allowed values, secrets, and the round trip."""
+"""Configuration sources: precedence, errors with key, source and allowed values, secrets, round
+trip."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_flag_over_environment_over_file_over_default(write: WriteYaml) -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("on", "on"), ("off", "off"), ("'on'", "on")])
 def test_on_and_off_need_no_quotes(write: WriteYaml, text: str, value: str) -> None:
-    """YAML takes them for booleans."""
+    """YAML reads on and off as booleans."""
     loaded = load(write(f"model:\n  cuda_graphs: {text}\n"))
     assert loaded.config.engine.model.cuda_graphs == value
     again = load(write(loaded.to_yaml()))

@@ -1,4 +1,4 @@
-"""Service tiers in the configuration: their forms, the round trip, and what is refused."""
+"""Service tiers in the configuration: their forms, the round trip, and refusals."""
 
 from __future__ import annotations
 

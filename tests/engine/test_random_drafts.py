@@ -1,4 +1,5 @@
-"""Drafts of any tokens and lengths: no wrong token, no lost page, the same distribution."""
+"""Drafts of any tokens and lengths cause no wrong token and no lost page, and keep the
+distribution."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ drafts = st.lists(st.lists(st.integers(0, 2 * VOCAB_SIZE), max_size=16), min_siz
 
 
 class Scripted:
-    """Implements Drafter with given drafts, one after the other. Those that are `helped` begin
-    with what is right."""
+    """Implements Drafter with given drafts, one after the other. Those that are `helped` begin with
+    the right tokens."""
 
     def __init__(self, drafts: Iterable[list[int]], helped: Iterable[bool] = (True, False)) -> None:
         self._drafts, self._is_helped = itertools.cycle(drafts), itertools.cycle(helped)
@@ -43,7 +44,7 @@ class Scripted:
         return Draft(tuple(tokens[:most]), DraftSource.NGRAM, 2) if tokens[:most] else None
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Nothing is kept."""
+        """Does nothing."""
 
 
 @pytest.mark.timeout(900)
@@ -62,7 +63,8 @@ def test_any_tokens_may_be_drafted(
     num_pages: int,
     is_adaptive: bool,
 ) -> None:
-    """Also tokens that the model does not have, with few pages, and with aborts between steps."""
+    """Drafts include tokens that the model does not have; pages are few, and requests are
+    aborted."""
     requests = [request(f"r{i}", prompt, max_tokens=most) for i, (prompt, most) in enumerate(asked)]
     expected = run(make_engine(FakeRunner()), requests)
     engine = make_engine(FakeRunner(), num_pages)

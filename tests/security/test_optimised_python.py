@@ -1,4 +1,4 @@
-"""`python -O` drops assertions: what refuses a request must not be one."""
+"""`python -O` drops assertions, so a request must not be refused by one."""
 
 from __future__ import annotations
 

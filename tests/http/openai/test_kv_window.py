@@ -1,4 +1,4 @@
-"""The field `kv_window`: who may send it, what is refused, and what the usage tells."""
+"""The field `kv_window`: permissions, refusals, and the usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton over KV pages in few bits: the definition, and equal bits however rows are cut."""
+"""Triton over KV pages in few bits: the definition, and equal bits in every cut of the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up answers of GET /dashboard/state, for what no real server shows on demand."""
+"""Made-up answers of GET /dashboard/state, for states that are hard to get from a real server."""
 
 from __future__ import annotations
 

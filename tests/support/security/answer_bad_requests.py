@@ -1,4 +1,4 @@
-"""Run as a process by test_optimised_python.py: prints what bad requests are answered, as JSON."""
+"""A process for test_optimised_python.py: prints the answers to bad requests as JSON."""
 
 from __future__ import annotations
 

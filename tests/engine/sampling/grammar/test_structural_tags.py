@@ -1,4 +1,4 @@
-"""Tags in free text: what a mask allows, held to a second reading of what structural tags mean."""
+"""Tags in free text: the mask's texts are compared with a second definition of structural tags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FIELDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Tags:
-    """`structures`: (begin, schema, end)."""
+    """The tags of a request; `structures` are (begin, schema, end)."""
 
     structures: tuple[tuple[str, Any, str], ...]
     triggers: tuple[str, ...]
@@ -53,7 +53,7 @@ class Tags:
         return Constraint("structural_tag", json.dumps(source))
 
     def fits(self, text: str, start: int = 0) -> bool:
-        """Whether a whole answer may be this text, from `start` on."""
+        """Returns True if a whole answer may be this text, from `start` on."""
         ends = [text.find(t, start) + len(t) for t in self.triggers if t in text[start:]]
         if not ends:
             return True
@@ -82,7 +82,7 @@ def matcher_of(tags: Tags) -> llguidance.LLMatcher:
 
 
 def takes(tags: Tags, *parts: str | int) -> bool:
-    """Whether this is an answer; an integer is a token."""
+    """Returns True if the parts are an answer; an integer is a token."""
     matcher = matcher_of(tags)
     ids = [i for part in parts for i in ([part] if isinstance(part, int) else part.encode())]
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -121,7 +121,7 @@ VALUES = ['{"n": 1}', '{"n": "a<f=", "b": true}', "true", '"x"', '"<f="', '[1, "
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(tags=structural_tags(), seed=st.integers(0, 2**32))
 def test_texts_are_taken_if_and_only_if_they_fit(tags: Tags, seed: int) -> None:
-    """Texts of pieces that are often right, and often nearly so."""
+    """The texts are made of pieces that are often right or nearly right."""
     rng = random.Random(seed)
     begins, _, ends = zip(*tags.structures, strict=True)
     for _ in range(30):
@@ -139,7 +139,7 @@ def test_texts_are_taken_if_and_only_if_they_fit(tags: Tags, seed: int) -> None:
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(tags=structural_tags(), seed=st.integers(0, 2**32))
 def test_walks_under_the_mask_fit(tags: Tags, seed: int) -> None:
-    """The end is allowed exactly where the text so far fits, and never is nothing allowed."""
+    """The end is allowed exactly if the text so far fits, and some token is always allowed."""
     rng, matcher, text = random.Random(seed), matcher_of(tags), b""
     likely = {*range(259, 259 + len(PIECES)), *"".join(tags.triggers).encode(), *b'<f=a>{}"n:1/'}
     for _ in range(60):
@@ -176,7 +176,7 @@ def test_a_trigger_that_begins_no_tag_never_appears() -> None:
 
 
 def test_special_tokens_are_what_they_are_called() -> None:
-    """In tags each may be the token or its text; in free text there is none."""
+    """Inside a tag the token or its text is allowed; free text has neither."""
     tags = Tags((("[M]get<call>", {"type": "boolean"}, "[M]"),), ("[M]",))
     for parts in (
         ("x", MARK, "get", CALL, "true", MARK, "y"),
