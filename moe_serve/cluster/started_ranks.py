@@ -18,6 +18,7 @@ from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.control.listener import Listener
 from moe_serve.cluster.control.meeting_store import StoreServer
 from moe_serve.cluster.control.messages import Configure, Loaded, Report
+from moe_serve.cluster.control.parcel_messages import ParcelSetup
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.members.cluster_model import ClusterModel
@@ -64,9 +65,10 @@ Stacks = Callable[[Iterable[str]], Mapping[str, tuple[str, ...]]]
 class StartedRanks:
     """Listens as soon as it is made; `close` ends everything."""
 
-    def __init__(self, model: ClusterModel) -> None:
+    def __init__(self, model: ClusterModel, parcels: ParcelSetup | None = None) -> None:
+        """`parcels`: how KV pages reach the attention ranks, if they do."""
         cluster = model.config.cluster
-        self._model, self._cluster = model, cluster
+        self._model, self._cluster, self._parcels = model, cluster, parcels
         self._secret = read_secret(os.environ) or new_secret()
         self.current = CurrentPlacement(model.placement)
         self.rebalancer: Rebalancer | None = None  # set with the engine
@@ -187,7 +189,8 @@ class StartedRanks:
         )
 
     def _configure(self, name: RankName) -> Configure:
-        return self._model.configure(name, self.current.version, self._arena.path)
+        version = self.current.version
+        return self._model.configure(name, version, self._arena.path, self._parcels)
 
     def close(self) -> None:
         """Ends the ranks and stops listening."""
@@ -293,6 +296,7 @@ def build_cluster(
     make_starter: MakeStarter = LocalStarter,
     watch_for: Callable[[EngineConfig, ClusterModel], PoolWatch] = make_watch,
     plan: Plan = plan_in_process,
+    parcels: ParcelSetup | None = None,
 ) -> BuiltEngine:
     """Starts the ranks, waits until they have loaded, and makes the engine.
 
@@ -309,7 +313,7 @@ def build_cluster(
     with contextlib.ExitStack() as opened:  # closed again if a later part is refused
         watch = watch_for(config, model)
         opened.callback(watch.close)
-        ranks = StartedRanks(model)
+        ranks = StartedRanks(model, parcels)
         opened.callback(ranks.close)
         ranks.current.on_switch(loads.use)
         ranks.start(make_starter, progress)
