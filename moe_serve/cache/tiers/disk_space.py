@@ -113,7 +113,9 @@ class DiskSpace:
 
     def new_segment(self) -> tuple[Segment, list[Survivor]] | None:
         """Makes a file, and returns it with pages of removed files that go into it. None if there
-        is no space. Raises OSError."""
+        is no space, or no budget left. Raises OSError."""
+        if not self.may_write(ALIGNMENT):  # its head
+            return None
         survivors: list[Survivor] = []
         while True:
             others = self._max_bytes - self._index.num_bytes - self._size
@@ -123,11 +125,18 @@ class DiskSpace:
             if taken <= self._max_bytes and has_free:
                 segment = self._make()
                 if segment is not None:
-                    return segment, survivors
+                    return segment, self._affordable(survivors)
             if not self._index.segments:
                 return None
             survivors += self._evict(self._index.segments[0])
+            self.num_evicted += max(0, len(survivors) - self._num_slots // 2)
             del survivors[self._num_slots // 2 :]
+
+    def _affordable(self, survivors: list[Survivor]) -> list[Survivor]:
+        """Returns the survivors that the day's budget has room for."""
+        kept = [each for each in survivors if self.may_write(self._slot_bytes)]
+        self.num_evicted += len(survivors) - len(kept)
+        return kept
 
     def _make(self) -> Segment | None:
         path = self._own.path / f"{self._next_number:08d}{SUFFIX}"

@@ -29,7 +29,7 @@ from moe_serve.cache.tiers.disk_index import DiskIndex
 from moe_serve.cache.tiers.disk_reader import DiskReader, be_nice
 from moe_serve.cache.tiers.disk_space import DiskLimits, DiskSpace, num_slots_of
 from moe_serve.cache.tiers.segment import Entry, Segment
-from moe_serve.cache.tiers.slot import SlotHeader, slot_bytes
+from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader, slot_bytes
 from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
 
 _log = logging.getLogger(__name__)
@@ -245,6 +245,7 @@ class DiskStore:
                 return False
             self._open, survivors = made
             self._index.add_segment(self._open, (), 0.0)
+            self._written_bytes += ALIGNMENT  # its head
             for survivor in survivors:
                 self._put(self._open, survivor.header, survivor.payload)
         self._put(self._open, header, payload)
@@ -257,7 +258,12 @@ class DiskStore:
         self._written_bytes += self._slot_bytes
 
     def _seal(self, segment: Segment) -> None:
-        assert self._own is not None, "the folder is open"
+        """Writes the footer, if the day's budget has room for it: a start can do without."""
+        assert self._space is not None and self._own is not None, "the folder is open"
+        if not self._space.may_write(segment.footer_bytes):
+            segment.sync()
+            return
+        self._written_bytes += segment.footer_bytes
         headers = segment.headers(self._own.secret)
         entries = [Entry(slot, h.generation, h.key, h.expires_at) for slot, h in headers]
         segment.seal(entries, self._own.secret)

@@ -92,6 +92,10 @@ class Segment:
         return cls(path, descriptor, head[0], slot_bytes)
 
     @property
+    def footer_bytes(self) -> int:
+        return self.num_bytes - self._offset(self.num_slots)
+
+    @property
     def is_full(self) -> bool:
         return self.num_written == self.num_slots
 
