@@ -158,6 +158,7 @@ BACKENDS = frozenset(
         "matplotlib",
         "sklearn",
         "scipy",
+        "cryptography",
         "opentelemetry",
         "huggingface_hub",
     }

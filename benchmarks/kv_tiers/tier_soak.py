@@ -7,12 +7,13 @@ import os
 import statistics
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 import psutil
 
+from moe_serve.cache.tiers.store import TierStats
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
@@ -24,6 +25,22 @@ _SAMPLE_S = 0.05
 _ROUND = 8  # prompts at once
 _ANSWER = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 _WARM_ROUNDS = 40  # before memory is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The tier at one moment."""
+
+    seconds: float  # since the start
+    num_pages: int  # in the index
+    own_bytes: int  # memory of the process alone, without files
+    written_bytes: int
+
+    def __str__(self) -> str:
+        megabytes = (
+            f"{self.own_bytes / 2**20:.1f} MiB, {self.written_bytes / 2**20:.0f} MiB written"
+        )
+        return f"{self.num_pages} pages, {megabytes}"
 
 
 @dataclass(slots=True)
@@ -98,72 +115,82 @@ def _request(index: int, number: int) -> GenerationRequest:
 
 def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Serves prompts for some minutes, with bounds that are reached."""
-    bound, budget = arguments.disk_mib * 2**20, arguments.budget_mib * 2**20
-    config = EngineConfig(
-        model=ModelConfig(path=arguments.model, num_threads=arguments.threads),
-        scheduler=SchedulerConfig(max_num_seqs=_ROUND),
-        cache=CacheConfig(
-            num_pages=600,
-            disk_path=str(folder),
-            disk_bytes=bound,
-            disk_write_bytes_per_day=budget,
-        ),
-    )
-    engine = build_engine(config).engine
+    engine = _opened(arguments, folder)
     visitors = Visitors(engine, np.random.default_rng(1))
     samples = FolderSamples(folder)
-    thread = threading.Thread(target=samples.watch, daemon=True)
-    thread.start()
-    days = {time.strftime("%Y-%m-%d", time.gmtime())}
-    memory: list[tuple[float, int, int, int]] = []  # seconds, pages in the index, bytes, written
+    threading.Thread(target=samples.watch, daemon=True).start()
+    days, rows = set[str](), list[Row]()
     begin, rounds = time.monotonic(), 0
     try:
         while (seconds := time.monotonic() - begin) < arguments.minutes * 60:
             visitors.round()
             rounds += 1
             days.add(time.strftime("%Y-%m-%d", time.gmtime()))
-            if rounds >= _WARM_ROUNDS and (not memory or seconds > memory[-1][0] + 5):
-                memory.append((seconds, *_state(engine)))
-                if int(seconds / 300) != int((memory[-2][0] if memory[1:] else 0) / 300):
-                    print(f"{seconds / 60:4.0f} min: {_told(memory[-1])}, {visitors.num_wrong} wrong",
-                          flush=True)
+            if rounds >= _WARM_ROUNDS and (not rows or seconds > rows[-1].seconds + 5):
+                rows.append(_row(engine, seconds))
+                if len(rows) % 60 == 0:
+                    print(f"{seconds / 60:4.0f} min: {rows[-1]}, {visitors.num_wrong} wrong")
+        rows.append(_row(engine, seconds))
         stats = engine.stats().tier
     finally:
         samples.is_ending.set()
         engine.close()
     assert stats is not None, "the engine has a tier"
-    peak = max(pages for _, pages, _, _ in memory)
-    full = [row for row in memory if row[1] >= 0.98 * peak]
-    growth = statistics.median(row[2] for row in memory[-12:]) - memory[0][2]
-    per_page = growth / max(1, peak - memory[0][1])
-    num_days = len(days)
+    print(f"{visitors.num_asked} prompts, {visitors.num_repeated} asked again, "
+          f"{visitors.num_wrong} wrong")  # fmt: skip
+    return {"wrong": visitors.num_wrong} | _judged(arguments, samples, stats, len(days), rows)
+
+
+def _opened(arguments: argparse.Namespace, folder: Path) -> DrivenEngine:
+    cache = CacheConfig(
+        num_pages=600,
+        disk_path=str(folder),
+        disk_bytes=arguments.disk_mib * 2**20,
+        disk_write_bytes_per_day=arguments.budget_mib * 2**20,
+    )
+    config = EngineConfig(
+        model=ModelConfig(path=arguments.model, num_threads=arguments.threads),
+        scheduler=SchedulerConfig(max_num_seqs=_ROUND),
+        cache=cache,
+    )
+    return build_engine(config).engine
+
+
+def _judged(
+    arguments: argparse.Namespace,
+    samples: FolderSamples,
+    stats: TierStats,
+    num_days: int,
+    rows: list[Row],
+) -> dict[str, object]:
+    """Prints and returns what the folder and the memory took, beside their bounds."""
+    bound, budget = arguments.disk_mib * 2**20, arguments.budget_mib * 2**20
+    peak = max(row.num_pages for row in rows)
+    growth = statistics.median(row.own_bytes for row in rows[-12:]) - rows[0].own_bytes
+    per_page = growth / max(1, peak - rows[0].num_pages)
     is_within = samples.most_bytes <= bound and stats.written_bytes <= budget * num_days
     print(f"disk: at most {samples.most_bytes} bytes ({samples.most_taken} in blocks) of {bound} "
-          f"in {samples.num_samples} samples")
-    print(f"written: {stats.written_bytes} of {budget} bytes a day, on {num_days} days")
-    print(f"memory: first {_told(memory[0])}; full {_told(full[0])}; last {_told(memory[-1])}")
+          f"in {samples.num_samples} samples")  # fmt: skip
+    print(f"written: {stats.written_bytes} of {budget} bytes a day, on {num_days} days; "
+          f"bounds kept: {is_within}")  # fmt: skip
+    full = next(row for row in rows if row.num_pages >= 0.98 * peak)
+    print(f"memory: first {rows[0]}; full {full}; last {rows[-1]}")
     print(f"  growth {growth / 2**20:.2f} MiB: {per_page:.0f} bytes a page")
-    print(f"{visitors.num_asked} prompts, {visitors.num_repeated} asked again, "
-          f"{visitors.num_wrong} wrong; loads {stats.loads}, saves {stats.saves}, "
-          f"{stats.num_evicted} evicted; bounds kept: {is_within}")
+    print(f"loads {stats.loads}, saves {stats.saves}, {stats.num_evicted} evicted")
     return {
         "most_bytes": samples.most_bytes, "bound": bound, "samples": samples.num_samples,
-        "written": stats.written_bytes, "budget": budget, "days": num_days, "memory": memory,
-        "bytes_per_page": per_page, "wrong": visitors.num_wrong, "loads": stats.loads,
-        "saves": stats.saves, "evicted": stats.num_evicted, "is_within": is_within,
+        "written": stats.written_bytes, "budget": budget, "days": num_days,
+        "bytes_per_page": per_page, "loads": stats.loads, "saves": stats.saves,
+        "evicted": stats.num_evicted, "is_within": is_within,
+        "rows": [asdict(row) for row in rows],
     }  # fmt: skip
 
 
-def _state(engine: DrivenEngine) -> tuple[int, int, int]:
-    """Waits until nothing is queued; returns the pages of the index, the process's own memory, and
-    the bytes written."""
+def _row(engine: DrivenEngine, seconds: float) -> Row:
+    """Waits until nothing is queued, and looks at the memory."""
     while (stats := engine.stats().tier) is not None and stats.num_queued:
         time.sleep(0.01)
         engine.step()
     assert stats is not None, "the engine has a tier"
     info = psutil.Process().memory_info()
-    return stats.num_pages, info.rss - info.shared, stats.written_bytes
-
-
-def _told(row: tuple[float, int, int, int]) -> str:
-    return f"{row[1]} pages, {row[2] / 2**20:.1f} MiB, {row[3] / 2**20:.0f} MiB written"
+    return Row(seconds, stats.num_pages, info.rss - info.shared, stats.written_bytes)
