@@ -167,6 +167,7 @@ BACKENDS = frozenset(
         "matplotlib",
         "sklearn",
         "scipy",
+        "cryptography",
         "opentelemetry",
         "huggingface_hub",
     }

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.environment import child_environment, write_report
+from kv_tiers.tier_soak import soak
 from moe_serve import LLM, SamplingParams
 from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.store import TierStats
@@ -265,7 +266,8 @@ def med(seconds: list[float]) -> str:
 
 
 PARTS = {
-    each.__name__: each for each in (first_token, overhead, step_times, slow_disk, restart, kills)
+    each.__name__: each
+    for each in (first_token, overhead, step_times, slow_disk, restart, kills, soak)
 }
 
 
@@ -276,6 +278,9 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=1900, help="tokens of a prompt")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=1.0, help="of the soak")
+    parser.add_argument("--disk-mib", type=int, default=1024, help="bound of the soak")
+    parser.add_argument("--budget-mib", type=int, default=16384, help="of a day of the soak")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", type=Path)

@@ -103,6 +103,7 @@ class CacheConfig:
     disk_min_free_bytes: int = 2**30  # space of the disk that is left to others
     disk_write_bytes_per_day: int | None = None  # None: any number
     disk_ttl_s: float = 86400.0  # how long a page is kept
+    disk_key_file: str | None = None  # 32 bytes that encrypt the folder's pages; None: plain pages
     memory_tier_bytes: int | None = None  # shared by the ranks of a host; None: no memory tier
     checkpoint_after_s: float = 2.0  # how often running requests give their pages to a tier
     share_across_keys: bool = False  # API keys share pages, also with a disk tier

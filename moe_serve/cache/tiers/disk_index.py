@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moe_serve.cache.tiers.segment import Entry, Segment
@@ -49,12 +49,13 @@ class DiskIndex:
     def num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
 
-    def num_held(self, keys: Sequence[bytes]) -> int:
+    def num_held(self, keys: Iterable[bytes]) -> int:
         """Returns how many keys are known, from the first on."""
-        for count, key in enumerate(keys):
+        count = 0
+        for count, key in enumerate(keys, 1):
             if key not in self._places:
-                return count
-        return len(keys)
+                return count - 1
+        return count
 
     def find(self, key: bytes) -> Place | None:
         """Returns a page's place, and notes that it was used."""
