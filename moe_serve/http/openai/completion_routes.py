@@ -213,8 +213,7 @@ class CompletionFormat:
         echo: EchoedPrompt | None,
         prompt_entries: Sequence[TokenLogprob | None] | None,
     ) -> dict[str, Any]:
-        """Returns the logprobs of the prompt (if echoed with logprobs) and of the generated
-        tokens."""
+        """Returns the logprobs of the echoed prompt, if asked for, and of the generated tokens."""
         if echo is None or prompt_entries is None:
             return completion_logprobs(token_ids, entries, text_offsets, self._tokenizer)
         shift = len(echo.text)
