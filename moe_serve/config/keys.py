@@ -161,7 +161,7 @@ class ConfigKey:
         return list(value) if isinstance(value, tuple) else value
 
     def check(self, value: object, source: str) -> Value:
-        """Returns the value in its type, or raise ConfigError. `source` completes "... (from
+        """Returns the value in its type. Raises ConfigError. `source` completes "... (from
         {source})"."""
         if self.kind is TierConfig:
             return check_tiers(value, self.path, source)

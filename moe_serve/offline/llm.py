@@ -317,7 +317,7 @@ class LLM:
         return Job(stem, str(prompt) if is_text else None, ids, answers, time.monotonic())
 
     def _reasoning(self) -> ReasoningFormat | None:
-        """The format of the reasoning that the chat template shows."""
+        """Returns the format of the reasoning that the chat template shows."""
         source = "" if self._template is None else self._template.source
         return REASONING_FORMATS.get(reasoning_format_of(source) or "none")
 

@@ -102,7 +102,7 @@ class ServiceStart:
         self.startup.begin("loading")
 
     def progress(self, show: LoadProgress | None) -> LoadProgress:
-        """The callback for the loader; clients that ask over HTTP see its progress too."""
+        """Returns the callback for the loader; clients that ask over HTTP see its progress too."""
 
         def note(done: int, total: int) -> None:
             self.startup.note_progress(done, total)

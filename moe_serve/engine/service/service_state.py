@@ -254,7 +254,7 @@ class ServiceState:
         self.refresh(rows)
 
     def refresh(self, rows: StepWork) -> None:
-        """Derive what the order and the forecast need from the model."""
+        """Derives the inputs of the order and the forecast from the model."""
         most, seats = self.config.max_batched_tokens, self.config.max_num_seqs
         if self.model.is_measured:
             num_decoding, num_context = rows.num_decoding, rows.num_context

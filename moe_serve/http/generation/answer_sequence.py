@@ -39,7 +39,7 @@ _CURRENT: ContextVar[RequestTrace | None] = ContextVar("moe_serve_request_trace"
 
 
 def current_trace() -> RequestTrace | None:
-    """The trace of the current request, or None if none is open."""
+    """Returns the trace of the current request, or None if none is open."""
     return _CURRENT.get()
 
 

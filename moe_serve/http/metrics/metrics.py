@@ -145,7 +145,7 @@ class ServerMetrics:
         self._http_seconds.labels(self.model_name, route).observe(seconds)
 
     def _histogram(self, name: str) -> Histogram:
-        """The series of a histogram without further labels."""
+        """Returns the series of a histogram without further labels."""
         return self._histograms[name].labels(self.model_name)
 
     def _parsed_messages(self, parser: str | None) -> dict[CallOutcome, Counter]:
@@ -180,7 +180,7 @@ def _counters() -> dict[str, Counter]:
 
 
 def route_label(path: str) -> str:
-    """The route of a path for labels. All unknown paths share one label."""
+    """Returns the route of a path for labels. All unknown paths share one label."""
     if path in _ROUTES:
         return path
     for family in ("/v1/models/", "/v1/responses/", "/dashboard/assets/"):
