@@ -68,7 +68,7 @@ def state(num_layers: int = 3, num_experts: int = 8, started: float = 1.0) -> di
         "tokens": {"prompt_total": 7, "generated_total": 8},
         "latency": {"ttft_ms": {"p50": 12.3, "p90": 40.1, "p99": 99.0}, "tpot_ms": None},
         "kv": {"tiers": [{"name": "memory", "pages": 1000, "used": 100, "cached": 300}],
-               "prefix_hit_rate": 0.4},
+               "prefix_hit_rate": 0.4, "window": {"requests": 3, "dropped_pages": 1234}},
         "experts": {"num_layers": num_layers, "num_experts": num_experts, "top_k": 2,
                     "window_s": 60, "num_tokens": 90, "load": load, "activated_mean": None},
         "expert_memory": {"resident_bytes": 2**30, "hit_rate": 0.8},
