@@ -207,7 +207,7 @@ BOMB = functools.reduce(lambda s, i: f"&a{i} [{s}, *a{i - 1}]", range(1, 18), "&
         ("model:\n  path: ''\n", r"model.path cannot be '' .* or null"),
         ("scheduler:\n  max_num_seqs: 1.0\n", r"max_num_seqs cannot be 1.0 .* an integer"),
         ("cache:\n  num_pages: 1\n  memory_bytes: 2\n", r"num_pages \(1\) and .* \(2\) both set"),
-        ("server:\n  port: 1\n  port: 2\n", r"port is set twice \(.*:3\)"),
+        ("server:\n  port: 1\n  port: 2\n", r"server\.port is set twice \(.*:3\)"),
         ("- a\n", r"the file must hold `name: value` lines \(.*:1\)"),
         ("server: 3\n", r"the section server must hold `name: value` lines"),
         ("server: [\n", r"is not valid YAML: .* line 2"),

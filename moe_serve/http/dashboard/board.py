@@ -122,7 +122,7 @@ class Board:
                 "generated_total": stats.counts.num_generated_tokens,
             },
             "latency": latency_part(recent),
-            "kv": kv_part(stats, facts.cache.page_size),
+            "kv": kv_part(stats, recent, facts.cache.page_size),
             "experts": experts_part(load, counts),
             "expert_memory": memory_part(stats),
             "ranks": ranks_part(stats, shares),
@@ -210,10 +210,15 @@ def latency_part(recent: RecentRequests) -> Part:
     }
 
 
-def kv_part(stats: EngineStats, page_size: int) -> Part:
+def kv_part(stats: EngineStats, recent: RecentRequests, page_size: int) -> Part:
     """Returns the KV cache. `used`: pages of sequences; `cached`: pages in the prefix cache, in use
     or not. `store`: copies of pages on a disk or in shared memory. `prompt_tokens`: by where their
-    keys and values came from."""
+    keys and values came from. `window`: sequences with a `kv_window` that ended, and the pages that
+    they gave back; None until there is one."""
+    window = {
+        "requests": recent.num_windowed,
+        "dropped_pages": recent.num_dropped_tokens // page_size,
+    }
     counts, tier = stats.counts, stats.tier
     queried, loaded = counts.num_queried_tokens, 0 if tier is None else tier.hit_tokens
     memory = {
@@ -232,6 +237,7 @@ def kv_part(stats: EngineStats, page_size: int) -> Part:
             "computed": counts.num_missed_tokens,
         },
         "prefix_hit_rate": counts.num_hit_tokens / queried if queried else None,
+        "window": window if recent.num_windowed else None,
     }
 
 

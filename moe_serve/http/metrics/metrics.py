@@ -87,6 +87,8 @@ class ServerMetrics:
         self._http = self._counters["http_requests"]
         self._success = self._counters["request_success"]
         self._rejections = self._counters["admission_rejections"]
+        self._windowed = self._counters["kv_window_requests"].labels(model_name)
+        self._dropped = self._counters["kv_window_dropped_tokens"].labels(model_name)
         self._parsed = self._parsed_messages(tool_parser)
         self.recent = RecentRequests()
 
@@ -128,6 +130,14 @@ class ServerMetrics:
     def count_abandoned(self) -> None:
         """Counts a sequence whose client disconnected. Its duration is not observed."""
         self._success.labels(self.model_name, FinishReason.ABORT.value).inc()
+
+    def count_window(self, num_dropped_tokens: int) -> None:
+        """Counts a sequence with a `kv_window` that has ended, and the tokens whose pages it gave
+        back before."""
+        self._windowed.inc()
+        self._dropped.inc(num_dropped_tokens)
+        self.recent.num_windowed += 1
+        self.recent.num_dropped_tokens += num_dropped_tokens
 
     def count_rejection(self, reason: RejectionReason) -> None:
         self._rejections.labels(self.model_name, reason).inc()

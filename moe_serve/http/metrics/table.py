@@ -185,6 +185,11 @@ _REQUEST_ROWS = (
         lambda s: s.request.rules.max_tokens,
     ),
     _observed("request_success", "Sequences that ended.", "finished_reason", is_vllm=True),
+    _observed("kv_window_requests", "Sequences with a `kv_window` that ended."),
+    _observed(
+        "kv_window_dropped_tokens",
+        "Tokens whose pages a `kv_window` gave back, of sequences that ended: whole pages.",
+    ),
     _observed("admission_rejections", "Requests that were not accepted.", "reason", is_vllm=True),
     _observed(
         "tool_call_parser_invocations",

@@ -102,6 +102,21 @@ def test_a_key_that_would_do_nothing_is_refused(key: dict[str, str], order: Orde
         TimedEngine(SchedulerConfig(order=order, **key))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("order", "tiers", "is_told"), [("atc", (), True), ("edf", (), True), ("atc", TIERS, False)]
+)
+def test_an_order_by_deadlines_without_tiers_is_told(
+    order: OrderName,
+    tiers: tuple[TierConfig, ...],
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    TimedEngine(SchedulerConfig(order=order, tiers=tiers))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == is_told, told
+    assert not told or f"scheduler.order is '{order}' without scheduler.tiers" in told[0]
+
+
 @settings(deadline=None, max_examples=16)
 @given(
     ARRIVALS,

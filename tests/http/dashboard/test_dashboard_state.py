@@ -165,6 +165,7 @@ def test_a_server_that_has_little_says_null(client: TestClient) -> None:
         "store": None,
         "prompt_tokens": {"prefix_cache": 30, "store": 0, "computed": 40},
         "prefix_hit_rate": 30 / 70,
+        "window": None,
     }
     (started,) = found["events"]
     assert (started["seq"], started["kind"]) == (1, "started")
