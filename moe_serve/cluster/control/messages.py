@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from experts.memory.memory_stats import MemoryStats
+from moe_serve.cluster.control.adapter_messages import AdapterLoaded, DropAdapter, LoadAdapter
+from moe_serve.cluster.control.control_message import ControlMessage
 from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.step_outcome import RowFailure
@@ -21,10 +23,6 @@ from moe_serve.model.step_plan import LayerRange, RouteAsk
 from moe_serve.pipeline.exchange.step_shape import RowsOfLayers
 
 RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ranks of the epoch
-
-
-class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Encodes the fields in order, without their names."""
 
 
 class Examine(ControlMessage, frozen=True):
@@ -47,6 +45,7 @@ class Configure(ControlMessage, frozen=True):
     placement: int = 0  # the version that `held` belongs to
     num_slots: int = 0  # expert slots for all layers, if experts may move; 0: they stay
     arena: str = ""  # path of the memory tier; empty: none
+    adapters: Sequence[LoadAdapter] = ()
 
 
 class Join(ControlMessage, frozen=True):
@@ -85,6 +84,7 @@ class OpenSequence(msgspec.Struct, frozen=True, array_like=True):
     params: msgspec.Raw  # SamplingParams and DecodingRules, see `pack_params`
     choice: int
     seed: int
+    adapter: int = 0  # its number; 0: the base model
 
 
 class PageWork(msgspec.Struct, frozen=True, array_like=True):
@@ -323,6 +323,8 @@ Order = (
     | StagePlacement
     | DropPlacement
     | SwitchPlacement
+    | LoadAdapter
+    | DropAdapter
     | Stop
 )
 Report = (
@@ -337,6 +339,7 @@ Report = (
     | FinitePages
     | TookExperts
     | Staged
+    | AdapterLoaded
     | Heartbeat
     | Unwell
 )

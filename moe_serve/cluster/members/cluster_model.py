@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from experts.placement.placement_error import PlacementError
 from experts.placement.plan_file import read_placement
 from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cache.page_key import model_identity
+from moe_serve.cluster.control.adapter_messages import LoadAdapter
 from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.control.messages import Configure
 from moe_serve.cluster.control.rank_name import RankName, all_ranks
@@ -83,7 +85,13 @@ class ClusterModel:
         moves."""
         return slots_per_layer(self.placement, self.config.cluster)
 
-    def configure(self, name: RankName, in_force: PlacementVersion, arena: str = "") -> Configure:
+    def configure(
+        self,
+        name: RankName,
+        in_force: PlacementVersion,
+        arena: str = "",
+        adapters: Sequence[LoadAdapter] = (),
+    ) -> Configure:
         """Returns the order that tells a rank what to load. `arena`: path of the memory tier."""
         is_expert = name.role == "expert"
         return Configure(
@@ -96,6 +104,7 @@ class ClusterModel:
             placement=in_force.number,
             num_slots=num_slots(self.placement, self.config, name.index) if is_expert else 0,
             arena="" if is_expert else arena,
+            adapters=adapters,
         )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from moe_serve.adapters.adapter_build import AdapterPart
 from moe_serve.cache.kv_cache import check_page_size
+from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.control.messages import (
     Configure,
@@ -30,6 +33,7 @@ from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.attention_shards import AttentionShards, ShardStarter, check_can_split
 from moe_serve.cluster.ranks.choice_packing import pack_choices
 from moe_serve.cluster.ranks.mirror import Mirrors, RankPages, tokens_of
+from moe_serve.cluster.ranks.rank_adapters import RankAdapters
 from moe_serve.cluster.ranks.rank_base import RankPlacement, loaded_message, open_rank
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
@@ -65,7 +69,9 @@ class AttentionRank:
         configure: Configure,
         progress: LoadProgress,
         shard_starter: ShardStarter,
+        tell: Callable[[Report], None],
     ) -> None:
+        """`tell` may be called on another thread than the one that handles orders."""
         clock = time.monotonic()
         self._name, self._configure = name, configure
         config = configure.config
@@ -89,6 +95,10 @@ class AttentionRank:
         self._sampler = make_sampler(eos, self._loader.kernels)
         self._masks = AnswerMasks(self._spec.vocab_size, eos, self._model.grammars())
         self._mirrors, self._parked = Mirrors(), ParkedStates()
+        self._adapters: RankAdapters | None = None
+        if config.adapters.is_enabled:
+            part = AdapterPart(experts={})
+            self._adapters = RankAdapters(self._loader, configure, part, tell)
         self._placement = RankPlacement(configure.placement)
         self._last_done = 0  # the last step whose tokens were reported
         self._log = StageLog(configure.is_recording)
@@ -131,6 +141,7 @@ class AttentionRank:
             sparse_layers=sparse_layers(self._spec),
             log=self._log,
             layout=layout_of(group, loader.device),
+            num_experts=0 if self._adapters is None else self._spec.router.num_experts,
         )
         self._placement.joined(split, self._transport.use)
         transport: Transport = self._transport
@@ -139,7 +150,13 @@ class AttentionRank:
         part, tap = self._part, RouteTap(self._spec.router.num_experts)
         beside = (self._log, tap, self._next_layer)
         pipeline = Pipeline(
-            part.stage, transport, part.cache, loader.device, *beside, parked=self._parked
+            part.stage,
+            transport,
+            part.cache,
+            loader.device,
+            *beside,
+            parked=self._parked,
+            adapters=self._adapters,
         )
         self._executor = LocalExecutor(
             pipeline,
@@ -165,6 +182,8 @@ class AttentionRank:
     def close(self) -> None:
         """Ends the rank and its other shards."""
         self.leave()
+        if self._adapters is not None:
+            self._adapters.close()
         if self._shards is not None:
             self._shards.close()
 
@@ -182,6 +201,9 @@ class AttentionRank:
             return None
         if isinstance(order, SwitchPlacement):
             self._placement.switch(order)
+            return None
+        if isinstance(order, LoadAdapter | DropAdapter) and self._adapters is not None:
+            self._adapters.handle(order)
             return None
         raise AssertionError(f"an attention rank got {type(order).__name__}")
 

@@ -111,7 +111,8 @@ class Worker:
     def _make(self, configure: Configure) -> AttentionRank | ExpertRank:
         if self._name.role == "expert":
             return ExpertRank(self._name, configure, self._report_loading, self._channel.send)
-        return AttentionRank(self._name, configure, self._report_loading, self._shard_starter)
+        parts = (configure, self._report_loading, self._shard_starter, self._channel.send)
+        return AttentionRank(self._name, *parts)
 
     def _serve(self, rank: AttentionRank | ExpertRank) -> None:
         """Obeys orders until Stop. Raises ShardLostError, as a rank cannot work without its
