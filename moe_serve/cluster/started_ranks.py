@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from moe_serve.adapters.registry import AdapterRegistry, open_registry
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.control.listener import Listener
@@ -21,11 +22,12 @@ from moe_serve.cluster.control.messages import Configure, Loaded, Report
 from moe_serve.cluster.control.parcel_messages import ParcelSetup
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
+from moe_serve.cluster.members.cluster_adapters import ClusterAdapters
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
-from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
+from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound, check_transport
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
 from moe_serve.cluster.members.roster import RankState, Roster
@@ -37,7 +39,7 @@ from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.epoch_maker import EpochMaker
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
-from moe_serve.config.sections import EngineConfig, TransportName
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.build_adapters import check_adapters
 from moe_serve.engine.build_tiers import check_tiers
@@ -53,7 +55,6 @@ from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.engine.service.service_state import ServiceState
-from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 from moe_serve.pipeline.links.meeting import MeetingPlace
@@ -79,6 +80,11 @@ class StartedRanks:
         self._membership = Membership(
             self._roster, self._configure, model.weights, cluster.heartbeat_s
         )
+        self.adapters: ClusterAdapters | None = None
+        if model.config.adapters.is_enabled:
+            num_experts, timeout_s = model.spec.router.num_experts, cluster.start_timeout_s
+            self.adapters = ClusterAdapters(self._roster, num_experts, timeout_s)
+            self._membership.adapters = self.adapters
         decoder = msgspec.msgpack.Decoder(Report)
         self._listener: Listener[Any] = Listener(
             cluster.host, cluster.port, self._secret, decoder, self._membership.admit
@@ -189,11 +195,23 @@ class StartedRanks:
         )
 
     def _configure(self, name: RankName) -> Configure:
+        adapters = () if self.adapters is None else self.adapters.orders_for(name)
         version = self.current.version
-        return self._model.configure(name, version, self._arena.path, self._parcels)
+        return self._model.configure(name, version, self._arena.path, self._parcels, adapters)
+
+    def open_adapters(self) -> AdapterRegistry | None:
+        """Loads the configured adapters on all ranks; None: requests cannot name one. Raises
+        ConfigError."""
+        if self.adapters is None:
+            return None
+        registry = open_registry(self._model.config.adapters, self.adapters.build)
+        self.adapters.on_missing = registry.discard
+        return registry
 
     def close(self) -> None:
         """Ends the ranks and stops listening."""
+        if self.adapters is not None:
+            self.adapters.close()
         self._membership.close()
         self._listener.close()
         self._place.close()
@@ -235,29 +253,6 @@ class StartedRanks:
                 config, checkpoint.spec, loaded.report.device, loaded.report.dtype
             ),
         )
-
-
-def check_transport(wanted: TransportName, gpus: Mapping[str, str]) -> None:
-    """Raises ConfigError if `wanted` is nccl and a rank has no GPU of its own.
-
-    `gpus` maps each loaded rank to its GPU, empty for none. `auto` and `host` always work.
-    """
-    if wanted != "nccl":
-        return
-    without = [name for name, gpu in gpus.items() if not gpu]
-    if without:
-        raise ConfigError(
-            f"cluster.transport is 'nccl', and {', '.join(without)} has no CUDA GPU that NCCL "
-            "reaches: use 'auto' or 'host'."
-        )
-    owners: dict[str, str] = {}
-    for name, gpu in gpus.items():
-        if gpu in owners:
-            raise ConfigError(
-                f"cluster.transport is 'nccl', and {owners[gpu]} and {name} share a GPU, which "
-                "NCCL refuses: use 'auto' or 'host'."
-            )
-        owners[gpu] = name
 
 
 class RankWitness:
@@ -318,6 +313,7 @@ def build_cluster(
         ranks.current.on_switch(loads.use)
         ranks.start(make_starter, progress)
         engine = ranks.engine(watch, routes, make_policy, plan)
+        adapters = ranks.open_adapters()
         opened.pop_all()
     cuts, checkpoint = config.pipeline.micro_batches, model.checkpoint
     layout = EngineFacts.of(
@@ -338,6 +334,7 @@ def build_cluster(
         last_step=watch.last_step,
         grammars=checkpoint.grammars(),  # to check requests; ranks have own
         activity=ranks.witness,
+        adapters=adapters,
     )
 
 

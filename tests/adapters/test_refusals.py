@@ -189,12 +189,8 @@ ON = AdapterConfig(is_enabled=True)
         (EngineConfig(adapters=AdapterConfig(modules=("a=b",))), "adapters.is_enabled is false"),
         (EngineConfig(adapters=AdapterConfig(root="/a")), "adapters.root is set"),
         (
-            EngineConfig(adapters=ON, cluster=ClusterConfig(expert_ranks=3)),
-            "in one process only, but cluster.expert_ranks is 3",
-        ),
-        (
             EngineConfig(adapters=ON, cluster=ClusterConfig(attention_tp=2)),
-            "in one process only, but cluster.attention_tp is 2",
+            "not divided among shards, but cluster.attention_tp is 2",
         ),
         (
             EngineConfig(adapters=ON, speculation=SpeculationConfig(method="self")),

@@ -24,6 +24,8 @@ def test_loading_a_name_again_makes_another_version(tmp_path: Path) -> None:
     later = registry.acquire("a")
     assert running.version.digest != later.version.digest
     assert registry.weights(running.version.digest) is running.weights  # it drains
+    del running
+    assert registry.stats.num_in_memory == 1
     registry.unload("a")
     with pytest.raises(ModelNotFoundError, match="'a' does not exist"):
         registry.acquire("a")

@@ -14,10 +14,10 @@ from moe_serve.cluster.control.messages import (
     QueryPages,
     RunStep,
     ServeStep,
-    Staged,
     StepDone,
     StepFailed,
 )
+from moe_serve.cluster.control.placement_messages import Staged
 from moe_serve.cluster.control.rank_link import LinkEvent
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
