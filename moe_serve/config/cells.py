@@ -36,8 +36,13 @@ class CellShape:
     role: CellRole = "both"
 
     def __str__(self) -> str:
+        return f"({self.ranks} {self.role})"
+
+    @property
+    def ranks(self) -> str:
+        """The ranks as in a layout: `1A2E tp2`."""
         tp = f" tp{self.attention_tp}" if self.attention_tp > 1 else ""
-        return f"({self.attention_ranks}A{self.expert_ranks}E{tp} {self.role})"
+        return f"{self.attention_ranks}A{self.expert_ranks}E{tp}"
 
     @property
     def num_processes(self) -> int:

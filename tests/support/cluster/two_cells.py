@@ -34,7 +34,7 @@ class TwoCells:
         self, cells: Sequence[StartedRanks], link: LinkSetup, config: CellsConfig, timeout_s: float
     ) -> None:
         self.cells, self.link = cells, link
-        self.ranks = RosterRanks([cell._roster for cell in cells])
+        self.ranks = RosterRanks([cell.roster for cell in cells])
         loaded = self.ranks.loaded(self.place(0))
         assert loaded is not None and loaded.parcels is not None
         page_bytes = loaded.parcels.page_bytes
@@ -84,8 +84,8 @@ class TwoCells:
 
     def listen(self, seconds: float) -> None:
         for index, cell in enumerate(self.cells):
-            while (event := cell._membership.next_event(seconds / 2)) is not None:
-                state = cell._roster[event.name]
+            while (event := cell.membership.next_event(seconds / 2)) is not None:
+                state = cell.roster[event.name]
                 if isinstance(event.report, ParcelReport):
                     place = RankPlace(index, event.name, state.num_starts)
                     self.carrier.heard(place, event.report)
