@@ -65,11 +65,16 @@ Stacks = Callable[[Iterable[str]], Mapping[str, tuple[str, ...]]]
 class StartedRanks:
     """Listens as soon as it is made; `close` ends everything."""
 
-    def __init__(self, model: ClusterModel, parcels: ParcelSetup | None = None) -> None:
-        """`parcels`: how KV pages reach the attention ranks, if they do."""
+    def __init__(
+        self,
+        model: ClusterModel,
+        parcels: ParcelSetup | None = None,
+        secret: ClusterSecret | None = None,
+    ) -> None:
+        """`parcels`, `secret`: what the ranks of several cells have in common."""
         cluster = model.config.cluster
         self._model, self._cluster, self._parcels = model, cluster, parcels
-        self._secret = read_secret(os.environ) or new_secret()
+        self._secret = secret or read_secret(os.environ) or new_secret()
         self.current = CurrentPlacement(model.placement)
         self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
@@ -189,8 +194,7 @@ class StartedRanks:
         )
 
     def _configure(self, name: RankName) -> Configure:
-        version = self.current.version
-        return self._model.configure(name, version, self._arena.path, self._parcels)
+        return self._model.configure(name, self.current.version, self._arena.path, self._parcels)
 
     def close(self) -> None:
         """Ends the ranks and stops listening."""
@@ -296,7 +300,6 @@ def build_cluster(
     make_starter: MakeStarter = LocalStarter,
     watch_for: Callable[[EngineConfig, ClusterModel], PoolWatch] = make_watch,
     plan: Plan = plan_in_process,
-    parcels: ParcelSetup | None = None,
 ) -> BuiltEngine:
     """Starts the ranks, waits until they have loaded, and makes the engine.
 
@@ -313,7 +316,7 @@ def build_cluster(
     with contextlib.ExitStack() as opened:  # closed again if a later part is refused
         watch = watch_for(config, model)
         opened.callback(watch.close)
-        ranks = StartedRanks(model, parcels)
+        ranks = StartedRanks(model)
         opened.callback(ranks.close)
         ranks.current.on_switch(loads.use)
         ranks.start(make_starter, progress)

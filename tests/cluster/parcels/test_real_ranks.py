@@ -36,7 +36,7 @@ def cells_of(
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (4, 1)])
-@pytest.mark.parametrize("link", ["shared"])
+@pytest.mark.parametrize("link", ["shared", "tcp"])
 def test_pages_arrive(
     monkeypatch: pytest.MonkeyPatch, source: int, target: int, link: PageLinkName
 ) -> None:
@@ -63,7 +63,7 @@ def test_pages_arrive(
         ]
 
 
-@pytest.mark.parametrize("link", ["shared"])
+@pytest.mark.parametrize("link", ["shared", "tcp"])
 def test_a_wrong_checksum_reaches_no_page(
     monkeypatch: pytest.MonkeyPatch, link: PageLinkName
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_wrong_checksum_reaches_no_page(
         assert not any(content(theirs, 3))
 
 
-@pytest.mark.parametrize("link", ["shared"])
+@pytest.mark.parametrize("link", ["shared", "tcp"])
 @pytest.mark.parametrize(
     ("owner", "moment", "gone"),
     [

@@ -14,6 +14,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.parcel_messages import ParcelReport
 from moe_serve.cluster.control.rank_link import Gone
+from moe_serve.cluster.control.secret import new_secret
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.parcels.cell_ranks import RosterRanks
 from moe_serve.cluster.parcels.link_setup import LinkSetup
@@ -100,9 +101,9 @@ def two_cells(
     with ExitStack() as opened:
         link = LinkSetup(cells)
         opened.callback(link.close)
-        started = []
+        started, secret = [], new_secret()
         for config in configs:
-            ranks = StartedRanks(ClusterModel.read(config), link.setup)
+            ranks = StartedRanks(ClusterModel.read(config), link.setup, secret)
             opened.callback(ranks.close)
             ranks.start(make_starter, None)
             started.append(ranks)
