@@ -211,7 +211,7 @@ def test_an_ended_lease(world: World, num_done: int) -> None:
     assert not world.carrier.take_ended()
     if world.ranks.coming:  # the target is told, but its port still writes to the slots
         world.obey(TARGET)
-        assert world.num_free() == NUM_SLOTS - 2
+        assert world.carrier._own[TARGET].taken.num_free == NUM_SLOTS - 2
     assert world.run() == []
     assert took or world.ranks.pages == written
     assert world.num_free() == NUM_SLOTS
