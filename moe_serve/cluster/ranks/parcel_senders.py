@@ -49,7 +49,7 @@ class _Link:
             connection.sendall(header.pack())
             for page in pages:
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
-                connection.sendall(memoryview(page))
+                connection.sendall(page.data)
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             answer = connection.recv(1)
         except (OSError, HandshakeError) as error:
