@@ -84,12 +84,13 @@ class StartedRanks:
         model: ClusterModel,
         parcels: ParcelSetup | None = None,
         part: CellPart | None = None,
+        secret: ClusterSecret | None = None,
     ) -> None:
-        """`parcels`: how KV pages reach the attention ranks, if they do."""
+        """`parcels`, `secret`: what the ranks of several cells have in common."""
         cluster = model.config.cluster
         self._model, self._cluster, self._parcels = model, cluster, parcels
         self._part = part or CellPart()
-        self._secret = read_secret(os.environ) or new_secret()
+        self._secret = secret or read_secret(os.environ) or new_secret()
         self.current = CurrentPlacement(model.placement)
         self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
@@ -285,7 +286,6 @@ def build_cluster(
     make_starter: MakeStarter = LocalStarter,
     watch_for: Callable[[EngineConfig, ClusterModel], PoolWatch] = make_watch,
     plan: Plan = plan_in_process,
-    parcels: ParcelSetup | None = None,
 ) -> BuiltEngine:
     """Starts the ranks, waits until they have loaded, and makes the engine.
 
@@ -302,7 +302,7 @@ def build_cluster(
     with contextlib.ExitStack() as opened:  # closed again if a later part is refused
         watch = watch_for(config, model)
         opened.callback(watch.close)
-        ranks = StartedRanks(model, parcels)
+        ranks = StartedRanks(model)
         opened.callback(ranks.close)
         ranks.current.on_switch(loads.use)
         ranks.start(make_starter, progress)

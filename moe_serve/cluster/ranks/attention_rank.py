@@ -125,8 +125,17 @@ class AttentionRank:
         return part
 
     def _open_parcels(self, memories: ParcelMemories, home: RankHome) -> RankParcels:
-        num_heads = self._spec.attention.num_kv_heads
-        return RankParcels(memories, self._part.cache, num_heads, self._shards)
+        model, part = self._model, self._part
+        report = model.report(part)
+        return RankParcels(
+            memories,
+            part.cache,
+            self._spec.attention.num_kv_heads,
+            self._shards,
+            home,
+            model.page_identity(report) + report.build.encode(),
+            self._configure.config.cluster.timeout_s,
+        )
 
     @property
     def loaded(self) -> Loaded:
