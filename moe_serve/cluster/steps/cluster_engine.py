@@ -106,7 +106,9 @@ class ClusterEngine:
     @property
     def has_work(self) -> bool:
         has_requests = any(engine.has_work for engine in self._engines.values())
-        return bool(has_requests or self._homeless or self._pending) or self._coordinator.has_events
+        is_new = self._engines.keys() != set(self._coordinator.epoch.attention)  # a rank came back
+        has_events = self._coordinator.has_events
+        return has_requests or is_new or bool(self._homeless or self._pending) or has_events
 
     @property
     def num_waiting(self) -> int:
@@ -212,7 +214,6 @@ class ClusterEngine:
                 self._pending += engine.end_step(done)
             except RankLostError:
                 self._evacuate(name)
-
         if self._service is not None and begun is not None:
             self._service.step_ended(begun.at, has_work=bool(self.num_running or self.num_waiting))
 
@@ -336,9 +337,8 @@ class ClusterEngine:
         for sequence in ended:
             self._pending.append(given_up(sequence))
             self._forget(sequence)
-        self.on_lost(
-            name, self._past_executors[name].start, [s for s in sequences if s not in ended]
-        )
+        start = self._past_executors[name].start
+        self.on_lost(name, start, [s for s in sequences if s not in ended])
 
     def _forget(self, sequence: EngineSequence) -> None:
         if self._service is not None:

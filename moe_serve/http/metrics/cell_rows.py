@@ -1,9 +1,10 @@
-"""The rows of the metrics table about cells."""
+"""The rows of the metrics table about cells, and about requests that move between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.stats import CellStatus
 from moe_serve.http.metrics.scrape import MetricRow, Samples, ScrapePart
 
@@ -16,7 +17,7 @@ def _each(value: Callable[[CellStatus], float]) -> Callable[[Sequence[CellStatus
     return lambda cells: {(cell.name, cell.role): value(cell) for cell in cells}
 
 
-CELL_ROWS: tuple[MetricRow, ...] = (
+_CELL_ROWS: tuple[MetricRow, ...] = (
     _cells.gauge(
         "requests_running",
         "Sequences in the batches of a cell.",
@@ -49,3 +50,39 @@ CELL_ROWS: tuple[MetricRow, ...] = (
     ),
     _cells.counter("steps", "Steps of a cell.", _each(lambda cell: cell.num_steps), *_LABELS),
 )
+
+_moves = ScrapePart[MovesStats](lambda scrape: scrape.stats.moves, "cell_")
+_MOVE_ROWS: tuple[MetricRow, ...] = (
+    _moves.counter(
+        "moves",
+        "Moves of requests between cells that have ended, by what they were for and their result. "
+        "A done move computed nothing again.",
+        lambda m: {(kind, result): count for (kind, result), count in m.ended.items()},
+        "kind",
+        "result",
+    ),
+    _moves.gauge("moves_open", "Moves of requests that are under way.", lambda m: m.num_leases),
+    _moves.counter("moved_pages", "KV pages that arrived in another cell.", lambda m: m.num_pages),
+    _moves.counter("moved_bytes", "Bytes of these pages.", lambda m: m.num_bytes),
+    _moves.counter(
+        "failed_parcels",
+        "Parcels of KV pages that failed: a rank was lost, a checksum was wrong, or time ran out.",
+        lambda m: m.num_failed_parcels,
+    ),
+    _moves.counter(
+        "recomputed_tokens",
+        "Tokens that were computed again, as their pages were lost on the way.",
+        lambda m: m.num_recomputed_tokens,
+    ),
+    _moves.histogram(
+        "move_downtime_seconds",
+        "Time for which a moving request was in no cell.",
+        lambda m: m.downtime_s,
+    ),
+    _moves.histogram(
+        "move_downtime_steps",
+        "Steps of the new cell that a moving request missed.",
+        lambda m: m.downtime_steps,
+    ),
+)
+CELL_ROWS: tuple[MetricRow, ...] = (*_CELL_ROWS, *_MOVE_ROWS)

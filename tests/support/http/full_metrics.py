@@ -12,6 +12,7 @@ from experts.placement.problem.placement import contiguous
 from moe_serve.adapters.registry import AdapterStats
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
+from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.service_stats import (
@@ -91,6 +92,7 @@ def full_stats() -> EngineStats:
             micro_batches=2,
             steps=(MicroBatchCount(micro_batches=2, reason="fixed", num_steps=1),),
         ),
+        moves=MovesStats(ended={("hand_over", "done"): 1}),
         cells=(
             CellStatus(
                 name="cell-0",
