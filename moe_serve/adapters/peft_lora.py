@@ -119,12 +119,14 @@ class _FusedReader:
 
     def read(self, module: str, sides: Mapping[str, str], wants: Wants) -> Iterator[Addition]:
         """Yields the additions to one of the two tensors, expert by expert."""
-        config, module = self._config, module.removesuffix(".base_layer")
-        rank, where = config.rank_of(module), f"{self._files.folder}: tensor {sides['A']}"
+        where = f"{self._files.folder}: tensor {sides['A']}"
         shapes = self._files.shape(sides["A"]), self._files.shape(sides["B"])
         if any(len(shape) != 2 for shape in shapes):
             raise CheckpointError(f"{where} and its B must be matrices.")
         (num_rows, num_inputs), (num_outputs, num_columns) = shapes
+        part, is_turned = self._orientation(where, num_outputs, num_inputs)
+        parameter = f"{module.removesuffix('.base_layer')}.{part}_proj"
+        rank, scale = self._config.rank_of(parameter), self._config.scale_of(parameter)
         if num_rows == rank != self._num_experts * rank or num_columns == rank:
             raise CheckpointError(
                 f"{where} has one matrix for all experts (shared-outer), which is not served."
@@ -134,7 +136,6 @@ class _FusedReader:
                 f"{where} has {num_rows} rows and its B has {num_columns} columns, but rank {rank} "
                 f"and {self._num_experts} experts need {self._num_experts * rank} of both."
             )
-        part, is_turned = self._orientation(where, num_outputs, num_inputs)
         targets = [self._targets(part, expert) for expert in range(self._num_experts)]
         if not any(wants(target) for each in targets for target in each):
             yield from ((target, None) for each in targets for target in each)
@@ -146,7 +147,6 @@ class _FusedReader:
             if is_turned:
                 a_RK, b_NR = b_NR.T, a_RK.T
             for target, rows_NR in zip(each, self._rows(part, b_NR), strict=True):
-                scale = self._config.scale_of(module)
                 addition = LowRankMatrices(a_RK=a_RK, b_NR=rows_NR, scale=scale)
                 yield target, addition if wants(target) else None
 
