@@ -22,7 +22,7 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.arena_disk import ArenaDisk
 from moe_serve.engine.schedule.kv_tier import KVTier
 
-_PAGES_PER_STEP = 32  # copied in a step
+_PAGES_PER_STEP = 32  # copied in a step; more if the step before filled more
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class ArenaTier(KVTier):
         self._fresh: deque[tuple[int, bytes, bytes]] = deque()  # page, key, parent key
         self._saving: list[_Saving] = []  # the rank may not have copied yet
         self._loading: list[int] = []  # slots, likewise
+        self._most_copied = _PAGES_PER_STEP  # in the next step
         self._is_sound = True  # as far as known, the step that was scheduled last
 
     @property
@@ -77,6 +78,11 @@ class ArenaTier(KVTier):
     def is_due(self) -> bool:
         """See `KVTier.is_due`."""
         return self._clock() >= self._next_give
+
+    @property
+    def is_behind(self) -> bool:
+        """See `KVTier.is_behind`."""
+        return bool(self._fresh) or (self._disk is not None and self._disk.has_work)
 
     def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
         """See `KVTier.entered`."""
@@ -120,7 +126,7 @@ class ArenaTier(KVTier):
         """See `KVTier.update`. Has fresh pages copied."""
         if self.is_due:
             self._next_give = self._clock() + self._give_after_s
-        for _ in range(min(_PAGES_PER_STEP, len(self._fresh))):
+        for _ in range(min(self._most_copied, len(self._fresh))):
             page, key, parent_key = self._fresh.popleft()
             if self._cache.tree.find(key) != page or key in self._arena:
                 continue
@@ -134,6 +140,8 @@ class ArenaTier(KVTier):
     def step_begins(self, schedule: Schedule) -> None:
         """See `KVTier.step_begins`. A rank without a step makes its copies now, for the disk."""
         self._is_sound = True
+        num_tokens = sum(count for _, count in schedule.values())
+        self._most_copied = max(_PAGES_PER_STEP, num_tokens // self._cache.page_size)
         if self._times is not None:
             self._times.begins(list(schedule.values()))
             if not schedule:
