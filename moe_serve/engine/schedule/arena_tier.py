@@ -2,9 +2,9 @@
 
 Copies are made by the rank, in the order of its messages: what is saved is copied before the page
 is used again, and what is loaded is there before a step reads it. Nothing waits. A copy counts once
-a later step of the rank has ended. With a disk behind the arena, a sequence may wait until pages
-are read into slots, and a rank without a step is told to copy at once, so that nothing that was
-computed stays in its pages only.
+a later step of the rank has ended. A rank without a step is told to copy at once, so that nothing
+that was computed stays in its pages only. With a disk behind the arena, a sequence may wait until
+pages are read into slots.
 """
 
 from __future__ import annotations
@@ -69,10 +69,8 @@ class ArenaTier(KVTier):
 
     @property
     def has_work(self) -> bool:
-        """See `KVTier.has_work`: with a disk, all pages go there although the rank has no step."""
-        if self._disk is None:
-            return False
-        return bool(self._fresh or self._saving) or self._disk.has_work
+        """See `KVTier.has_work`: all pages are copied, also those of a rank without a step."""
+        return bool(self._saving) or self.is_behind
 
     @property
     def is_due(self) -> bool:
@@ -138,14 +136,14 @@ class ArenaTier(KVTier):
             self._disk.update()
 
     def step_begins(self, schedule: Schedule) -> None:
-        """See `KVTier.step_begins`. A rank without a step makes its copies now, for the disk."""
+        """See `KVTier.step_begins`. A rank without a step makes its copies now."""
         self._is_sound = True
         num_tokens = sum(count for _, count in schedule.values())
         self._most_copied = max(_PAGES_PER_STEP, num_tokens // self._cache.page_size)
         if self._times is not None:
             self._times.begins(list(schedule.values()))
-            if not schedule:
-                self._finish_copies()
+        if not schedule:
+            self._finish_copies()
 
     def step_failed(self) -> None:
         """See `KVTier.step_failed`. A shard of the rank may be behind with its copies."""
