@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.environment import child_environment, write_report
+from kv_tiers.rank_faults import rank_faults, rank_kills
 from kv_tiers.rank_tiers import rank_first_token, rank_step_times
 from kv_tiers.tier_soak import soak
 from moe_serve import LLM, SamplingParams
@@ -267,7 +268,7 @@ def med(seconds: list[float]) -> str:
 
 
 _ONE_PROCESS = (first_token, overhead, step_times, slow_disk, restart, kills, soak)
-_RANKS = (rank_first_token, rank_step_times)
+_RANKS = (rank_first_token, rank_step_times, rank_kills, rank_faults)
 PARTS = {each.__name__: each for each in (*_ONE_PROCESS, *_RANKS)}
 
 
