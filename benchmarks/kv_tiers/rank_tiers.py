@@ -82,7 +82,7 @@ def timed(engine: DrivenEngine, request: GenerationRequest) -> float:
 
 def until_stored(engine: DrivenEngine) -> None:
     """Lets the ranks hand over what they computed, and waits until it is written."""
-    while engine.has_work or tier_of(engine).num_queued:
+    while engine.has_work or (tier := tier_of(engine)).num_queued and tier.is_writing:
         engine.step()
         time.sleep(0.001)
 
