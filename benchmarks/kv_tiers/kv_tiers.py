@@ -27,6 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.environment import child_environment, write_report
+from kv_tiers.rank_faults import rank_faults, rank_kills
+from kv_tiers.rank_tiers import rank_first_token, rank_step_times
 from kv_tiers.tier_soak import soak
 from moe_serve import LLM, SamplingParams
 from moe_serve.cache.tiers.segment import Segment
@@ -265,10 +267,9 @@ def med(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f} ms"
 
 
-PARTS = {
-    each.__name__: each
-    for each in (first_token, overhead, step_times, slow_disk, restart, kills, soak)
-}
+_ONE_PROCESS = (first_token, overhead, step_times, slow_disk, restart, kills, soak)
+_RANKS = (rank_first_token, rank_step_times, rank_kills, rank_faults)
+PARTS = {each.__name__: each for each in (*_ONE_PROCESS, *_RANKS)}
 
 
 def main() -> int:

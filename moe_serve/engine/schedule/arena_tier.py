@@ -2,9 +2,9 @@
 
 Copies are made by the rank, in the order of its messages: a saved page is copied before it is used
 again, and a loaded one is there before a step reads it. Nothing waits. A copy counts once a later
-step of the rank has ended. With a disk behind the arena, a sequence may wait until pages are read
-into slots, and a rank without a step is told to copy at once, so that nothing that was computed
-stays in its pages only.
+step of the rank has ended. A rank without a step is told to copy at once, so that nothing that was
+computed stays in its pages only. With a disk behind the arena, a sequence may wait until pages are
+read into slots.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.arena_disk import ArenaDisk
 from moe_serve.engine.schedule.kv_tier import KVTier
 
-_PAGES_PER_STEP = 32  # copied in a step
+_PAGES_PER_STEP = 32  # copied in a step; more if the step before filled more
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,23 @@ class ArenaTier(KVTier):
         self._fresh: deque[tuple[int, bytes, bytes]] = deque()  # page, key, parent key
         self._saving: list[_Saving] = []  # the rank may not have copied yet
         self._loading: list[int] = []  # slots, likewise
+        self._most_copied = _PAGES_PER_STEP  # in the next step
         self._is_sound = True  # as far as known, the step that was scheduled last
 
     @property
     def has_work(self) -> bool:
-        """See `KVTier.has_work`: with a disk, pages go there even if the rank has no step."""
-        if self._disk is None:
-            return False
-        return bool(self._fresh or self._saving) or self._disk.has_work
+        """See `KVTier.has_work`: all pages are copied, also those of a rank without a step."""
+        return bool(self._saving) or self.is_behind
 
     @property
     def is_due(self) -> bool:
         """See `KVTier.is_due`."""
         return self._clock() >= self._next_give
+
+    @property
+    def is_behind(self) -> bool:
+        """See `KVTier.is_behind`."""
+        return bool(self._fresh) or (self._disk is not None and self._disk.has_work)
 
     def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
         """See `KVTier.entered`."""
@@ -120,7 +124,7 @@ class ArenaTier(KVTier):
         """See `KVTier.update`. Orders copies of fresh pages."""
         if self.is_due:
             self._next_give = self._clock() + self._give_after_s
-        for _ in range(min(_PAGES_PER_STEP, len(self._fresh))):
+        for _ in range(min(self._most_copied, len(self._fresh))):
             page, key, parent_key = self._fresh.popleft()
             if self._cache.tree.find(key) != page or key in self._arena:
                 continue
@@ -132,12 +136,14 @@ class ArenaTier(KVTier):
             self._disk.update()
 
     def step_begins(self, schedule: Schedule) -> None:
-        """See `KVTier.step_begins`. A rank without a step makes its copies now, for the disk."""
+        """See `KVTier.step_begins`. A rank without a step makes its copies now."""
         self._is_sound = True
+        num_tokens = sum(count for _, count in schedule.values())
+        self._most_copied = max(_PAGES_PER_STEP, num_tokens // self._cache.page_size)
         if self._times is not None:
             self._times.begins(list(schedule.values()))
-            if not schedule:
-                self._finish_copies()
+        if not schedule:
+            self._finish_copies()
 
     def step_failed(self) -> None:
         """See `KVTier.step_failed`. A shard of the rank may be behind with its copies."""

@@ -23,6 +23,12 @@ class KVTier:
         """Returns whether running sequences should give their full pages now."""
         return False
 
+    @property
+    def is_behind(self) -> bool:
+        """Returns whether `update` has pages to hand over. The next step is then scheduled and not
+        sent ahead, as `update` comes with a schedule only."""
+        return False
+
     def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
         """Notes a full page that has entered the prefix cache."""
 
