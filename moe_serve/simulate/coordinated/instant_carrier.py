@@ -79,7 +79,7 @@ class InstantCarrier:
         """See `PageCarrier.end_lease`."""
         for number, each in list(self._underway.items()):
             if each.parcel.lease == lease:
-                self._shared.end(number, self._clock())
+                self._shared.take(number, self._clock())
                 self._forget(number)
 
     def take_ended(self) -> Sequence[ParcelEnd]:
@@ -100,7 +100,7 @@ class InstantCarrier:
         while (next_s := self.next_s) is not None and next_s <= now:
             arrival = self._shared.next_end()
             if arrival is not None and arrival[0] == next_s:
-                self._shared.end(arrival[1], next_s)
+                self._shared.take(arrival[1], next_s)
                 self._at(next_s + self._links.latency_s, arrival[1], self._land)
             else:
                 at_s, number, what = heapq.heappop(self._events)
@@ -116,7 +116,7 @@ class InstantCarrier:
         for place in (parcel.source, parcel.target):
             self._shared.set_bandwidth(place, self._links.bytes_per_s[place.cell])
         num_bytes = len(parcel.source_pages) * self._links.page_bytes
-        self._shared.begin(number, parcel.source, parcel.target, num_bytes, self._now)
+        self._shared.put(number, parcel.source, parcel.target, num_bytes, self._now)
 
     def _land(self, number: int) -> None:
         """Lets the target copy a parcel into its pages: now, or when its step has ended."""

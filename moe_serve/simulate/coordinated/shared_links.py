@@ -33,7 +33,7 @@ class SharedLinks:
         """Says how many bytes per second an end sends, and how many it receives."""
         self._bandwidths[end] = bytes_per_s
 
-    def begin(
+    def put(
         self, number: int, source: Hashable, target: Hashable, num_bytes: float, at_s: float
     ) -> None:
         """Starts a transfer between two ends whose bandwidths are set."""
@@ -41,7 +41,7 @@ class SharedLinks:
         self._transfers[number] = _Transfer(((True, source), (False, target)), num_bytes)
         self._share()
 
-    def end(self, number: int, at_s: float) -> None:
+    def take(self, number: int, at_s: float) -> None:
         """Removes a transfer, if it is under way: it has ended, or it is given up."""
         self._advance(at_s)
         if self._transfers.pop(number, None) is not None:
