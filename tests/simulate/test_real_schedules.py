@@ -141,10 +141,10 @@ def test_steps_of_ranks_are_those_of_a_real_cluster_engine(monkeypatch: pytest.M
     for kind, name in ((FakeCoordinator, "launch"), (InstantCoordinator, "_sent")):
         original = getattr(kind, name)
 
-        def recorded(self, works, *rest, of=kind, original=original):  # type: ignore[no-untyped-def]
+        def recorded(self, works, *rest, of=kind, original=original, **options):  # type: ignore[no-untyped-def]
             batches = {rank: work.micro_batches for rank, work in works.items()}
             sent.setdefault(of, []).append(batches)
-            return original(self, works, *rest)
+            return original(self, works, *rest, **options)
 
         monkeypatch.setattr(kind, name, recorded)
     layout = Layout.parse("2A1E", 3)

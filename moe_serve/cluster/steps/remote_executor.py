@@ -25,7 +25,7 @@ class RemoteExecutor:
 
     def __init__(self, coordinator: StepCoordinator, name: str) -> None:
         self._coordinator, self.name = coordinator, name
-        self._start = coordinator.epoch.starts[name]
+        self.start = coordinator.epoch.starts[name]  # number of the process
         self._tables: dict[int, tuple[int, ...]] = {}  # of sequences that the rank mirrors
         self._closed: list[int] = []
         self._page_work: list[PageWork] = []
@@ -33,7 +33,7 @@ class RemoteExecutor:
     @property
     def is_there(self) -> bool:
         """Returns True if that process is in the epoch."""
-        return self._coordinator.is_in(self.name, self._start)
+        return self._coordinator.is_in(self.name, self.start)
 
     @property
     def expert_memory(self) -> None:
@@ -59,7 +59,7 @@ class RemoteExecutor:
         )
         closed, self._closed = tuple(self._closed), []
         return RankWork(
-            start=self._start,
+            start=self.start,
             micro_batches=batches,
             opened=opened,
             closed=closed,
@@ -106,7 +106,7 @@ class RemoteExecutor:
         if not pages:
             return []
         order = QueryPages(page_work=self._take_work(), pages=pages)
-        return self._coordinator.query_pages(self.name, self._start, order)
+        return self._coordinator.query_pages(self.name, self.start, order)
 
     def _take_work(self) -> tuple[PageWork, ...]:
         work, self._page_work = tuple(self._page_work), []

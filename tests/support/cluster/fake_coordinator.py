@@ -108,7 +108,15 @@ class FakeCoordinator:
         self.has_events = False
         return bool(there)
 
-    def launch(self, works: Mapping[str, RankWork]) -> StepInFlight:
+    def look(self) -> bool:
+        """Returns False if a rank came or went since the last `settle`."""
+        there = {n: start for n, start in self.starts.items() if n not in self.away}
+        if not there or there != self.epoch.starts:
+            return False
+        self.has_events = False
+        return True
+
+    def launch(self, works: Mapping[str, RankWork], *, can_wait: bool = True) -> StepInFlight:
         step = next(self._numbers)
         flight = StepInFlight(step, self.epoch.number, dict(works), 0.0, set())
         for name, work in works.items():
