@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_serve.bench.figures.summary import Summary, summarize
-from moe_serve.bench.simulated_run import jobs_of, record_of
+from moe_serve.bench.simulated_requests import jobs_of, record_of
+from moe_serve.config.cells import CellRole
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.packing import Fleet, Group
@@ -19,11 +20,13 @@ _MILLION = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certified:
-    """A fleet and the figures of its simulation. `meets`: enough requests met the limits."""
+    """A fleet and the figures of its simulation. `meets`: enough requests met the limits;
+    `late_role`: with roles, the one whose limit was missed more often."""
 
     fleet: Fleet
     summary: Summary
     meets: bool
+    late_role: CellRole | None = None
 
     @property
     def attainment(self) -> float:

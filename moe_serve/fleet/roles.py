@@ -1,8 +1,7 @@
-"""Proposes fleets with cells for prompts and cells for answers, in the ratio that the load takes."""
+"""Proposes fleets with cells for prompts and for answers, in the ratio that the load takes."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from moe_serve.cluster.autoscale.plan_table import cells_ratio
 from moe_serve.fleet.cells import CellKind, decode_cells_of, prefill_cells_of
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.offer import Offer
-from moe_serve.fleet.packing import LOAD, Fleet, Group, num_cells_for
+from moe_serve.fleet.packing import Fleet, Group, num_cells_for
 
 _KINDS = 3  # of each role that are combined
 
@@ -51,9 +50,7 @@ def fleets_with_roles(offers: Sequence[Offer], demand: Demand) -> Iterator[Fleet
                     yield fleet
 
 
-def _cheapest(
-    kinds: Iterable[CellKind], demand: Demand, *, is_served: bool
-) -> Sequence[CellKind]:
+def _cheapest(kinds: Iterable[CellKind], demand: Demand, *, is_served: bool) -> Sequence[CellKind]:
     """Returns the kinds whose cells for the whole load cost least, each of another layout."""
     found: dict[tuple[str, str], CellKind] = {}
     usable = [kind for kind in kinds if kind.is_served or not is_served]

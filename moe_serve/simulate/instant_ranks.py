@@ -132,7 +132,6 @@ class InstantCoordinator:
         }
         return StepInFlight(step, self.epoch.number, dict(works), start, set(), results)
 
-
     def _cost(
         self, loads: Sequence[Sequence[BatchLoad]]
     ) -> tuple[float, StageSeconds, StageSeconds]:

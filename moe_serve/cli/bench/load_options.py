@@ -41,8 +41,8 @@ class ArrivalOptions:
         0.0,
         min=0.0,
         max=0.99,
-        help="Variation of --rate over time, as a wave: 0.8 begins with a fifth of the rate and has "
-        "1.8 times the rate half a period later.",
+        help="Variation of --rate over time, as a wave: 0.8 begins with a fifth of the rate and "
+        "has 1.8 times the rate half a period later.",
         rich_help_panel=LOAD,
     )
     period: float = option(

@@ -32,6 +32,13 @@ class Autoscaler:
         self._wishes: deque[tuple[float, CellCounts]] = deque()
         self._changes: deque[float] = deque()
 
+    def first(self, view: ScaleView) -> CellCounts:
+        """Returns how many cells to begin with, from a view without requests."""
+        most, least = self._limits.max_cells, self._limits.min_cells
+        return {
+            role: max(least, min(n, most[role])) for role, n in self.policy.decide(view).items()
+        }
+
     def wanted(self, view: ScaleView) -> CellCounts:
         """Returns how many cells of each role should serve or be starting from now on."""
         limits, now = self._limits, {role: x.num_cells for role, x in view.roles.items()}
