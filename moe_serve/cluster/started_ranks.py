@@ -8,7 +8,8 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
-from moe_serve.cluster.members.roster import RankState, Roster
+from moe_serve.cluster.members.roster import Roster
 from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
@@ -35,9 +36,10 @@ from moe_serve.cluster.rebalance.rebalancer import Rebalancer, make_mover, make_
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.epoch_maker import EpochMaker
+from moe_serve.cluster.steps.rank_witness import RankWitness
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.sections import EngineConfig, TransportName
-from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.build_adapters import check_adapters
 from moe_serve.engine.build_tiers import check_tiers
 from moe_serve.engine.drafting.drafting import Drafting
@@ -58,15 +60,24 @@ from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 from moe_serve.pipeline.links.meeting import MeetingPlace
 
 MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
-Stacks = Callable[[Iterable[str]], Mapping[str, tuple[str, ...]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellPart:
+    """The place of a cell among the cells of a server, and what they share."""
+
+    name: str = ""  # before the names of its ranks in messages; empty: the only cell
+    ids: itertools.count[int] = field(default_factory=itertools.count)  # of sequences
+    step_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    outage_limit_s: float | None = None  # see `Coordinator`
 
 
 class StartedRanks:
     """Listens as soon as it is made; `close` ends everything."""
 
-    def __init__(self, model: ClusterModel) -> None:
+    def __init__(self, model: ClusterModel, part: CellPart | None = None) -> None:
         cluster = model.config.cluster
-        self._model, self._cluster = model, cluster
+        self._model, self._cluster, self._part = model, cluster, part or CellPart()
         self._secret = read_secret(os.environ) or new_secret()
         self.current = CurrentPlacement(model.placement)
         self.rebalancer: Rebalancer | None = None  # set with the engine
@@ -75,7 +86,7 @@ class StartedRanks:
         self._arena = RankArena(model.config)
         self._roster = Roster(model.ranks)
         self._membership = Membership(
-            self._roster, self._configure, model.weights, cluster.heartbeat_s
+            self._roster, self._configure, model.weights, cluster.heartbeat_s, self._part.name
         )
         decoder = msgspec.msgpack.Decoder(Report)
         self._listener: Listener[Any] = Listener(
@@ -159,6 +170,8 @@ class StartedRanks:
             is_ahead=is_ahead,
             service=service,
             wait_for_pages=self._arena.wait,
+            ids=self._part.ids,
+            step_numbers=self._part.step_numbers,
         )
         rebalancer = make_rebalancer(self._model, self.current, mover, routes, plan)
         rebalancer.start(lambda: self._membership.on_event())
@@ -183,7 +196,9 @@ class StartedRanks:
             self.current,
             mover,
             timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
+            outage_limit_s=start_timeout_s
+            if self._part.outage_limit_s is None
+            else self._part.outage_limit_s,
         )
 
     def _configure(self, name: RankName) -> Configure:
@@ -257,36 +272,6 @@ def check_transport(wanted: TransportName, gpus: Mapping[str, str]) -> None:
         owners[gpu] = name
 
 
-class RankWitness:
-    """Implements ActivityReport. `stacks` is None if the ranks are not all on this host."""
-
-    def __init__(self, roster: Roster, coordinator: Coordinator, stacks: Stacks | None) -> None:
-        self._roster, self._coordinator, self._stacks = roster, coordinator, stacks
-
-    def lines(self) -> list[str]:
-        """Returns the steps under way, a line for each rank, and the stacks."""
-        lines = self._coordinator.open_steps or ["no step is under way"]
-        states = list(self._roster.all())
-        lines = [*lines, *(_line(state) for state in states)]
-        present = [str(state.name) for state in states if state.is_present]
-        if self._stacks is None:
-            return [*lines, "stacks: ranks of a launch are not asked; send them SIGUSR1"]
-        for name, tail in self._stacks(present).items():
-            lines += ["", f"the last output of {name}, with its stacks if it could answer:", *tail]
-        return lines
-
-
-def _line(state: RankState) -> str:
-    link = state.link
-    if link is None:
-        return f"{state.name}: {state.phase.value}, no connection"
-    age = time.monotonic() - link.last_beat
-    at = "between steps"
-    if link.operation:
-        at = f"{link.operation}, for {link.operation_s + age:.1f} s"
-    return f"{state.name}: {state.phase.value}, last heard of {age:.1f} s ago; {at}"
-
-
 def build_cluster(
     config: EngineConfig,
     progress: LoadProgress | None = None,
@@ -335,9 +320,3 @@ def build_cluster(
         grammars=checkpoint.grammars(),  # to check requests; ranks have own
         activity=ranks.witness,
     )
-
-
-def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
-    """Loads the model here, or starts ranks that do."""
-    build = build_cluster if config.cluster.is_disaggregated else build_engine
-    return build(config, progress)

@@ -40,9 +40,14 @@ class CellShape:
     role: CellRole = "both"
 
     def __str__(self) -> str:
+        return f"({self.ranks} {self.role})"
+
+    @property
+    def ranks(self) -> str:
+        """The ranks as in a layout: `1A2E tp2`."""
         tp = f" tp{self.attention_tp}" if self.attention_tp > 1 else ""
-        ranks = f"{self.attention_ranks}A{self.expert_ranks}E"
-        return f"({ranks if self.expert_ranks else f'{self.num_processes}D'}{tp} {self.role})"
+        whole = f"{self.num_processes}D{tp}"
+        return f"{self.attention_ranks}A{self.expert_ranks}E{tp}" if self.expert_ranks else whole
 
     @property
     def num_processes(self) -> int:

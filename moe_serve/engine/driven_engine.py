@@ -11,7 +11,8 @@ from moe_serve.engine.service.admission import Admission
 
 
 class DrivenEngine(Protocol):
-    """One engine, or several that step together. Only the counts may be read from other threads."""
+    """One engine, several that step together, or several cells. Only the counts may be read from
+    other threads."""
 
     @property
     def has_work(self) -> bool: ...

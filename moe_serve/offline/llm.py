@@ -19,7 +19,8 @@ from typing import Any, Literal
 from rich.progress import Progress, TextColumn
 
 from moe_serve.adapters.adapter import Adapter
-from moe_serve.cluster.started_ranks import build_any_engine
+from moe_serve.cluster.started_cells import build_any_engine
+from moe_serve.config.cells import CellsConfig
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import (
     BatchPolicyName,
@@ -104,6 +105,7 @@ class LLM:
         attention_ranks: int = 0,
         expert_ranks: int = 0,
         attention_tp: int = 1,
+        cells: str | None = None,
         placement: str | None = None,
         micro_batches: int | Literal["auto"] = "auto",
         batch_policy: BatchPolicyName = "fifo",
@@ -130,6 +132,7 @@ class LLM:
         )  # fmt: skip
         config = EngineConfig(
             model=model_config, scheduler=scheduler_config, cluster=cluster_config,
+            cells=CellsConfig(layout=cells),
             cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache,
                               kv_dtype=kv_dtype, disk_path=kv_disk),
             pipeline=PipelineConfig(micro_batches=micro_batches),

@@ -64,6 +64,13 @@ class InstantExecutor:
         self._ends = ends
 
     @property
+    def has_page_work(self) -> bool:
+        return False  # there are no pages
+
+    def finish_page_work(self) -> None:
+        """Does nothing."""
+
+    @property
     def expert_memory(self) -> None:
         """None, as all experts are in memory."""
 

@@ -53,6 +53,7 @@ def test_the_flags_are_frozen() -> None:
         "--attention-ranks",
         "--attention-tp",
         "--batch-policy",
+        "--cells",
         "--config",
         "--device",
         "--dtype",

@@ -105,8 +105,7 @@ class ClusterEngine:
     @property
     def has_work(self) -> bool:
         has_requests = any(engine.has_work for engine in self._engines.values())
-        is_untold = bool(self._homeless or self._pending)
-        return has_requests or is_untold or self._coordinator.has_events
+        return bool(has_requests or self._homeless or self._pending) or self._coordinator.has_events
 
     @property
     def num_waiting(self) -> int:
@@ -161,6 +160,11 @@ class ClusterEngine:
     def start_of(self, rank: str) -> int:
         """Returns the number of the process of an attention rank that is there."""
         return self._executors[rank].start
+
+    @property
+    def outage_s(self) -> float:
+        """For how many seconds no step could be computed; 0 while one can. On any thread."""
+        return self._coordinator.outage_s
 
     def step(self) -> list[TokenDelta]:
         """Schedules, runs and publishes on all ranks. Does nothing while no rank can compute."""
@@ -221,18 +225,19 @@ class ClusterEngine:
 
     def stats(self) -> EngineStats:
         """Returns the sums over all ranks."""
+        homeless = list(self._homeless)  # on any thread
         by_rank = {name: engine.stats() for name, engine in self._engines.items()}
         total, pools = sum((*by_rank.values(), self._past), EngineStats()), self._watch.stats()
         membership = self._coordinator.membership
         return replace(
             total,
-            load=total.load + _load_of(self._homeless),
+            load=total.load + EngineLoad.of_waiting([s.request.arrival_time for s in homeless]),
             members=statuses(membership.roster, pools),
             num_lost_ranks=membership.num_lost,
             last_loss=membership.last_loss,
             pools=pools,
             expert_memory=self._watch.expert_memory,
-            outage_s=self._coordinator.outage_s,
+            outage_s=self.outage_s,
             service=None if self._service is None else self._service.state.stats(),
             ranks=tuple(RankLoad(name=n, load=stats.load) for n, stats in by_rank.items()),
         )
@@ -343,8 +348,3 @@ class ClusterEngine:
         if self._service is not None:
             return self._service.choose(self._engines, sequence)
         return min(self._engines.values(), key=lambda e: e.num_pending_tokens)
-
-
-def _load_of(homeless: list[EngineSequence]) -> EngineLoad:
-    arrivals = [sequence.request.arrival_time for sequence in homeless]
-    return EngineLoad(num_waiting=len(homeless), oldest_arrival=min(arrivals, default=None))

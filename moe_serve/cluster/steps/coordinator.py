@@ -52,15 +52,12 @@ class Coordinator:
         mover: Mover,
         *,
         timeout_s: float,
-        start_timeout_s: float,
-        outage_limit_s: float | None = None,
+        outage_limit_s: float,
     ) -> None:
-        """`outage_limit_s`: seconds without a step after which `settle` raises; None: as long as a
-        start may take."""
+        """`outage_limit_s`: seconds without a step after which `settle` raises."""
         self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
         self._current, self._mover, self._clock = current, mover, calls.clock
-        self._timeout_s = timeout_s
-        self._outage_limit_s = start_timeout_s if outage_limit_s is None else outage_limit_s
+        self._timeout_s, self._outage_limit_s = timeout_s, outage_limit_s
         self._epoch, self._step = Epoch(), 0
         self._number = 0  # number of the last epoch tried
         self._torn_by = ""  # why members cannot reach each other, though all are there

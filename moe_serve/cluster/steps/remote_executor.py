@@ -96,6 +96,15 @@ class RemoteExecutor:
         """Copies a slot of the memory tier to a page before the next step."""
         self._page_work.append(PageWork(load=((slot, page),)))
 
+    @property
+    def has_page_work(self) -> bool:
+        """See `StepExecutor.has_page_work`."""
+        return bool(self._page_work)
+
+    def finish_page_work(self) -> None:
+        """See `StepExecutor.finish_page_work`. Waits for the rank; raises RankLostError."""
+        self.finite_pages([1])
+
     def finish_copies(self, page: int) -> None:
         """Has the rank do its page work now, and waits for that; raises RankLostError. `page`: any
         page, as the rank answers about pages."""

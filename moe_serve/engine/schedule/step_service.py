@@ -72,11 +72,12 @@ class StepService:
         """Notes a preempted sequence that will wait."""
         standing_of(sequence).num_left = sequence.num_tokens - num_cached
 
-    def leave(self, sequence: Sequence, *, had_seat: bool) -> None:
-        """Notes a sequence that has ended."""
+    def leave(self, sequence: Sequence, *, had_seat: bool, is_end: bool) -> None:
+        """Notes a sequence that has ended, or that goes to another engine with its standing."""
         if had_seat:
             self.queue.freed_seat()
-        self.state.leave(sequence)
+        if is_end:
+            self.state.leave(sequence)
 
     def abandon(self, waiting: Iterable[Sequence]) -> None:
         """Forgets the waiting sequences, as they go to other engines with their standings."""

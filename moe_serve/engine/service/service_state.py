@@ -197,6 +197,20 @@ class ServiceState:
             self.shares.leave(sequence.standing.tenant)
             self.num_strict -= sequence.request.service.targets.is_strict
 
+    def take_over(self, sequence: Sequence, source: ServiceState) -> None:
+        """Takes a sequence with its standing over from engines with another state."""
+        standing, service = sequence.standing, sequence.request.service
+        if source is self or standing is None:
+            return
+        source.leave(sequence)
+        shift_s = self.steady() - source.steady()
+        standing.queued_s += shift_s
+        standing.deadline_s += shift_s
+        standing.first_due_s += shift_s
+        standing.last_due_s += shift_s
+        standing.tenant = self.shares.enter(standing.tier, service.tenant)
+        self.num_strict += service.targets.is_strict
+
     def finished(self, sequence: Sequence, now: float) -> None:
         """Notes that the answer of a request is complete."""
         standing, service = sequence.standing, sequence.request.service

@@ -42,6 +42,7 @@ class CoordinatedCell:
     num_seats: int
     is_out: bool = False
     is_draining: bool = False
+    is_live: bool = True
 
     @property
     def rank_engines(self) -> Mapping[str, Engine]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler
+from moe_serve.cluster.cells.moves import Moves
 from moe_serve.config.cells import CellsConfig
 from moe_serve.planning.calibration_file import Calibration
 from moe_serve.simulate.coordinated.cells_world import CellsWorld
@@ -20,6 +20,8 @@ from moe_serve.simulate.coordinated.scaled_cells import ScaledCells, ScaleTimes
 from moe_serve.simulate.costs.device import DeviceType
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 from moe_serve.simulate.virtual_clock import VirtualClock
+
+_TIMEOUT_S = ClusterConfig().timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,10 @@ def build_cells(
         return cells[cell].ranks.last_end or clock.now
 
     carrier = InstantCarrier(page_links(setup), clock, step_end)
-    moves = Moves(cells, carrier, setup.config, clock)
+    chunk = max(plan.limits.scheduler.max_batched_tokens for plan in setup.plans)
+    moves = Moves(
+        cells, carrier, setup.config, clock, timeout_s=_TIMEOUT_S, chunk_tokens=chunk
+    )
     scaled = None
     if autoscaler is not None:
         scaled = ScaledCells(cells, autoscaler, clock, times or ScaleTimes())
@@ -110,29 +115,3 @@ def page_links(setup: CellsSetup) -> PageLinks:
         parcel_bytes=setup.config.parcel_bytes,
         memory_bytes=setup.config.memory_bytes,
     )
-
-
-class Moves:
-    """STAND-IN."""
-
-    def __init__(self, cells, carrier, config, clock):  # type: ignore
-        self.cells = cells
-
-    def add(self, sequence):  # type: ignore
-        cell = min(
-            (c for c in self.cells if not c.is_draining),
-            key=lambda c: c.engine.num_running + c.engine.num_waiting,
-        )
-        cell.engine.adopt(sequence)
-
-    def before_step(self, cell): ...  # type: ignore
-
-    def after_step(self, cell): ...  # type: ignore
-
-    def turn(self):  # type: ignore
-        return False
-
-    has_work = False
-
-
-_Unused = Sequence
