@@ -10,7 +10,7 @@ from moe_serve.bench.figures.cells_figures import CellFigures, CellsFigures, Sca
 from moe_serve.bench.figures.summary import Spread
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler
 from moe_serve.engine.request.stats import EngineStats
-from moe_serve.simulate.coordinated.cells_world import HandOver
+from moe_serve.simulate.coordinated.cells_world import CellChange
 from moe_serve.simulate.coordinated.coordinated_run import BuiltCells, CellsSetup, build_cells
 from moe_serve.simulate.coordinated.scaled_cells import ScaleTimes
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
@@ -68,8 +68,10 @@ def _figures(
     stats: Sequence[EngineStats],
     scaling: Scaling | None,
 ) -> CellsFigures:
-    started = Counter(each.cell for each in times)
-    first = [each for each in built.world.hand_overs if each.num_tokens == 1]
+    started, moves = Counter(each.cell for each in times), built.world.moved
+    ended = built.moves.stats().ended
+    done = {kind: num for (kind, result), num in ended.items() if result == "done"}
+    num_asked = sum(num for (_, result), num in ended.items() if result != "ended")
     return CellsFigures(
         cells=tuple(
             CellFigures(
@@ -81,17 +83,18 @@ def _figures(
             )
             for cell, each in zip(built.cells, stats, strict=True)
         ),
-        num_hand_overs=len(first),
-        num_migrations=len(built.world.hand_overs) - len(first),
+        num_hand_overs=done.get("hand_over", 0),
+        num_migrations=sum(num for kind, num in done.items() if kind != "hand_over"),
+        num_given_up=num_asked - sum(done.values()),
         num_parcels=built.carrier.num_parcels,
         num_bytes=built.carrier.num_bytes,
-        exposed_ms=Spread.of([each.exposed_s for each in first]),
-        exposed_share=_exposed_share(first, times),
+        exposed_ms=Spread.of([each.exposed_s for each in moves]),
+        exposed_share=_exposed_share(moves, times),
         scale=None if scaling is None else _scale(built, scaling),
     )
 
 
-def _exposed_share(moves: Sequence[HandOver], times: Sequence[RequestTimes]) -> float | None:
+def _exposed_share(moves: Sequence[CellChange], times: Sequence[RequestTimes]) -> float | None:
     if not moves:
         return None
     first_s = {str(x.index): x.token_times[0] - x.due_s for x in times if x.token_times}

@@ -45,8 +45,9 @@ class CellsFigures:
     first token of these requests."""
 
     cells: tuple[CellFigures, ...]
-    num_hand_overs: int  # after the first token
-    num_migrations: int  # later
+    num_hand_overs: int  # after the prompt
+    num_migrations: int  # of running requests, for other reasons
+    num_given_up: int  # moves that did not succeed, unless the request had ended
     num_parcels: int
     num_bytes: int
     exposed_ms: Spread | None

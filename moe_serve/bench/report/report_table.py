@@ -142,12 +142,13 @@ def cells_facts(cells: CellsFigures) -> Iterator[tuple[str, str]]:
         text = f"{tokens:,} tokens, {started:,} first tokens, "
         yield f"{len(alike)}x{shape}", text + f"{sum(cell.num_steps for cell in alike):,} steps"
     if cells.num_hand_overs or cells.num_migrations:
-        text = f"{cells.num_hand_overs:,} after the first token, {cells.num_migrations:,} later; "
-        text += f"{cells.num_bytes / 1e9:,.2f} GB in {cells.num_parcels:,} parcels"
+        text = f"{cells.num_hand_overs:,} after prompts, {cells.num_migrations:,} migrations, "
+        text += f"{cells.num_given_up:,} given up; {cells.num_bytes / 1e9:,.2f} GB in "
+        text += f"{cells.num_parcels:,} parcels"
         if cells.exposed_ms is not None and cells.exposed_share is not None:
             text += f"; exposed {cells.exposed_ms.p50:.1f} ms (p50), {cells.exposed_ms.p99:.1f} ms "
             text += f"(p99), {cells.exposed_share:.1%} of TTFT"
-        yield "hand-overs", text
+        yield "moves", text
     if cells.scale is not None:
         scale = cells.scale
         text = f"{scale.device_hours:,.1f} device hours, {scale.share:.0%} of all cells'; "

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from moe_serve.cluster.cells.moves import Moves
 from moe_serve.engine.request.request import TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.simulate.coordinated.coordinated_cell import CoordinatedCell
@@ -28,21 +29,6 @@ from moe_serve.simulate.virtual_clock import VirtualClock
 from moe_serve.simulate.world import without_collections
 
 _ARRIVAL, _END = 0, 1  # the order of events at one moment
-
-
-class CellMoves(Protocol):
-    """What the loop uses of `Moves`."""
-
-    def add(self, sequence: EngineSequence) -> None: ...
-
-    def before_step(self, cell: CoordinatedCell) -> None: ...
-
-    def after_step(self, cell: CoordinatedCell) -> None: ...
-
-    def turn(self) -> bool: ...
-
-    @property
-    def has_work(self) -> bool: ...
 
 
 class Watcher(Protocol):
@@ -67,14 +53,13 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
-    """A request that went from one cell to another. `exposed_s`: from its last token in the one
-    until the step began that computed the next in the other."""
+class CellChange:
+    """A request whose next token came from another cell. `exposed_s`: from its last token in the
+    one until the step began that computed the next in the other."""
 
     request_id: str
     source: int
     target: int
-    num_tokens: int  # that it had got before
     exposed_s: float
 
 
@@ -92,7 +77,7 @@ class CellsWorld:
     def __init__(
         self,
         cells: Sequence[CoordinatedCell],
-        moves: CellMoves,
+        moves: Moves,
         carrier: InstantCarrier,
         clock: VirtualClock,
         ids: itertools.count[int],
@@ -102,7 +87,7 @@ class CellsWorld:
     ) -> None:
         """`ids`: of sequences, those of the cells. `watcher`: may start and drain cells."""
         self.peak_in_flight = 0
-        self.hand_overs: list[HandOver] = []
+        self.moved: list[CellChange] = []
         self._cells, self._moves, self._carrier = cells, moves, carrier
         self._clock, self._ids = clock, ids
         self._watcher, self._timeline = watcher, timeline
@@ -204,10 +189,7 @@ class CellsWorld:
                 self._watcher.first_token_came(times)
         elif live.cell is not None and live.cell != cell.index:
             exposed_s = done.begin_s - times.token_times[-1]
-            found = HandOver(
-                delta.request_id, live.cell, cell.index, len(times.token_times), exposed_s
-            )
-            self.hand_overs.append(found)
+            self.moved.append(CellChange(delta.request_id, live.cell, cell.index, exposed_s))
         live.cell = cell.index
         times.token_times.extend([done.ends[-1]] * len(delta.token_ids))
 

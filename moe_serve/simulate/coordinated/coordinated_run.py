@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler
 from moe_serve.cluster.cells.moves import Moves
 from moe_serve.config.cells import CellsConfig
+from moe_serve.config.sections import ClusterConfig
 from moe_serve.planning.calibration_file import Calibration
 from moe_serve.simulate.coordinated.cells_world import CellsWorld
 from moe_serve.simulate.coordinated.coordinated_cell import (
@@ -70,6 +71,7 @@ class BuiltCells:
 
     world: CellsWorld
     cells: list[CoordinatedCell]
+    moves: Moves
     carrier: InstantCarrier
     clock: VirtualClock
     scaled: ScaledCells | None
@@ -92,14 +94,12 @@ def build_cells(
 
     carrier = InstantCarrier(page_links(setup), clock, step_end)
     chunk = max(plan.limits.scheduler.max_batched_tokens for plan in setup.plans)
-    moves = Moves(
-        cells, carrier, setup.config, clock, timeout_s=_TIMEOUT_S, chunk_tokens=chunk
-    )
+    moves = Moves(cells, carrier, setup.config, clock, timeout_s=_TIMEOUT_S, chunk_tokens=chunk)
     scaled = None
     if autoscaler is not None:
         scaled = ScaledCells(cells, autoscaler, clock, times or ScaleTimes())
     world = CellsWorld(cells, moves, carrier, clock, ids, watcher=scaled, timeline=timeline)
-    return BuiltCells(world, cells, carrier, clock, scaled)
+    return BuiltCells(world, cells, moves, carrier, clock, scaled)
 
 
 def page_links(setup: CellsSetup) -> PageLinks:
