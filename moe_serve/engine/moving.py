@@ -120,9 +120,12 @@ class MovingSequences:
         self._executor.forget([sequence.id])
         return kept
 
-    def drop(self, kept: Reservation) -> None:
-        """Lets go of the pages of a sequence that has left; those of the tree stay there."""
-        self._scheduler.add_unproven(self._scheduler.reservations.drop(kept))
+    def drop(self, kept: Reservation, *, is_verified: bool) -> None:
+        """Lets go of the pages of a sequence that has left; those of the tree stay there.
+        `is_verified`: all pages that were sent hold only finite values."""
+        freed = self._scheduler.reservations.drop(kept)
+        if not is_verified:
+            self._scheduler.add_unproven(freed)
 
     def take_back(self, kept: Reservation) -> bool:
         """Lets a sequence go on here that has left; False if no seat is free any more."""

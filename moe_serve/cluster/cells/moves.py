@@ -145,16 +145,16 @@ class Moves:
             assert not owners, f"sequence {sequence.id} has an engine and is between two"
 
     def _before_step(self, place: Place) -> None:
+        if self._router.is_draining(place):
+            self._drain(place)
+        else:
+            self._hand_over(place)
+            if self._config.migrate:
+                self._migration.relieve(place)
         step_s = self._steps.step_s(place.cell)
         for move in self._open:
             if move.source.is_same(place) and not move.has_departed:
                 self._open.advance(move, step_s)
-        if self._router.is_draining(place):
-            self._drain(place)
-            return
-        self._hand_over(place)
-        if self._config.migrate:
-            self._migration.relieve(place)
 
     def _hand_over(self, place: Place) -> None:
         """Opens leases for the sequences that read their prompts here for another cell."""
@@ -205,7 +205,8 @@ class Moves:
                 self._open.counter.num_recomputed += num_lost
             moving.take_over(sequence, service)
             route.reader.engine.adopt(sequence)
-            if route.is_hand_over:
+            is_reader = route.reader.cell.shape.role == "prefill"
+            if route.is_hand_over or (is_reader and self._config.hand_over != "off"):
                 self._wishes[sequence.id] = sequence, route.reader
         return len(self._homeless) < len(homeless)
 

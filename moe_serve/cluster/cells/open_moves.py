@@ -127,7 +127,7 @@ class OpenMoves:
             hidden = move.kept.hidden
             target.engine.moving.arrive(move.reservation, hidden, source.engine.service)
             if source.is_there:
-                source.engine.moving.drop(move.kept)
+                source.engine.moving.drop(move.kept, is_verified=True)
             self.counter.arrived(move.num_steps, self._clock() - move.departed_at)
             self._forget(move, "done")
         return bool(landing)
@@ -148,9 +148,9 @@ class OpenMoves:
         if move.kept is None:
             return
         if result == "aborted":
-            moving.drop(move.kept)
+            moving.drop(move.kept, is_verified=False)
         elif not moving.take_back(move.kept):
-            moving.drop(move.kept)
+            moving.drop(move.kept, is_verified=False)
             self.homeless.append(move)
 
     def end_late(self) -> None:

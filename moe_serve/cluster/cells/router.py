@@ -73,7 +73,9 @@ class CellRouter:
         writers = _with_role(places, "prefill")
         routes = self._hand_overs(sequence, places, writers, uncached)
         if not routes or self._config.hand_over != "always":
-            routes += [self._scored(sequence, place, place, uncached) for place in writers]
+            is_again = sequence.num_output_tokens > 0  # where it was may have its pages
+            alone = places if is_again else writers
+            routes += [self._scored(sequence, place, place, uncached) for place in alone]
         return self._guarded(sequence, sorted(routes, key=_rank))
 
     def targets(self, sequence: EngineSequence, source: Place) -> list[Place]:

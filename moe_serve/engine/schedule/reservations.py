@@ -129,7 +129,8 @@ class Reservations:
             if not sequence.is_detached:
                 sequence.page_keys = []  # the tree cannot lack a page before one that it has
         else:
-            self._enter(reservation, sequence.num_plain(sequence.num_computed_tokens))
+            if sequence.is_sound:
+                self._enter(reservation, sequence.num_plain(sequence.num_computed_tokens))
             sequence.num_shared_pages = reservation.num_shared
         sequence.page_table = [0 if place in lost else page for place, page in enumerate(table)]
         return self._cache.release(gone)
@@ -147,11 +148,9 @@ class Reservations:
         return kept
 
     def drop(self, kept: Reservation) -> list[int]:
-        """Lets go of kept pages; those of the tree stay there. Returns the freed pages that may
-        hold anything."""
+        """Lets go of kept pages; those of the tree stay there. Returns the freed ones."""
         del self._kept[kept.sequence.id]
-        freed = self._cache.release([page for page in kept.table if page])
-        return [] if kept.sequence.is_sound else freed
+        return self._cache.release([page for page in kept.table if page])
 
     def take_back(self, kept: Reservation) -> bool:
         """Gives a sequence its kept pages and a seat again; False if no seat is free."""

@@ -141,7 +141,7 @@ class Scheduler:
     def depart(self, sequence: Sequence) -> Reservation:
         """Lets a running sequence go to another engine. Its full pages stay in the tree, and all
         are kept until it has arrived there."""
-        self.sharing.give([sequence], is_end=True)
+        self.sharing.give([sequence])
         self._stop(sequence)
         self.sharing.stop_computing(sequence)
         self.mask_share.forget([sequence])
