@@ -75,7 +75,16 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "trace",
     ),
     "moe_serve.bench": ("figures", "workload", "client", "report"),
-    "moe_serve.cluster": ("control", "members", "launch", "rebalance", "ranks", "steps", "cells"),
+    "moe_serve.cluster": (
+        "control",
+        "members",
+        "launch",
+        "rebalance",
+        "ranks",
+        "steps",
+        "autoscale",
+        "cells",
+    ),
     "moe_serve.engine": (
         "memory",
         "request",

@@ -27,8 +27,8 @@ from moe_serve.simulate.coordinated.coordinated_cell import CellPlan
 from moe_serve.simulate.coordinated.coordinated_run import CellsSetup
 
 _COUNTS = (1, 2, 4)  # cells that are simulated; more are filled like four
-_REQUESTS = 160  # for each cell
-_HALVINGS = 6
+_REQUESTS = 120  # for each cell
+_HALVINGS = 5
 _POOL_LOAD = 0.7  # of cells with a role: not simulated, as the roles depend on each other
 _MAX_SEQUENCES = 64
 

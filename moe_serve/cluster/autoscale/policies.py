@@ -57,7 +57,7 @@ class PlannedPolicy:
 
     name = "planned"
 
-    def __init__(self, table: PlanTable, means: TokenMeans, caution: float = 1.0) -> None:
+    def __init__(self, table: PlanTable, means: TokenMeans, caution: float = 2.0) -> None:
         """`means`: until requests were seen; `caution`: standard deviations of the forecast's error
         that are added to it."""
         self._table, self._caution = table, caution

@@ -1,7 +1,8 @@
 """Forecasts a rate some time ahead from its level, its trend, and the errors of earlier forecasts.
 
-Level and trend are smoothed exponentially over time (Holt). A forecast is compared with the mean of
-the interval that it was made for; the spread of these errors is that of the next forecast.
+Level and trend are smoothed exponentially over time (Holt). A forecast is compared with the level
+at the time that it was made for; the spread of these errors is that of the next forecast. Bursts
+within minutes are not in it: cells are not filled up because of those.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-_LEVEL_S, _TREND_S = 900.0, 3600.0  # the times over which the two are smoothed
+_LEVEL_S, _TREND_S = 1200.0, 2400.0  # the times over which the two are smoothed
 _SPREAD_SHARE = 0.1  # of a new error in the mean of their squares
 
 
@@ -27,7 +28,7 @@ class RateForecast:
         """Adds the mean rate of the interval that ended at `at_s`."""
         middle = at_s - interval_s / 2
         if self._level is None:
-            self._level, self._at_s, self._variance = rate, middle, rate / interval_s
+            self._level, self._at_s, self._variance = rate, middle, rate / _LEVEL_S
             return
         gap = middle - self._at_s
         expected = self._level + self._trend * gap
@@ -38,7 +39,7 @@ class RateForecast:
         self._level, self._at_s = level, middle
         while self._made and self._made[0][0] <= middle:
             _, forecast = self._made.popleft()
-            self._variance += _SPREAD_SHARE * ((rate - forecast) ** 2 - self._variance)
+            self._variance += _SPREAD_SHARE * ((level - forecast) ** 2 - self._variance)
 
     @property
     def level(self) -> float:

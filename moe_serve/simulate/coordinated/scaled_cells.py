@@ -121,9 +121,9 @@ class ScaledCells:
             self.changes.append(ScaleChange(now, before, wanted))
         for role, count in wanted.items():
             for _ in range(count - before[role]):
-                self._start(role, now)
+                self._start_one(role, now)
             for _ in range(before[role] - count):
-                self._drain(role)
+                self._stop_one(role)
 
     def _view(self) -> ScaleView:
         counts = self._counts
@@ -156,7 +156,7 @@ class ScaledCells:
             utilisation=sum(busy.get(c.index, 0.0) for c in of_role) / seats_s if seats_s else 0.0,
         )
 
-    def _start(self, role: CellRole, now: float) -> None:
+    def _start_one(self, role: CellRole, now: float) -> None:
         """Lets a draining cell of a role go on, or starts one that is off."""
         starting = {index for _, index in self._starting}
         of_role = [cell for cell in self._cells if cell.shape.role == role]
@@ -168,14 +168,14 @@ class ScaledCells:
         self._on_since[cell.index] = now
         heapq.heappush(self._starting, (now + self._times.start_s, cell.index))
 
-    def _drain(self, role: CellRole) -> None:
+    def _stop_one(self, role: CellRole) -> None:
         """Gives up the cell that starts last, or drains the one with the fewest requests."""
         starting = sorted(self._starting, reverse=True)
         for at_s, index in starting:
             if self._cells[index].shape.role == role:
                 self._starting.remove((at_s, index))
                 heapq.heapify(self._starting)
-                self._end(index)
+                self._end_cell(index)
                 return
         serving = [c for c in self._cells if c.shape.role == role and not c.is_draining]
         cell = min(serving, key=lambda c: c.engine.num_running + c.engine.num_waiting)
@@ -187,8 +187,8 @@ class ScaledCells:
             cell = self._cells[index]
             is_empty = not (cell.is_out or cell.engine.num_running or cell.engine.num_waiting)
             if cell.is_draining and is_empty:
-                self._end(index)
+                self._end_cell(index)
 
-    def _end(self, index: int) -> None:
+    def _end_cell(self, index: int) -> None:
         since = self._on_since.pop(index)
         self._device_s += (self._clock.now - since) * self._cells[index].num_devices
