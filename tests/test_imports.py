@@ -83,6 +83,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "ranks",
         "steps",
         "parcels",
+        "autoscale",
         "cells",
     ),
     "moe_serve.engine": (
