@@ -159,6 +159,7 @@ BACKENDS = frozenset(
         "sklearn",
         "scipy",
         "opentelemetry",
+        "zmq",
         "huggingface_hub",
     }
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.control.listener import Listener
@@ -82,6 +83,7 @@ class StartedRanks:
             cluster.host, cluster.port, self._secret, decoder, self._membership.admit
         )
         try:
+            self.kv_events = KVEvents(model.config)
             store = StoreServer(cluster.host, 0, self._secret, cluster.timeout_s)
         except BaseException:
             self._listener.close()
@@ -195,6 +197,7 @@ class StartedRanks:
         self._listener.close()
         self._place.close()
         self._arena.close()
+        self.kv_events.close()
 
     def _engine(
         self,
@@ -221,6 +224,7 @@ class StartedRanks:
             model_identity=identity,
             has_prefix_cache=config.cache.prefix_cache,
             sampled_pages=SampledPages(config.cache.metrics_sample),
+            listener=self.kv_events.listener(self._roster[executor.name].name.index),
             ids=ids,
             policy=policy,
             routes=routes,
@@ -299,6 +303,7 @@ def build_cluster(
     Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
     check_tiers(config)
+    check_kv_events(config)
     check_adapters(config)
     clock = time.monotonic()
     model = ClusterModel.read(config)
@@ -334,6 +339,7 @@ def build_cluster(
         last_step=watch.last_step,
         grammars=checkpoint.grammars(),  # to check requests; ranks have own
         activity=ranks.witness,
+        kv_events=ranks.kv_events,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moe_serve.config.kv_events import KVEventsConfig
 from moe_serve.config.tiers import TierConfig
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -259,6 +260,7 @@ class EngineConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
