@@ -1,7 +1,9 @@
 """The ZeroMQ addresses of the KV events: one for each attention rank, as in vLLM.
 
-tcp://*:5557        rank 1: tcp://*:5558
-ipc:///run/kv       rank 1: ipc:///run/kv_dp1
+    tcp://*:5557        rank 1: tcp://*:5558
+    ipc:///run/kv       rank 1: ipc:///run/kv_dp1
+
+Where a gateway listens, all ranks connect to its one address.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Endpoint:
 
     def for_rank(self, rank: int) -> Endpoint:
         """Returns the address of an attention rank; that of rank 0 is this one."""
-        if not rank:
+        if not (rank and self.is_bound):
             return self
         if self.port is None:
             return Endpoint(f"{self.address}_dp{rank}", self.is_bound, None, None)
@@ -76,14 +78,14 @@ def check_endpoints(config: KVEventsConfig, num_ranks: int) -> None:
     }
     taken: dict[int, str] = {}
     for key, endpoint in found.items():
-        if endpoint is None or endpoint.port is None:
+        if endpoint is None or endpoint.port is None or not endpoint.is_bound:
             continue
         if endpoint.port + num_ranks - 1 > _MAX_PORT:
             raise ConfigError(
                 f"{key} is {endpoint.address!r}, and each of the {num_ranks} attention ranks takes "
                 f"one port from there on: give a port of at most {_MAX_PORT - num_ranks + 1}."
             )
-        for rank in range(num_ranks) if endpoint.is_bound else ():
+        for rank in range(num_ranks):
             address = endpoint.for_rank(rank)
             assert address.host is not None and address.port is not None, "a TCP address"
             if address.port in taken:

@@ -56,13 +56,13 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("endpoint", "attach", "is_bound", "of_rank_1"),
-    [
+    [  # where the gateway listens, all ranks connect to one address
         ("tcp://*:5557", "auto", True, "tcp://*:5558"),
         ("tcp://127.0.0.1:5557", "auto", True, "tcp://127.0.0.1:5558"),
         ("tcp://[::1]:5557", "auto", True, "tcp://[::1]:5558"),
-        ("tcp://epp.svc:5557", "auto", False, "tcp://epp.svc:5558"),
+        ("tcp://epp.svc:5557", "auto", False, "tcp://epp.svc:5557"),
         ("tcp://10.0.0.1:5557", "bind", True, "tcp://10.0.0.1:5558"),
-        ("tcp://127.0.0.1:5557", "connect", False, "tcp://127.0.0.1:5558"),
+        ("tcp://127.0.0.1:5557", "connect", False, "tcp://127.0.0.1:5557"),
         ("ipc:///run/kv", "auto", True, "ipc:///run/kv_dp1"),
     ],
 )

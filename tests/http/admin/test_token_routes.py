@@ -92,7 +92,7 @@ def test_all_of_them_need_the_key(make_app: Callable[..., FastAPI]) -> None:
     with TestClient(make_app(api_keys=("k",))) as client:
         for path in ("/tokenize", "/v1/detokenize"):
             assert client.post(path, json={}).status_code == 401
-        for path in ("/version", "/load"):
+        for path in ("/version", "/load", "/server_info"):
             assert client.get(path).status_code == 401
 
 
@@ -105,6 +105,18 @@ def test_version_and_load(client: TestClient) -> None:
         "kv_cache_usage": 0.0,
         "num_kv_pages": 10,
         "ranks": [],
+    }
+
+
+def test_server_info_names_the_model_for_the_sglang_gateway(client: TestClient) -> None:
+    """Without `served_model_name` its workers serve an unknown model."""
+    (model,) = client.get("/v1/models").json()["data"]
+    assert client.get("/server_info").json() == {
+        "model_path": model["root"],
+        "served_model_name": model["id"],
+        "version": __version__,
+        "max_model_len": model["max_model_len"],
+        "dp_size": 1,
     }
 
 

@@ -1,6 +1,7 @@
 """A subscriber of KV events, written from the schema that vLLM publishes, and what it must know.
 
-It knows nothing of this project's code: three frames of a message, msgspec structs, a replay socket.
+It knows nothing of this project's code: three frames of a message, msgspec structs, a replay
+socket.
 """
 
 from __future__ import annotations
