@@ -7,10 +7,10 @@
     BlockRemoved      hashes, medium
     AllBlocksCleared
 
-An event is an array that begins with its name (vLLM before 0.24, and what every gateway reads), or
-a mapping with the name as `type` (vLLM since 0.24). A hash is the last 64 bits of a page's key as
-an integer, or all of its bytes. Pages that requests use are on the medium "GPU", on every device:
-it means the memory that attention reads.
+An event is an array that begins with its name (vLLM up to 0.23, and what every gateway reads), or a
+mapping with the name as `type` (newer versions of vLLM). A hash is the last 64 bits of a page's key
+as an integer, or all of its bytes. Pages that requests use are on the medium "GPU", on every
+device: it means the memory that attention reads.
 """
 
 from __future__ import annotations

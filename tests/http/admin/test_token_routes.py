@@ -164,6 +164,17 @@ def test_prompts_are_rendered(client: TestClient, engine: Any) -> None:
     assert client.post("/v1/completions/render", json={"prompt": []}).status_code == 400
 
 
+def test_llm_d_s_token_producer_gets_token_ids(client: TestClient, engine: Any) -> None:
+    """The bodies are those that it sends to a vLLM."""
+    body: dict[str, Any] = {"model": "tiny", "prompt": "abc"}
+    (entry,) = client.post("/v1/completions/render", json=body).json()
+    assert entry["token_ids"] == engine.tokenizer.encode("abc")
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "tiny", "messages": messages, "add_generation_prompt": True}
+    answer = client.post("/v1/chat/completions/render", json=body)
+    assert answer.json()["token_ids"] == engine.tokenizer.encode("<user>hi\n<assistant>")
+
+
 def test_the_document_knows_both_forms(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
     for path in ("/tokenize", "/v1/tokenize"):

@@ -18,11 +18,11 @@ Hash = int | bytes
 
 
 class _Array(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    """Events of vLLM before 0.24."""
+    """Events of vLLM up to 0.23."""
 
 
 class _Map(msgspec.Struct, omit_defaults=True, tag=True):
-    """Events of vLLM since 0.24."""
+    """Events of newer versions of vLLM."""
 
 
 class ArrayStored(_Array, tag="BlockStored"):
