@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moe_serve.config.kv_events import KVEventsConfig
+from moe_serve.config.event_config import KVEventsConfig
 from moe_serve.config.tiers import TierConfig
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]

@@ -19,7 +19,7 @@ from moe_serve.cache.events.kv_events import KVEvents
 from moe_serve.cache.page_key import following_keys, root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cli.serve.server_options import flag_settings
-from moe_serve.config.kv_events import KVEventsConfig
+from moe_serve.config.event_config import KVEventsConfig
 from moe_serve.config.sections import EngineConfig
 from moe_serve.config.sources import load_config
 from moe_serve.http.gate.auth import OPEN_PATHS

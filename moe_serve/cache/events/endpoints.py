@@ -12,7 +12,7 @@ import re
 import socket
 from dataclasses import dataclass
 
-from moe_serve.config.kv_events import AttachName, KVEventsConfig
+from moe_serve.config.event_config import AttachName, KVEventsConfig
 from moe_serve.errors import ConfigError
 
 _MAX_PORT = 65535
@@ -22,7 +22,7 @@ _OWN_HOSTS = re.compile(r"\*|0\.0\.0\.0|127\.[0-9.]+|localhost|\[[0:]*:[01]?\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class EventAddress:
     """One address, as ZeroMQ writes it. `port` is None for addresses other than TCP."""
 
     address: str
@@ -30,39 +30,39 @@ class Endpoint:
     host: str | None
     port: int | None
 
-    def for_rank(self, rank: int) -> Endpoint:
+    def for_rank(self, rank: int) -> EventAddress:
         """Returns the address of an attention rank; that of rank 0 is this one."""
         if not (rank and self.is_bound):
             return self
         if self.port is None:
-            return Endpoint(f"{self.address}_dp{rank}", self.is_bound, None, None)
+            return EventAddress(f"{self.address}_dp{rank}", self.is_bound, None, None)
         port = self.port + rank
-        return Endpoint(f"tcp://{self.host}:{port}", self.is_bound, self.host, port)
+        return EventAddress(f"tcp://{self.host}:{port}", self.is_bound, self.host, port)
 
 
-def read_endpoint(key: str, address: str, attach: AttachName) -> Endpoint:
+def read_endpoint(key: str, address: str, attach: AttachName) -> EventAddress:
     """Reads the address that the key `key` has. Raises ConfigError."""
     match = _TCP.fullmatch(address)
     if match is not None and 0 < int(match["port"]) <= _MAX_PORT:
         is_own = bool(_OWN_HOSTS.fullmatch(match["host"]))
         is_bound = is_own if attach == "auto" else attach == "bind"
-        return Endpoint(address, is_bound, match["host"], int(match["port"]))
+        return EventAddress(address, is_bound, match["host"], int(match["port"]))
     if _OTHER.fullmatch(address):
-        return Endpoint(address, attach != "connect", None, None)
+        return EventAddress(address, attach != "connect", None, None)
     raise ConfigError(
         f"{key} is {address!r}, and must be a ZeroMQ address such as tcp://127.0.0.1:5557, "
         "tcp://*:5557 (for other machines) or ipc:///run/moe-serve-events; a port is 1 to 65535."
     )
 
 
-def event_endpoint(config: KVEventsConfig) -> Endpoint | None:
+def event_endpoint(config: KVEventsConfig) -> EventAddress | None:
     """Returns where rank 0 publishes; None: nothing is published."""
     if config.endpoint is None:
         return None
     return read_endpoint("kv_events.endpoint", config.endpoint, config.attach)
 
 
-def replay_endpoint(config: KVEventsConfig) -> Endpoint | None:
+def replay_endpoint(config: KVEventsConfig) -> EventAddress | None:
     """Returns where rank 0 answers for past events; always bound. None: nowhere."""
     if config.replay_endpoint is None:
         return None

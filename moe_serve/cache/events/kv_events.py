@@ -6,8 +6,8 @@ import importlib.util
 
 from moe_serve.cache.events.change_record import IGNORE_PAGES, PageListener
 from moe_serve.cache.events.endpoints import check_endpoints, event_endpoint, replay_endpoint
+from moe_serve.cache.events.event_encoder import EventEncoder
 from moe_serve.cache.events.publisher import EventPublisher, EventStats, PublisherLimits
-from moe_serve.cache.events.wire import EventEncoder
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError
 

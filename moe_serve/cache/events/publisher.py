@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_serve.cache.events.change_record import ChangeRecord, Changes, StoredPage, update
-from moe_serve.cache.events.endpoints import Endpoint
-from moe_serve.cache.events.wire import EventEncoder
+from moe_serve.cache.events.endpoints import EventAddress
+from moe_serve.cache.events.event_encoder import EventEncoder
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class EventPublisher:
     def __init__(
         self,
         encoder: EventEncoder,
-        endpoint: Endpoint,
-        replay: Endpoint | None,
+        endpoint: EventAddress,
+        replay: EventAddress | None,
         topic: str,
         limits: PublisherLimits,
     ) -> None:
@@ -168,7 +168,7 @@ class EventPublisher:
 
 
 def _open_sockets(
-    endpoint: Endpoint, replay: Endpoint | None, limits: PublisherLimits
+    endpoint: EventAddress, replay: EventAddress | None, limits: PublisherLimits
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
     import zmq
 
@@ -195,7 +195,7 @@ def _close(*ends: zmq.Socket[bytes] | None, linger_ms: int) -> None:
             end.close(linger=linger_ms)
 
 
-def _attach(end: zmq.Socket[bytes], key: str, endpoint: Endpoint) -> None:
+def _attach(end: zmq.Socket[bytes], key: str, endpoint: EventAddress) -> None:
     import zmq
 
     end.set(zmq.IPV6, int("[" in endpoint.address))

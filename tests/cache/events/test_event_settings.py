@@ -9,7 +9,7 @@ import pytest
 
 from moe_serve.cache.events.endpoints import event_endpoint
 from moe_serve.cache.events.kv_events import check_kv_events
-from moe_serve.config.kv_events import AttachName, KVEventsConfig
+from moe_serve.config.event_config import AttachName, KVEventsConfig
 from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig
 from moe_serve.errors import ConfigError
 

@@ -14,7 +14,7 @@ from moe_serve.cache.events.change_record import PageOrigin
 from moe_serve.cache.events.kv_events import KVEvents
 from moe_serve.cache.page_key import following_keys, root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
-from moe_serve.config.kv_events import KVEventsConfig
+from moe_serve.config.event_config import KVEventsConfig
 from moe_serve.config.sections import EngineConfig
 from tests.support.cache.event_subscriber import Block, Subscriber, blocks_of
 
