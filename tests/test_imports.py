@@ -170,6 +170,7 @@ BACKENDS = frozenset(
         "scipy",
         "cryptography",
         "opentelemetry",
+        "zmq",
         "huggingface_hub",
     }
 )

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from moe_serve.adapters.registry import AdapterRegistry, open_registry
+from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.control.listener import Listener
@@ -74,6 +75,8 @@ class CellPart:
     step_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     outage_limit_s: float | None = None  # see `Coordinator`; None: as long as a start may take
     patience_s: float = math.inf  # likewise
+    kv_events: KVEvents | None = None  # of all cells, closed with the first of them
+    first_rank: int = 0  # number of attention ranks in the cells before
 
 
 class StartedRanks:
@@ -110,6 +113,7 @@ class StartedRanks:
             cluster.host, cluster.port, self._secret, decoder, self.membership.admit
         )
         try:
+            self.kv_events = self._part.kv_events or KVEvents(model.config)
             store = StoreServer(cluster.host, 0, self._secret, cluster.timeout_s)
         except BaseException:
             self._listener.close()
@@ -241,6 +245,7 @@ class StartedRanks:
         self._listener.close()
         self._place.close()
         self._arena.close()
+        self.kv_events.close()
 
     def _engine(
         self,
@@ -254,7 +259,8 @@ class StartedRanks:
     ) -> Engine:
         """Makes the engine of one attention rank: scheduler, pages and prefixes."""
         config, checkpoint = self._model.config, self._model.checkpoint
-        loaded = self.roster[executor.name].loaded
+        rank = self.roster[executor.name]
+        loaded = rank.loaded
         assert loaded is not None, f"{executor.name} has not loaded"
         return Engine(
             executor,
@@ -267,6 +273,7 @@ class StartedRanks:
             model_identity=identity,
             has_prefix_cache=config.cache.prefix_cache,
             sampled_pages=SampledPages(config.cache.metrics_sample),
+            listener=self.kv_events.listener(self._part.first_rank + rank.name.index),
             ids=ids,
             policy=policy,
             routes=routes,
@@ -292,6 +299,7 @@ def build_cluster(
     Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
     check_tiers(config)
+    check_kv_events(config)
     check_adapters(config)
     clock = time.monotonic()
     model = ClusterModel.read(config)
@@ -329,4 +337,5 @@ def build_cluster(
         grammars=checkpoint.grammars(),  # to check requests; ranks have own
         activity=ranks.witness,
         adapters=adapters,
+        kv_events=ranks.kv_events,
     )

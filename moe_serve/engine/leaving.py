@@ -34,9 +34,11 @@ class LeavingSequences:
         """Returns the part of a step whose sequences have not ended."""
         return {key: item for key, item in schedule.items() if key not in self._has_failed}
 
-    def forget(self) -> None:
-        """Drops all sequences, because their pages are lost."""
+    def forget(self, sequences: Items[Sequence]) -> None:
+        """Drops all of an engine's sequences, as their pages are lost."""
         self._has_failed = {}
+        self._drafts.forget(sequences)
+        self._scheduler.cache.listener.cleared()
 
     def end(self, sequences: Items[Sequence], schedule: Schedule) -> None:
         """Ends sequences that are complete or aborted. Those in the running step, `schedule`, are

@@ -278,6 +278,7 @@ def _sources(
         experts=facts.experts,
         adapters=None if adapters is None else AdapterSource(adapters, names),
         drafters=facts.speculation.drafters,
+        kv_events=facts.kv_events,
     )
 
 

@@ -64,6 +64,7 @@ def test_the_flags_are_frozen() -> None:
         "--kv-disk",
         "--kv-disk-bytes",
         "--kv-dtype",
+        "--kv-events-config",
         "--log-format",
         "--lora-modules",
         "--max-batched-tokens",
@@ -457,6 +458,33 @@ def test_make_installs_torch_first(tmp_path: Path, target: str, last: str) -> No
 def test_a_wrong_speculative_config_is_a_sentence(capsys: Capture, text: str, words: str) -> None:
     assert run("serve", "--speculative-config", text, "--print-config") == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x", "takes a JSON object, got 'x'; its keys are enable_kv_cache_events, publisher"),
+        ('{"x": 1}', "does not take 'x'; its keys are"),
+        ('{"enable_kv_cache_events": 1}', "is 1 and must be true or false"),
+        ('{"enable_kv_cache_events": true, "publisher": "nats"}', "must be zmq, or null for none"),
+        ('{"enable_kv_cache_events": true, "buffer_steps": 0}', "kv_events.buffer_steps cannot be"),
+    ],
+)
+def test_a_wrong_kv_events_config_is_a_sentence(capsys: Capture, text: str, words: str) -> None:
+    assert run("serve", "--kv-events-config", text, "--print-config") == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_vllm_s_keys_of_kv_events_set_ours() -> None:
+    on = {"enable_kv_cache_events": True, "publisher": "zmq", "max_queue_size": 9, "topic": ""}
+    given = {**on, "replay_endpoint": "tcp://*:5600", "buffer_steps": 7}
+    assert flag_settings({"kv_events.endpoint": json.dumps(given)}) == {
+        "kv_events.endpoint": "tcp://*:5557",
+        "kv_events.replay_endpoint": "tcp://*:5600",
+        "kv_events.buffer_steps": 7,
+    }
+    for off in ({}, {"enable_kv_cache_events": False}, {**on, "publisher": "null"}):
+        assert flag_settings({"kv_events.endpoint": json.dumps(off)}) == {}
 
 
 @pytest.mark.parametrize("name", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "exaone_moe_mtp"])

@@ -172,7 +172,7 @@ BOMB = functools.reduce(lambda s, i: f"&a{i} [{s}, *a{i - 1}]", range(1, 18), "&
         ("sever:\n  port: 1\n", r"unknown section sever \(.*:1\): did you mean server\?"),
         (
             "engine:\n  x: 1\n",
-            r"unknown section engine .* known are adapters, cache, cells, cluster, log, model",
+            r"unknown section engine .* known are adapters, cache, cells, cluster, kv_events",
         ),
         ("server:\n  port: '80'\n", r"server.port cannot be '80' \(.*:2\): .*\[0, 65535\]"),
         ("server:\n  port: 65536\n", r"server.port cannot be 65536"),

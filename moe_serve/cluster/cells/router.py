@@ -10,10 +10,10 @@ Every rank's prefix tree is looked up, so the numbers of cached tokens are exact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_serve.cluster.cells.parcel import PageCarrier
+from moe_serve.cluster.cells.parcel import PageCarrier, RankPlace
 from moe_serve.cluster.cells.places import CellLike, Place, places_of
 from moe_serve.cluster.cells.rates import LinkRates, StepRates, work_of
 from moe_serve.config.cells import CellsConfig
@@ -93,7 +93,7 @@ class CellRouter:
         sequence: EngineSequence,
         places: list[Place],
         writers: list[Place],
-        uncached: dict[object, int],
+        uncached: Mapping[RankPlace, int],
     ) -> list[Route]:
         """Returns the routes on which one cell reads the prompt and another one generates."""
         is_done = sequence.num_output_tokens > 0  # it is computed again, after a loss
@@ -115,7 +115,7 @@ class CellRouter:
         sequence: EngineSequence,
         reader: Place,
         writer: Place,
-        uncached: dict[object, int],
+        uncached: Mapping[RankPlace, int],
     ) -> Route:
         num_tokens = uncached[reader.at]
         own_s = self._steps.prompt_s(reader.cell, num_tokens)

@@ -114,7 +114,8 @@ class ArenaTier(KVTier):
             self._loading.append(slot)
             parent_key, key = sequence.page_keys[index : index + 2]
             tokens = token_array(sequence.token_ids[index * size : (index + 1) * size])
-            found.append(cache.enter(page, key, parent_key, tokens))
+            origin = sequence.request.page_origin
+            found.append(cache.enter(page, key, parent_key, tokens, origin))
         cache.release(found)
         arena.counts.num_loaded += len(found) - num_found
         arena.counts.num_hit_tokens += (len(found) - num_found) * size

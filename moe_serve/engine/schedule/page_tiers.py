@@ -139,6 +139,6 @@ class PageTiers(KVTier):
             self._pages.write(page, data)
             tokens = token_array(sequence.token_ids[index * size : (index + 1) * size])
             parent_key, key = sequence.page_keys[index : index + 2]
-            run.append(cache.enter(page, key, parent_key, tokens))
+            run.append(cache.enter(page, key, parent_key, tokens, sequence.request.page_origin))
         cache.release([*found, *run])
         return len(run)

@@ -178,7 +178,11 @@ class StepService:
         self.queue.step_ended(running, has_work=has_work)
 
     def got_tokens(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        """Notes that a sequence got tokens, and why it ended, if it did."""
+        """Notes that a sequence got tokens, and why it ended, if it did. Of those between the first
+        and the last token nothing is noted."""
+        standing = sequence.standing
+        if standing is None or (reason is None and standing.first_token_at is not None):
+            return
         now = self.state.clock()
         self.state.got_token(sequence, now)
         if reason is not None:

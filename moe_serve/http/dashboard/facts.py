@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe_serve.cache.events.publisher import EventStats
 from moe_serve.config.sections import EngineConfig, SpeculationConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.engine_facts import EngineFacts
@@ -36,6 +37,7 @@ class DashboardFacts:
     predictor: PredictorFacts | None = None
     last_step: Callable[[], StepTimeline | None] | None = None
     speculation: SpeculationConfig = SpeculationConfig()
+    kv_events: Callable[[], EventStats | None] = lambda: None
 
 
 NO_FACTS = DashboardFacts()
@@ -57,6 +59,7 @@ def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
         predictor=_predictor(config),
         last_step=built.last_step,
         speculation=config.speculation,
+        kv_events=lambda: None if built.kv_events is None else built.kv_events.stats(),
     )
 
 

@@ -40,6 +40,7 @@ _ROUTES = frozenset(
         "/detokenize",
         "/version",
         "/load",
+        "/server_info",
         "/health/live",
         "/health/ready",
         "/metrics",

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from experts.placement.problem.placement import Placement
 from moe_serve.adapters.registry import AdapterRegistry, AdapterStats
+from moe_serve.cache.events.publisher import EventStats
 from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.request.draft_counts import DraftCounts, SourceCounts
@@ -123,6 +124,7 @@ class Scrape:
     experts: ExpertScrape | None
     drafts: DraftCounts | None = None  # with an entry for every source
     adapters: AdapterScrape | None = None
+    kv_events: EventStats | None = None
 
     @property
     def oldest_waiting_s(self) -> float:
@@ -158,6 +160,7 @@ class ScrapeSources:
     has_each_expert: bool = False  # a series for each expert of each layer
     drafters: tuple[str, ...] = ()  # sources of drafts; empty: speculation is off
     adapters: AdapterSource | None = None
+    kv_events: Callable[[], EventStats | None] = lambda: None
 
 
 class Scraper:
@@ -181,6 +184,7 @@ class Scraper:
             drafts=_drafts(stats, sources.drafters),
             experts=None if sources.experts is None else self._experts(sources.experts),
             adapters=_adapters(sources.adapters),
+            kv_events=sources.kv_events(),
         )
 
     def _experts(self, load: ExpertLoad) -> ExpertScrape:

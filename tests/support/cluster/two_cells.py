@@ -99,7 +99,7 @@ def two_cells(
         opened.callback(link.close)
         started, secret = [], new_secret()
         for config, make_starter in zip(configs, starters, strict=True):
-            ranks = StartedRanks(ClusterModel.read(config), link.setup, secret)
+            ranks = StartedRanks(ClusterModel.read(config), link.setup, secret=secret)
             opened.callback(ranks.close)
             ranks.start(make_starter, None)
             started.append(ranks)
