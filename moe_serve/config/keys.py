@@ -1,9 +1,9 @@
 """The table of configuration keys, derived from the dataclasses in `sections.py`, and their ranges.
 
 A key is `section.name`: the section is the component (`model`, `cache`, `kv_events`, `scheduler`,
-`pipeline`, `predictor`, `speculation`, `adapters`, `cluster`, `cells`, `trace`, `server`, `log`), so
-`scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in `sections.py` is
-a new key automatically; only its range is written here.
+`pipeline`, `predictor`, `speculation`, `adapters`, `cluster`, `cells`, `trace`, `server`, `log`).
+So `scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in `sections.py`
+is a new key automatically; only its range is written here.
 """
 
 from __future__ import annotations
