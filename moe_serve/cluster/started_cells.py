@@ -7,18 +7,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
+from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.cells.cell import Cell, cell_name
-from moe_serve.cluster.cells.cells_engine import CellsEngine
-from moe_serve.cluster.cells.share_out import ShareOut
+from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
+from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.parcel_post import ParcelPost
+from moe_serve.cluster.control.secret import new_secret, read_secret
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.members.rank_starter import LocalStarter
+from moe_serve.cluster.parcels.cell_ranks import RosterRanks
+from moe_serve.cluster.parcels.link_setup import LinkSetup
+from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 from moe_serve.cluster.rebalance.planner import plan_in_process
 from moe_serve.cluster.started_ranks import CellPart, MakeStarter, StartedRanks, build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
@@ -38,6 +46,8 @@ from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
+
+_PATIENCE_S = 0.5  # without a rank that all steps need, until the requests move to other cells
 
 StarterOfCell = Callable[[int, Sequence[CellShape]], MakeStarter]
 
@@ -78,21 +88,35 @@ def build_cells(
     """
     clock, shapes = time.monotonic(), cell_shapes(config)
     configs = [config_of_cell(config, index, shape) for index, shape in enumerate(shapes)]
+    check_kv_events(config)
     for each in configs:
         check_on_ranks(each)
     models, routes = ClusterModel.read_cells(configs), RouteListeners()
     check_next_layer(config, models[0].folder, models[0].spec)
     ids, numbers, news = itertools.count(), itertools.count(1), threading.Event()
+    post = ParcelPost(news.set)
     with contextlib.ExitStack() as opened:  # closed again if a cell cannot start
+        link, secret = LinkSetup(config.cells), read_secret(os.environ) or new_secret()
+        opened.callback(link.close)
+        kv_events, first_rank = KVEvents(config), 0
+        opened.callback(kv_events.close)
         starts = []
         for index, (model, shape) in enumerate(zip(models, shapes, strict=True)):
             watch = make_watch(model.config, model)
             opened.callback(watch.close)
             part = CellPart(
-                name=cell_name(index), ids=ids, step_numbers=numbers, outage_limit_s=math.inf
+                name=cell_name(index),
+                ids=ids,
+                step_numbers=numbers,
+                outage_limit_s=math.inf,
+                patience_s=_PATIENCE_S,
+                kv_events=kv_events,
+                first_rank=first_rank,
             )
-            ranks, loads = StartedRanks(model, part), RankLoads(model.placement)
+            first_rank += shape.attention_ranks
+            ranks, loads = StartedRanks(model, link.setup, part, secret), RankLoads(model.placement)
             opened.callback(ranks.close)
+            ranks.membership.on_parcel = post.receiver(index, ranks.roster)
             ranks.current.on_switch(loads.use)
             starts.append(
                 _CellStart(
@@ -111,7 +135,16 @@ def build_cells(
             for start, engine in zip(starts, engines, strict=True)
         ]
         limit_s = config.cluster.start_timeout_s
-        engine = CellsEngine(cells, ShareOut(cells), ids, news, outage_limit_s=limit_s)
+        parcels = Parcels(_carrier(config, starts), post, link)
+        moves = Moves(
+            cells,
+            parcels.carrier,
+            config.cells,
+            REAL_CLOCK,
+            timeout_s=config.cluster.timeout_s,
+            chunk_tokens=config.scheduler.max_batched_tokens,
+        )
+        engine = CellsEngine(cells, moves, parcels, ids, news, outage_limit_s=limit_s)
         opened.pop_all()
     return BuiltEngine(
         engine,
@@ -123,6 +156,7 @@ def build_cells(
         activity=CellsWitness([start.ranks.witness for start in starts]),
         cells=engine,
         nudge=engine.nudge,
+        kv_events=kv_events,
     )
 
 
@@ -153,6 +187,13 @@ def _started(
             for start in starts:
                 start.ranks.close()
             raise
+
+
+def _carrier(config: EngineConfig, starts: Sequence[_CellStart]) -> RankCarrier:
+    facts = starts[0].ranks.first_loaded.parcels
+    assert facts is not None, "attention ranks of cells were told of parcels"
+    ranks, timeout_s = RosterRanks([s.ranks.roster for s in starts]), config.cluster.timeout_s
+    return RankCarrier(config.cells, ranks, facts.page_bytes, timeout_s)
 
 
 def _check_alike(starts: Sequence[_CellStart]) -> None:

@@ -7,6 +7,8 @@ source was.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 from moe_serve.clock import Clock
 from moe_serve.cluster.cells.open_moves import OpenMoves
 from moe_serve.cluster.cells.places import Place
@@ -65,7 +67,7 @@ class Migration:
             if has_room and self._moves.begin(victim, "pages", place, target):
                 return
 
-    def _balance(self, place: Place, running: list[Sequence]) -> None:
+    def _balance(self, place: Place, running: Items[Sequence]) -> None:
         """Moves the request that started last to a cell whose steps are shorter with it."""
         movable = [s for s in running if is_decoding(s) and self._may_move(place, s)]
         if not movable:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from moe_serve.cluster.control.messages import ControlMessage
+from moe_serve.cluster.control.control_message import ControlMessage
 from moe_serve.cluster.control.rank_name import RankName, Role
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.members.processes import LocalProcesses, worker_command

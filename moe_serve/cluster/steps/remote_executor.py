@@ -23,12 +23,19 @@ class RemoteExecutor:
     """Implements StepExecutor for one process of an attention rank. It remembers what the rank
     knows, so that a step's message holds only what is new."""
 
-    def __init__(self, coordinator: StepCoordinator, name: str) -> None:
+    def __init__(
+        self, coordinator: StepCoordinator, name: str, before: RemoteExecutor | None = None
+    ) -> None:
+        """`before`: the rank's last executor. If its process is still there, it forgets that one's
+        sequences and clears their pages."""
         self._coordinator, self.name = coordinator, name
         self.start = coordinator.epoch.starts[name]  # number of the process
         self._tables: dict[int, tuple[int, ...]] = {}  # of sequences that the rank mirrors
         self._closed: list[int] = []
         self._page_work: list[PageWork] = []
+        if before is not None and before.start == self.start:
+            self._closed = [*before._closed, *before._tables]
+            self.clear_pages(sorted({page for t in before._tables.values() for page in t}))
 
     @property
     def is_there(self) -> bool:
@@ -154,7 +161,7 @@ def as_outcome(done: StepDone) -> StepOutcome:
 
 
 def _opened(sequence: Sequence) -> OpenSequence:
-    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    prompt, adapter = sequence.token_ids[: sequence.num_prompt_tokens], sequence.request.adapter
     return OpenSequence(
         sequence.id,
         pack_tokens(prompt),
@@ -162,4 +169,5 @@ def _opened(sequence: Sequence) -> OpenSequence:
         pack_params(sequence.request.params, sequence.rules),
         sequence.request.choice,
         sequence.seed,
+        0 if adapter is None else adapter.weights.number,
     )
