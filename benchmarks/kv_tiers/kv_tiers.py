@@ -27,6 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.environment import child_environment, write_report
+from kv_tiers.rank_faults import rank_faults, rank_kills
+from kv_tiers.rank_tiers import rank_first_token, rank_step_times
+from kv_tiers.tier_soak import soak
 from moe_serve import LLM, SamplingParams
 from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.store import TierStats
@@ -264,9 +267,9 @@ def med(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f} ms"
 
 
-PARTS = {
-    each.__name__: each for each in (first_token, overhead, step_times, slow_disk, restart, kills)
-}
+_ONE_PROCESS = (first_token, overhead, step_times, slow_disk, restart, kills, soak)
+_RANKS = (rank_first_token, rank_step_times, rank_kills, rank_faults)
+PARTS = {each.__name__: each for each in (*_ONE_PROCESS, *_RANKS)}
 
 
 def main() -> int:
@@ -276,6 +279,9 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=1900, help="tokens of a prompt")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=1.0, help="of the soak")
+    parser.add_argument("--disk-mib", type=int, default=1024, help="bound of the soak")
+    parser.add_argument("--budget-mib", type=int, default=16384, help="of a day of the soak")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", type=Path)

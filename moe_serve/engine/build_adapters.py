@@ -27,12 +27,11 @@ def check_adapters(config: EngineConfig) -> None:
             f"adapters.root is {adapters.root!r}, which is not a folder: make it, name the folder "
             "below which adapters lie, or leave it out."
         )
-    for key, least in (("attention_ranks", 0), ("expert_ranks", 0), ("attention_tp", 1)):
-        if getattr(cluster, key) > least:
-            raise ConfigError(
-                f"adapters are served in one process only, but cluster.{key} is "
-                f"{getattr(cluster, key)}: leave it out, or serve without --enable-lora."
-            )
+    if cluster.attention_tp > 1:
+        raise ConfigError(
+            f"adapters are not divided among shards, but cluster.attention_tp is "
+            f"{cluster.attention_tp}: use more attention ranks, or serve without --enable-lora."
+        )
     if config.speculation.method in ("head", "mtp", "self"):
         raise ConfigError(
             f"speculation.method {config.speculation.method!r} drafts with the base model, which "

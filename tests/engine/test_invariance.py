@@ -1,6 +1,7 @@
-"""A request's tokens and log probabilities are bit for bit its own: company, cuts, preemption.
+"""A request's tokens and log probabilities do not depend on its neighbours, chunks or preemptions.
 
-Without the prefix cache: what is compared was computed. With it: test_prefix_cache.py.
+The prefix cache is off, so that everything that is compared was computed. test_prefix_cache.py has
+it on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Building the compiled kernels: cached, rebuilt when the source changes, and never in the way."""
+"""The compiled kernels are cached, rebuilt when the source changes, and never required."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_native = KERNEL_SETS[1].marks[0]  # type: ignore[union-attr]
 
 @pytest.fixture
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """An empty cache folder, and no memory of an earlier load."""
+    """Gives an empty cache folder and forgets earlier loads."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu_library.load_cpu_library.cache_clear()
     yield

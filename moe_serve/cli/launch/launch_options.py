@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from moe_serve.cli.options import argument, option, setting_flags, settings
+from moe_serve.cli.serve.event_options import EventOptions
 from moe_serve.cli.serve.server_options import (
     BatchOptions,
     HttpOptions,
@@ -150,6 +151,7 @@ class LaunchOptions:
         rich_help_panel="HTTP",
     )
     http: HttpOptions
+    events: EventOptions
     run: RunOptions
 
 

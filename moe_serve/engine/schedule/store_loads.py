@@ -1,4 +1,4 @@
-"""The loads that run from a store: which sequences wait for them, and for how long.
+"""Tracks the loads from a store, the sequences that wait for them, and the time they may take.
 
 A load that is late is given up: its sequence computes. Nothing else is asked until the late load
 has ended, and after three late loads in turn the store is switched off. What a load brought is
@@ -86,8 +86,8 @@ class StoreLoads:
         return True
 
     def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
-        """Hands over what the store has loaded, and gives up what is late. `enter` puts the pages
-        where the sequence finds them, and returns how many."""
+        """Hands over loaded pages and gives up late loads. `enter` puts the pages where the
+        sequence finds them, and returns their number."""
         for load, done in self._take_done():
             count = enter(load, done) * self._page_size
             load.sequence.num_tier_tokens += count
@@ -100,7 +100,8 @@ class StoreLoads:
             self._store.wait(_WAIT_S)
 
     def stats(self) -> TierStats:
-        """Returns the store's figures with those of the loads that did not come to it."""
+        """Returns the store's figures, together with those of the loads that were not asked of
+        it."""
         stats = self._store.stats()
         return replace(
             stats,
@@ -147,7 +148,7 @@ class StoreLoads:
             yield load, done
 
     def _give_up_late(self) -> None:
-        """Lets sequences compute whose loads take too long. Switch off a store that hangs."""
+        """Lets sequences whose loads take too long compute. Switches off a store that hangs."""
         now = self._clock()
         for number in [key for key, load in self._loads.items() if now > load.deadline]:
             load = self._late[number] = self._loads.pop(number)

@@ -1,4 +1,4 @@
-"""KV pages in few bits: within a data type of the pages, answers are the same bit for bit."""
+"""KV pages in few bits: for each page data type, answers are always the same bit for bit."""
 
 from __future__ import annotations
 
