@@ -17,7 +17,6 @@ from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_adapter
 from moe_serve.config.sections import (
     AdapterConfig,
-    ClusterConfig,
     EngineConfig,
     SpeculationConfig,
 )
@@ -188,10 +187,6 @@ ON = AdapterConfig(is_enabled=True)
     [
         (EngineConfig(adapters=AdapterConfig(modules=("a=b",))), "adapters.is_enabled is false"),
         (EngineConfig(adapters=AdapterConfig(root="/a")), "adapters.root is set"),
-        (
-            EngineConfig(adapters=ON, cluster=ClusterConfig(attention_tp=2)),
-            "not divided among shards, but cluster.attention_tp is 2",
-        ),
         (
             EngineConfig(adapters=ON, speculation=SpeculationConfig(method="self")),
             "speculation.method 'self' drafts with the base model",

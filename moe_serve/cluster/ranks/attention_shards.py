@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moe_serve.child_python import module_command
+from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.messages import Configure, QueryPages, RunStep
 from moe_serve.cluster.ranks.attention_shard import (
     EndShard,
     LoadShard,
     MakePages,
+    ShardAdapter,
     ShardOrder,
     ShardQuery,
     ShardStep,
@@ -120,6 +122,7 @@ class AttentionShards:
             folder=configure.folder,
             num_threads=configure.num_threads,
             arena=configure.arena,
+            adapters=configure.adapters,
         )
         self._order(load)
 
@@ -145,6 +148,11 @@ class AttentionShards:
         """Asks them for pages that are not finite; `all_set` collects the answers."""
         self._order(ShardQuery(query=query))
 
+    def adapter(self, order: LoadAdapter | DropAdapter) -> None:
+        """Makes them load or drop an adapter. They read beside their steps and do not answer: a
+        step that needs the adapter waits for it."""
+        self._order(ShardAdapter(order=order))
+
     def all_set(self, flags: list[bool]) -> list[bool]:
         """Returns where all shards' flags are set."""
         return tell_flags(self.group, flags)
@@ -160,9 +168,15 @@ class AttentionShards:
         self.group.order(pack_order(order))
 
 
-def check_can_split(loader: ModelLoader, count: int) -> None:
+def check_can_split(loader: ModelLoader, count: int, *, has_adapters: bool = False) -> None:
     """Raises ConfigError if the model or the kernels do not allow `count` shards."""
     check_shards(loader.spec, count)
+    if count > 1 and has_adapters and loader.spec.attention.qk_norm == "row":
+        raise ConfigError(
+            f"cluster.attention_tp is {count}, but adapters of a model that norms the queries of "
+            "all heads together are not divided among shards: use more attention ranks, or serve "
+            "without --enable-lora."
+        )
     if count > 1 and not loader.kernels.can_split_columns:
         raise ConfigError(
             f"cluster.attention_tp is {count}, which needs the native kernels "
