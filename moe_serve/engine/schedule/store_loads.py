@@ -1,14 +1,15 @@
 """The loads that run from a store: which sequences wait for them, and for how long.
 
-A load that is late is given up: its sequence computes. Nothing else is asked until the late load
-has ended, and after three late loads in turn the store is switched off. What a load brought is
-handed to the caller, who knows where pages go.
+A load that takes longer than computing is given up: its sequence computes. Nothing else is asked
+until the late load has ended, and after three loads in turn that were late by far the store is
+switched off. What a load brought is handed to the caller, who knows where pages go.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -17,11 +18,11 @@ from dataclasses import dataclass, replace
 from moe_serve.cache.tiers.store import LoadDone, PageStore, TierStats
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.schedule.load_or_compute import LoadOrCompute
+from moe_serve.engine.schedule.load_or_compute import Decision, LoadOrCompute
 
 _log = logging.getLogger(__name__)
 
-_MOST_LATE = 3  # loads in turn, before the store is switched off
+_MOST_LATE = 3  # loads in turn that took until their deadline, before the store is switched off
 _MOST_LOADS = 2  # of one sequence: pages that are evicted at once are not read for ever
 _WAIT_S = 0.005  # for the store, while nothing else is to be done
 _CLOSE_S = 10.0  # for pages that are not stored yet, at the end
@@ -35,7 +36,8 @@ class StoreLoad:
     sequence: Sequence
     num_found: int  # pages that the sequence had
     keys: list[bytes]
-    deadline: float
+    patience: float  # when its sequence gives it up
+    deadline: float  # when it shows that the store hangs
     is_probe: bool = False
 
 
@@ -78,11 +80,11 @@ class StoreLoads:
         num_bytes, num_queued_bytes = len(keys) * self._page_bytes, num_queued * self._page_bytes
         decision = self.rule.decide(len(keys) * size, num_bytes, num_queued_bytes)
         if not decision.is_load:
-            self._skip(sequence, num_found, keys, decision.deadline_s)
+            self._skip(sequence, num_found, keys, decision)
             return False
         sequence.num_tier_loads += 1
         sequence.awaited_key = keys[0]
-        self._awaited[keys[0]] = self._begin(sequence, num_found, keys, decision.deadline_s)
+        self._awaited[keys[0]] = self._begin(sequence, num_found, keys, decision)
         return True
 
     def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
@@ -115,22 +117,24 @@ class StoreLoads:
         sequence: Sequence,
         num_found: int,
         keys: list[bytes],
-        deadline_s: float,
+        decision: Decision,
         *,
         is_probe: bool = False,
     ) -> int:
-        number, deadline = next(self._numbers), self._clock() + deadline_s
-        self._loads[number] = StoreLoad(sequence, num_found, keys, deadline, is_probe)
+        number, now = next(self._numbers), self._clock()
+        patience = now + (decision.deadline_s if is_probe else decision.patience_s)
+        deadline = now + decision.deadline_s
+        self._loads[number] = StoreLoad(sequence, num_found, keys, patience, deadline, is_probe)
         self._store.load(number, keys)
         return number
 
     def _skip(
-        self, sequence: Sequence, num_found: int, keys: list[bytes], deadline_s: float
+        self, sequence: Sequence, num_found: int, keys: list[bytes], decision: Decision
     ) -> None:
         """Counts a run that is computed, and measures the store now and then."""
         self._counts["skipped_slow"] += len(keys)
         if self._num_skipped % _PROBE_EVERY == 0 and not self._loads:
-            self._begin(sequence, num_found, keys[:_PROBE_PAGES], deadline_s, is_probe=True)
+            self._begin(sequence, num_found, keys[:_PROBE_PAGES], decision, is_probe=True)
         self._num_skipped += 1
 
     def _take_done(self) -> Iterator[tuple[StoreLoad, LoadDone]]:
@@ -147,15 +151,19 @@ class StoreLoads:
             yield load, done
 
     def _give_up_late(self) -> None:
-        """Lets sequences compute whose loads take too long. Switch off a store that hangs."""
+        """Lets sequences compute whose loads take too long. Switches off a store that hangs."""
         now = self._clock()
-        for number in [key for key, load in self._loads.items() if now > load.deadline]:
+        for number in [key for key, load in self._loads.items() if now > load.patience]:
             load = self._late[number] = self._loads.pop(number)
             if load.is_probe:
                 continue
             del self._awaited[load.keys[0]]
             load.sequence.num_tier_loads = _MOST_LOADS
             self._counts["late"] += len(load.keys)
+        for number, load in self._late.items():
+            if load.is_probe or now <= load.deadline:
+                continue
+            self._late[number] = replace(load, deadline=math.inf)
             self._num_late += 1
             if self._num_late == _MOST_LATE:
                 why = f"{_MOST_LATE} loads in turn were late"
