@@ -22,6 +22,7 @@ _WEIGHT = 0.3  # of a new measurement
 _LEAST_PROMPT_SHARE = 0.8  # of a step's tokens, for the step to count as reading
 _LEAST_TOKENS = 32
 _DEADLINE_FACTOR, _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 4.0, 0.25, 5.0
+_LEAST_PATIENCE_S = 0.02  # threads may wait so long for their turns
 _FIRST_RATE = 100e6  # bytes/s, for the deadline of the first load
 
 
@@ -60,7 +61,8 @@ class LoadOrCompute:
         if self.read_rate is None or self.compute_s is None:
             return Decision(True, deadline, deadline)
         compute_s = num_tokens * self.compute_s
-        return Decision(load_s * _MARGIN < compute_s, min(compute_s, deadline), deadline)
+        patience = min(max(compute_s, _LEAST_PATIENCE_S), deadline)
+        return Decision(load_s * _MARGIN < compute_s, patience, deadline)
 
 
 def _average(old: float | None, new: float) -> float:

@@ -1,15 +1,14 @@
 """The loads that run from a store: which sequences wait for them, and for how long.
 
-A load that takes longer than computing is given up: its sequence computes. Nothing else is asked
-until the late load has ended, and after three loads in turn that were late by far the store is
-switched off. What a load brought is handed to the caller, who knows where pages go.
+A load that takes longer than computing is given up: its sequence computes. While one is past its
+deadline nothing else is asked, and after three such loads in turn the store is switched off. What a
+load brought is handed to the caller, who knows where pages go.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -50,6 +49,7 @@ class StoreLoads:
         self.rule = LoadOrCompute()
         self._loads: dict[int, StoreLoad] = {}
         self._late: dict[int, StoreLoad] = {}  # given up, but not ended
+        self._hanging: set[int] = set()  # those that are past their deadlines
         self._awaited: dict[bytes, int] = {}  # first key of a load -> the load
         self._numbers = itertools.count()
         self._num_late = self._num_skipped = 0
@@ -66,15 +66,16 @@ class StoreLoads:
         size = self._page_size
         if sequence.started_at is None and not sequence.num_tier_loads:
             self._num_queried += sequence.num_tokens - num_found * size
-        if self._late or sequence.num_tier_loads >= _MOST_LOADS:
-            return False  # the store is slow, or what it loaded was evicted at once
+        if self._hanging or sequence.num_tier_loads >= _MOST_LOADS:
+            return False  # the store does not answer, or what it loaded was evicted at once
         if keys and keys[0] in self._awaited:
             sequence.awaited_key = keys[0]
             return True
         keys = keys[: self._store.num_held(keys)]
         if not keys:
             return False
-        num_queued = sum(len(load.keys) for load in self._loads.values())
+        running = itertools.chain(self._loads.values(), self._late.values())
+        num_queued = sum(len(load.keys) for load in running)
         if self.rule.read_rate is None:
             self.rule.read_rate = self._store.read_rate
         num_bytes, num_queued_bytes = len(keys) * self._page_bytes, num_queued * self._page_bytes
@@ -141,6 +142,7 @@ class StoreLoads:
         """Yields the loads that have ended and that a sequence waits for."""
         for done in self._store.take_done():
             self.rule.note_load(done.num_bytes, done.seconds)
+            self._hanging.discard(done.job)
             if self._late.pop(done.job, None) is not None:
                 continue  # the sequence computes already
             load = self._loads.pop(done.job)
@@ -161,10 +163,10 @@ class StoreLoads:
             load.sequence.num_tier_loads = _MOST_LOADS
             self._counts["late"] += len(load.keys)
         for number, load in self._late.items():
-            if load.is_probe or now <= load.deadline:
+            if now <= load.deadline or number in self._hanging:
                 continue
-            self._late[number] = replace(load, deadline=math.inf)
-            self._num_late += 1
+            self._hanging.add(number)
+            self._num_late += not load.is_probe
             if self._num_late == _MOST_LATE:
                 why = f"{_MOST_LATE} loads in turn were late"
                 _log.warning("the KV tier is switched off: %s.", why)
