@@ -68,6 +68,7 @@ def opened(arguments: argparse.Namespace, folder: Path | None, num_pages: int | 
         num_pages=num_pages,
         max_model_len=None if num_pages is None else num_pages * 16 - 16,
         kv_disk=None if folder is None else str(folder),
+        kv_disk_key_file=None if folder is None else arguments.key_file,
     )
     while folder is not None and not tier_of(llm).is_reading:
         time.sleep(0.01)
@@ -115,7 +116,7 @@ def first_token(arguments: argparse.Namespace, folder: Path) -> dict[str, object
             drop_file_cache(folder)
             hits = tier_of(llm).hit_tokens
             warm.append(timed(llm, known))
-            assert tier_of(llm).hit_tokens > hits, "the prompt was not loaded"
+            assert tier_of(llm).hit_tokens > hits, f"the prompt was not loaded: {tier_of(llm)}"
             cached.append(timed(llm, known))
         rate = tier_of(llm).read_bytes_per_s or 0.0
     ratio = [w / c for w, c in zip(warm, cold, strict=True)]
@@ -269,8 +270,7 @@ def fill(llm: LLM, num_pages: int) -> None:
         while store.room <= 0:
             time.sleep(0.001)
         store.save(SavedPage(os.urandom(32), os.urandom(32), 16, data))
-    while tier_of(llm).num_queued:
-        time.sleep(0.01)
+    until_stored(llm)
 
 
 def kills(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -314,6 +314,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=1900, help="tokens of a prompt")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--key-file", help="encrypts the pages, in one process")
     parser.add_argument("--pages", type=int, default=1000, help="beside those found, of restart")
     parser.add_argument("--minutes", type=float, default=1.0, help="of the soak")
     parser.add_argument("--disk-mib", type=int, default=1024, help="bound of the soak")

@@ -57,12 +57,15 @@ class LoadOrCompute:
         """Decides about a run of `num_tokens` tokens whose pages have `num_bytes` bytes."""
         rate = self.read_rate or _FIRST_RATE
         load_s = _FIRST_BYTE_S + (num_queued_bytes + num_bytes) / rate
-        deadline = min(max(_DEADLINE_FACTOR * load_s, _LEAST_DEADLINE_S), _MOST_DEADLINE_S)
-        if self.read_rate is None or self.compute_s is None:
+        slow_s = max(_DEADLINE_FACTOR * load_s, _LEAST_DEADLINE_S)
+        if self.compute_s is None:
+            deadline = min(slow_s, _MOST_DEADLINE_S)
             return Decision(True, deadline, deadline)
         compute_s = num_tokens * self.compute_s
-        patience = min(max(compute_s, _LEAST_PATIENCE_S), deadline)
-        return Decision(load_s * _MARGIN < compute_s, patience, deadline)
+        patience = min(max(compute_s, _LEAST_PATIENCE_S), _MOST_DEADLINE_S)
+        deadline = min(max(slow_s, patience), _MOST_DEADLINE_S)
+        is_load = self.read_rate is None or load_s * _MARGIN < compute_s
+        return Decision(is_load, patience, deadline)
 
 
 def _average(old: float | None, new: float) -> float:
