@@ -28,6 +28,7 @@ BENCHMARKS = {
     "streams": "serving.streams",
     "tracing": "serving.tracing",
     "prefix_replay": "serving.prefix_replay",
+    "cells": "serving.cells",
     "published_rows": "simulation.published_rows",
     "own_runs": "simulation.own_runs",
     "at_once": "simulation.at_once",

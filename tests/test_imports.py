@@ -82,6 +82,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "rebalance",
         "ranks",
         "steps",
+        "parcels",
         "autoscale",
         "cells",
     ),

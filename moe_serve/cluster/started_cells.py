@@ -13,12 +13,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.cells.cell import Cell, cell_name
-from moe_serve.cluster.cells.cells_engine import CellsEngine
-from moe_serve.cluster.cells.share_out import ShareOut
+from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
+from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.parcel_post import ParcelPost
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.members.rank_starter import LocalStarter
+from moe_serve.cluster.parcels.cell_ranks import RosterRanks
+from moe_serve.cluster.parcels.link_setup import LinkSetup
+from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 from moe_serve.cluster.rebalance.planner import plan_in_process
 from moe_serve.cluster.started_ranks import CellPart, MakeStarter, StartedRanks, build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
@@ -38,6 +43,8 @@ from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
+
+_PATIENCE_S = 0.5  # without a rank that all steps need, until the requests move to other cells
 
 StarterOfCell = Callable[[int, Sequence[CellShape]], MakeStarter]
 
@@ -83,16 +90,24 @@ def build_cells(
     models, routes = ClusterModel.read_cells(configs), RouteListeners()
     check_next_layer(config, models[0].folder, models[0].spec)
     ids, numbers, news = itertools.count(), itertools.count(1), threading.Event()
+    post = ParcelPost(news.set)
     with contextlib.ExitStack() as opened:  # closed again if a cell cannot start
+        link = LinkSetup(config.cells)
+        opened.callback(link.close)
         starts = []
         for index, (model, shape) in enumerate(zip(models, shapes, strict=True)):
             watch = make_watch(model.config, model)
             opened.callback(watch.close)
             part = CellPart(
-                name=cell_name(index), ids=ids, step_numbers=numbers, outage_limit_s=math.inf
+                name=cell_name(index),
+                ids=ids,
+                step_numbers=numbers,
+                outage_limit_s=math.inf,
+                patience_s=_PATIENCE_S,
             )
-            ranks, loads = StartedRanks(model, part), RankLoads(model.placement)
+            ranks, loads = StartedRanks(model, link.setup, part), RankLoads(model.placement)
             opened.callback(ranks.close)
+            ranks.membership.on_parcel = post.receiver(index, ranks.roster)
             ranks.current.on_switch(loads.use)
             starts.append(
                 _CellStart(
@@ -111,7 +126,16 @@ def build_cells(
             for start, engine in zip(starts, engines, strict=True)
         ]
         limit_s = config.cluster.start_timeout_s
-        engine = CellsEngine(cells, ShareOut(cells), ids, news, outage_limit_s=limit_s)
+        parcels = Parcels(_carrier(config, starts), post, link)
+        moves = Moves(
+            cells,
+            parcels.carrier,
+            config.cells,
+            REAL_CLOCK,
+            timeout_s=config.cluster.timeout_s,
+            chunk_tokens=config.scheduler.max_batched_tokens,
+        )
+        engine = CellsEngine(cells, moves, parcels, ids, news, outage_limit_s=limit_s)
         opened.pop_all()
     return BuiltEngine(
         engine,
@@ -153,6 +177,13 @@ def _started(
             for start in starts:
                 start.ranks.close()
             raise
+
+
+def _carrier(config: EngineConfig, starts: Sequence[_CellStart]) -> RankCarrier:
+    facts = starts[0].ranks.first_loaded.parcels
+    assert facts is not None, "attention ranks of cells were told of parcels"
+    ranks, timeout_s = RosterRanks([s.ranks.roster for s in starts]), config.cluster.timeout_s
+    return RankCarrier(config.cells, ranks, facts.page_bytes, timeout_s)
 
 
 def _check_alike(starts: Sequence[_CellStart]) -> None:

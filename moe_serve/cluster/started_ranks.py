@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.control.listener import Listener
 from moe_serve.cluster.control.meeting_store import StoreServer
 from moe_serve.cluster.control.messages import Configure, Loaded, Report
+from moe_serve.cluster.control.parcel_messages import ParcelSetup
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.members.cluster_model import ClusterModel
@@ -69,28 +71,36 @@ class CellPart:
     name: str = ""  # before the names of its ranks in messages; empty: the only cell
     ids: itertools.count[int] = field(default_factory=itertools.count)  # of sequences
     step_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    outage_limit_s: float | None = None  # see `Coordinator`
+    outage_limit_s: float | None = None  # see `Coordinator`; None: as long as a start may take
+    patience_s: float = math.inf  # likewise
 
 
 class StartedRanks:
     """Listens as soon as it is made; `close` ends everything."""
 
-    def __init__(self, model: ClusterModel, part: CellPart | None = None) -> None:
+    def __init__(
+        self,
+        model: ClusterModel,
+        parcels: ParcelSetup | None = None,
+        part: CellPart | None = None,
+    ) -> None:
+        """`parcels`: how KV pages reach the attention ranks, if they do."""
         cluster = model.config.cluster
-        self._model, self._cluster, self._part = model, cluster, part or CellPart()
+        self._model, self._cluster, self._parcels = model, cluster, parcels
+        self._part = part or CellPart()
         self._secret = read_secret(os.environ) or new_secret()
         self.current = CurrentPlacement(model.placement)
         self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
         self._starter: RankStarter | None = None
         self._arena = RankArena(model.config)
-        self._roster = Roster(model.ranks)
-        self._membership = Membership(
-            self._roster, self._configure, model.weights, cluster.heartbeat_s, self._part.name
+        self.roster = Roster(model.ranks)
+        self.membership = Membership(
+            self.roster, self._configure, model.weights, cluster.heartbeat_s, self._part.name
         )
         decoder = msgspec.msgpack.Decoder(Report)
         self._listener: Listener[Any] = Listener(
-            cluster.host, cluster.port, self._secret, decoder, self._membership.admit
+            cluster.host, cluster.port, self._secret, decoder, self.membership.admit
         )
         try:
             store = StoreServer(cluster.host, 0, self._secret, cluster.timeout_s)
@@ -108,39 +118,39 @@ class StartedRanks:
         )
         expected = [
             ExpectedRank(name=name, node=starter.place_of(state.name))
-            for name, state in self._roster.states.items()
+            for name, state in self.roster.states.items()
         ]
         try:
             preflight = PreflightRound(expected, self._model.folder, cluster.host)
         except BaseException:
             starter.stop()  # once started, the membership does that
             raise
-        self._membership.start(starter, preflight, cluster.start_timeout_s, progress)
-        loaded = {name: state.loaded for name, state in self._roster.states.items()}
+        self.membership.start(starter, preflight, cluster.start_timeout_s, progress)
+        loaded = {name: state.loaded for name, state in self.roster.states.items()}
         gpus = {name: "" if found is None else found.gpu for name, found in loaded.items()}
         check_transport(cluster.transport, gpus)
 
     @property
     def first_loaded(self) -> Loaded:
         """Returns the first attention rank's report; those of the others are equal."""
-        loaded = self._roster["attention-0"].loaded
+        loaded = self.roster["attention-0"].loaded
         assert loaded is not None, "the attention ranks have loaded"
         return loaded
 
     @property
     def _reports(self) -> list[LoadReport]:
-        return [s.loaded.report for s in self._roster.states.values() if s.loaded is not None]
+        return [s.loaded.report for s in self.roster.states.values() if s.loaded is not None]
 
     def engine(
         self, watch: PoolWatch, routes: RouteListeners, make_policy: MakePolicy, plan: Plan
     ) -> ClusterEngine:
         """Makes the engine over all ranks. `routes` tells listeners which experts were chosen."""
         self._arena.open(self._model.folder, self.first_loaded.report, self._reports)
-        calls = RankCalls(self._membership, watch)
-        mover = make_mover(self._model, self._roster, calls, self.current)
+        calls = RankCalls(self.membership, watch)
+        mover = make_mover(self._model, self.roster, calls, self.current)
         coordinator = self._coordinator(calls, watch, mover)
         stacks = self._starter.stacks if isinstance(self._starter, LocalStarter) else None
-        self.witness = RankWitness(self._roster, coordinator, stacks)
+        self.witness = RankWitness(self.roster, coordinator, stacks)
         identity = self._model.checkpoint.page_identity(self.first_loaded.report)
 
         make_drafting = drafting_maker(
@@ -174,14 +184,14 @@ class StartedRanks:
             step_numbers=self._part.step_numbers,
         )
         rebalancer = make_rebalancer(self._model, self.current, mover, routes, plan)
-        rebalancer.start(lambda: self._membership.on_event())
+        rebalancer.start(lambda: self.membership.on_event())
         self.rebalancer = rebalancer
         return engine
 
     def _coordinator(self, calls: RankCalls, watch: PoolWatch, mover: Mover) -> Coordinator:
         timeout_s, start_timeout_s = self._cluster.timeout_s, self._cluster.start_timeout_s
         maker = EpochMaker(
-            self._membership,
+            self.membership,
             calls,
             self.current,
             self._place,
@@ -189,7 +199,7 @@ class StartedRanks:
             start_timeout_s=start_timeout_s,
         )
         return Coordinator(
-            self._membership,
+            self.membership,
             calls,
             maker,
             watch,
@@ -199,14 +209,16 @@ class StartedRanks:
             outage_limit_s=start_timeout_s
             if self._part.outage_limit_s is None
             else self._part.outage_limit_s,
+            patience_s=self._part.patience_s,
         )
 
     def _configure(self, name: RankName) -> Configure:
-        return self._model.configure(name, self.current.version, self._arena.path)
+        version = self.current.version
+        return self._model.configure(name, version, self._arena.path, self._parcels)
 
     def close(self) -> None:
         """Ends the ranks and stops listening."""
-        self._membership.close()
+        self.membership.close()
         self._listener.close()
         self._place.close()
         self._arena.close()
@@ -223,7 +235,7 @@ class StartedRanks:
     ) -> Engine:
         """Makes the engine of one attention rank: scheduler, pages and prefixes."""
         config, checkpoint = self._model.config, self._model.checkpoint
-        loaded = self._roster[executor.name].loaded
+        loaded = self.roster[executor.name].loaded
         assert loaded is not None, f"{executor.name} has not loaded"
         return Engine(
             executor,
@@ -278,6 +290,7 @@ def build_cluster(
     make_starter: MakeStarter = LocalStarter,
     watch_for: Callable[[EngineConfig, ClusterModel], PoolWatch] = make_watch,
     plan: Plan = plan_in_process,
+    parcels: ParcelSetup | None = None,
 ) -> BuiltEngine:
     """Starts the ranks, waits until they have loaded, and makes the engine.
 
@@ -294,7 +307,7 @@ def build_cluster(
     with contextlib.ExitStack() as opened:  # closed again if a later part is refused
         watch = watch_for(config, model)
         opened.callback(watch.close)
-        ranks = StartedRanks(model)
+        ranks = StartedRanks(model, parcels)
         opened.callback(ranks.close)
         ranks.current.on_switch(loads.use)
         ranks.start(make_starter, progress)

@@ -12,52 +12,14 @@ the disk, and what the disk has read into slots that it has reserved.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moe_serve.cache.page_bytes import PageBytes
+from moe_serve.cache.shared_memory import as_slots, open_memory
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.errors import ConfigError
-
-
-class SharedArena:
-    """Anonymous memory of this process that its children open by a path. It is freed when the last
-    of them ends."""
-
-    def __init__(self, num_bytes: int) -> None:
-        """Raises ConfigError where the system has no such memory, or too little."""
-        if not hasattr(os, "memfd_create"):
-            raise ConfigError(
-                "cache.memory_tier_bytes or cache.disk_path is set, but this system has no memfd: "
-                "a tier of attention ranks needs Linux."
-            )
-        self.num_bytes = num_bytes
-        self._descriptor = os.memfd_create("moe-serve-arena", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, num_bytes)
-
-    @property
-    def path(self) -> str:
-        """The path by which processes of the same user and host open it."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def slots(self, slot_bytes: int) -> NDArray[np.uint8]:
-        """Returns the memory as slots of this size, [slots, bytes of a slot]."""
-        memory = np.frombuffer(mmap.mmap(self._descriptor, self.num_bytes), dtype=np.uint8)
-        count = self.num_bytes // slot_bytes
-        return memory[: count * slot_bytes].reshape(count, slot_bytes)
-
-    def close(self) -> None:
-        """Gives it up; ranks that have opened it keep it."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 class ArenaView:
@@ -66,19 +28,16 @@ class ArenaView:
     def __init__(self, path: str, pages: PageBytes, shard: int, num_shards: int) -> None:
         """Raises ConfigError if the memory cannot be opened."""
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            memory = open_memory(path)
         except OSError as error:
             raise ConfigError(
                 f"the memory tier cannot be opened ({error.strerror or error}): with "
                 "cache.memory_tier_bytes or cache.disk_path, attention ranks must be processes of "
                 "the same user on the same host."
             ) from None
-        with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)) as file:
-            memory = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
-        slot_bytes = pages.num_bytes * num_shards
-        count = len(memory) // slot_bytes
-        slots = memory[: count * slot_bytes].reshape(count, num_shards, pages.num_bytes)
-        self._pages, self._slots = pages, slots[:, shard]
+        slots = as_slots(memory, pages.num_bytes * num_shards)
+        parts = slots.reshape(len(slots), num_shards, pages.num_bytes)
+        self._pages, self._slots = pages, parts[:, shard]
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages into slots, given as (page, slot)."""

@@ -199,6 +199,7 @@ def _serve(
             grammars=built.grammars,
             operations=Operations(log=config.log, startup=start.startup, hangs=hangs),
             scheduler=config.engine.scheduler,
+            cells=built.cells,
         )
         opened.callback(app.state.gate.close)
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from moe_serve.cli.top.top_source import StateView
 from moe_serve.cli.top.top_tables import (
     bar,
+    cells_table,
     experts_table,
     placement_lines,
     ranks_table,
@@ -200,10 +201,12 @@ def _tiers(state: StateView) -> list[Panel]:
 
 def _ranks(state: StateView) -> list[Panel]:
     ranks, lines = state.at("ranks").items, placement_lines(state)
+    cells = state.at("cells").items
+    panels = [_panel("cells", cells_table(cells))] if cells else []
     if not ranks and not lines:
-        return []
+        return panels
     content = Group(*([ranks_table(ranks)] if ranks else []), *lines)
-    return [_panel("ranks and placement", content)]
+    return [*panels, _panel("ranks and placement", content)]
 
 
 def _events(state: StateView) -> list[Panel]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.cells.cell import Cell, cell_name
-from moe_serve.engine.request.sequence import Sequence as EngineSequence
+from moe_serve.cluster.cells.moves import Moves
 from moe_serve.engine.request.stats import (
     CellStatus,
     EngineLoad,
@@ -21,11 +21,11 @@ from moe_serve.engine.request.stats import (
 )
 
 
-def stats_of(cells: Sequence[Cell], waiting: Sequence[EngineSequence]) -> EngineStats:
-    """Returns the statistics of a server. `waiting` are in no cell. On any thread."""
+def stats_of(cells: Sequence[Cell], moves: Moves) -> EngineStats:
+    """Returns the statistics of a server. On any thread."""
     each = [cell.engine.stats() for cell in cells]
     total = sum(each[1:], each[0])
-    arrivals = [sequence.request.arrival_time for sequence in waiting]
+    arrivals = [sequence.request.arrival_time for sequence in moves.waiting]
     memories = [stats.expert_memory for stats in each if stats.expert_memory is not None]
     return replace(
         total,
@@ -46,6 +46,7 @@ def stats_of(cells: Sequence[Cell], waiting: Sequence[EngineSequence]) -> Engine
         outage_s=min(stats.outage_s for stats in each),
         pools=pools_of([stats.pools for stats in each if stats.pools is not None]),
         expert_memory=sum(memories, MemoryStats()) if memories else None,
+        moves=moves.stats(),
         cells=tuple(_status(cell, stats) for cell, stats in zip(cells, each, strict=True)),
     )
 

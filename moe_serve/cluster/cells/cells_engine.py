@@ -12,10 +12,15 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cell_stats import stats_of
-from moe_serve.cluster.cells.share_out import ShareOut
+from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.parcel_post import ParcelPost
+from moe_serve.cluster.parcels.link_setup import LinkSetup
+from moe_serve.cluster.parcels.parcel import RankPlace
+from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.request.stats import EngineStats
@@ -25,13 +30,23 @@ from moe_serve.errors import CellsError, ClusterError
 _RETRY_S = 0.02  # until a cell that could begin nothing is asked again
 
 
+@dataclass(frozen=True, slots=True)
+class Parcels:
+    """What KV pages travel by."""
+
+    carrier: RankCarrier
+    post: ParcelPost
+    link: LinkSetup
+
+
 class CellsEngine:
     """Implements DrivenEngine. `news` is set, on any thread, when there is something to do."""
 
     def __init__(
         self,
         cells: Sequence[Cell],
-        moves: ShareOut,
+        moves: Moves,
+        parcels: Parcels,
         ids: itertools.count[int],
         news: threading.Event,
         *,
@@ -39,18 +54,20 @@ class CellsEngine:
     ) -> None:
         """`outage_limit_s`: seconds without a live cell after which `step` raises ClusterError."""
         self.cells, self._moves, self._ids, self._news = tuple(cells), moves, ids, news
+        self._parcels = parcels
         self._outage_limit_s = outage_limit_s
         self._pending: list[TokenDelta] = []
         self._is_nudged = False
         for cell in self.cells:
-            cell.engine.on_lost = functools.partial(moves.rank_lost, cell)
+            cell.engine.on_lost = functools.partial(self._rank_lost, cell)
         self.set_waker(lambda: None)
         self.max_model_len = min(cell.engine.max_model_len for cell in self.cells)
 
     @property
     def has_work(self) -> bool:
         is_any_busy = any(cell.is_out or cell.engine.has_work for cell in self.cells)
-        return is_any_busy or bool(self._pending) or self._moves.has_work
+        has_news = self._parcels.post.has_reports or self._parcels.carrier.has_news
+        return is_any_busy or bool(self._pending) or self._moves.has_work or has_news
 
     @property
     def num_waiting(self) -> int:
@@ -96,6 +113,7 @@ class CellsEngine:
         self.stop_waiting()
         for cell in self.cells:
             cell.close()
+        self._parcels.link.close()
 
     def add(self, request: GenerationRequest) -> None:
         """Queues a request in the cell that suits it best."""
@@ -117,6 +135,7 @@ class CellsEngine:
         cell while another has ended a step."""
         while True:
             self._news.clear()
+            self._parcels.post.deliver(self._parcels.carrier)
             is_changed = self._end_steps() | self._moves.turn()
             num_stuck = self._begin_steps()
             if is_changed or self._pending or self._is_nudged or not self.has_work:
@@ -145,7 +164,7 @@ class CellsEngine:
 
     def stats(self) -> EngineStats:
         """Returns the sums over all cells. Names of ranks begin with that of their cell."""
-        return stats_of(self.cells, self._moves.waiting)
+        return stats_of(self.cells, self._moves)
 
     def check_integrity(self) -> None:
         """See `Engine.check_integrity`. Cells that are out are not checked."""
@@ -153,6 +172,13 @@ class CellsEngine:
             if not cell.is_out:
                 cell.engine.check_integrity()
         self._moves.check_integrity()
+        self._parcels.carrier.check_integrity()
+
+    def _rank_lost(
+        self, cell: Cell, rank: str, start: int, sequences: list[EngineSequence]
+    ) -> None:
+        self._parcels.carrier.rank_lost(RankPlace(cell.index, rank, start))
+        self._moves.rank_lost(cell, rank, sequences)
 
     def _end_steps(self) -> bool:
         """Returns True if a step has ended."""

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 from moe_serve.clock import Clock
 from moe_serve.cluster.cells.move import Move
-from moe_serve.cluster.cells.moves_stats import MoveKind, MoveResult, MovesCounter
 from moe_serve.cluster.cells.parcel import Lease, PageCarrier, ParcelEnd
 from moe_serve.cluster.cells.places import CellLike, Place
 from moe_serve.cluster.cells.rates import LinkRates
 from moe_serve.engine.execute.step_executor import ExecutorLostError
+from moe_serve.engine.request.moves_stats import MoveKind, MoveResult, MovesCounter
 from moe_serve.engine.request.sequence import Sequence
 
 _LEAST_PAUSE_S = 1.0  # between two moves of a sequence
@@ -182,10 +182,13 @@ class OpenMoves:
         return target.engine.moving.extend(move.reservation, may_wait=is_idle)
 
     def _is_near(self, move: Move, step_s: float) -> bool:
-        """Returns whether the rest travels in less time than one more step at the source takes."""
+        """Returns whether the rest travels in less time than one more step at the source takes, or
+        cannot become less."""
         num_unsent = move.num_unsent()
         if num_unsent > self._carrier.num_free(move.target.at):
             return False
+        if not move.num_on_way and num_unsent <= 1:
+            return True  # only the partly filled page is left, whatever it takes
         cells = move.source.at.cell, move.target.at.cell
         return self._links.pages_s(*cells, move.num_on_way + num_unsent) <= step_s
 

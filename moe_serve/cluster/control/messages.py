@@ -10,6 +10,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from experts.memory.memory_stats import MemoryStats
+from moe_serve.cluster.control.control_message import ControlMessage
+from moe_serve.cluster.control.parcel_messages import (
+    ParcelFacts,
+    ParcelOrder,
+    ParcelReport,
+    ParcelSetup,
+)
 from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.step_outcome import RowFailure
@@ -21,10 +28,6 @@ from moe_serve.model.step_plan import LayerRange, RouteAsk
 from moe_serve.pipeline.exchange.step_shape import RowsOfLayers
 
 RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ranks of the epoch
-
-
-class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Encodes the fields in order, without their names."""
 
 
 class Examine(ControlMessage, frozen=True):
@@ -47,6 +50,7 @@ class Configure(ControlMessage, frozen=True):
     placement: int = 0  # the version that `held` belongs to
     num_slots: int = 0  # expert slots for all layers, if experts may move; 0: they stay
     arena: str = ""  # path of the memory tier; empty: none
+    parcels: ParcelSetup | None = None  # attention ranks of a server with cells
 
 
 class Join(ControlMessage, frozen=True):
@@ -210,6 +214,7 @@ class Loaded(ControlMessage, frozen=True):
     report: LoadReport
     load_seconds: float
     gpu: str = ""  # its id, if NCCL reaches it
+    parcels: ParcelFacts | None = None  # of attention ranks that take part in them
 
 
 class Joined(ControlMessage, frozen=True):
@@ -323,6 +328,7 @@ Order = (
     | StagePlacement
     | DropPlacement
     | SwitchPlacement
+    | ParcelOrder
     | Stop
 )
 Report = (
@@ -337,6 +343,7 @@ Report = (
     | FinitePages
     | TookExperts
     | Staged
+    | ParcelReport
     | Heartbeat
     | Unwell
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.messages import Examined, Heartbeat, Hello, Order, Report
+from moe_serve.cluster.control.parcel_messages import ParcelReport
 from moe_serve.errors import ChannelClosedError
 
 _log = logging.getLogger(__name__)
@@ -48,9 +49,15 @@ class RankLink:
     inbox."""
 
     def __init__(
-        self, channel: Channel[Any], inbox: Inbox, on_sign: Callable[[RankLink], None]
+        self,
+        channel: Channel[Any],
+        inbox: Inbox,
+        on_sign: Callable[[RankLink], None],
+        on_parcel: Callable[[LinkEvent], None] | None = None,
     ) -> None:
+        """`on_parcel`: gets the rank's reports on parcels instead of the inbox."""
         self._channel, self._inbox, self._on_sign = channel, inbox, on_sign
+        self._on_parcel = inbox.put if on_parcel is None else on_parcel
         self.name = ""
         self.step = -1  # the last one begun, by its heartbeats
         self.operation, self.operation_s = "", 0.0  # as of its last heartbeat
@@ -109,6 +116,8 @@ class RankLink:
                     self.operation, self.operation_s = report.operation, report.operation_s
                     behind_ns = time.perf_counter_ns() - report.clock_ns
                     self._behind_ns = min(self._behind_ns, behind_ns)
+                elif isinstance(report, ParcelReport):
+                    self._on_parcel(LinkEvent(self.name, self, report))
                 else:
                     self._inbox.put(LinkEvent(self.name, self, report))
         except ChannelClosedError as error:

@@ -13,6 +13,7 @@ from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cache.page_key import model_identity
 from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.control.messages import Configure
+from moe_serve.cluster.control.parcel_messages import ParcelSetup
 from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.members.current_placement import PlacementVersion
 from moe_serve.config.sections import ClusterConfig, EngineConfig
@@ -97,8 +98,15 @@ class ClusterModel:
         moves."""
         return slots_per_layer(self.placement, self.config.cluster)
 
-    def configure(self, name: RankName, in_force: PlacementVersion, arena: str = "") -> Configure:
-        """Returns the order that tells a rank what to load. `arena`: path of the memory tier."""
+    def configure(
+        self,
+        name: RankName,
+        in_force: PlacementVersion,
+        arena: str = "",
+        parcels: ParcelSetup | None = None,
+    ) -> Configure:
+        """Returns the order that tells a rank what to load. `arena`: path of the memory tier;
+        `parcels`: how KV pages reach attention ranks, if they do."""
         is_expert = name.role == "expert"
         return Configure(
             config=self.config,
@@ -110,6 +118,7 @@ class ClusterModel:
             placement=in_force.number,
             num_slots=num_slots(self.placement, self.config, name.index) if is_expert else 0,
             arena="" if is_expert else arena,
+            parcels=None if is_expert else parcels,
         )
 
 

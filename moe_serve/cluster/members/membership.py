@@ -73,6 +73,7 @@ class Membership:
         self._loading: dict[str, tuple[int, int]] = {}
         self.on_event: Callable[[], None] = lambda: None  # wakes an idle engine
         self.is_due: Callable[[], bool] = lambda: False  # wake without an event?
+        self.on_parcel: Callable[[LinkEvent], None] = self.inbox.put  # on any thread
         self.num_lost = 0
         self.last_loss = ""
 
@@ -80,7 +81,7 @@ class Membership:
         """Takes over an authenticated connection. Called on any thread."""
         with self._lock:
             if not self._is_closing.is_set():
-                self._links.add(RankLink(channel, self.inbox, self._beat))
+                self._links.add(RankLink(channel, self.inbox, self._beat, self.on_parcel))
                 return
         channel.close()
 

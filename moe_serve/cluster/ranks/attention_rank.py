@@ -26,11 +26,13 @@ from moe_serve.cluster.control.messages import (
     StepFailed,
     SwitchPlacement,
 )
+from moe_serve.cluster.control.parcel_messages import ParcelOrder
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.attention_shards import AttentionShards, ShardStarter, check_can_split
 from moe_serve.cluster.ranks.choice_packing import pack_choices
 from moe_serve.cluster.ranks.mirror import Mirrors, RankPages, tokens_of
 from moe_serve.cluster.ranks.rank_base import RankPlacement, loaded_message, open_rank
+from moe_serve.cluster.ranks.rank_parcels import ParcelMemories, RankHome, RankParcels
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.next_layer_prediction import open_next_layer
 from moe_serve.engine.execute.step_drafter import StepDrafter
@@ -65,6 +67,7 @@ class AttentionRank:
         configure: Configure,
         progress: LoadProgress,
         shard_starter: ShardStarter,
+        home: RankHome,
     ) -> None:
         clock = time.monotonic()
         self._name, self._configure = name, configure
@@ -74,16 +77,23 @@ class AttentionRank:
         check_page_size(config.cache.page_size, self._loader.kernels)
         num_shards = config.cluster.attention_tp
         check_can_split(self._loader, num_shards)
+        setup, self._parcels = configure.parcels, None
+        memories = None if setup is None else ParcelMemories(setup)
         self._shards: AttentionShards | None = None
         if num_shards > 1:
-            self._shards = AttentionShards(str(name), configure, shard_starter)
+            paths = () if memories is None else (memories.common, memories.own)
+            self._shards = AttentionShards(str(name), configure, shard_starter, *paths)
         try:
             self._part = self._load(config)
+            if memories is not None:
+                self._parcels = self._open_parcels(memories, home)
             self._pages = RankPages(self._part.cache, configure.arena, 0, num_shards)
             self._next_layer = open_next_layer(config, self._model.folder, self._loader)
         except BaseException:
             if self._shards is not None:
                 self._shards.close()
+            if memories is not None:
+                memories.close()
             raise
         eos = self._model.eos_token_ids
         self._sampler = make_sampler(eos, self._loader.kernels)
@@ -104,10 +114,16 @@ class AttentionRank:
         self._shards.make_pages(part.num_pages)
         return part
 
+    def _open_parcels(self, memories: ParcelMemories, home: RankHome) -> RankParcels:
+        num_heads = self._spec.attention.num_kv_heads
+        return RankParcels(memories, self._part.cache, num_heads, self._shards)
+
     @property
     def loaded(self) -> Loaded:
         num_shards = self._configure.config.cluster.attention_tp
-        return loaded_message(self._model, self._seconds, self._part, num_shards)
+        loaded = loaded_message(self._model, self._seconds, self._part, num_shards)
+        facts = None if self._parcels is None else self._parcels.facts
+        return msgspec.structs.replace(loaded, parcels=facts)
 
     @property
     def operation(self) -> Operation | None:
@@ -165,6 +181,8 @@ class AttentionRank:
     def close(self) -> None:
         """Ends the rank and its other shards."""
         self.leave()
+        if self._parcels is not None:
+            self._parcels.close()
         if self._shards is not None:
             self._shards.close()
 
@@ -174,6 +192,9 @@ class AttentionRank:
             return self._run(order)
         if isinstance(order, QueryPages):
             return self._query(order)
+        if isinstance(order, ParcelOrder):
+            assert self._parcels is not None, f"{type(order).__name__} without parcels"
+            return self._parcels.handle(order)
         if isinstance(order, StagePlacement):
             self._placement.stage(order)
             return Staged(placement=order.placement)

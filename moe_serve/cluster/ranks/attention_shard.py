@@ -19,9 +19,12 @@ import msgspec
 import torch
 
 from moe_serve.cache.kv_cache import KVCache, checked_kv_form
+from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.messages import QueryPages, RunStep
+from moe_serve.cluster.control.parcel_messages import MemoryPath, SendPages, TakePages
 from moe_serve.cluster.members.processes import end_with_parent
 from moe_serve.cluster.ranks.mirror import Mirrors, RankPages
+from moe_serve.cluster.ranks.shard_parcels import ShardParcels
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.opened_model import OpenedModel, device_of
 from moe_serve.errors import MoeServeError
@@ -47,6 +50,8 @@ class LoadShard(_Order, frozen=True):
     folder: str
     num_threads: int
     arena: str = ""  # path of the memory tier
+    common: MemoryPath | None = None  # for parcels, see `ShardParcels`
+    own: MemoryPath | None = None
 
 
 class MakePages(_Order, frozen=True):
@@ -68,11 +73,17 @@ class ShardQuery(_Order, frozen=True):
     query: QueryPages
 
 
+class ShardParcel(_Order, frozen=True):
+    """Makes the shard do its part of a parcel, and tell whether it could."""
+
+    order: SendPages | TakePages
+
+
 class EndShard(_Order, frozen=True):
     """Tells the shard to exit."""
 
 
-ShardOrder = LoadShard | MakePages | ShardStep | ShardQuery | EndShard
+ShardOrder = LoadShard | MakePages | ShardStep | ShardQuery | ShardParcel | EndShard
 
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ShardOrder)
 
@@ -115,10 +126,15 @@ class AttentionShard:
         shard = self._group.shard
         rank_pages = RankPages(cache, load.arena, shard.index, shard.count)
         pipeline = Pipeline(stage, FollowerTransport(self._group), cache, device)
+        num_heads = model.loader.spec.attention.num_kv_heads
+        wire = WirePages(cache, num_heads, shard.index, shard.count)
+        parcels = ShardParcels(wire, load.common, load.own)
         self._tell([True])  # ready
         while not isinstance(order := self._next(), EndShard):
             if isinstance(order, ShardStep):
                 self._step(order, pipeline, rank_pages)
+            elif isinstance(order, ShardParcel):
+                self._tell([_has_done(parcels, order)])
             else:
                 assert isinstance(order, ShardQuery), f"an unexpected {type(order).__name__}"
                 rank_pages.do(order.query.page_work)
@@ -140,6 +156,13 @@ class AttentionShard:
 
     def _tell(self, flags: list[bool]) -> None:
         tell_flags(self._group, flags)
+
+
+def _has_done(parcels: ShardParcels, parcel: ShardParcel) -> bool:
+    if isinstance(parcel.order, TakePages):
+        return not parcels.load(parcel.order)
+    parcels.save(parcel.order)
+    return True
 
 
 def tell_flags(group: ShardGroup, flags: list[bool]) -> list[bool]:

@@ -42,7 +42,7 @@ class _Begun:
 
 
 MakeEngine = Callable[[RemoteExecutor, "itertools.count[int]"], Engine]
-OnLost = Callable[[str, list[EngineSequence]], None]  # a rank, and the sequences that it had
+OnLost = Callable[[str, int, list[EngineSequence]], None]  # rank, number of its process, theirs
 
 
 class ClusterEngine:
@@ -50,7 +50,7 @@ class ClusterEngine:
     rank is lost, its requests move to other ranks with the tokens they have.
 
     `begin`, `wait` and `end` split a step. `wait` may run on another thread, which then has the
-    ranks: until it returns, call only `adopt` and what reads.
+    ranks: until it returns, call only what reads.
     """
 
     def __init__(
@@ -79,9 +79,10 @@ class ClusterEngine:
         self._ids = itertools.count() if ids is None else ids
         self._step_numbers = itertools.count(1) if step_numbers is None else step_numbers
         self._is_settled = False
-        self.on_lost: OnLost = lambda rank, sequences: self._homeless.extend(sequences)
+        self.on_lost: OnLost = lambda rank, start, theirs: self._homeless.extend(theirs)
         self._engines: dict[str, Engine] = {}
         self._executors: dict[str, RemoteExecutor] = {}
+        self._past_executors: dict[str, RemoteExecutor] = {}  # of ranks whose requests moved
         self._homeless: list[EngineSequence] = []  # without a rank, at first or after a loss
         self._moves = RequestMoves()
         self._pending: list[TokenDelta] = []  # deltas of lost ranks' engines, and of no engine
@@ -105,7 +106,9 @@ class ClusterEngine:
     @property
     def has_work(self) -> bool:
         has_requests = any(engine.has_work for engine in self._engines.values())
-        return bool(has_requests or self._homeless or self._pending) or self._coordinator.has_events
+        is_new = self._engines.keys() != set(self._coordinator.epoch.attention)  # a rank came back
+        has_events = self._coordinator.has_events
+        return has_requests or is_new or bool(self._homeless or self._pending) or has_events
 
     @property
     def num_waiting(self) -> int:
@@ -147,10 +150,6 @@ class ClusterEngine:
             self._homeless = [s for s in self._homeless if s.request.request_id != request_id]
             aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             self._pending.append(aborted)
-
-    def adopt(self, sequence: EngineSequence) -> None:
-        """Queues a sequence, which the next step gives to a rank."""
-        self._homeless.append(sequence)
 
     @property
     def rank_engines(self) -> Mapping[str, Engine]:
@@ -215,7 +214,6 @@ class ClusterEngine:
                 self._pending += engine.end_step(done)
             except RankLostError:
                 self._evacuate(name)
-
         if self._service is not None and begun is not None:
             self._service.step_ended(begun.at, has_work=bool(self.num_running or self.num_waiting))
 
@@ -315,7 +313,8 @@ class ClusterEngine:
         self._watch.keep_experts(self._coordinator.epoch.experts)
         for name in self._coordinator.epoch.attention:
             if name not in self._engines:
-                executor = RemoteExecutor(self._coordinator, name)
+                before = self._past_executors.pop(name, None)
+                executor = RemoteExecutor(self._coordinator, name, before)
                 self._executors[name] = executor
                 self._engines = {**self._engines, name: self._make(executor, self._ids)}
         homeless, self._homeless = self._homeless, []
@@ -327,7 +326,7 @@ class ClusterEngine:
         """Moves the requests of a lost rank elsewhere, with the tokens that they have."""
         engine = self._engines[name]  # replaced, never changed: other threads read it
         self._engines = {n: other for n, other in self._engines.items() if n != name}
-        del self._executors[name]
+        self._past_executors[name] = self._executors.pop(name)
         self._watch.forget(name)
         self._pending += engine.take_pending()
         stats, computed = engine.stats(), set(engine.step_sequences)
@@ -338,7 +337,8 @@ class ClusterEngine:
         for sequence in ended:
             self._pending.append(given_up(sequence))
             self._forget(sequence)
-        self.on_lost(name, [sequence for sequence in sequences if sequence not in ended])
+        start = self._past_executors[name].start
+        self.on_lost(name, start, [s for s in sequences if s not in ended])
 
     def _forget(self, sequence: EngineSequence) -> None:
         if self._service is not None:

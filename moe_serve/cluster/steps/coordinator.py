@@ -4,6 +4,7 @@ loss."""
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -53,11 +54,14 @@ class Coordinator:
         *,
         timeout_s: float,
         outage_limit_s: float,
+        patience_s: float = math.inf,
     ) -> None:
-        """`outage_limit_s`: seconds without a step after which `settle` raises."""
+        """`outage_limit_s`: seconds without a step after which `settle` raises. `patience_s`:
+        after which all attention ranks count as lost, so that other cells take their requests."""
         self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
         self._current, self._mover, self._clock = current, mover, calls.clock
         self._timeout_s, self._outage_limit_s = timeout_s, outage_limit_s
+        self._patience_s = patience_s
         self._epoch, self._step = Epoch(), 0
         self._number = 0  # number of the last epoch tried
         self._torn_by = ""  # why members cannot reach each other, though all are there
@@ -95,7 +99,14 @@ class Coordinator:
         self._calls.stop()
 
     def is_in(self, name: str, start: int) -> bool:
-        """Returns True if this process of a rank is in the epoch."""
+        """See `StepCoordinator.is_in`."""
+        return self._is_in(name, start) and not self._is_given_up
+
+    @property
+    def _is_given_up(self) -> bool:
+        return self.outage_s > self._patience_s
+
+    def _is_in(self, name: str, start: int) -> bool:
         state = self.membership.roster[name]
         return (
             state.phase is RankPhase.SERVING
@@ -120,7 +131,7 @@ class Coordinator:
             self._note_outage()
             if self._maker.can_make:
                 self._renew()
-            elif has_waited and not is_patient:
+            elif has_waited and (not is_patient or self._is_given_up):
                 return False
             else:
                 self._calls.next_event(_WAIT_S)
@@ -215,7 +226,7 @@ class Coordinator:
     def _is_whole(self) -> bool:
         """Returns True if all members of the epoch are there, and none has left its data group."""
         starts = self._epoch.starts
-        are_in = all(self.is_in(name, start) for name, start in starts.items())
+        are_in = all(self._is_in(name, start) for name, start in starts.items())
         return bool(starts) and are_in and not self._torn_by
 
     @property
@@ -228,7 +239,7 @@ class Coordinator:
     def _why_stale(self) -> str:
         """Returns why the epoch ends. A lost rank's data connections may tell before its own
         does."""
-        away = [name for name, start in self._epoch.starts.items() if not self.is_in(name, start)]
+        away = [name for name, start in self._epoch.starts.items() if not self._is_in(name, start)]
         if away:
             return f"{', '.join(away)} lost ({self.membership.last_loss})"
         return self._torn_by or "a rank joins"
@@ -333,4 +344,4 @@ class Coordinator:
         flight.break_up(self.membership.last_loss)
 
     def _is_member(self, name: str) -> bool:
-        return self.is_in(name, self._epoch.starts[name])
+        return self._is_in(name, self._epoch.starts[name])

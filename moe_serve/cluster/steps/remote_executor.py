@@ -23,12 +23,19 @@ class RemoteExecutor:
     """Implements StepExecutor for one process of an attention rank. It remembers what the rank
     knows, so that a step's message holds only what is new."""
 
-    def __init__(self, coordinator: StepCoordinator, name: str) -> None:
+    def __init__(
+        self, coordinator: StepCoordinator, name: str, before: RemoteExecutor | None = None
+    ) -> None:
+        """`before`: the rank's last executor. If its process is still there, it forgets that one's
+        sequences and clears their pages."""
         self._coordinator, self.name = coordinator, name
         self.start = coordinator.epoch.starts[name]  # number of the process
         self._tables: dict[int, tuple[int, ...]] = {}  # of sequences that the rank mirrors
         self._closed: list[int] = []
         self._page_work: list[PageWork] = []
+        if before is not None and before.start == self.start:
+            self._closed = [*before._closed, *before._tables]
+            self.clear_pages(sorted({page for t in before._tables.values() for page in t}))
 
     @property
     def is_there(self) -> bool:

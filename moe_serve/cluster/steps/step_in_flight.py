@@ -249,7 +249,8 @@ class StepCoordinator(Protocol):
         ...
 
     def is_in(self, name: str, start: int) -> bool:
-        """Returns True if the `start`-th process of a rank is in the epoch."""
+        """Returns True if the `start`-th process of a rank is in the epoch, and the requests of the
+        epoch do not move to other cells because it lasts too long until it can compute again."""
         ...
 
     def settle(self, *, is_patient: bool) -> bool:

@@ -14,6 +14,7 @@ from experts.memory.memory_stats import MemoryStats
 from moe_serve.cache.page_times import PageTimes
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.engine.request.draft_counts import DraftCounts
+from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.service_stats import ServiceStats
 from moe_serve.engine.request.step_tokens import StepTokens
 
@@ -225,6 +226,7 @@ class EngineStats:
     ranks: tuple[RankLoad, ...] = ()  # attention ranks; empty in one process
     members: tuple[RankStatus, ...] = ()  # ranks of both pools, present or not
     cells: tuple[CellStatus, ...] = ()  # empty with one cell
+    moves: MovesStats | None = None  # of requests between cells; None with one cell
     num_lost_ranks: int = 0  # since the start; a rank lost twice counts twice
     last_loss: str = ""  # the last lost rank and the reason
 

@@ -23,6 +23,7 @@ from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.errors import InvalidRequestError
+from moe_serve.http.dashboard.cells_part import cells_part
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
 from moe_serve.http.dashboard.service_part import ServiceWindow
 from moe_serve.http.dashboard.snapshot import (
@@ -126,6 +127,7 @@ class Board:
             "experts": experts_part(load, counts),
             "expert_memory": memory_part(stats),
             "ranks": ranks_part(stats, shares),
+            "cells": cells_part(stats),
             "placement": placement_part(now.placement, shares),
             "predictor": predictor_part(stats, facts.predictor),
             "speculation": speculation_part(stats, facts.speculation),

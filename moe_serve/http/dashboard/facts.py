@@ -64,6 +64,8 @@ def layout_line(layout: EngineFacts) -> str:
     """A short description: `one process`, or `2 attention ranks, 1 expert rank`."""
     if not layout.attention_ranks:
         return "one process"
+    if layout.cells:
+        return " ".join(layout.cells)
     pools = ((layout.attention_ranks, "attention"), (layout.expert_ranks, "expert"))
     line = ", ".join(f"{n} {pool} rank{'' if n == 1 else 's'}" for n, pool in pools)
     tp = layout.attention_tp

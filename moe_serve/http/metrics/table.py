@@ -16,6 +16,7 @@ from moe_serve.engine.memory.memory_plan import MemoryPlan
 from moe_serve.engine.request.stats import EngineStats, Pool, RankPhase
 from moe_serve.engine.routes.placement_control import PlacementStatus
 from moe_serve.engine.watch.startup import Startup
+from moe_serve.http.metrics.cell_rows import CELL_ROWS
 from moe_serve.http.metrics.engine_rows import ENGINE_ROWS
 from moe_serve.http.metrics.finished_sequence import FinishedSequence
 from moe_serve.http.metrics.lora_rows import ADAPTER_ROWS
@@ -322,6 +323,7 @@ _EXPERT_ROWS = (
 
 METRICS: tuple[MetricRow, ...] = (
     *ENGINE_ROWS,
+    *CELL_ROWS,
     *SERVICE_ROWS,
     *ADAPTER_ROWS,
     *_PLACEMENT_ROWS,

@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 
 from moe_serve.errors import (
+    CellsError,
     GenerationError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -148,6 +149,8 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(409, str(error), code="tracing_conflict")
     if isinstance(error, RebalanceError):
         return ApiError(409, str(error), code="rebalance_conflict")
+    if isinstance(error, CellsError):
+        return ApiError(409, str(error), code="cells_conflict")
     if isinstance(error, TokenizerError):
         return ApiError(500, str(error), code="tokenizer_failed", headers=NO_RETRY)
     if isinstance(error, GenerationError):

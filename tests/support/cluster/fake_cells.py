@@ -239,8 +239,8 @@ class CellsWorld:
         self.deltas: dict[str, list[TokenDelta]] = {}
         self.aborts: dict[int, list[str]] = {}  # for cells that are out, by index
 
-    def _on_lost(self, cell: FakeCell) -> Callable[[str, Items[Sequence]], None]:
-        return lambda rank, sequences: self.moves.rank_lost(cell, rank, sequences)
+    def _on_lost(self, cell: FakeCell) -> Callable[[str, int, list[Sequence]], None]:
+        return lambda rank, start, sequences: self.moves.rank_lost(cell, rank, sequences)
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 10, **params: object) -> None:
         fields = {"temperature": 0.0, "max_tokens": max_tokens} | params
