@@ -32,6 +32,8 @@ BENCHMARKS = {
     "published_rows": "simulation.published_rows",
     "own_runs": "simulation.own_runs",
     "at_once": "simulation.at_once",
+    "roles": "simulation.roles",
+    "autoscaling": "simulation.autoscaling",
     "kernels": "kernel_bench.kernels",
     "cpu_kernels": "kernel_bench.cpu_kernels",
     "drafting": "kernel_bench.drafting",
