@@ -56,6 +56,7 @@ BENCHMARKS = {
     "mtp": "speculation.mtp",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",
+    "cells_soak": "soak.cells_soak",
     "deadlines": "deadlines.deadlines",
     "length_answers": "lengths.answers",
     "lengths": "lengths.lengths",
