@@ -54,6 +54,7 @@ BENCHMARKS = {
     "lost_rank": "kv_tiers.lost_rank",
     "kv_dtype": "kv_tiers.kv_dtype",
     "mtp": "speculation.mtp",
+    "parcels": "cells.parcels",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",
     "cells_soak": "soak.cells_soak",
