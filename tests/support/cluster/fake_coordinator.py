@@ -176,8 +176,8 @@ def fake_cluster(
     is_ahead: bool = True,
     scheduler: SchedulerConfig = PLAIN,
     clock: Clock = REAL_CLOCK,
-    ids: itertools.count[int] | None = None,
     listeners: Mapping[str, PageListener] | None = None,
+    ids: itertools.count[int] | None = None,
 ) -> ClusterEngine:
     """Returns an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise.
     `listeners` hear of the pages of the ranks with these names."""
