@@ -64,7 +64,9 @@ def simulated(options: argparse.Namespace) -> dict[str, Report]:
 def show(reports: dict[str, Report]) -> None:
     """Prints the figures, and whether `planned` reaches the aims."""
     hours: dict[str, float] = {}
-    print(f"{'policy':10}{'hours':>8}{'of static':>11}{'within':>9}{'changes':>9}{'in an hour':>12}")
+    print(
+        f"{'policy':10}{'hours':>8}{'of static':>11}{'within':>9}{'changes':>9}{'in an hour':>12}"
+    )
     for policy, report in reports.items():
         scale, good = _figures(report)
         hours[policy] = scale.device_hours

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.clock import REAL_CLOCK
@@ -20,7 +20,7 @@ from moe_serve.cluster.cells.cell import Cell, cell_name
 from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
 from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
-from moe_serve.cluster.control.secret import new_secret, read_secret
+from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.members.rank_starter import LocalStarter
@@ -77,6 +77,71 @@ class _CellStart:
         return self.ranks.engine(self.watch, routes, self.make_policy, plan_in_process)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What the cells of a server share."""
+
+    config: EngineConfig
+    shapes: tuple[CellShape, ...]
+    models: Sequence[ClusterModel]  # of each cell
+    link: LinkSetup
+    secret: ClusterSecret
+    kv_events: KVEvents
+    routes: RouteListeners = field(default_factory=RouteListeners)
+    ids: itertools.count[int] = field(default_factory=itertools.count)
+    step_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    news: threading.Event = field(default_factory=threading.Event)
+
+    def cell_start(
+        self,
+        index: int,
+        make_starter: MakeStarter,
+        post: ParcelPost,
+        opened: contextlib.ExitStack,
+    ) -> _CellStart:
+        """Makes what starts a cell. `opened` closes it."""
+        model, shape = self.models[index], self.shapes[index]
+        watch = make_watch(model.config, model)
+        opened.callback(watch.close)
+        part = CellPart(
+            name=cell_name(index),
+            ids=self.ids,
+            step_numbers=self.step_numbers,
+            outage_limit_s=math.inf,
+            patience_s=_PATIENCE_S,
+            kv_events=self.kv_events,
+            first_rank=sum(each.attention_ranks for each in self.shapes[:index]),
+        )
+        ranks = StartedRanks(model, self.link.setup, part, self.secret)
+        opened.callback(ranks.close)
+        ranks.membership.on_parcel = post.receiver(index, ranks.roster)
+        loads = RankLoads(model.placement)
+        ranks.current.on_switch(loads.use)
+        make_policy = policy_maker(model.config, model.folder, model.spec, self.routes, loads)
+        return _CellStart(
+            index=index,
+            shape=shape,
+            ranks=ranks,
+            watch=watch,
+            make_policy=make_policy,
+            make_starter=make_starter,
+        )
+
+    def engine(self, cells: Sequence[Cell], parcels: Parcels) -> CellsEngine:
+        """Makes the engine over cells that have started."""
+        cluster = self.config.cluster
+        moves = Moves(
+            cells,
+            parcels.carrier,
+            self.config.cells,
+            REAL_CLOCK,
+            timeout_s=cluster.timeout_s,
+            chunk_tokens=self.config.scheduler.max_batched_tokens,
+        )
+        limit_s = cluster.start_timeout_s
+        return CellsEngine(cells, moves, parcels, self.ids, self.news, outage_limit_s=limit_s)
+
+
 def build_cells(
     config: EngineConfig,
     progress: LoadProgress | None = None,
@@ -91,66 +156,37 @@ def build_cells(
     check_kv_events(config)
     for each in configs:
         check_on_ranks(each)
-    models, routes = ClusterModel.read_cells(configs), RouteListeners()
+    models = ClusterModel.read_cells(configs)
     check_next_layer(config, models[0].folder, models[0].spec)
-    ids, numbers, news = itertools.count(), itertools.count(1), threading.Event()
-    post = ParcelPost(news.set)
     with contextlib.ExitStack() as opened:  # closed again if a cell cannot start
-        link, secret = LinkSetup(config.cells), read_secret(os.environ) or new_secret()
+        link = LinkSetup(config.cells)
         opened.callback(link.close)
-        kv_events, first_rank = KVEvents(config), 0
+        kv_events = KVEvents(config)
         opened.callback(kv_events.close)
-        starts = []
-        for index, (model, shape) in enumerate(zip(models, shapes, strict=True)):
-            watch = make_watch(model.config, model)
-            opened.callback(watch.close)
-            part = CellPart(
-                name=cell_name(index),
-                ids=ids,
-                step_numbers=numbers,
-                outage_limit_s=math.inf,
-                patience_s=_PATIENCE_S,
-                kv_events=kv_events,
-                first_rank=first_rank,
-            )
-            first_rank += shape.attention_ranks
-            ranks, loads = StartedRanks(model, link.setup, part, secret), RankLoads(model.placement)
-            opened.callback(ranks.close)
-            ranks.membership.on_parcel = post.receiver(index, ranks.roster)
-            ranks.current.on_switch(loads.use)
-            starts.append(
-                _CellStart(
-                    index=index,
-                    shape=shape,
-                    ranks=ranks,
-                    watch=watch,
-                    make_policy=policy_maker(model.config, model.folder, model.spec, routes, loads),
-                    make_starter=starter_of(index, shapes),
-                )
-            )
-        engines = _started(starts, routes, progress)
-        _check_alike(starts)
-        cells = [
-            Cell(start.index, start.shape, engine, news.set)
-            for start, engine in zip(starts, engines, strict=True)
-        ]
-        limit_s = config.cluster.start_timeout_s
-        parcels = Parcels(_carrier(config, starts), post, link)
-        moves = Moves(
-            cells,
-            parcels.carrier,
-            config.cells,
-            REAL_CLOCK,
-            timeout_s=config.cluster.timeout_s,
-            chunk_tokens=config.scheduler.max_batched_tokens,
+        shared = _Shared(
+            config=config,
+            shapes=shapes,
+            models=models,
+            link=link,
+            secret=read_secret(os.environ) or new_secret(),
+            kv_events=kv_events,
         )
-        engine = CellsEngine(cells, moves, parcels, ids, news, outage_limit_s=limit_s)
+        post = ParcelPost(shared.news.set)
+        starts = [
+            shared.cell_start(index, starter_of(index, shapes), post, opened)
+            for index in range(len(shapes))
+        ]
+        engines = _started(starts, shared.routes, progress)
+        _check_alike(starts)
+        pairs = zip(starts, engines, strict=True)
+        cells = [Cell(start.index, start.shape, own, shared.news.set) for start, own in pairs]
+        engine = shared.engine(cells, Parcels(_carrier(config, starts), post, link))
         opened.pop_all()
     return BuiltEngine(
         engine,
         _facts(config, models, starts, time.monotonic() - clock),
         models[0].spec,
-        routes,
+        shared.routes,
         last_step=lambda: _last_step(cells, starts),
         grammars=models[0].checkpoint.grammars(),
         activity=CellsWitness([start.ranks.witness for start in starts]),

@@ -131,11 +131,9 @@ class LLM:
                                        attention_tp=attention_tp, placement=placement)  # fmt: skip
         config = EngineConfig(
             model=model_config, scheduler=scheduler_config, cluster=cluster_config,
-            cells=CellsConfig(layout=cells),
-            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache,
-                              kv_dtype=kv_dtype, disk_path=kv_disk,
-                              disk_key_file=kv_disk_key_file),
-            pipeline=PipelineConfig(micro_batches=micro_batches),
+            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype,
+                              disk_path=kv_disk, disk_key_file=kv_disk_key_file),
+            pipeline=PipelineConfig(micro_batches=micro_batches), cells=CellsConfig(layout=cells),
             predictor=PredictorConfig(path=predictor), adapters=adapter_config(adapters or {}),
             speculation=SpeculationConfig(method=speculation),
         )  # fmt: skip
