@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.clock import REAL_CLOCK
@@ -20,13 +20,14 @@ from moe_serve.cluster.cells.cell import Cell, cell_name
 from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
 from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
-from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
+from moe_serve.cluster.control.secret import new_secret, read_secret
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.members.rank_starter import LocalStarter
 from moe_serve.cluster.parcels.cell_ranks import RosterRanks
 from moe_serve.cluster.parcels.link_setup import LinkSetup
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
+from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.planner import plan_in_process
 from moe_serve.cluster.started_ranks import CellPart, MakeStarter, StartedRanks, build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
@@ -35,6 +36,7 @@ from moe_serve.config.cell_config import cell_shapes, config_of_cell
 from moe_serve.config.cells import CellShape
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.engine.build_tiers import check_tiers
 from moe_serve.engine.drafting.drafting_maker import check_on_ranks
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
@@ -77,69 +79,36 @@ class _CellStart:
         return self.ranks.engine(self.watch, routes, self.make_policy, plan_in_process)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """What the cells of a server share."""
+    """Everything that the cells of a server have in common. It is closed after them."""
 
-    config: EngineConfig
-    shapes: tuple[CellShape, ...]
-    models: Sequence[ClusterModel]  # of each cell
-    link: LinkSetup
-    secret: ClusterSecret
-    kv_events: KVEvents
-    routes: RouteListeners = field(default_factory=RouteListeners)
-    ids: itertools.count[int] = field(default_factory=itertools.count)
-    step_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    news: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, config: EngineConfig, of_cell: EngineConfig) -> None:
+        """`of_cell`: the configuration of any cell. Raises ConfigError."""
+        self.ids, self._step_numbers = itertools.count(), itertools.count(1)
+        self.news = threading.Event()
+        self.post = ParcelPost(self.news.set)
+        self.secret = read_secret(os.environ) or new_secret()
+        with contextlib.ExitStack() as opened:  # closed again if a part is refused
+            self.link = LinkSetup(config.cells)
+            opened.callback(self.link.close)
+            self.kv_events = KVEvents(config)
+            opened.callback(self.kv_events.close)
+            self._arena = RankArena(of_cell)
+            opened.callback(self._arena.close)
+            self.close = opened.pop_all().close
 
-    def cell_start(
-        self,
-        index: int,
-        make_starter: MakeStarter,
-        post: ParcelPost,
-        opened: contextlib.ExitStack,
-    ) -> _CellStart:
-        """Makes what starts a cell. `opened` closes it."""
-        model, shape = self.models[index], self.shapes[index]
-        watch = make_watch(model.config, model)
-        opened.callback(watch.close)
-        part = CellPart(
+    def part(self, index: int, first_rank: int) -> CellPart:
+        """Returns the place of a cell. `first_rank`: the attention ranks of the cells before."""
+        return CellPart(
             name=cell_name(index),
             ids=self.ids,
-            step_numbers=self.step_numbers,
+            step_numbers=self._step_numbers,
             outage_limit_s=math.inf,
             patience_s=_PATIENCE_S,
             kv_events=self.kv_events,
-            first_rank=sum(each.attention_ranks for each in self.shapes[:index]),
+            first_rank=first_rank,
+            arena=self._arena,
         )
-        ranks = StartedRanks(model, self.link.setup, part, self.secret)
-        opened.callback(ranks.close)
-        ranks.membership.on_parcel = post.receiver(index, ranks.roster)
-        loads = RankLoads(model.placement)
-        ranks.current.on_switch(loads.use)
-        make_policy = policy_maker(model.config, model.folder, model.spec, self.routes, loads)
-        return _CellStart(
-            index=index,
-            shape=shape,
-            ranks=ranks,
-            watch=watch,
-            make_policy=make_policy,
-            make_starter=make_starter,
-        )
-
-    def engine(self, cells: Sequence[Cell], parcels: Parcels) -> CellsEngine:
-        """Makes the engine over cells that have started."""
-        cluster = self.config.cluster
-        moves = Moves(
-            cells,
-            parcels.carrier,
-            self.config.cells,
-            REAL_CLOCK,
-            timeout_s=cluster.timeout_s,
-            chunk_tokens=self.config.scheduler.max_batched_tokens,
-        )
-        limit_s = cluster.start_timeout_s
-        return CellsEngine(cells, moves, parcels, self.ids, self.news, outage_limit_s=limit_s)
 
 
 def build_cells(
@@ -155,44 +124,87 @@ def build_cells(
     configs = [config_of_cell(config, index, shape) for index, shape in enumerate(shapes)]
     check_kv_events(config)
     for each in configs:
+        check_tiers(each)
         check_on_ranks(each)
-    models = ClusterModel.read_cells(configs)
+    models, routes = ClusterModel.read_cells(configs), RouteListeners()
     check_next_layer(config, models[0].folder, models[0].spec)
     with contextlib.ExitStack() as opened:  # closed again if a cell cannot start
-        link = LinkSetup(config.cells)
-        opened.callback(link.close)
-        kv_events = KVEvents(config)
-        opened.callback(kv_events.close)
-        shared = _Shared(
-            config=config,
-            shapes=shapes,
-            models=models,
-            link=link,
-            secret=read_secret(os.environ) or new_secret(),
-            kv_events=kv_events,
-        )
-        post = ParcelPost(shared.news.set)
-        starts = [
-            shared.cell_start(index, starter_of(index, shapes), post, opened)
-            for index in range(len(shapes))
-        ]
-        engines = _started(starts, shared.routes, progress)
+        shared = _Shared(config, configs[0])
+        opened.callback(shared.close)
+        starts = _cell_starts(models, shapes, shared, routes, starter_of, opened)
+        engines = _started(starts, routes, progress)
         _check_alike(starts)
-        pairs = zip(starts, engines, strict=True)
-        cells = [Cell(start.index, start.shape, own, shared.news.set) for start, own in pairs]
-        engine = shared.engine(cells, Parcels(_carrier(config, starts), post, link))
+        cells = [
+            Cell(start.index, start.shape, engine, shared.news.set)
+            for start, engine in zip(starts, engines, strict=True)
+        ]
+        engine = _engine(config, cells, _carrier(config, starts), shared)
         opened.pop_all()
     return BuiltEngine(
         engine,
         _facts(config, models, starts, time.monotonic() - clock),
         models[0].spec,
-        shared.routes,
+        routes,
         last_step=lambda: _last_step(cells, starts),
         grammars=models[0].checkpoint.grammars(),
         activity=CellsWitness([start.ranks.witness for start in starts]),
         cells=engine,
         nudge=engine.nudge,
-        kv_events=kv_events,
+        kv_events=shared.kv_events,
+    )
+
+
+def _cell_starts(
+    models: Sequence[ClusterModel],
+    shapes: Sequence[CellShape],
+    shared: _Shared,
+    routes: RouteListeners,
+    starter_of: StarterOfCell,
+    opened: contextlib.ExitStack,
+) -> list[_CellStart]:
+    """Makes the parts of all cells. `opened` closes them if a later one is refused."""
+    starts, first_rank = [], 0
+    for index, (model, shape) in enumerate(zip(models, shapes, strict=True)):
+        watch = make_watch(model.config, model)
+        opened.callback(watch.close)
+        part = shared.part(index, first_rank)
+        first_rank += shape.attention_ranks
+        ranks = StartedRanks(model, shared.link.setup, part, shared.secret)
+        opened.callback(ranks.close)
+        ranks.membership.on_parcel = shared.post.receiver(index, ranks.roster)
+        loads = RankLoads(model.placement)
+        ranks.current.on_switch(loads.use)
+        starts.append(
+            _CellStart(
+                index=index,
+                shape=shape,
+                ranks=ranks,
+                watch=watch,
+                make_policy=policy_maker(model.config, model.folder, model.spec, routes, loads),
+                make_starter=starter_of(index, shapes),
+            )
+        )
+    return starts
+
+
+def _engine(
+    config: EngineConfig, cells: Sequence[Cell], carrier: RankCarrier, shared: _Shared
+) -> CellsEngine:
+    moves = Moves(
+        cells,
+        carrier,
+        config.cells,
+        REAL_CLOCK,
+        timeout_s=config.cluster.timeout_s,
+        chunk_tokens=config.scheduler.max_batched_tokens,
+    )
+    return CellsEngine(
+        cells,
+        moves,
+        Parcels(carrier, shared.post, shared.close),
+        shared.ids,
+        shared.news,
+        outage_limit_s=config.cluster.start_timeout_s,
     )
 
 
