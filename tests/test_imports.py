@@ -169,6 +169,7 @@ BACKENDS = frozenset(
         "scipy",
         "opentelemetry",
         "huggingface_hub",
+        "nixl",
     }
 )
 HEAVY = (
