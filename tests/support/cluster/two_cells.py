@@ -35,7 +35,7 @@ class TwoCells:
         self, cells: Sequence[StartedRanks], link: LinkSetup, config: CellsConfig, timeout_s: float
     ) -> None:
         self.cells, self.link = cells, link
-        self.ranks = RosterRanks([cell._roster for cell in cells])
+        self.ranks = RosterRanks([cell.roster for cell in cells])
         loaded = self.ranks.loaded(self.place(0))
         assert loaded is not None and loaded.parcels is not None
         page_bytes = loaded.parcels.page_bytes
@@ -81,8 +81,8 @@ class TwoCells:
 
     def listen(self, seconds: float) -> None:
         for index, cell in enumerate(self.cells):
-            while (event := cell._membership.next_event(seconds / 2)) is not None:
-                state = cell._roster[event.name]
+            while (event := cell.membership.next_event(seconds / 2)) is not None:
+                state = cell.roster[event.name]
                 if isinstance(event.report, ParcelReport):
                     place = RankPlace(index, event.name, state.num_starts)
                     self.carrier.heard(place, event.report)
@@ -99,7 +99,7 @@ def two_cells(
         opened.callback(link.close)
         started, secret = [], new_secret()
         for config, make_starter in zip(configs, starters, strict=True):
-            ranks = StartedRanks(ClusterModel.read(config), link.setup, secret)
+            ranks = StartedRanks(ClusterModel.read(config), link.setup, secret=secret)
             opened.callback(ranks.close)
             ranks.start(make_starter, None)
             started.append(ranks)
