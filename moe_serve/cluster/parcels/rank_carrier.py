@@ -115,10 +115,11 @@ class RankCarrier:
         facts = self._facts(target)
         if facts is None:
             return 0
-        if self._is_common(target, target):
-            return self._common.num_free
-        free = [self._own_slots(target).taken.num_free]
-        return min(free + [slots.sent.num_free for slots in self._own.values()])
+        free = [self._common.num_free] if facts.has_memory else []
+        if facts.port or facts.agent:  # for sources on other hosts, if it has memory as well
+            free.append(self._own_slots(target).taken.num_free)
+            free += [slots.sent.num_free for slots in self._own.values()]
+        return min(free, default=0)
 
     def send(self, parcel: Parcel) -> None:
         """See `PageCarrier`. If a process is gone, the parcel ends at once."""
