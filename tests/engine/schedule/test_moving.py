@@ -19,10 +19,10 @@ from moe_serve.engine.request.service_terms import Service, Targets
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.schedule.reservations import Reservation
 from moe_serve.simulate.virtual_clock import VirtualClock
-from tests.engine.schedule.test_kv_window import expected as windowed_answer
 from tests.support.engine.fake_engine import make_engine, request, run, tokens
 from tests.support.engine.fake_runner import NAN, PAGE_SIZE, FakeRunner, continuation
 from tests.support.engine.oracle import give_drafts
+from tests.support.engine.windows import windowed_answer
 
 PROMPT = [1 + index % 40 for index in range(70)]
 
