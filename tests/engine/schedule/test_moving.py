@@ -123,6 +123,23 @@ def test_a_reserved_seat_is_not_given_to_a_waiting_request() -> None:
     pair.finish()
 
 
+def test_a_request_that_waits_and_came_first_has_the_first_claim_to_a_seat() -> None:
+    pair = Pair(max_num_seqs=2)
+    sequence = pair.running(num_tokens=2, max_tokens=12)
+    early, late = (Sequence(number, request(f"w{number}", PROMPT[:9])) for number in (-1, 99))
+    pair.target.adopt(late)
+    assert (first := pair.target.moving.reserve(sequence, may_wait=True)) is not None
+    pair.target.moving.close(first, keeps_pages=False)
+    pair.target.adopt(early)
+    assert (second := pair.target.moving.reserve(sequence, may_wait=True)) is not None
+    pair.target.step()
+    assert [each.id for each in pair.target.moving.running] == [99], "in order of arrival there"
+    pair.target.moving.close(second, keeps_pages=False)
+    pair.target.adopt(Sequence(-2, request("w-2", PROMPT[:9])))
+    assert pair.target.moving.reserve(sequence, may_wait=True) is None
+    pair.finish()
+
+
 def test_reserved_pages_are_not_free_for_anyone_else() -> None:
     pair = Pair(num_pages=10)
     sequence = pair.running(num_tokens=2, max_tokens=12)
