@@ -84,7 +84,7 @@ class ExpertStage:
             self.memory.foresee(layer, micro_batch, known)
 
     def held(self, layer: int) -> frozenset[int]:
-        """The experts of a layer that are held here; empty for a dense layer."""
+        """Returns the experts of a layer that are held here; empty for a dense layer."""
         banks = self._layers[layer]
         return frozenset() if banks is None else banks.held
 

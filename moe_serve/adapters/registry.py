@@ -20,7 +20,7 @@ from moe_serve.adapters.adapter import Adapter, AdapterVersion
 from moe_serve.adapters.adapter_build import BuildAdapter
 from moe_serve.adapters.adapter_files import open_unchanged
 from moe_serve.adapters.adapter_name import check_adapter_name, folder_below
-from moe_serve.config.sections import AdapterConfig
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from moe_serve.model.stage.adapter_rows import AdapterWeights
 

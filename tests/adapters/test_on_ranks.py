@@ -22,7 +22,8 @@ from moe_serve.cluster.control.rank_name import all_ranks
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
-from moe_serve.config.sections import AdapterConfig, EngineConfig
+from moe_serve.config.adapter_config import AdapterConfig
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError

@@ -15,11 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_adapter
-from moe_serve.config.sections import (
-    AdapterConfig,
-    EngineConfig,
-    SpeculationConfig,
-)
+from moe_serve.config.adapter_config import AdapterConfig
+from moe_serve.config.sections import EngineConfig, SpeculationConfig
 from moe_serve.engine.build_adapters import check_adapters
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.load.loader import ModelLoader

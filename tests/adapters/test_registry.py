@@ -11,7 +11,7 @@ import pytest
 
 from moe_serve.adapters.adapter import Adapter
 from moe_serve.adapters.registry import AdapterRegistry, open_registry
-from moe_serve.config.sections import AdapterConfig
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from tests.support.adapters.small_registry import BYTES, small_registry, write_small
 

@@ -12,13 +12,8 @@ from typing import Any
 
 from moe_serve.cluster.control.adapter_messages import AdapterLoaded
 from moe_serve.cluster.control.channel import Channel
-from moe_serve.cluster.control.messages import (
-    Examined,
-    Heartbeat,
-    Hello,
-    Order,
-    Report,
-)
+from moe_serve.cluster.control.messages import Examined, Heartbeat, Hello, Order, Report
+from moe_serve.cluster.control.parcel_messages import ParcelReport
 from moe_serve.errors import ChannelClosedError
 
 _log = logging.getLogger(__name__)
@@ -59,10 +54,13 @@ class RankLink:
         channel: Channel[Any],
         inbox: Inbox,
         on_sign: Callable[[RankLink], None],
+        on_parcel: Callable[[LinkEvent], None] | None = None,
         on_adapter: Callable[[RankLink, AdapterLoaded], None] = lambda link, report: None,
     ) -> None:
+        """`on_parcel` and `on_adapter` get the rank's reports on these instead of the inbox."""
         self._on_adapter = on_adapter
         self._channel, self._inbox, self._on_sign = channel, inbox, on_sign
+        self._on_parcel = inbox.put if on_parcel is None else on_parcel
         self.name = ""
         self.step = -1  # the last one begun, by its heartbeats
         self.operation, self.operation_s = "", 0.0  # as of its last heartbeat
@@ -128,6 +126,8 @@ class RankLink:
                     self._behind_ns = min(self._behind_ns, behind_ns)
                 elif isinstance(report, AdapterLoaded):
                     self._on_adapter(self, report)
+                elif isinstance(report, ParcelReport):
+                    self._on_parcel(LinkEvent(self.name, self, report))
                 else:
                     self._inbox.put(LinkEvent(self.name, self, report))
         except ChannelClosedError as error:

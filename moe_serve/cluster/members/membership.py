@@ -56,8 +56,11 @@ class Membership:
         configure: Callable[[RankName], Configure],
         weights: str,
         heartbeat_s: float,
+        cell: str = "",
     ) -> None:
+        """`cell`: its name, where there are several."""
         self.roster, self._configure, self._weights = roster, configure, weights
+        self._prefix = f"{cell}/" if cell else ""  # of ranks' names in messages
         self.inbox: Inbox = queue.SimpleQueue()
         self._starter: RankStarter | None = None
         self._preflight: PreflightRound | None = None  # while it runs
@@ -73,6 +76,7 @@ class Membership:
         self.on_event: Callable[[], None] = lambda: None  # wakes an idle engine
         self.is_due: Callable[[], bool] = lambda: False  # wake without an event?
         self.adapters: ClusterAdapters | None = None  # set where ranks load adapters
+        self.on_parcel: Callable[[LinkEvent], None] = self.inbox.put  # on any thread
         self.num_lost = 0
         self.last_loss = ""
 
@@ -80,7 +84,8 @@ class Membership:
         """Takes over an authenticated connection. Called on any thread."""
         with self._lock:
             if not self._is_closing.is_set():
-                self._links.add(RankLink(channel, self.inbox, self._beat, self._note_adapter))
+                link = RankLink(channel, self.inbox, self._beat, self.on_parcel, self._note_adapter)
+                self._links.add(link)
                 return
         channel.close()
 
@@ -172,9 +177,9 @@ class Membership:
         """Ends the process of a rank that is of no more use, and starts it again."""
         state = self.roster[name]
         step = "" if state.link is None or state.link.step < 0 else f" (in step {state.link.step})"
-        _log.warning("%s is lost%s: %s", name, step, why)
+        _log.warning("%s%s is lost%s: %s", self._prefix, name, step, why)
         self.num_lost += 1
-        self.last_loss = f"{name}: {why}"
+        self.last_loss = f"{self._prefix}{name}: {why}"
         has_lasted = state.loaded is not None and time.monotonic() - state.ready_at >= _LASTING_S
         state.num_failures = 1 if has_lasted else state.num_failures + 1
         state.lose()

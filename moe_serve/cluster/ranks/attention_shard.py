@@ -21,11 +21,14 @@ import torch
 from experts.virtual_experts import MissingAdapterError
 from moe_serve.adapters.adapter_build import AdapterPart
 from moe_serve.cache.kv_cache import KVCache, checked_kv_form
+from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.messages import QueryPages, RunStep
+from moe_serve.cluster.control.parcel_messages import MemoryPath, SendPages, TakePages
 from moe_serve.cluster.members.processes import end_with_parent
 from moe_serve.cluster.ranks.mirror import Mirrors, RankPages
 from moe_serve.cluster.ranks.rank_adapters import RankAdapters
+from moe_serve.cluster.ranks.shard_parcels import ShardParcels
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.opened_model import OpenedModel, device_of
 from moe_serve.errors import MoeServeError
@@ -52,6 +55,8 @@ class LoadShard(_Order, frozen=True):
     folder: str
     num_threads: int
     arena: str = ""  # path of the memory tier
+    common: MemoryPath | None = None  # for parcels, see `ShardParcels`
+    own: MemoryPath | None = None
     adapters: Sequence[LoadAdapter] = ()
 
 
@@ -74,6 +79,12 @@ class ShardQuery(_Order, frozen=True):
     query: QueryPages
 
 
+class ShardParcel(_Order, frozen=True):
+    """Makes the shard do its part of a parcel, and tell whether it could."""
+
+    order: SendPages | TakePages
+
+
 class ShardAdapter(_Order, frozen=True):
     """Tells the shard to load an adapter beside its steps, or to drop one."""
 
@@ -84,7 +95,7 @@ class EndShard(_Order, frozen=True):
     """Tells the shard to exit."""
 
 
-ShardOrder = LoadShard | MakePages | ShardStep | ShardQuery | ShardAdapter | EndShard
+ShardOrder = LoadShard | MakePages | ShardStep | ShardQuery | ShardParcel | ShardAdapter | EndShard
 
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ShardOrder)
 
@@ -129,6 +140,9 @@ class AttentionShard:
         adapters = self._adapters(load, model.loader)
         transport = FollowerTransport(self._group)
         pipeline = Pipeline(stage, transport, cache, device, adapters=adapters)
+        num_heads = model.loader.spec.attention.num_kv_heads
+        wire = WirePages(cache, num_heads, shard.index, shard.count)
+        parcels = ShardParcels(wire, load.common, load.own)
         self._tell([True])  # ready
         while not isinstance(order := self._next(), EndShard):
             if isinstance(order, ShardAdapter):
@@ -136,6 +150,8 @@ class AttentionShard:
                 adapters.handle(order.order)
             elif isinstance(order, ShardStep):
                 self._step(order, pipeline, rank_pages)
+            elif isinstance(order, ShardParcel):
+                self._tell([_has_done(parcels, order)])
             else:
                 assert isinstance(order, ShardQuery), f"an unexpected {type(order).__name__}"
                 rank_pages.do(order.query.page_work)
@@ -164,6 +180,13 @@ class AttentionShard:
 
     def _tell(self, flags: list[bool]) -> None:
         tell_flags(self._group, flags)
+
+
+def _has_done(parcels: ShardParcels, parcel: ShardParcel) -> bool:
+    if isinstance(parcel.order, TakePages):
+        return not parcels.load(parcel.order)
+    parcels.save(parcel.order)
+    return True
 
 
 def tell_flags(group: ShardGroup, flags: list[bool]) -> list[bool]:

@@ -18,19 +18,21 @@ from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, spli
 from moe_serve.cluster.control.messages import (
     Configure,
     DropExperts,
-    DropPlacement,
     Join,
     Loaded,
     Report,
     ServeStep,
-    Staged,
-    StagePlacement,
     StageSeconds,
     StepFailed,
     StepServed,
-    SwitchPlacement,
     TakeExperts,
     TookExperts,
+)
+from moe_serve.cluster.control.placement_messages import (
+    DropPlacement,
+    Staged,
+    StagePlacement,
+    SwitchPlacement,
 )
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.choice_packing import unpack_needed

@@ -14,7 +14,7 @@ from moe_serve.adapters.adapter_build import AdapterBuilder, AdapterPart
 from moe_serve.adapters.adapter_files import open_unchanged
 from moe_serve.cluster.control.adapter_messages import AdapterLoaded, DropAdapter, LoadAdapter
 from moe_serve.cluster.ranks.mirror import adapter_key
-from moe_serve.config.sections import AdapterConfig
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import ChannelClosedError, MoeServeError
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.adapter_rows import AdapterWeights

@@ -1,5 +1,5 @@
-"""The expert side of a step: receive rows from every attention rank, multiply them together, send
-sums back.
+"""The expert side of a step: it receives rows from every attention rank, multiplies them together,
+and sends sums back.
 
 n rows of one attention rank, D model width, K choices.
 """
@@ -115,9 +115,8 @@ class ExpertLoop:
         self._back.clear()
 
     def _post(self, shape: StepShape, layer: int, micro_batch: int) -> None:
-        """Post the receives of an exchange before they are needed,
-        so that senders need not wait.
-        """
+        """Posts the receives of an exchange before they are needed, so that senders need not
+        wait."""
         exchange = Exchange(shape.epoch, shape.step, layer, micro_batch)
         for sender in shape.senders(micro_batch, layer):
             name = self._names[sender]

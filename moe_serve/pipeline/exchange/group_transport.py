@@ -132,7 +132,7 @@ class GroupTransport:
 
     @torch.inference_mode()  # because the frames were made in it
     def abandon(self) -> None:
-        """Run through the remaining exchanges with no rows, because the step failed on this rank
+        """Runs through the remaining exchanges with no rows, because the step failed on this rank
         alone.
 
         This lets the expert ranks reach the end of the step too. Raises PeerLostError.

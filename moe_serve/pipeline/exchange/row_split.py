@@ -94,7 +94,7 @@ class RowSplit:
         return [part(rows, rank_TK == rank) for rank in range(self._num_ranks)]
 
     def masked(self, layer: int, rows: RoutedRows) -> list[RankRows]:
-        """Splits as `split` does, but give every rank every row; it never waits for the device."""
+        """Splits as `split` does, but gives every rank every row; it never waits for the device."""
         if self._num_ranks == 1:
             return self.split(layer, rows)
         rank_TK = self._ranks(layer, rows.expert_ids_TK)

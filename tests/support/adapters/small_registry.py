@@ -9,7 +9,7 @@ import torch
 
 from moe_serve.adapters.adapter_files import AdapterFiles
 from moe_serve.adapters.registry import AdapterRegistry
-from moe_serve.config.sections import AdapterConfig
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.model.stage.adapter_rows import AdapterWeights
 from tests.support.adapters.adapter_folders import write_peft
 
