@@ -196,8 +196,8 @@ class Drive:
 
 
 @pytest.fixture
-def drive(base: Path, adapters: AdapterConfig) -> Iterator[Drive]:
-    made = Drive(of(base, adapters, (2, 2)))
+def drive(base: Path, adapters: AdapterConfig, request: pytest.FixtureRequest) -> Iterator[Drive]:
+    made = Drive(of(base, adapters, (2, 2), getattr(request, "param", "auto")))
     yield made
     made.engine.close()
 
@@ -238,6 +238,7 @@ def _wait_for_numbers(drive: Drive, count: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("drive", ["attention", "experts"], indirect=True)  # which rank routes
 def test_files_that_are_gone_when_a_rank_starts_again(
     drive: Drive, base: Path, adapters: AdapterConfig
 ) -> None:
