@@ -104,7 +104,7 @@ class CacheConfig:
     disk_write_bytes_per_day: int | None = None  # None: any number
     disk_ttl_s: float = 86400.0  # how long a page is kept
     memory_tier_bytes: int | None = None  # shared by the ranks of a host; None: no memory tier
-    checkpoint_after_s: float = 2.0  # how often running requests give their pages to a tier
+    checkpoint_after_s: float = 2.0  # how often running requests give their pages
     share_across_keys: bool = False  # API keys share pages, also with a disk tier
     allow_kv_window: bool = False  # requests may forget the middle of their context
 

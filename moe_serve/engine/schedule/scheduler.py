@@ -165,7 +165,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Chooses the step's sequences and gives them the pages that they need."""
-        if self.tier.is_due:
+        if self.sharing.is_due:
             self.sharing.give(self.running)
         self._unproven_pages += self.sharing.drop_hidden(self.running)
         self.tier.update()
@@ -262,7 +262,7 @@ class Scheduler:
         pages for these tokens, and no waiting sequence could start.
         """
         is_open = self.layered.is_busy or self.waiting and self._starter.has_seat
-        if len(schedule) != len(self.running) or is_open or self.tier.is_due:
+        if len(schedule) != len(self.running) or is_open or self.sharing.is_due:
             return None
         if self.service is not None and self.service.is_due(self.running):
             return None
