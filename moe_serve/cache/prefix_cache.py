@@ -59,7 +59,7 @@ class PagePool:
         self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """Drops one reference to each page; return those that became free."""
+        """Drops one reference to each pageand returns those that became free."""
         freed = []
         for page in pages:
             self._references[page] -= 1
@@ -187,7 +187,8 @@ class PrefixCache:
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> list[int]:
-        """Drops one reference to each page of a run, last first; return those that are now free.
+        """Drops one reference to each page of a run, last first, and returns those that are now
+        free.
 
         Pages of the tree stay: without another owner they become idle.
         """

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_serve.cache.tiers.arena import ArenaIndex, SharedArena
+from moe_serve.cache.shared_memory import SharedMemory
+from moe_serve.cache.tiers.arena import ArenaIndex
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.sections import EngineConfig
@@ -16,6 +17,7 @@ from moe_serve.engine.schedule.arena_disk import ArenaDisk
 from moe_serve.engine.schedule.arena_tier import ArenaTier, RankCopies
 from moe_serve.engine.schedule.kv_tier import MakeTier
 
+_NEEDED_BY = "cache.memory_tier_bytes or cache.disk_path is set for attention ranks"
 _STAGING_BYTES = 2**30  # of the memory in front of a disk; only what is used is taken
 
 
@@ -28,7 +30,7 @@ class RankArena:
         self._config, num_bytes = config, config.cache.memory_tier_bytes
         if num_bytes is None and config.cache.disk_path is not None:
             num_bytes = _STAGING_BYTES
-        self._memory = None if num_bytes is None else SharedArena(num_bytes)
+        self._memory = None if num_bytes is None else SharedMemory(num_bytes, _NEEDED_BY)
         self._index: ArenaIndex | None = None
         self._disk: ArenaDisk | None = None
 

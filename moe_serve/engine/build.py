@@ -42,6 +42,7 @@ from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.sampling_backend import SamplingBackend, make_sampler
 from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy_maker import policy_maker
+from moe_serve.engine.watch.cells_control import CellsControl
 from moe_serve.engine.watch.hang_watch import ActivityReport, LocalActivity
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.load_expert_memory import MemoryBudget
@@ -58,6 +59,10 @@ from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.transport import LocalTransport
 
 
+def _no_nudge() -> None:
+    """Does nothing: only a step of several cells can wait while a request could start."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """An engine and the parts that servers and tools need beside it."""
@@ -71,6 +76,8 @@ class BuiltEngine:
     grammars: Grammars | None = None  # for constrained answers
     activity: ActivityReport | None = None  # for hang reports
     adapters: AdapterRegistry | None = None  # None: requests cannot name one
+    cells: CellsControl | None = None  # None: there is one cell
+    nudge: Callable[[], None] = _no_nudge  # ends a step's wait for cells, as a request came
     kv_events: KVEvents | None = None  # None: an engine without any
 
 

@@ -25,6 +25,7 @@ from moe_serve.engine.execute.step_outcome import (
     delta_of,
 )
 from moe_serve.engine.leaving import LeavingSequences
+from moe_serve.engine.moving import MovingSequences
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, sequences_of
 from moe_serve.engine.request.stats import EngineCounts, EngineStats
@@ -48,7 +49,6 @@ _log = logging.getLogger(__name__)
 
 class Engine:
     """Call `add` and `abort` for requests, and `step` while `has_work`.
-
     `begin_step` and `end_step` split a step, so that engines can step together. `begin_ahead` may
     begin the next one if it is certain; a sequence that ends then is computed once more in vain.
     """
@@ -95,6 +95,7 @@ class Engine:
         self._ahead: Schedule = {}  # the step after it, if it has begun too
         self._ending: Schedule = {}  # the step that is being published
         self._leaving = LeavingSequences(self._scheduler, self.drafts, executor)
+        self.moving = MovingSequences(self._sequences, self._scheduler, self.drafts, executor)
         self._num_steps = self._num_corrupted = 0
         self._num_prompt_tokens = self._num_generated_tokens = 0
 
@@ -118,7 +119,6 @@ class Engine:
 
     @property
     def admission(self) -> Admission | None:
-        """See `DrivenEngine.admission`."""
         return None if self.service is None else self.service.state.admission
 
     def abort(self, request_id: str) -> None:
@@ -145,8 +145,12 @@ class Engine:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens that all sequences still have to compute."""
         return self._scheduler.num_pending_tokens
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of prompt tokens read, and of tokens generated, since the start."""
+        return self._num_prompt_tokens, self._num_generated_tokens
 
     def surrender(self) -> list[Sequence]:
         """Gives up all sequences in order of arrival. Their pages and computed state are lost."""
@@ -155,19 +159,14 @@ class Engine:
         self._leaving.forget(sequences)
         for sequence in sequences:
             sequence.leave_engine()
-        self._sequences, self._schedule, self._ahead = {}, {}, {}
+        self._sequences.clear()
+        self._schedule, self._ahead = {}, {}
         return sequences
 
     def adopt(self, sequence: Sequence) -> None:
         """Queues a sequence: a new one, or one that another engine surrendered."""
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence)
-
-    def release(self, sequence: Sequence) -> Sequence:
-        """Gives up a sequence that never ran, for another engine to adopt."""
-        del self._sequences[sequence.request.request_id]
-        self._scheduler.release(sequence)
-        return sequence
 
     def step(self) -> list[TokenDelta]:
         """Schedules, runs and publishes a step."""
@@ -195,7 +194,8 @@ class Engine:
         """Begins the step after the running one; False if its contents are not certain yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
         is_last = any(self.stop_rule.is_last(s, s.num_output_tokens + 1) for s in sequences)
-        if self._leaving or is_last or not self.drafts.allow_ahead(self._schedule):
+        is_end = is_last or bool(self._leaving) or self.moving.is_leaving(self._schedule)
+        if is_end or not self.drafts.allow_ahead(self._schedule):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
         self._executor.clear_pages(self._scheduler.take_unproven_pages())

@@ -14,7 +14,7 @@ from moe_serve.engine.schedule.step_drafts import StepDrafts
 
 
 class LeavingSequences:
-    """The sequences that have ended while a step computes them, and how all others end.
+    """Ends sequences, and keeps those that ended while a step still computes them.
 
     Callers have forgotten the requests before: their ids may be used again.
     """
@@ -56,8 +56,8 @@ class LeavingSequences:
         return failure.delta_of(sequence)
 
     def release(self, ended: Iterable[Sequence], outcome: StepOutcome | Exception) -> None:
-        """Removes sequences whose last step has ended. Without a valid token their last pages are
-        not proven."""
+        """Removes sequences whose last step has ended. If their last token was not valid, their
+        last pages may hold NaNs."""
         ended = list(ended)
         for sequence in ended:
             if not (isinstance(outcome, StepOutcome) and outcome.is_sound(sequence.id)):

@@ -32,7 +32,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run(*arguments: str) -> int:
-    """The exit code of `moe-serve ARGUMENTS`."""
+    """Returns the exit code of `moe-serve ARGUMENTS`."""
     with pytest.raises(SystemExit) as exit_info:
         main(list(arguments))
     code = exit_info.value.code
@@ -47,12 +47,13 @@ def flags_of(command: str) -> list[str]:
 
 
 def test_the_flags_are_frozen() -> None:
-    """A run is a configuration, not a row of flags: a new one needs a reason and this list."""
+    """A run is a configuration, not a row of flags. A new flag needs a reason and an entry here."""
     assert flags_of("serve") == [
         "--api-key",
         "--attention-ranks",
         "--attention-tp",
         "--batch-policy",
+        "--cells",
         "--config",
         "--device",
         "--dtype",
@@ -167,18 +168,23 @@ def test_the_flags_are_frozen() -> None:
         "--trace-start",
     ]
     assert flags_of("simulate") == [
+        "--autoscale",
         "--batch-policy",
         "--burstiness",
         "--calibration",
+        "--cell-start",
+        "--cells",
         "--concurrency",
         "--device",
         "--devices",
         "--duration",
+        "--hand-over",
         "--json",
         "--late",
         "--layout",
         "--load",
         "--max-batched-tokens",
+        "--max-cells",
         "--max-model-len",
         "--max-num-seqs",
         "--max-output",
@@ -187,13 +193,16 @@ def test_the_flags_are_frozen() -> None:
         "--max-wait",
         "--memory-bytes",
         "--micro-batches",
+        "--min-cells",
         "--model",
         "--num-pages",
         "--num-prefixes",
         "--order",
         "--output-tokens",
+        "--page-link",
         "--page-size",
         "--patience",
+        "--period",
         "--precision",
         "--preempt",
         "--prefix-cache",
@@ -203,6 +212,7 @@ def test_the_flags_are_frozen() -> None:
         "--requests",
         "--routing",
         "--save-requests",
+        "--scale-every",
         "--scale-output",
         "--scale-prompt",
         "--scale-time",
@@ -211,11 +221,14 @@ def test_the_flags_are_frozen() -> None:
         "--slo",
         "--step-budget",
         "--strict",
+        "--swing",
+        "--target-load",
         "--tensor-shards",
         "--tiers",
         "--timeline",
         "--trace",
         "--trace-start",
+        "--train-days",
     ]
 
 
@@ -319,7 +332,8 @@ def test_a_wrong_flag_is_a_usage_error(capsys: Capture, arguments: list[str]) ->
 
 
 def test_what_is_said_of_other_servers_flags_is_there() -> None:
-    """Flags, keys, variables and commands that the advice names; and none of ours is refused."""
+    """The flags, keys, variables and commands that the advice names exist, and none of ours is
+    refused."""
     own = {*flags_of("serve"), *flags_of("launch")}
     keys = {key.path: variable_name(key) for key in config_keys()}
     commands = typer.main.get_group(app).commands
@@ -413,7 +427,8 @@ def test_ready_message_does_not_wrap_the_line_to_paste() -> None:
     [("serve", "moe-serve serve --port 9"), ("test", "scripts/test --port 9")],
 )
 def test_make_installs_torch_first(tmp_path: Path, target: str, last: str) -> None:
-    """From a bare clone: a virtual environment, torch alone, the project, then the command."""
+    """A bare clone gets a virtual environment, then torch alone, then the project, then the
+    command."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     done = subprocess.run(

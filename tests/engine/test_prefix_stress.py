@@ -1,8 +1,8 @@
-"""Random arrivals, turns, choices, aborts, failing steps and NaNs on tiny pools, on the fake model.
+"""Random arrivals, turns, choices, aborts, failing steps and NaNs on small pools, on the fake
+model.
 
-After every step: the books agree, a cached page holds the tokens that its key names, and no free
-page holds a NaN that nobody knows of. At the end: every answer is the cold one, and nothing is
-held.
+After every step, page counts agree, a cached page holds the tokens of its key, and no free page
+holds an unknown NaN. At the end, every answer is the cold one, and no page is held.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FaultyRunner(FakeRunner):
 
 
 class Crowd:
-    """Adds and aborts requests at random, and remembers what they got."""
+    """Adds and aborts requests at random and keeps their answers."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -159,7 +159,7 @@ def test_whatever_happens_answers_are_cold_and_faults_stay(seed: int) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(18, 26))
 def test_the_same_with_several_tokens_per_step(seed: int) -> None:
-    """No step fails as a whole: it could leave NaNs behind the scheduled rows of a page."""
+    """No step fails as a whole, because it could leave NaNs behind the scheduled rows of a page."""
     crowd = Crowd(seed)
     crowd.runner.failure_rate = 0.0
     give_runs(crowd.engine, most=4, seed=seed)

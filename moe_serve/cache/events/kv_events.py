@@ -8,6 +8,7 @@ from moe_serve.cache.events.change_record import IGNORE_PAGES, PageListener
 from moe_serve.cache.events.endpoints import check_endpoints, event_endpoint, replay_endpoint
 from moe_serve.cache.events.event_encoder import EventEncoder
 from moe_serve.cache.events.publisher import EventPublisher, EventStats, PublisherLimits
+from moe_serve.config.cell_config import cell_shapes
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError
 
@@ -51,7 +52,7 @@ class KVEvents:
 
     def listener(self, rank: int) -> PageListener:
         """Returns what the prefix cache of an attention rank tells its changes; one process has
-        rank 0."""
+        rank 0, and the ranks of several cells are counted through."""
         return self._publishers[rank].record if self._publishers else IGNORE_PAGES
 
     def stats(self) -> EventStats | None:
@@ -67,7 +68,9 @@ class KVEvents:
 
 
 def _num_ranks(config: EngineConfig) -> int:
-    return max(1, config.cluster.attention_ranks)
+    """Returns the attention ranks of all cells; one process counts as one."""
+    shapes = cell_shapes(config)
+    return max(1, config.cluster.attention_ranks, sum(s.attention_ranks for s in shapes))
 
 
 def check_kv_events(config: EngineConfig) -> None:

@@ -168,6 +168,15 @@ class RankCounts:
         "experts. Default: 0.",
         rich_help_panel=RANKS,
     )
+    cells: str | None = option(
+        None,
+        key="cells.layout",
+        help="Several groups of ranks that step independently, instead of --attention-ranks and "
+        "--expert-ranks, such as '1x(1A1E prefill) 1x(1A2E tp2 decode)': a count, attention ranks, "
+        "expert ranks, processes of each attention rank, and prefill, decode or both. Default: one "
+        "cell.",
+        rich_help_panel=RANKS,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

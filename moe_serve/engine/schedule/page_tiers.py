@@ -125,7 +125,7 @@ class PageTiers(KVTier):
         )
 
     def _enter(self, load: StoreLoad, done: LoadDone) -> int:
-        """Puts loaded pages into the cache, as far as it has room. Returns how many."""
+        """Puts loaded pages into the cache while it has room. Returns their number."""
         cache, size, sequence = self._cache, self._cache.page_size, load.sequence
         found = cache.find(sequence.page_keys[1 : load.num_found + 1])
         if len(found) < load.num_found or not sequence.page_keys:

@@ -127,7 +127,7 @@ def health_router(server: ServerContext) -> APIRouter:
 
 
 def _last_error(stats: EngineStats) -> dict[str, Any] | None:
-    """When the last error happened. Its cause is only in the log, because this route needs no
+    """Returns the time of the last error. Its cause is only in the log, because this route needs no
     key."""
     if stats.last_error_age_s is None:
         return None
@@ -220,7 +220,8 @@ def startup_router(startup: Startup) -> APIRouter:
 
 
 def startup_json(startup: Startup) -> dict[str, Any]:
-    """The start as JSON. `phase` is the current one; `memory` is null until it is planned."""
+    """Returns the start as JSON. `phase` is the current one; `memory` is null until it is
+    planned."""
     phases = startup.phases
     return {
         "phase": phases[-1].name,
@@ -279,7 +280,7 @@ class LoadReportMiddleware:
 
 
 def load_report(stats: EngineStats, wanted: str) -> str:
-    """The value of the header in one of `FORMATS`."""
+    """Returns the value of the header in one of `FORMATS`."""
     metrics = {
         "kv_cache_usage_perc": stats.load.used_share,
         "num_requests_waiting": float(stats.load.num_waiting),

@@ -44,7 +44,7 @@ NO_FACTS = DashboardFacts()
 
 
 def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
-    """The facts of an engine. Its routing is counted from this call on."""
+    """Returns the facts of an engine. Its routing is counted from this call on."""
     return DashboardFacts(
         layout=layout_line(built.layout),
         max_running=config.scheduler.max_num_seqs * max(1, built.layout.attention_ranks),
@@ -64,9 +64,11 @@ def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
 
 
 def layout_line(layout: EngineFacts) -> str:
-    """A short description: `one process`, or `2 attention ranks, 1 expert rank`."""
+    """Returns a short description: `one process`, or `2 attention ranks, 1 expert rank`."""
     if not layout.attention_ranks:
         return "one process"
+    if layout.cells:
+        return " ".join(layout.cells)
     pools = ((layout.attention_ranks, "attention"), (layout.expert_ranks, "expert"))
     line = ", ".join(f"{n} {pool} rank{'' if n == 1 else 's'}" for n, pool in pools)
     tp = layout.attention_tp

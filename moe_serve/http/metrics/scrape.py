@@ -132,7 +132,7 @@ class Scrape:
 
 
 def oldest_waiting_s(stats: EngineStats) -> float:
-    """Seconds that the oldest sequence has waited; 0 if none waits."""
+    """Returns the seconds that the oldest sequence has waited; 0 if none waits."""
     arrival = stats.load.oldest_arrival
     return 0.0 if arrival is None else max(0.0, time.monotonic() - arrival)
 
@@ -210,7 +210,7 @@ def _adapters(source: AdapterSource | None) -> AdapterScrape | None:
 
 
 def _drafts(stats: EngineStats, drafters: tuple[str, ...]) -> DraftCounts | None:
-    """The counts of drafts. A source that has not drafted yet counts 0."""
+    """Returns the counts of drafts. A source that has not drafted yet counts 0."""
     if not drafters:
         return None
     return DraftCounts(by_source={name: SourceCounts() for name in drafters}) + stats.counts.drafts
@@ -287,5 +287,5 @@ OUTAGE_S = 1.0  # of missing ranks; shorter outages are not reported to clients
 
 
 def is_ready(stats: EngineStats, *, is_draining: bool) -> bool:
-    """True if the server is ready, as /health/ready reports."""
+    """Returns True if the server is ready, as /health/ready reports."""
     return stats.is_alive and not is_draining and stats.outage_s <= OUTAGE_S

@@ -112,7 +112,8 @@ def check_extra_message_fields(
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """The header with the ignored names. A name that is not valid in a header becomes "?"."""
+    """Returns the header with the ignored names. A name that is not valid in a header becomes
+    "?"."""
     shown = sorted({name if _HEADER_NAME.fullmatch(name) else "?" for name in names})
     if not shown:
         return {}

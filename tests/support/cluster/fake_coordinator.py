@@ -109,7 +109,15 @@ class FakeCoordinator:
         self.has_events = False
         return bool(there)
 
-    def launch(self, works: Mapping[str, RankWork]) -> StepInFlight:
+    def look(self) -> bool:
+        """Returns False if a rank came or went since the last `settle`."""
+        there = {n: start for n, start in self.starts.items() if n not in self.away}
+        if not there or there != self.epoch.starts:
+            return False
+        self.has_events = False
+        return True
+
+    def launch(self, works: Mapping[str, RankWork], *, can_wait: bool = True) -> StepInFlight:
         step = next(self._numbers)
         flight = StepInFlight(step, self.epoch.number, dict(works), 0.0, set())
         for name, work in works.items():
@@ -169,6 +177,7 @@ def fake_cluster(
     scheduler: SchedulerConfig = PLAIN,
     clock: Clock = REAL_CLOCK,
     listeners: Mapping[str, PageListener] | None = None,
+    ids: itertools.count[int] | None = None,
 ) -> ClusterEngine:
     """Returns an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise.
     `listeners` hear of the pages of the ranks with these names."""
@@ -190,5 +199,11 @@ def fake_cluster(
 
     watch = PoolWatch(None, 2, None)
     return ClusterEngine(
-        coordinator, make_engine, watch, lambda: None, is_ahead=is_ahead, service=service
+        coordinator,
+        make_engine,
+        watch,
+        lambda: None,
+        is_ahead=is_ahead,
+        service=service,
+        ids=ids,
     )

@@ -14,6 +14,7 @@ from moe_serve.cache.events.publisher import EventStats
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.config.sections import MetricsAlias
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
+from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.service_stats import (
@@ -23,6 +24,7 @@ from moe_serve.engine.request.service_stats import (
     TierCounts,
 )
 from moe_serve.engine.request.stats import (
+    CellStatus,
     EngineCounts,
     EngineLoad,
     EngineStats,
@@ -96,6 +98,19 @@ def full_stats() -> EngineStats:
             exposed_communication_ratio=0.1,
             micro_batches=2,
             steps=(MicroBatchCount(micro_batches=2, reason="fixed", num_steps=1),),
+        ),
+        moves=MovesStats(ended={("hand_over", "done"): 1}),
+        cells=(
+            CellStatus(
+                name="cell-0",
+                role="prefill",
+                ranks="1A1E",
+                load=EngineLoad(num_pages=4, num_free_pages=2),
+                num_steps=1,
+                num_lost_ranks=0,
+                outage_s=0.0,
+                is_draining=False,
+            ),
         ),
         members=(
             RankStatus(
