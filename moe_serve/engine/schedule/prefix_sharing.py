@@ -45,6 +45,12 @@ class PrefixSharing:
         self._copies: list[tuple[int, int]] = []
         self.num_queried_tokens = self.num_hit_tokens = 0
 
+    @property
+    def is_due(self) -> bool:
+        """Returns whether running sequences should give their full pages now, to a tier or so that
+        others are told of them."""
+        return self.tier.is_due or self._cache.listener.is_due
+
     def register(self, sequence: Sequence) -> None:
         """Gives a new sequence the root key from which its page keys start. Keys that were found
         before are kept."""
