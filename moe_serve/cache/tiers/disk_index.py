@@ -70,11 +70,13 @@ class DiskIndex:
     def add_segment(self, segment: Segment, entries: Iterable[Entry], now: float) -> None:
         """Adds a file with the slots that it has already. A page that is known stays where it is;
         an expired one is left out."""
+        base = segment.number << _SLOT_BITS
         with self._lock:
             self._segments[segment.number] = segment
-        for entry in entries:
-            if entry.expires_at > now:
-                self.add(entry.key, segment, entry.slot)
+            for entry in entries:
+                if entry.expires_at > now and entry.key not in self._places:
+                    self._places[entry.key] = base | entry.slot
+                    segment.keys[entry.slot] = entry.key
 
     def add(self, key: bytes, segment: Segment, slot: int) -> None:
         with self._lock:
