@@ -176,13 +176,15 @@ def _judged(
           f"bounds kept: {is_within}")  # fmt: skip
     print(f"memory: first {rows[0]}; full {full}; written again {steady}; last {rows[-1]}")
     per_page = (full.own_bytes - rows[0].own_bytes) / max(1, full.num_pages - rows[0].num_pages)
-    print(f"  until the folder is full: {per_page:.0f} bytes a page; after pages were written again: "
-          f"{(last - steady.own_bytes) / 2**20:.2f} MiB")  # fmt: skip
+    growth = last - steady.own_bytes
+    print(f"  until the folder is full: {per_page:.0f} bytes a page; after pages were written "
+          f"again: {growth / 2**20:.2f} MiB")  # fmt: skip
     print(f"loads {stats.loads}, saves {stats.saves}, {stats.num_evicted} evicted")
     return {
         "most_bytes": samples.most_bytes, "bound": bound, "samples": samples.num_samples,
         "written": stats.written_bytes, "budget": budget, "days": num_days,
-        "bytes_per_page": per_page, "growth_after": last - steady.own_bytes, "loads": stats.loads, "saves": stats.saves,
+        "bytes_per_page": per_page, "growth_after": growth,
+        "loads": stats.loads, "saves": stats.saves,
         "evicted": stats.num_evicted, "is_within": is_within,
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
