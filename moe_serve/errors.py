@@ -17,6 +17,7 @@
         + ChannelClosedError         a control connection has ended; the message says why
       x TracingError                 a recording of the routing cannot start or stop; says why
       x RebalanceError               experts cannot be moved now; says why
+      x CellsError                   a cell cannot be drained or is unknown; says why
       x TimelineError                a timeline's file or records are invalid
       x BenchError                   a load, its file, or a report cannot be used
         + BenchServerError           the server under load cannot be reached, or refuses it
@@ -165,6 +166,10 @@ class RebalanceError(MoeServeError):
     """Experts cannot be moved at the moment, or the server gave no answer about it."""
 
 
+class CellsError(MoeServeError):
+    """A cell is unknown, or cannot be drained at the moment."""
+
+
 class TimelineError(MoeServeError):
     """Records or a file of a timeline cannot be read, or lack the requested data."""
 
@@ -194,6 +199,7 @@ __all__ = [
     "BenchError",
     "BenchServerError",
     "BenchStreamError",
+    "CellsError",
     "ChannelClosedError",
     "CheckpointError",
     "ClusterError",

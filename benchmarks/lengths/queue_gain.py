@@ -19,7 +19,8 @@ from deadlines.setting import BUDGET, PRIORITIES, SEATS, SHARES, WEIGHTS, model
 from lengths.stream import Streamed
 from moe_serve.bench.capacity import at_load, find_capacity
 from moe_serve.bench.figures.tier_figures import ServiceFigures
-from moe_serve.bench.simulated_run import SimulatedRun, jobs_of, record_of
+from moe_serve.bench.simulated_requests import jobs_of, record_of
+from moe_serve.bench.simulated_run import SimulatedRun
 from moe_serve.bench.workload.tier_mix import TierMix
 from moe_serve.bench.workload.trace_rows import Trace, TraceRow
 from moe_serve.bench.workload.workload import Workload

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.environment import write_report
-from moe_serve.cluster.started_ranks import build_any_engine
+from moe_serve.cluster.started_cells import build_any_engine
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,

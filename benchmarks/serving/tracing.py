@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from harness.environment import write_report
-from moe_serve.cluster.started_ranks import build_any_engine
+from moe_serve.cluster.started_cells import build_any_engine
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,

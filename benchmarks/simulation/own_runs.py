@@ -19,7 +19,7 @@ from pathlib import Path
 
 from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.figures.summary import Spread, Summary, summarize
-from moe_serve.bench.simulated_run import jobs_of, record_of
+from moe_serve.bench.simulated_requests import jobs_of, record_of
 from moe_serve.bench.workload.prompt_maker import Slot
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, Workload
 from moe_serve.clock import Clock

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from moe_serve.bench.figures.request_record import RequestRecord
-from moe_serve.bench.simulated_run import jobs_of, record_of
+from moe_serve.bench.simulated_requests import jobs_of, record_of
 from moe_serve.bench.workload.prompt_maker import Slot
 from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig

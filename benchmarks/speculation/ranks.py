@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from moe_serve.cluster.started_ranks import build_any_engine
+from moe_serve.cluster.started_cells import build_any_engine
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,

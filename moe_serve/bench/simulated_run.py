@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from moe_serve import __version__
 from moe_serve.bench.client.load_client import ClientHealth
 from moe_serve.bench.client.server_metrics import ServerSide
-from moe_serve.bench.figures.request_record import REFUSED, RequestRecord, RunTimeline
+from moe_serve.bench.figures.cells_figures import CellsFigures
+from moe_serve.bench.figures.request_record import RequestRecord, RunTimeline
 from moe_serve.bench.figures.summary import Samples, Slo, quantiles_ms, summarize
 from moe_serve.bench.figures.tier_figures import ServiceFigures
 from moe_serve.bench.report.report import Report
-from moe_serve.bench.workload.prompt_maker import PromptMaker, Slot
-from moe_serve.bench.workload.tier_mix import TierMix
+from moe_serve.bench.simulated_cells import Scaling, serve_cells
+from moe_serve.bench.simulated_requests import jobs_of, record_of
+from moe_serve.bench.workload.prompt_maker import Slot
 from moe_serve.bench.workload.workload import Workload
-from moe_serve.config.tiers import TierConfig
-from moe_serve.engine.request.service_terms import NO_SERVICE, Service, Targets
 from moe_serve.engine.request.stats import EngineCounts, EngineStats
 from moe_serve.errors import BenchError
-from moe_serve.simulate.cell import Cell
+from moe_serve.simulate.coordinated.coordinated_run import CellsSetup
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 from moe_serve.simulate.simulation import CellSettings, CostedModel, make_cells
 from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest
@@ -32,7 +30,6 @@ NOT_MODELLED = (
     "a simulation: HTTP, the tokenizer, drafted tokens, lost ranks and slow moments of a machine "
     "are not modelled, and the queue has no limit."
 )
-_VOCABULARY = 2**31 - 1  # so that prompts share nothing by chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +42,27 @@ class SimulatedRun:
     slo: Slo | None = None
     timeline: SimulatedTimeline | None = None
     is_strict: bool = False  # requests are refused if their targets cannot be met
+    cells: CellsSetup | None = None  # cells under one coordinator, in place of the layout
+    scaling: Scaling | None = None  # of these cells
+
+    @property
+    def layout_name(self) -> str:
+        return self.settings.layout.name if self.cells is None else self.cells.name
+
+    @property
+    def num_devices(self) -> int:
+        return self.settings.layout.num_devices if self.cells is None else self.cells.num_devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Served:
+    """What a run has led to. `cells`: None without a coordinator of cells."""
+
+    times: list[RequestTimes]
+    peak_in_flight: int
+    stats: list[EngineStats]
+    num_repeated: int = 0
+    cells: CellsFigures | None = None
 
 
 def run_simulation(run: SimulatedRun) -> Report:
@@ -52,15 +70,39 @@ def run_simulation(run: SimulatedRun) -> Report:
     slots = list(run.workload.slots())
     longest = run.settings.max_model_len or run.model.size.max_context
     _check(slots, longest)
+    jobs = jobs_of(slots, run.workload.seed, run.workload.tiers, is_strict=run.is_strict)
+    served = _served(run, jobs) if run.cells is None else _served_cells(run, run.cells, jobs)
+    if run.timeline is not None:
+        run.timeline.append_requests(served.times)
+    return _report(run, [record_of(each) for each in served.times], served)
+
+
+def _served(run: SimulatedRun, jobs: Iterator[SimulatedRequest]) -> _Served:
     cells = make_cells(run.model, run.settings)
     world = World(cells, timeline=run.timeline)
-    jobs = jobs_of(slots, run.workload.seed, run.workload.tiers, is_strict=run.is_strict)
     times = world.run(jobs, run.workload.concurrency)
-    if run.timeline is not None:
-        run.timeline.append_requests(times)
     for cell in cells:
         cell.engine.check_integrity()
-    return _report(run, [record_of(each) for each in times], world, cells)
+    return _Served(
+        times=times,
+        peak_in_flight=world.peak_in_flight,
+        stats=[cell.engine.stats() for cell in cells],
+        num_repeated=world.num_repeated,
+    )
+
+
+def _served_cells(
+    run: SimulatedRun, setup: CellsSetup, jobs: Iterator[SimulatedRequest]
+) -> _Served:
+    done = serve_cells(
+        setup, jobs, run.workload.concurrency, scaling=run.scaling, timeline=run.timeline
+    )
+    return _Served(
+        times=done.times,
+        peak_in_flight=done.peak_in_flight,
+        stats=done.stats,
+        cells=done.figures,
+    )
 
 
 def _check(slots: Sequence[Slot], longest: int) -> None:
@@ -80,83 +122,13 @@ def _check(slots: Sequence[Slot], longest: int) -> None:
             )
 
 
-def jobs_of(
-    slots: Sequence[Slot], seed: int, tiers: TierMix | None = None, *, is_strict: bool = False
-) -> Iterator[SimulatedRequest]:
-    """Yields the requests of a workload for the simulator. `is_strict`: all requests of tiers with
-    a target are."""
-    maker = PromptMaker(kind="tokens", seed=seed, vocab_size=_VOCABULARY)
-    for slot in slots:
-        yield SimulatedRequest(
-            index=slot.index,
-            at_s=slot.at_s,
-            num_output=slot.output_tokens,
-            make_prompt=partial(_token_ids, maker, slot),
-            service=_service(slot, tiers, is_strict),
-            priority=0 if tiers is None else tiers.priority_of(slot.tier),
-            session=slot.session,
-        )
-
-
-def _service(slot: Slot, tiers: TierMix | None, is_strict: bool) -> Service:
-    if tiers is None:
-        return Service(tenant=slot.tenant) if slot.tenant else NO_SERVICE
-    return service_of(tiers.named(slot.tier), slot.tenant, is_strict=is_strict)
-
-
-def service_of(tier: TierConfig, tenant: str, *, is_strict: bool) -> Service:
-    """Returns what a tier entitles a request of a tenant to."""
-    return Service(
-        tier=tier.name,
-        weight=tier.weight,
-        targets=Targets(
-            ttft_s=tier.ttft_s, tpot_s=tier.tpot_s, e2e_s=tier.e2e_s, is_strict=is_strict
-        ),
-        is_sheddable=tier.is_sheddable,
-        tenant=tenant,
-    )
-
-
-def _token_ids(maker: PromptMaker, slot: Slot) -> list[int]:
-    ids = maker.prompt(slot)
-    assert isinstance(ids, list), "random token ids"
-    return [int(each) for each in ids if isinstance(each, int)]
-
-
-def record_of(times: RequestTimes) -> RequestRecord:
-    """Returns a simulated request as `bench` records one."""
-    at = times.token_times
-    gaps = array("d", [later - earlier for earlier, later in zip(at, at[1:], strict=False)])
-    return RequestRecord(
-        index=times.index,
-        scheduled_s=times.due_s,
-        started_s=times.due_s,
-        end_s=times.end_s,
-        first_s=at[0] if at else None,
-        last_s=at[-1] if at else None,
-        gaps_s=gaps,
-        wanted_tokens=times.num_output,
-        prompt_tokens=times.num_prompt,
-        output_tokens=len(at),
-        cached_tokens=times.num_cached,
-        error=None if times.error is None else REFUSED if times.is_refused else "engine",
-        detail=times.error or "",
-        tier=times.service.tier,
-        tenant=times.service.tenant,
-        session=times.session,
-        predicted_ttft_s=times.predicted_ttft_s,
-    )
-
-
-def _report(
-    run: SimulatedRun, records: list[RequestRecord], world: World, cells: Sequence[Cell]
-) -> Report:
+def _report(run: SimulatedRun, records: list[RequestRecord], served: _Served) -> Report:
     records.sort(key=lambda record: record.index)
-    summary = summarize(records, slo=run.slo, peak_in_flight=world.peak_in_flight)
-    samples, layout = Samples.of(records), run.settings.layout
+    summary = summarize(records, slo=run.slo, peak_in_flight=served.peak_in_flight)
+    samples = Samples.of(records)
     tiers, seconds = run.workload.tiers, summary.duration_s
     return Report(
-        url=f"simulation of {layout.num_devices} x {run.model.device_name}, {layout.name}",
+        url=f"simulation of {run.num_devices} x {run.model.device_name}, {run.layout_name}",
         model=run.model.size.name,
         created="simulated",
         moe_serve_version=__version__,
@@ -171,12 +143,13 @@ def _report(
             "itl": quantiles_ms(samples.itl_G),
             "e2e": quantiles_ms(samples.e2e_R),
         },
-        server=_server([cell.engine.stats() for cell in cells], world.num_repeated),
+        server=_server(served.stats, served.num_repeated),
         notes=[NOT_MODELLED],
         records=tuple(records),
         service=None
         if tiers is None
         else ServiceFigures.of(records, tiers.tiers, seconds, is_strict=run.is_strict),
+        cells=served.cells,
     )
 
 
@@ -214,7 +187,7 @@ def _workload_json(run: SimulatedRun) -> dict[str, object]:
         "ignore_eos": True,
         "body": {},
         "timeout_s": None,
-        "layout": settings.layout.name,
-        "devices": settings.layout.num_devices,
+        "layout": run.layout_name,
+        "devices": run.num_devices,
         "tensor_shards": settings.layout.num_shards,
     }

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from moe_serve.cli.options import option_values, with_options
-from moe_serve.cli.simulate_options import DeadlineOptions, SimulatedCluster, SimulateOptions
+from moe_serve.cli.simulate_options import DeadlineOptions, SimulateOptions
 from moe_serve.config.keys import parse_size
 from moe_serve.errors import BenchError, ConfigError
 
 if TYPE_CHECKING:
     from moe_serve.bench.workload.workload import Workload
     from moe_serve.simulate.layout import Layout
-    from moe_serve.simulate.simulation import CellSettings, CostedModel
+    from moe_serve.simulate.simulation import CellSettings
 
 
 @with_options(SimulateOptions)
@@ -30,6 +30,7 @@ def simulate(options: SimulateOptions) -> None:
     from moe_serve.bench.report.report_table import print_report
     from moe_serve.bench.simulated_run import SimulatedRun, run_simulation
     from moe_serve.cli.console import wide_console
+    from moe_serve.cli.simulate_cells import check_cells, costs_of, first_layout, with_cells
     from moe_serve.simulate.layout import Layout
     from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 
@@ -40,8 +41,13 @@ def simulate(options: SimulateOptions) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"cannot write {path}: its folder does not exist.")
     cluster = options.cluster
-    layout = Layout.parse(cluster.layout, cluster.devices, cluster.tensor_shards)
-    model, workload = _costed(cluster, layout), _workload(options)
+    check_cells(options)
+    costs, workload = costs_of(cluster), _workload(options)
+    if options.cells.cells is None:
+        layout = Layout.parse(cluster.layout, cluster.devices, cluster.tensor_shards)
+    else:
+        layout = first_layout(options.cells)
+    model = costs.of_layout(layout)
     run = SimulatedRun(
         model=model,
         settings=_settings(options, layout, workload, model.size.max_context),
@@ -50,6 +56,8 @@ def simulate(options: SimulateOptions) -> None:
         timeline=None if options.timeline is None else SimulatedTimeline(),
         is_strict=options.deadlines.strict,
     )
+    if options.cells.cells is not None:
+        run = with_cells(run, options.cells, costs)
     if options.of_capacity is not None:
         capacity = find_capacity(run)
         run = at_load(run, options.of_capacity, capacity)
@@ -62,27 +70,6 @@ def simulate(options: SimulateOptions) -> None:
     if out.json is not None:
         report.write(out.json, has_records=out.save_requests)
         typer.echo(f"report: {out.json}")
-
-
-def _costed(cluster: SimulatedCluster, layout: Layout) -> CostedModel:
-    from moe_serve.planning.calibration_file import read_calibration
-    from moe_serve.simulate.catalogue import find_device, find_model
-    from moe_serve.simulate.costs.device import read_device
-    from moe_serve.simulate.costs.model_shape import read_model_shape
-    from moe_serve.simulate.simulation import calibrated, on_device
-
-    if cluster.calibration is not None:
-        if (cluster.model, cluster.device, cluster.routing) != (None, None, None):
-            raise ConfigError(
-                "--calibration has the model, its experts and this machine: leave out --model, "
-                "--device and --routing."
-            )
-        return calibrated(read_calibration(cluster.calibration), layout)
-    if cluster.model is None or cluster.device is None:
-        raise ConfigError("give --model and --device, or --calibration.")
-    shape = read_model_shape(find_model(cluster.model), cluster.precision.value)
-    device = read_device(find_device(cluster.device))
-    return on_device(shape, device, layout, cluster.routing)
 
 
 def _settings(

@@ -16,7 +16,7 @@ from moe_serve.cli.bench.load_options import (
 from moe_serve.cli.options import option
 
 CLUSTER, LIMITS = "Cluster", "Limits of each engine"
-DEADLINES = "Service tiers"
+DEADLINES, CELLS = "Service tiers", "Cells"
 
 
 class PrecisionChoice(str, Enum):
@@ -52,6 +52,20 @@ class BudgetChoice(str, Enum):
     AUTO = "auto"
     FIXED = "fixed"
     SLACK = "slack"
+
+
+class HandOverChoice(str, Enum):
+    AUTO = "auto"
+    ALWAYS = "always"
+    OFF = "off"
+
+
+class AutoscaleChoice(str, Enum):
+    STATIC = "static"
+    TARGET = "target"
+    PLANNED = "planned"
+    ORACLE = "oracle"
+    LEARNT = "learnt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +126,78 @@ class SimulatedCluster:
         show_default="the device's; with --calibration no limit",
         help="Memory of one device, in bytes or as a size such as 80GiB.",
         rich_help_panel=CLUSTER,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellsOptions:
+    """Options about several cells under one coordinator."""
+
+    cells: str | None = option(
+        None,
+        metavar="LAYOUT",
+        help='Cells with roles, such as "2x(1A2E prefill) 1x(4A4E decode)", in place of --devices '
+        "and --layout. (8D tp4) is a cell of eight devices that have attention and experts, each "
+        "attention rank on four of them.",
+        rich_help_panel=CELLS,
+    )
+    hand_over: HandOverChoice = option(
+        HandOverChoice.AUTO,
+        help="Prompts to prefill cells: auto, if that is predicted to be faster; always; or off.",
+        rich_help_panel=CELLS,
+    )
+    page_link: float | None = option(
+        None,
+        min=1e-6,
+        max=1e6,
+        show_default="the device's links; with --calibration the measured ones",
+        help="GB per second at which a device sends KV pages to other cells.",
+        rich_help_panel=CELLS,
+    )
+    autoscale: AutoscaleChoice | None = option(
+        None,
+        help="How many of the cells there are: static, all; target, by their utilisation; planned, "
+        "by a forecast and a plan; oracle, by the requests that will come; learnt, by Q-learning.",
+        rich_help_panel=CELLS,
+    )
+    min_cells: int = option(
+        1, min=1, help="Least cells of each role, with --autoscale.", rich_help_panel=CELLS
+    )
+    max_cells: int | None = option(
+        None,
+        min=1,
+        max=64,
+        show_default="as many as --cells has",
+        help="Most cells of each role, with --autoscale.",
+        rich_help_panel=CELLS,
+    )
+    cell_start: float = option(
+        120.0,
+        min=0.0,
+        max=86400.0,
+        help="Seconds from the start of a cell until it serves.",
+        rich_help_panel=CELLS,
+    )
+    scale_every: float = option(
+        60.0,
+        min=0.1,
+        max=86400.0,
+        help="Seconds between two decisions of --autoscale.",
+        rich_help_panel=CELLS,
+    )
+    target_load: float = option(
+        0.7,
+        min=0.01,
+        max=1.0,
+        help="Utilisation that target aims at: requests over seats (--max-num-seqs).",
+        rich_help_panel=CELLS,
+    )
+    train_days: int = option(
+        8,
+        min=1,
+        max=1000,
+        help="Days like the simulated one from which learnt learns before.",
+        rich_help_panel=CELLS,
     )
 
 
@@ -217,6 +303,7 @@ class SimulateOptions:
     """Options of `simulate`."""
 
     cluster: SimulatedCluster
+    cells: CellsOptions
     engine: EngineOptions
     load: LoadOptions
     tiers: TierOptions

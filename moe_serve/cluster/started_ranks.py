@@ -6,28 +6,34 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from moe_serve.adapters.registry import AdapterRegistry, open_registry
+from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.control.listener import Listener
 from moe_serve.cluster.control.meeting_store import StoreServer
 from moe_serve.cluster.control.messages import Configure, Loaded, Report
+from moe_serve.cluster.control.parcel_messages import ParcelSetup
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
+from moe_serve.cluster.members.cluster_adapters import ClusterAdapters
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
-from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
+from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound, check_transport
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
-from moe_serve.cluster.members.roster import RankState, Roster
+from moe_serve.cluster.members.roster import Roster
 from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.rebalance.planner import Plan, plan_in_process
@@ -35,9 +41,10 @@ from moe_serve.cluster.rebalance.rebalancer import Rebalancer, make_mover, make_
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.epoch_maker import EpochMaker
+from moe_serve.cluster.steps.rank_witness import RankWitness
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
-from moe_serve.config.sections import EngineConfig, TransportName
-from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.build_adapters import check_adapters
 from moe_serve.engine.build_tiers import check_tiers
 from moe_serve.engine.drafting.drafting import Drafting
@@ -52,36 +59,62 @@ from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.engine.service.service_state import ServiceState
-from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 from moe_serve.pipeline.links.meeting import MeetingPlace
 
 MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
-Stacks = Callable[[Iterable[str]], Mapping[str, tuple[str, ...]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellPart:
+    """The place of a cell among the cells of a server, and what they share."""
+
+    name: str = ""  # before the names of its ranks in messages; empty: the only cell
+    ids: itertools.count[int] = field(default_factory=itertools.count)  # of sequences
+    step_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    outage_limit_s: float | None = None  # see `Coordinator`; None: as long as a start may take
+    patience_s: float = math.inf  # likewise
+    kv_events: KVEvents | None = None  # of all cells, whose owner closes it; None: of its own
+    first_rank: int = 0  # number of attention ranks in the cells before
+    arena: RankArena | None = None  # likewise
 
 
 class StartedRanks:
     """Listens as soon as it is made; `close` ends everything."""
 
-    def __init__(self, model: ClusterModel) -> None:
+    def __init__(
+        self,
+        model: ClusterModel,
+        parcels: ParcelSetup | None = None,
+        part: CellPart | None = None,
+        secret: ClusterSecret | None = None,
+    ) -> None:
+        """`parcels`, `secret`: what the ranks of several cells have in common."""
         cluster = model.config.cluster
-        self._model, self._cluster = model, cluster
-        self._secret = read_secret(os.environ) or new_secret()
+        self._model, self._cluster, self._parcels = model, cluster, parcels
+        self._part = part or CellPart()
+        self._secret = secret or read_secret(os.environ) or new_secret()
         self.current = CurrentPlacement(model.placement)
         self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
         self._starter: RankStarter | None = None
-        self._arena = RankArena(model.config)
-        self._roster = Roster(model.ranks)
-        self._membership = Membership(
-            self._roster, self._configure, model.weights, cluster.heartbeat_s
+        self._arena = self._part.arena or RankArena(model.config)
+        self.roster = Roster(model.ranks)
+        self.membership = Membership(
+            self.roster, self._configure, model.weights, cluster.heartbeat_s, self._part.name
         )
+        self.adapters: ClusterAdapters | None = None
+        if model.config.adapters.is_enabled:
+            num_experts, timeout_s = model.spec.router.num_experts, cluster.start_timeout_s
+            self.adapters = ClusterAdapters(self.roster, num_experts, timeout_s)
+            self.membership.adapters = self.adapters
         decoder = msgspec.msgpack.Decoder(Report)
         self._listener: Listener[Any] = Listener(
-            cluster.host, cluster.port, self._secret, decoder, self._membership.admit
+            cluster.host, cluster.port, self._secret, decoder, self.membership.admit
         )
         try:
+            self.kv_events = self._part.kv_events or KVEvents(model.config)
             store = StoreServer(cluster.host, 0, self._secret, cluster.timeout_s)
         except BaseException:
             self._listener.close()
@@ -97,39 +130,39 @@ class StartedRanks:
         )
         expected = [
             ExpectedRank(name=name, node=starter.place_of(state.name))
-            for name, state in self._roster.states.items()
+            for name, state in self.roster.states.items()
         ]
         try:
             preflight = PreflightRound(expected, self._model.folder, cluster.host)
         except BaseException:
             starter.stop()  # once started, the membership does that
             raise
-        self._membership.start(starter, preflight, cluster.start_timeout_s, progress)
-        loaded = {name: state.loaded for name, state in self._roster.states.items()}
+        self.membership.start(starter, preflight, cluster.start_timeout_s, progress)
+        loaded = {name: state.loaded for name, state in self.roster.states.items()}
         gpus = {name: "" if found is None else found.gpu for name, found in loaded.items()}
         check_transport(cluster.transport, gpus)
 
     @property
     def first_loaded(self) -> Loaded:
         """Returns the first attention rank's report; those of the others are equal."""
-        loaded = self._roster["attention-0"].loaded
+        loaded = self.roster["attention-0"].loaded
         assert loaded is not None, "the attention ranks have loaded"
         return loaded
 
     @property
     def _reports(self) -> list[LoadReport]:
-        return [s.loaded.report for s in self._roster.states.values() if s.loaded is not None]
+        return [s.loaded.report for s in self.roster.states.values() if s.loaded is not None]
 
     def engine(
         self, watch: PoolWatch, routes: RouteListeners, make_policy: MakePolicy, plan: Plan
     ) -> ClusterEngine:
         """Makes the engine over all ranks. `routes` tells listeners which experts were chosen."""
         self._arena.open(self._model.folder, self.first_loaded.report, self._reports)
-        calls = RankCalls(self._membership, watch)
-        mover = make_mover(self._model, self._roster, calls, self.current)
+        calls = RankCalls(self.membership, watch)
+        mover = make_mover(self._model, self.roster, calls, self.current)
         coordinator = self._coordinator(calls, watch, mover)
         stacks = self._starter.stacks if isinstance(self._starter, LocalStarter) else None
-        self.witness = RankWitness(self._roster, coordinator, stacks)
+        self.witness = RankWitness(self.roster, coordinator, stacks)
         identity = self._model.checkpoint.page_identity(self.first_loaded.report)
 
         make_drafting = drafting_maker(
@@ -159,16 +192,18 @@ class StartedRanks:
             is_ahead=is_ahead,
             service=service,
             wait_for_pages=self._arena.wait,
+            ids=self._part.ids,
+            step_numbers=self._part.step_numbers,
         )
         rebalancer = make_rebalancer(self._model, self.current, mover, routes, plan)
-        rebalancer.start(lambda: self._membership.on_event())
+        rebalancer.start(lambda: self.membership.on_event())
         self.rebalancer = rebalancer
         return engine
 
     def _coordinator(self, calls: RankCalls, watch: PoolWatch, mover: Mover) -> Coordinator:
         timeout_s, start_timeout_s = self._cluster.timeout_s, self._cluster.start_timeout_s
         maker = EpochMaker(
-            self._membership,
+            self.membership,
             calls,
             self.current,
             self._place,
@@ -176,25 +211,44 @@ class StartedRanks:
             start_timeout_s=start_timeout_s,
         )
         return Coordinator(
-            self._membership,
+            self.membership,
             calls,
             maker,
             watch,
             self.current,
             mover,
             timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
+            outage_limit_s=start_timeout_s
+            if self._part.outage_limit_s is None
+            else self._part.outage_limit_s,
+            patience_s=self._part.patience_s,
         )
 
     def _configure(self, name: RankName) -> Configure:
-        return self._model.configure(name, self.current.version, self._arena.path)
+        adapters = () if self.adapters is None else self.adapters.orders_for(name)
+        version = self.current.version
+        return self._model.configure(name, version, self._arena.path, self._parcels, adapters)
+
+    def open_adapters(self) -> AdapterRegistry | None:
+        """Loads the configured adapters on all ranks; None: requests cannot name one. Raises
+        ConfigError."""
+        if self.adapters is None:
+            return None
+        registry = open_registry(self._model.config.adapters, self.adapters.build)
+        self.adapters.on_missing = registry.discard
+        return registry
 
     def close(self) -> None:
         """Ends the ranks and stops listening."""
-        self._membership.close()
+        if self.adapters is not None:
+            self.adapters.close()
+        self.membership.close()
         self._listener.close()
         self._place.close()
-        self._arena.close()
+        if self._part.arena is None:
+            self._arena.close()
+        if self._part.kv_events is None:
+            self.kv_events.close()
 
     def _engine(
         self,
@@ -208,7 +262,8 @@ class StartedRanks:
     ) -> Engine:
         """Makes the engine of one attention rank: scheduler, pages and prefixes."""
         config, checkpoint = self._model.config, self._model.checkpoint
-        loaded = self._roster[executor.name].loaded
+        rank = self.roster[executor.name]
+        loaded = rank.loaded
         assert loaded is not None, f"{executor.name} has not loaded"
         return Engine(
             executor,
@@ -221,6 +276,7 @@ class StartedRanks:
             model_identity=identity,
             has_prefix_cache=config.cache.prefix_cache,
             sampled_pages=SampledPages(config.cache.metrics_sample),
+            listener=self.kv_events.listener(self._part.first_rank + rank.name.index),
             ids=ids,
             policy=policy,
             routes=routes,
@@ -232,59 +288,6 @@ class StartedRanks:
                 config, checkpoint.spec, loaded.report.device, loaded.report.dtype
             ),
         )
-
-
-def check_transport(wanted: TransportName, gpus: Mapping[str, str]) -> None:
-    """Raises ConfigError if `wanted` is nccl and a rank has no GPU of its own.
-
-    `gpus` maps each loaded rank to its GPU, empty for none. `auto` and `host` always work.
-    """
-    if wanted != "nccl":
-        return
-    without = [name for name, gpu in gpus.items() if not gpu]
-    if without:
-        raise ConfigError(
-            f"cluster.transport is 'nccl', and {', '.join(without)} has no CUDA GPU that NCCL "
-            "reaches: use 'auto' or 'host'."
-        )
-    owners: dict[str, str] = {}
-    for name, gpu in gpus.items():
-        if gpu in owners:
-            raise ConfigError(
-                f"cluster.transport is 'nccl', and {owners[gpu]} and {name} share a GPU, which "
-                "NCCL refuses: use 'auto' or 'host'."
-            )
-        owners[gpu] = name
-
-
-class RankWitness:
-    """Implements ActivityReport. `stacks` is None if the ranks are not all on this host."""
-
-    def __init__(self, roster: Roster, coordinator: Coordinator, stacks: Stacks | None) -> None:
-        self._roster, self._coordinator, self._stacks = roster, coordinator, stacks
-
-    def lines(self) -> list[str]:
-        """Returns the steps under way, a line for each rank, and the stacks."""
-        lines = self._coordinator.open_steps or ["no step is under way"]
-        states = list(self._roster.all())
-        lines = [*lines, *(_line(state) for state in states)]
-        present = [str(state.name) for state in states if state.is_present]
-        if self._stacks is None:
-            return [*lines, "stacks: ranks of a launch are not asked; send them SIGUSR1"]
-        for name, tail in self._stacks(present).items():
-            lines += ["", f"the last output of {name}, with its stacks if it could answer:", *tail]
-        return lines
-
-
-def _line(state: RankState) -> str:
-    link = state.link
-    if link is None:
-        return f"{state.name}: {state.phase.value}, no connection"
-    age = time.monotonic() - link.last_beat
-    at = "between steps"
-    if link.operation:
-        at = f"{link.operation}, for {link.operation_s + age:.1f} s"
-    return f"{state.name}: {state.phase.value}, last heard of {age:.1f} s ago; {at}"
 
 
 def build_cluster(
@@ -299,6 +302,7 @@ def build_cluster(
     Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
     check_tiers(config)
+    check_kv_events(config)
     check_adapters(config)
     clock = time.monotonic()
     model = ClusterModel.read(config)
@@ -314,6 +318,7 @@ def build_cluster(
         ranks.current.on_switch(loads.use)
         ranks.start(make_starter, progress)
         engine = ranks.engine(watch, routes, make_policy, plan)
+        adapters = ranks.open_adapters()
         opened.pop_all()
     cuts, checkpoint = config.pipeline.micro_batches, model.checkpoint
     layout = EngineFacts.of(
@@ -334,10 +339,6 @@ def build_cluster(
         last_step=watch.last_step,
         grammars=checkpoint.grammars(),  # to check requests; ranks have own
         activity=ranks.witness,
+        adapters=adapters,
+        kv_events=ranks.kv_events,
     )
-
-
-def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
-    """Loads the model here, or starts ranks that do."""
-    build = build_cluster if config.cluster.is_disaggregated else build_engine
-    return build(config, progress)

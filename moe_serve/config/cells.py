@@ -20,7 +20,7 @@ _TAKES = (
     "(prefill, decode or both; both if left out)"
 )
 _GROUP = re.compile(
-    r"(?:([1-9]\d{0,3})x)?\(\s*([1-9]\d{0,3})A([1-9]\d{0,3})E"
+    r"(?:([1-9]\d{0,3})x)?\(\s*([1-9]\d{0,3})(?:A([1-9]\d{0,3})E|D)"
     r"(?:\s+tp([1-9]\d?))?(?:\s+(prefill|decode|both))?\s*\)",
     re.IGNORECASE,
 )
@@ -28,7 +28,11 @@ _GROUP = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellShape:
-    """The ranks of a cell and its role. The role is a preference: every cell can do both."""
+    """The ranks of a cell and its role. The role is a preference: every cell can do both.
+
+    `expert_ranks` 0: the experts are spread over the devices of the attention ranks. Such cells are
+    simulated, and not served.
+    """
 
     attention_ranks: int
     expert_ranks: int
@@ -36,8 +40,14 @@ class CellShape:
     role: CellRole = "both"
 
     def __str__(self) -> str:
+        return f"({self.ranks} {self.role})"
+
+    @property
+    def ranks(self) -> str:
+        """The ranks as in a layout: `1A2E tp2`."""
         tp = f" tp{self.attention_tp}" if self.attention_tp > 1 else ""
-        return f"({self.attention_ranks}A{self.expert_ranks}E{tp} {self.role})"
+        whole = f"{self.num_processes}D{tp}"
+        return f"{self.attention_ranks}A{self.expert_ranks}E{tp}" if self.expert_ranks else whole
 
     @property
     def num_processes(self) -> int:
@@ -57,21 +67,24 @@ class CellsConfig:
     migrate: bool = True  # move running requests off cells that drain or run out of pages
 
 
-def parse_cells(text: str, name: str = "cells.layout") -> tuple[CellShape, ...]:
+def parse_cells(
+    text: str, name: str = "cells.layout", *, is_simulated: bool = False
+) -> tuple[CellShape, ...]:
     """Parses a layout such as "1x(1A1E prefill) 2x(1A2E tp2 decode)" into one shape for each cell.
 
-    `name` names the setting in errors. Raises ConfigError.
+    `name` names the setting in errors. `is_simulated`: (8D tp2) is a cell too, of eight devices
+    that have attention and experts. Raises ConfigError.
     """
     shapes: list[CellShape] = []
     position, rest = 0, text.strip()
     while position < len(rest):
         found = _GROUP.match(rest, position)
-        if found is None:
+        if found is None or (found[3] is None and not is_simulated):
             raise ConfigError(f"{name} cannot be {text!r}: {_TAKES}.")
-        count, attention, experts, shards, role = found.groups()
+        count, ranks, experts, shards, role = found.groups()
         shape = CellShape(
-            attention_ranks=int(attention),
-            expert_ranks=int(experts),
+            attention_ranks=int(ranks) if experts else _whole_ranks(found, name),
+            expert_ranks=int(experts or 0),
             attention_tp=int(shards or 1),
             role=_role(role or "both"),
         )
@@ -96,6 +109,17 @@ def check_roles(shapes: Sequence[CellShape], name: str = "cells.layout") -> None
                 f"{name} has {len(shapes)} cells with the role {other} and none with the role "
                 f"{role} or both: give one of them the role {role}, or leave the roles out."
             )
+
+
+def _whole_ranks(group: re.Match[str], name: str) -> int:
+    """Returns the attention ranks of a cell such as (8D tp2): 4. Raises ConfigError."""
+    num_devices, num_shards = int(group[2]), int(group[4] or 1)
+    if num_devices % num_shards:
+        raise ConfigError(
+            f"{name} has {group[0].strip()}: {num_devices} devices do not divide into attention "
+            f"ranks of {num_shards}."
+        )
+    return num_devices // num_shards
 
 
 def _role(text: str) -> CellRole:

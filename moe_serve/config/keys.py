@@ -1,9 +1,9 @@
 """The table of configuration keys, derived from the dataclasses in `sections.py`, and their ranges.
 
-A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
-`predictor`, `speculation`, `adapters`, `cluster`, `cells`, `trace`, `server`, `log`), so
-`scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in `sections.py` is
-a new key automatically; only its range is written here.
+A key is `section.name`: the section is the component (`model`, `cache`, `kv_events`, `scheduler`,
+`pipeline`, `predictor`, `speculation`, `adapters`, `cluster`, `cells`, `trace`, `server`, `log`).
+So `scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in `sections.py`
+is a new key automatically; only its range is written here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from moe_serve.config.sections import ClusterConfig, Config, EngineConfig
+from moe_serve.config.checks import check_together
+from moe_serve.config.sections import Config, EngineConfig
 from moe_serve.config.tiers import TIERS_TAKE, TierConfig, check_tiers, plain_tiers, tiers_json
 from moe_serve.errors import ConfigError, shortened
 
@@ -41,6 +42,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "cache.disk_ttl_s": (1.0, 31536000.0),
     "cache.memory_tier_bytes": (1, 2**50),
     "cache.checkpoint_after_s": (0.0, 86400.0),
+    "kv_events.buffer_steps": (1, 2**20),
+    "kv_events.hwm": (1, _MANY),
     "scheduler.max_num_seqs": (1, 65536),
     "scheduler.max_batched_tokens": (1, 2**20),
     "scheduler.max_queued_requests": (1, _MANY),
@@ -161,7 +164,7 @@ class ConfigKey:
         return list(value) if isinstance(value, tuple) else value
 
     def check(self, value: object, source: str) -> Value:
-        """Returns the value in its type, or raise ConfigError. `source` completes "... (from
+        """Returns the value in its type. Raises ConfigError. `source` completes "... (from
         {source})"."""
         if self.kind is TierConfig:
             return check_tiers(value, self.path, source)
@@ -273,41 +276,8 @@ def check_engine_config(config: EngineConfig, source: str = "an argument") -> En
     ConfigError."""
     for key in _keys_of(EngineConfig):
         key.check(getattr(getattr(config, key.section), key.name), source)
-    if config.cache.num_pages is not None and config.cache.memory_bytes is not None:
-        raise ConfigError(
-            f"cache.num_pages ({config.cache.num_pages}) and cache.memory_bytes "
-            f"({config.cache.memory_bytes}) both set the size of the KV cache; set one of them."
-        )
-    _check_cluster(config.cluster)
-    if config.pipeline.timeline is not None and not config.cluster.is_disaggregated:
-        raise ConfigError(
-            f"pipeline.timeline is {config.pipeline.timeline}, but there are no ranks to record: "
-            "set cluster.attention_ranks and cluster.expert_ranks too, or leave it out."
-        )
+    check_together(config)
     return config
-
-
-def _check_cluster(cluster: ClusterConfig) -> None:
-    if (cluster.attention_ranks > 0) != (cluster.expert_ranks > 0):
-        raise ConfigError(
-            f"cluster.attention_ranks ({cluster.attention_ranks}) and cluster.expert_ranks "
-            f"({cluster.expert_ranks}) go together: both 0 for one process, or at least 1 each."
-        )
-    if cluster.attention_tp > 1 and not cluster.attention_ranks:
-        raise ConfigError(
-            f"cluster.attention_tp is {cluster.attention_tp}, but there are no attention ranks to "
-            "split: set cluster.attention_ranks and cluster.expert_ranks too."
-        )
-    if cluster.placement is not None and not cluster.expert_ranks:
-        raise ConfigError(
-            f"cluster.placement is {cluster.placement}, but one process has all experts: set "
-            "cluster.attention_ranks and cluster.expert_ranks too, or leave it out."
-        )
-    if cluster.rebalance != "off" and cluster.expert_ranks < 2:
-        raise ConfigError(
-            f"cluster.rebalance is {cluster.rebalance!r}, but {cluster.expert_ranks} expert ranks "
-            "have nothing to balance: set cluster.expert_ranks to 2 or more, or leave it off."
-        )
 
 
 def unknown_name(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:

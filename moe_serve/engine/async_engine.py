@@ -39,6 +39,7 @@ class AsyncEngine:
         self, built: BuiltEngine, limits: SchedulerConfig, clock: Clock = REAL_CLOCK
     ) -> None:
         self._engine: DrivenEngine = built.engine
+        self._nudge = built.nudge
         self.layout: EngineFacts = built.layout
         self._limits, self._clock = limits, clock
         self._inbox: deque[_Command] = deque()
@@ -97,14 +98,14 @@ class AsyncEngine:
             self._last_turn = self._clock()  # it was idle, not stuck
         self._num_submitted += len(requests)
         self._inbox.extend(requests)
-        self._wake.set()
+        self._rouse()
         return queue
 
     def abort(self, request_id: str) -> None:
         """See `EngineClient.abort`. The request's queue receives only its last delta."""
         if request_id in self._queues:
             self._inbox.append(request_id)
-            self._wake.set()
+            self._rouse()
 
     def begin_drain(self) -> None:
         self._is_draining = True
@@ -132,6 +133,10 @@ class AsyncEngine:
         self._engine.close()
         if self._thread.is_alive():
             raise EngineDeadError(f"the engine's step did not end within {_CLOSE_TIMEOUT_S} s.")
+
+    def _rouse(self) -> None:
+        self._wake.set()
+        self._nudge()
 
     @property
     def _num_in_inbox(self) -> int:

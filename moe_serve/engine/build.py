@@ -11,6 +11,7 @@ import torch
 from experts.expert_stage import ExpertStage
 from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.adapters.registry import AdapterRegistry
+from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
@@ -41,6 +42,7 @@ from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.sampling_backend import SamplingBackend, make_sampler
 from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy_maker import policy_maker
+from moe_serve.engine.watch.cells_control import CellsControl
 from moe_serve.engine.watch.hang_watch import ActivityReport, LocalActivity
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.load_expert_memory import MemoryBudget
@@ -57,6 +59,10 @@ from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.transport import LocalTransport
 
 
+def _no_nudge() -> None:
+    """Does nothing: only a step of several cells can wait while a request could start."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """An engine and the parts that servers and tools need beside it."""
@@ -70,6 +76,9 @@ class BuiltEngine:
     grammars: Grammars | None = None  # for constrained answers
     activity: ActivityReport | None = None  # for hang reports
     adapters: AdapterRegistry | None = None  # None: requests cannot name one
+    cells: CellsControl | None = None  # None: there is one cell
+    nudge: Callable[[], None] = _no_nudge  # ends a step's wait for cells, as a request came
+    kv_events: KVEvents | None = None  # None: an engine without any
 
 
 def build_engine(
@@ -98,6 +107,7 @@ def build_engine(
         runner, sampler, tap, experts.memory, masks, watch, drafter, pipeline.parked
     )
     report = model.report(part)
+    events = KVEvents(config)
     engine = Engine(
         executor,
         scheduler=config.scheduler,
@@ -109,6 +119,7 @@ def build_engine(
         model_identity=model.page_identity(report),
         has_prefix_cache=config.cache.prefix_cache,
         sampled_pages=SampledPages(config.cache.metrics_sample),
+        listener=events.listener(0),
         policy=make_policy(),
         routes=routes,
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
@@ -125,6 +136,7 @@ def build_engine(
         grammars=grammars,
         activity=LocalActivity(executor, log),
         adapters=adapters,
+        kv_events=events,
     )
 
 
@@ -196,6 +208,7 @@ def _opened(
 ) -> OpenedModel:
     of = config.model
     check_tiers(config)
+    check_kv_events(config)
     check_adapters(config)
     keep_freed_memory()
     num_threads = of.num_threads or default_num_threads()

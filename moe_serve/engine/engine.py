@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 
+from moe_serve.cache.events.change_record import IGNORE_PAGES, PageListener
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.clock import REAL_CLOCK, Clock
@@ -24,6 +25,7 @@ from moe_serve.engine.execute.step_outcome import (
     delta_of,
 )
 from moe_serve.engine.leaving import LeavingSequences
+from moe_serve.engine.moving import MovingSequences
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, sequences_of
 from moe_serve.engine.request.stats import EngineCounts, EngineStats
@@ -47,7 +49,6 @@ _log = logging.getLogger(__name__)
 
 class Engine:
     """Call `add` and `abort` for requests, and `step` while `has_work`.
-
     `begin_step` and `end_step` split a step, so that engines can step together. `begin_ahead` may
     begin the next one if it is certain; a sequence that ends then is computed once more in vain.
     """
@@ -65,6 +66,7 @@ class Engine:
         model_identity: bytes = b"",
         has_prefix_cache: bool = True,
         sampled_pages: SampledPages | None = None,
+        listener: PageListener = IGNORE_PAGES,
         ids: Iterator[int] | None = None,
         policy: BatchPolicy = FIFO,
         routes: RouteListeners | None = None,
@@ -77,15 +79,14 @@ class Engine:
     ) -> None:
         """`service` is shared by engines that step together; None: this engine has its own."""
         assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
-        cache = PrefixCache(num_pages, page_size, sampled_pages)
+        cache = PrefixCache(num_pages, page_size, sampled_pages, listener)
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier, window)
         self._ids = itertools.count() if ids is None else ids  # sequence ids
         self.service = StepService.of(scheduler, clock, page_size, service)  # None: no tiers
         self._scheduler = Scheduler(scheduler, cache, sharing, policy, clock, self.service, layered)
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
-        self._policy, self._executor = policy, executor
-        self._routes = RouteListeners() if routes is None else routes
+        self._policy, self._executor, self._routes = policy, executor, routes or RouteListeners()
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
         self.stop_rule = StopRule(eos_token_ids, max_model_len)
         self._sequences: dict[str, Sequence] = {}
@@ -94,6 +95,7 @@ class Engine:
         self._ahead: Schedule = {}  # the step after it, if it has begun too
         self._ending: Schedule = {}  # the step that is being published
         self._leaving = LeavingSequences(self._scheduler, self.drafts, executor)
+        self.moving = MovingSequences(self._sequences, self._scheduler, self.drafts, executor)
         self._num_steps = self._num_corrupted = 0
         self._num_prompt_tokens = self._num_generated_tokens = 0
 
@@ -117,7 +119,6 @@ class Engine:
 
     @property
     def admission(self) -> Admission | None:
-        """See `DrivenEngine.admission`."""
         return None if self.service is None else self.service.state.admission
 
     def abort(self, request_id: str) -> None:
@@ -140,33 +141,32 @@ class Engine:
     def close(self) -> None:
         """See `DrivenEngine.close`."""
         self._scheduler.tier.close()
+        self._scheduler.cache.listener.close()
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens that all sequences still have to compute."""
         return self._scheduler.num_pending_tokens
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of prompt tokens read, and of tokens generated, since the start."""
+        return self._num_prompt_tokens, self._num_generated_tokens
 
     def surrender(self) -> list[Sequence]:
         """Gives up all sequences in order of arrival. Their pages and computed state are lost."""
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
         self._scheduler.abandon(sequences)
-        self.drafts.forget(sequences)
+        self._leaving.forget(sequences)
         for sequence in sequences:
             sequence.leave_engine()
-        self._sequences, self._schedule, self._ahead = {}, {}, {}
-        self._leaving.forget()
+        self._sequences.clear()
+        self._schedule, self._ahead = {}, {}
         return sequences
 
     def adopt(self, sequence: Sequence) -> None:
         """Queues a sequence: a new one, or one that another engine surrendered."""
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence)
-
-    def release(self, sequence: Sequence) -> Sequence:
-        """Gives up a sequence that never ran, for another engine to adopt."""
-        del self._sequences[sequence.request.request_id]
-        self._scheduler.release(sequence)
-        return sequence
 
     def step(self) -> list[TokenDelta]:
         """Schedules, runs and publishes a step."""
@@ -194,7 +194,8 @@ class Engine:
         """Begins the step after the running one; False if its contents are not certain yet."""
         sequences = [sequence for sequence, _ in self._schedule.values()]
         is_last = any(self.stop_rule.is_last(s, s.num_output_tokens + 1) for s in sequences)
-        if self._leaving or is_last or not self.drafts.allow_ahead(self._schedule):
+        is_end = is_last or bool(self._leaving) or self.moving.is_leaving(self._schedule)
+        if is_end or not self.drafts.allow_ahead(self._schedule):
             return False
         self._ahead = self._scheduler.follow(self._schedule) or {}
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
@@ -234,6 +235,7 @@ class Engine:
             self._leaving.release([s for s, _ in ended.values()], outcome)
             self.drafts.end(schedule, getattr(outcome, "proposals", None))
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
+        self._scheduler.cache.listener.step_ended()
         return self.take_pending()
 
     def take_pending(self) -> list[TokenDelta]:
@@ -333,9 +335,7 @@ class Engine:
         reason = self.stop_rule.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
         experts = experts_of(sequence, made, len(run))
         drafted = self.drafts.result(sequence, len(run)) if self.drafts.running else None
-        standing = sequence.standing  # with service tiers only
-        if standing is not None and (reason is not None or standing.first_token_at is None):
-            assert self.service is not None, "a standing is given by a service"
+        if self.service is not None:
             self.service.got_tokens(sequence, reason)
         return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)
 

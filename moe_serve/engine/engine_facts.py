@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class EngineFacts:
     attention_tp: int = 1  # processes of an attention rank
     kv_dtype: str = "auto"  # of the pages; auto: `dtype`
     expert_memory: str | None = None  # describes the limit; None: all experts are in memory
+    cells: tuple[str, ...] = ()  # the shape of each, if there are several; ranks are summed
 
     @classmethod
     def of(
@@ -85,13 +87,19 @@ class EngineFacts:
         return f" of {self.attention_tp} shards" if self.attention_tp > 1 else ""
 
     @property
+    def _where(self) -> str:
+        if self.cells:
+            groups = [(shape, len(list(equal))) for shape, equal in itertools.groupby(self.cells)]
+            return "cells " + " ".join(f"{count}x{shape}" for shape, count in groups)
+        attention = f"{_ranks(self.attention_ranks, 'attention')}{self._shards}"
+        return f"{attention} and {_ranks(self.expert_ranks, 'expert')}"
+
+    @property
     def stages(self) -> str:
         """Describes in one line where each stage runs."""
         if self.attention_ranks:
             return (
-                f"{self.num_layers} layers: {_ranks(self.attention_ranks, 'attention')}"
-                f"{self._shards} and "
-                f"{_ranks(self.expert_ranks, 'expert')} on {self.device} "
+                f"{self.num_layers} layers: {self._where} on {self.device} "
                 f"({self.num_experts} experts, top-{self.top_k}), "
                 "frames by shared memory or a process group"
             )

@@ -7,16 +7,21 @@ step together, so a step with a prompt on one rank takes as long as that rank do
     step = (1 - min(1, n)) step without a prompt + min(1, n) step with a prompt on the busiest rank
 
 That is the mean TPOT, and the cell serves A b / (O step) requests per second.
+
+A cell for prompts computes A C / step tokens of prompts per second, with the largest chunk C that
+the limit of the first token allows. A cell for answers has steps without a prompt.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_serve.bench.figures.summary import Slo
+from moe_serve.cluster.autoscale.plan_table import CellRates
+from moe_serve.config.cells import CellRole
 from moe_serve.errors import ConfigError
 from moe_serve.fleet.demand import Bucket, Demand
 from moe_serve.fleet.offer import Offer
@@ -33,12 +38,14 @@ _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _CHUNKS = (8192, 4096, 2048, 1024, 512)  # tokens of a step
 _NO_LOAD = BatchLoad.decode(0, 0)
 _SLOW_STEPS = 4  # a step with a full chunk may take this many times the limit of TPOT
+_READING = 64  # prompts that an attention rank of a cell for prompts has at once, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellKind:
-    """A cell with its limits. `step_s`: the predicted TPOT; `capacity`: requests per second, for
-    the mean request; `num_pages`: of an attention rank (None: no limit is known)."""
+    """A cell with its limits. `step_s`: the predicted TPOT, or of a cell for prompts the step that
+    reads a full chunk; `capacity`: requests per second, for the mean request, of what its role does
+    for them; `num_pages`: of an attention rank (None: no limit is known)."""
 
     offer: Offer
     model: CostedModel
@@ -50,6 +57,7 @@ class CellKind:
     headroom: float
     step_s: float
     capacity: float
+    role: CellRole = "both"
 
     @property
     def num_devices(self) -> int:
@@ -67,10 +75,22 @@ class CellKind:
     @property
     def is_served(self) -> bool:
         """True if moe-serve serves this layout."""
-        return self.layout.is_split or self.layout.num_cell_devices == 1
+        is_alone = self.layout.num_cell_devices == 1 and self.role == "both"
+        return self.layout.is_split or is_alone
+
+    def rates(self, bucket: Bucket) -> CellRates:
+        """Returns the tokens per second of the cell, for requests as in a bucket."""
+        assert self.role != "both", "a cell that does both has no rate of one"
+        if self.role == "prefill":
+            return CellRates(prompt_tok_s=self.capacity * bucket.computed, output_tok_s=None)
+        return CellRates(prompt_tok_s=None, output_tok_s=self.capacity * bucket.output)
 
     @property
     def name(self) -> str:
+        return self._layout_name if self.role == "both" else f"{self._layout_name} {self.role}"
+
+    @property
+    def _layout_name(self) -> str:
         layout = self.layout
         shards = f" tp{layout.num_shards}" if layout.num_shards > 1 else ""
         if layout.is_split:
@@ -108,9 +128,12 @@ class _Sizer:
     micro_batches: int
     slo: Slo
     num_tokens: int | None  # that the KV pages of a rank hold
+    role: CellRole = "both"
 
     def step_s(self, bucket: Bucket, batch: int) -> float:
         """Predicts the mean step, with the prompts that start."""
+        if self.role == "decode":
+            return self.chunk_s(bucket, batch, 0)
         num_chunks = max(1.0, bucket.computed / _CHUNKS[0])
         num_ranks = self.layout.num_attention
         starts = num_chunks * num_ranks * batch / bucket.output
@@ -136,8 +159,8 @@ class _Sizer:
         step_s, slo = self.step_s(bucket, batch), self.slo
         if slo.tpot_s is not None and step_s > headroom * slo.tpot_s:
             return False
-        if slo.ttft_s is None and slo.e2e_s is None:
-            return True
+        if (slo.ttft_s is None and slo.e2e_s is None) or self.role == "decode":
+            return slo.e2e_s is None or step_s * bucket.output <= headroom * slo.e2e_s
         num_chunks = -(-bucket.computed // _CHUNKS[0])
         ttft_s = step_s / 2 + num_chunks * self.chunk_s(
             bucket, batch, min(bucket.computed, _CHUNKS[0])
@@ -172,6 +195,15 @@ class _Sizer:
             fitting[-1] if fitting else _CHUNKS[0],
         )
 
+    def reading_s(self, bucket: Bucket, chunk: int) -> float:
+        """Predicts a step that reads so many tokens of prompts on every rank."""
+        num_prompts = max(1, round(chunk / bucket.computed))
+        before = bucket.prompt - bucket.computed + max(0.0, bucket.computed - chunk) / 2
+        load = BatchLoad.of_parts(
+            [round(before)] * num_prompts, [chunk // num_prompts] * num_prompts
+        )
+        return step_seconds_of(self.model, self.layout, self.micro_batches, load, load)
+
     def capacity(self, bucket: Bucket, batch: int) -> float:
         num_running = self.layout.num_attention * batch
         return num_running / (bucket.output * self.step_s(bucket, batch))
@@ -190,6 +222,44 @@ def _num_tokens(kind: CellKind, page_size: int = 16) -> int | None:
 
 def cells_of(offer: Offer, demand: Demand) -> Iterator[CellKind]:
     """Yields the cells of all layouts that fit the devices of an offer and meet the limits."""
+    for sizer in _sizers(offer, demand, "both"):
+        for headroom in HEADROOMS:
+            if batch := sizer.largest(demand.whole, headroom):
+                yield _kind(offer, sizer, demand, headroom, batch)
+
+
+def decode_cells_of(offer: Offer, demand: Demand) -> Iterator[CellKind]:
+    """Yields the cells that only generate answers."""
+    for sizer in _sizers(offer, demand, "decode"):
+        for headroom in HEADROOMS:
+            if batch := sizer.largest(demand.whole, headroom):
+                yield _kind(offer, sizer, demand, headroom, batch)
+
+
+def prefill_cells_of(offer: Offer, demand: Demand) -> Iterator[CellKind]:
+    """Yields the cells that only read prompts: for every layout the largest chunk that leaves half
+    of the limit of the first token to the queue and the hand-over."""
+    bucket, limit_s = demand.whole, demand.slo.ttft_s
+    for sizer in _sizers(offer, demand, "prefill"):
+        fitting = _READING if sizer.num_tokens is None else int(sizer.num_tokens // bucket.tokens)
+        if fitting < 1:
+            continue
+        for chunk in _CHUNKS:
+            step_s = sizer.reading_s(bucket, chunk)
+            # A prompt waits for half a step on average, and is read in its own steps.
+            first_s = (0.5 + math.ceil(bucket.computed / chunk)) * step_s
+            if limit_s is None or first_s <= HEADROOMS[-1] * limit_s:
+                yield replace(
+                    _kind(offer, sizer, demand, HEADROOMS[-1], min(_READING, fitting)),
+                    max_batched_tokens=chunk,
+                    step_s=step_s,
+                    capacity=sizer.layout.num_attention * chunk / step_s / bucket.computed,
+                )
+                break
+
+
+def _sizers(offer: Offer, demand: Demand, role: CellRole) -> Iterator[_Sizer]:
+    """Yields every layout that fits the devices of an offer, with every number of micro-batches."""
     for layout in layouts_of(offer):
         try:
             model, num_pages = offer.costed(layout), pages_of(offer, layout)
@@ -200,21 +270,24 @@ def cells_of(offer: Offer, demand: Demand) -> Iterator[CellKind]:
             continue
         several = layout.is_split or layout.num_attention > 1
         for micro_batches in range(1, MAX_MICRO_BATCHES + 1 if several else 2):
-            sizer = _Sizer(model, layout, micro_batches, demand.slo, num_tokens)
-            for headroom in HEADROOMS:
-                if batch := sizer.largest(demand.whole, headroom):
-                    yield CellKind(
-                        offer=offer,
-                        model=model,
-                        layout=layout,
-                        micro_batches=micro_batches,
-                        max_num_seqs=batch,
-                        max_batched_tokens=sizer.chunk(demand.whole, batch),
-                        num_pages=num_pages,
-                        headroom=headroom,
-                        step_s=sizer.step_s(demand.whole, batch),
-                        capacity=sizer.capacity(demand.whole, batch),
-                    )
+            yield _Sizer(model, layout, micro_batches, demand.slo, num_tokens, role)
+
+
+def _kind(offer: Offer, sizer: _Sizer, demand: Demand, headroom: float, batch: int) -> CellKind:
+    bucket, num_tokens = demand.whole, sizer.num_tokens
+    return CellKind(
+        offer=offer,
+        model=sizer.model,
+        layout=sizer.layout,
+        micro_batches=sizer.micro_batches,
+        max_num_seqs=batch,
+        max_batched_tokens=sizer.chunk(bucket, batch),
+        num_pages=None if num_tokens is None else num_tokens // 16,
+        headroom=headroom,
+        step_s=sizer.step_s(bucket, batch),
+        capacity=sizer.capacity(bucket, batch),
+        role=sizer.role,
+    )
 
 
 def pages_of(offer: Offer, layout: Layout) -> int | None:

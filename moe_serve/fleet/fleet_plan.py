@@ -15,6 +15,7 @@ from moe_serve.fleet.certify import Certified, certify
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.offer import Offer
 from moe_serve.fleet.packing import Fleet, equal_cells, fleet_of, pack
+from moe_serve.fleet.roles import fleets_with_roles
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.simulate.layout import Layout
 from moe_serve.simulate.simulation import MEMORY_SHARE
@@ -73,6 +74,8 @@ def plan_fleet(
     if not kinds:
         raise ConfigError(_no_cell(offers, demand))
     fleets = _candidates(kinds, demand)
+    fleets += fleets_with_roles(offers, demand)
+    fleets.sort(key=lambda fleet: (fleet.price, fleet.step_s))
     chosen = _chosen(fleets, num_certified)
     done: list[Certified] = []
     for number, fleet in enumerate(chosen, 1):
@@ -131,7 +134,7 @@ def _widest(offer: Offer) -> Layout:
 
 
 def _candidates(kinds: Sequence[CellKind], demand: Demand) -> list[Fleet]:
-    """Returns fleets by formula, the cheapest first: of equal cells, and packed ones."""
+    """Returns fleets of cells without roles, by formula: of equal cells, and packed ones."""
     equal = [fleet for kind in kinds if (fleet := equal_cells(kind, demand)) is not None]
     best = list(_best_kinds(kinds))
     served = [kind for kind in best if kind.is_served]
@@ -142,7 +145,7 @@ def _candidates(kinds: Sequence[CellKind], demand: Demand) -> list[Fleet]:
     fleets = [*equal, *(fleet for fleet in packed if fleet is not None)]
     if not fleets:  # the devices do not suffice: show what they can do
         fleets = [_as_many(kind, demand) for kind in best]
-    return sorted(fleets, key=lambda fleet: (fleet.price, fleet.step_s))
+    return fleets
 
 
 def _as_many(kind: CellKind, demand: Demand) -> Fleet:
@@ -168,7 +171,9 @@ def _chosen(fleets: Sequence[Fleet], most: int) -> list[Fleet]:
     for fleet in fleets:
         group = fleet.groups[0]
         kind = group.kind
-        key = (fleet.is_mixed, len(fleet.groups), kind.offer.name, kind.style, fleet.is_served)
+        key: tuple[object, ...] = (fleet.has_roles, fleet.is_mixed, fleet.is_served)
+        if not fleet.has_roles:
+            key += (len(fleet.groups), kind.offer.name, kind.style)
         firsts.setdefault(key, fleet)
     chosen: dict[str, Fleet] = {}
     cheapest = sorted(firsts.values(), key=lambda f: f.price)
@@ -199,7 +204,7 @@ def _adjusted(done: Sequence[Certified], demand: Demand, progress: Progress) -> 
         others = [
             fleet
             for each in known
-            if (fleet := _resized(each.fleet, demand, _change(each))) is not None
+            if (fleet := _resized(each, demand, _change(each))) is not None
             and fleet.name not in tried
             and fleet.price < _cheapest(known, each.fleet.is_served)
         ]
@@ -225,10 +230,12 @@ def _cheapest(known: Iterable[Certified], is_served: bool) -> float:
     return min(prices, default=math.inf)
 
 
-def _resized(fleet: Fleet, demand: Demand, share: float) -> Fleet | None:
+def _resized(each: Certified, demand: Demand, share: float) -> Fleet | None:
     """Returns the fleet with more or fewer cells of its largest group: at least one; None if there
-    are not so many devices, or if fewer could not do."""
-    index = max(range(len(fleet.groups)), key=lambda i: fleet.groups[i].price)
+    are not so many devices, or if fewer could not do. More cells are of the role that was late."""
+    fleet, late = each.fleet, each.late_role if share > 0 else None
+    indices = [i for i, group in enumerate(fleet.groups) if late in (None, group.kind.role)]
+    index = max(indices, key=lambda i: fleet.groups[i].price)
     group = fleet.groups[index]
     change = math.copysign(max(1, round(abs(share) * group.num_cells)), share)
     num_cells = group.num_cells + int(change)
@@ -240,13 +247,10 @@ def _resized(fleet: Fleet, demand: Demand, share: float) -> Fleet | None:
     is_possible = num_cells * group.kind.num_devices + others <= group.kind.offer.num_devices
     if num_cells < 1 or not is_possible:
         return None
-    capacity = sum(g.num_cells * g.kind.capacity for g in fleet.groups)
-    capacity += (num_cells - group.num_cells) * group.kind.capacity
-    if share < 0 and demand.whole.rate > _MOST_LOAD * capacity:
-        return None
     groups = [*fleet.groups]
     groups[index] = replace(group, num_cells=num_cells)
-    return Fleet(groups=tuple(groups))
+    resized = Fleet(groups=tuple(groups))
+    return None if share < 0 and demand.whole.rate > _MOST_LOAD * resized.capacity else resized
 
 
 def _one_device(
@@ -293,4 +297,5 @@ def _usable_bytes(offer: Offer) -> float:
 def _points(fleets: Iterable[Fleet]) -> Iterator[PlanPoint]:
     for fleet in fleets:
         style: CellStyle | str = "mixed" if fleet.is_mixed else fleet.groups[0].kind.style
+        style = "roles" if fleet.has_roles else style
         yield PlanPoint(name=fleet.name, price=fleet.price, step_s=fleet.step_s, style=style)

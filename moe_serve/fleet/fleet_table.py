@@ -86,6 +86,7 @@ def _group_document(group: Group) -> dict[str, Any]:
     kind = group.kind
     return {
         "device": kind.offer.name,
+        "role": kind.role,
         "cells": group.num_cells,
         "attention_ranks": kind.layout.num_attention,
         "expert_ranks": kind.layout.num_experts,

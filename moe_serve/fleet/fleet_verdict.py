@@ -8,6 +8,7 @@ from typing import Literal
 
 from moe_serve.fleet.certify import Certified
 from moe_serve.fleet.fleet_plan import FleetPlan
+from moe_serve.fleet.roles import CellRatio
 from moe_serve.simulate.costs.device import HeldOutError
 
 Confidence = Literal["high", "medium", "low", "unknown"]
@@ -16,12 +17,14 @@ Confidence = Literal["high", "medium", "low", "unknown"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetVerdict:
     """`is_split_worth_it`: the cheapest fleet with expert ranks costs less than the cheapest
-    without, among those that moe-serve serves; None if one of the two misses the limits."""
+    without, among those that moe-serve serves; None if one of the two misses the limits.
+    `are_roles_worth_it`: the same for cells for prompts and for answers, among all fleets."""
 
     best: str | None
     best_served: str | None
     is_split_worth_it: bool | None
     is_mix_worth_it: bool | None
+    are_roles_worth_it: bool | None
     confidence: Confidence
     sentences: tuple[str, ...]
 
@@ -33,9 +36,14 @@ def fleet_verdict(plan: FleetPlan) -> FleetVerdict:
     whole = plan.cheapest(lambda x: not _has_split(x) and not x.fleet.is_mixed)
     mixed = plan.cheapest(lambda x: x.fleet.is_mixed)
     alike = plan.cheapest(lambda x: not x.fleet.is_mixed)
+    with_roles = plan.cheapest(lambda x: x.fleet.has_roles)
+    without = plan.cheapest(lambda x: not x.fleet.has_roles)
     confidence, why = _confidence(plan, best)
     sentences = [_best(plan, best, served)]
     sentences += _versus("disaggregation", split, "whole models and expert parallelism", whole)
+    if any(each.fleet.has_roles for each in plan.certified):
+        sentences += _versus("a split into prefill and decode cells", with_roles, "none", without)
+        sentences += _ratio(plan)
     if len({each.fleet.is_mixed for each in plan.certified}) > 1:
         sentences += _versus("a mix of device types", mixed, "one type", alike)
     sentences += _one_device(plan)
@@ -44,6 +52,7 @@ def fleet_verdict(plan: FleetPlan) -> FleetVerdict:
         best_served=None if served is None else served.fleet.name,
         is_split_worth_it=_is_cheaper(split, whole),
         is_mix_worth_it=_is_cheaper(mixed, alike),
+        are_roles_worth_it=_is_cheaper(with_roles, without),
         confidence=confidence,
         sentences=(*sentences, why),
     )
@@ -100,6 +109,19 @@ def _versus(a_name: str, a: Certified | None, b_name: str, b: Certified | None) 
             )
 
 
+def _ratio(plan: FleetPlan) -> Iterator[str]:
+    """States how many prefill cells the load takes for a decode cell, by the cheapest fleet."""
+    found = [each for each in plan.certified if each.fleet.has_roles]
+    best = next((each for each in found if each.meets), found[0])
+    ratio, whole = CellRatio.of(best.fleet, plan.demand), plan.demand.whole
+    prefill, decode = ratio.prefill.rates(whole), ratio.decode.rates(whole)
+    yield (
+        f"the load takes {ratio.ratio:.2g} {ratio.prefill.name} for one {ratio.decode.name}: a "
+        f"request has {whole.computed:.0f} uncached prompt tokens and {whole.output:.0f} of its "
+        f"answer, and a cell {prefill.prompt_tok_s:.0f} and {decode.output_tok_s:.0f} tokens/s"
+    )
+
+
 def _one_device(plan: FleetPlan) -> Iterator[str]:
     alone = plan.one_device
     if alone is None:
@@ -140,4 +162,4 @@ def _held_out(each: Certified) -> Iterator[HeldOutError]:
 
 
 def _sort_of(each: Certified) -> tuple[tuple[str, str], ...]:
-    return tuple((g.kind.offer.name, g.kind.style) for g in each.fleet.groups)
+    return tuple((g.kind.offer.name, f"{g.kind.style} {g.kind.role}") for g in each.fleet.groups)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from moe_serve.errors import ConfigError, shortened
 from moe_serve.planning.calibration_file import Calibration
 from moe_serve.simulate.catalogue import find_device
+from moe_serve.simulate.coordinated.coordinated_run import PageSpeed
 from moe_serve.simulate.costs.device import HeldOutError, read_device
 from moe_serve.simulate.costs.model_shape import ModelShape
 from moe_serve.simulate.layout import MAX_DEVICES, Layout, ModelSize
@@ -21,7 +23,8 @@ _TERM = re.compile(r"(.+?):([1-9]\d*)(?:@([0-9]+(?:\.[0-9]+)?))?")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """Devices of one type. `price`: of one device and hour; `costed` raises ConfigError for a
-    layout that has no costs; `held_out`: how far the costs were off where they were checked."""
+    layout that has no costs; `page_speed`: of KV pages between cells, among so many devices;
+    `held_out`: how far the costs were off where they were checked."""
 
     name: str
     num_devices: int
@@ -32,6 +35,7 @@ class Offer:
     has_whole_cells_only: bool  # no costs of experts spread over attention devices, or of shards
     held_out: HeldOutError | None
     costed: Callable[[Layout], CostedModel]
+    page_speed: Callable[[int], PageSpeed]
 
 
 def read_fleet(text: str, model: ModelShape, routing: Path | None) -> tuple[Offer, ...]:
@@ -65,6 +69,7 @@ def read_fleet(text: str, model: ModelShape, routing: Path | None) -> tuple[Offe
                 has_whole_cells_only=False,
                 held_out=device.held_out,
                 costed=costed,
+                page_speed=partial(PageSpeed.of_device, device),
             )
         )
     return tuple(offers)
@@ -87,4 +92,5 @@ def calibrated_offer(
         has_whole_cells_only=True,
         held_out=None,
         costed=lambda layout: calibrated(calibration, layout),
+        page_speed=lambda _: PageSpeed.calibrated(calibration),
     )

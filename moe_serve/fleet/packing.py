@@ -71,6 +71,20 @@ class Fleet:
         return sum(group.price for group in self.groups)
 
     @property
+    def has_roles(self) -> bool:
+        """True if it has cells for prompts and cells for answers."""
+        return any(group.kind.role != "both" for group in self.groups)
+
+    @property
+    def capacity(self) -> float:
+        """Requests per second: with roles, of the cells of the scarcer one."""
+        by_role: dict[str, float] = {}
+        for group in self.groups:
+            role = group.kind.role
+            by_role[role] = by_role.get(role, 0.0) + group.num_cells * group.kind.capacity
+        return min(by_role.values())
+
+    @property
     def is_mixed(self) -> bool:
         """True if it has devices of several types."""
         return len({group.kind.offer.name for group in self.groups}) > 1
@@ -82,13 +96,17 @@ class Fleet:
     @property
     def step_s(self) -> float:
         """The longest predicted TPOT."""
-        return max(group.kind.step_s for group in self.groups)
+        return max(group.kind.step_s for group in self.groups if group.kind.role != "prefill")
 
 
 def equal_cells(kind: CellKind, demand: Demand) -> Fleet | None:
     """Returns the smallest fleet of one kind of cell; None if the devices do not suffice."""
-    num_cells = math.ceil(demand.whole.rate / (LOAD * kind.capacity) - _SMALL)
-    return fleet_of(kind, max(1, num_cells), demand)
+    return fleet_of(kind, num_cells_for(kind, demand), demand)
+
+
+def num_cells_for(kind: CellKind, demand: Demand) -> int:
+    """Returns the fewest cells of a kind that are not loaded above LOAD."""
+    return max(1, math.ceil(demand.whole.rate / (LOAD * kind.capacity) - _SMALL))
 
 
 def fleet_of(kind: CellKind, num_cells: int, demand: Demand) -> Fleet | None:

@@ -23,9 +23,11 @@ from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
 from moe_serve.engine.tracing import Tracing
+from moe_serve.engine.watch.cells_control import CellsControl
 from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.admin.adapters import adapter_router
+from moe_serve.http.admin.cells import cells_router
 from moe_serve.http.admin.control import placement_router, trace_router
 from moe_serve.http.admin.status import (
     LoadReportMiddleware,
@@ -133,7 +135,8 @@ def _put_right(document: dict[str, Any], components: dict[str, Any]) -> None:
 
 
 def _responses(path: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The successful answers with their media types, and the error envelope for all others."""
+    """Returns the successful answers with their media types, and the error envelope for all
+    others."""
     found = {status: dict(answer) for status, answer in known.items() if status.startswith("2")}
     for answer in found.values():
         if path in _STREAMING:
@@ -194,6 +197,7 @@ def create_app(
     grammars: Grammars | None = None,
     operations: Operations | None = None,
     scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
+    cells: CellsControl | None = None,
 ) -> FastAPI:
     """Creates the application for one engine and one model. The server reads `app.state`.
 
@@ -234,6 +238,7 @@ def create_app(
     if tracing is not None:
         app.include_router(trace_router(tracing, config.max_body_bytes))
     app.include_router(placement_router(placement, config.max_body_bytes))
+    app.include_router(cells_router(cells, engine))
     app.include_router(dashboard_router(board))
     _add_operations(app, operations)
     app.openapi = honest_openapi(app)  # type: ignore[method-assign]
@@ -273,6 +278,7 @@ def _sources(
         experts=facts.experts,
         adapters=None if adapters is None else AdapterSource(adapters, names),
         drafters=facts.speculation.drafters,
+        kv_events=facts.kv_events,
     )
 
 
@@ -322,6 +328,6 @@ def _add_middleware(
 
 
 def _own_grammars(engine: EngineClient, model: ServedModel) -> Grammars:
-    """The grammars if the engine does not share its own."""
+    """Returns the grammars if the engine does not share its own."""
     tokenizer, eos = model.tokenizer, frozenset(model.tokenizer.eos_token_ids)
     return Grammars(lambda: vocabulary_of(tokenizer, engine.vocab_size, eos))

@@ -19,7 +19,8 @@ from typing import Any, Literal
 from rich.progress import Progress, TextColumn
 
 from moe_serve.adapters.adapter import Adapter
-from moe_serve.cluster.started_ranks import build_any_engine
+from moe_serve.cluster.started_cells import build_any_engine
+from moe_serve.config.cells import CellsConfig
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import (
     BatchPolicyName,
@@ -105,6 +106,7 @@ class LLM:
         attention_ranks: int = 0,
         expert_ranks: int = 0,
         attention_tp: int = 1,
+        cells: str | None = None,
         placement: str | None = None,
         micro_batches: int | Literal["auto"] = "auto",
         batch_policy: BatchPolicyName = "fifo",
@@ -129,6 +131,7 @@ class LLM:
                                        attention_tp=attention_tp, placement=placement)  # fmt: skip
         config = EngineConfig(
             model=model_config, scheduler=scheduler_config, cluster=cluster_config,
+            cells=CellsConfig(layout=cells),
             cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache,
                               kv_dtype=kv_dtype, disk_path=kv_disk,
                               disk_key_file=kv_disk_key_file),
@@ -317,7 +320,7 @@ class LLM:
         return Job(stem, str(prompt) if is_text else None, ids, answers, time.monotonic())
 
     def _reasoning(self) -> ReasoningFormat | None:
-        """The format of the reasoning that the chat template shows."""
+        """Returns the format of the reasoning that the chat template shows."""
         source = "" if self._template is None else self._template.source
         return REASONING_FORMATS.get(reasoning_format_of(source) or "none")
 

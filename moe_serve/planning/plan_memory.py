@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from experts.placement.problem.placement import Placement
 from moe_serve.cache.kv_cache import checked_kv_form, num_pages
 from moe_serve.cluster.members.cluster_model import num_slots, placement_of
+from moe_serve.config.cell_config import cell_shapes, config_of_cell, has_ranks
 from moe_serve.config.sections import EngineConfig, ModelConfig
 from moe_serve.engine.execute.next_layer_prediction import num_foreseen
 from moe_serve.engine.memory.free_memory import free_bytes
@@ -146,12 +147,23 @@ class _Planner:
 
     def plan(self, has_local_ranks: bool) -> MemoryPlan:
         free = free_bytes(self.device)
-        if not self.config.cluster.is_disaggregated:
-            processes = [self._one_process(free)]
+        shapes = cell_shapes(self.config)
+        if shapes:
+            processes = [
+                replace(process, name=f"cell-{index}/{process.name}")
+                for index, shape in enumerate(shapes)
+                for process in self._ranks(free, config_of_cell(self.config, index, shape))
+            ]
+        elif self.config.cluster.is_disaggregated:
+            processes = self._ranks(free, self.config)
         else:
-            processes = [*self._attention_ranks(free), *self._expert_ranks()]
+            processes = [self._one_process(free)]
         rooms = self._rooms(processes, free, has_local_ranks)
         return MemoryPlan(processes=tuple(processes), rooms=rooms)
+
+    def _ranks(self, free: int, config: EngineConfig) -> list[ProcessMemory]:
+        of = replace(self, config=config)
+        return [*of._attention_ranks(free), *of._expert_ranks()]
 
     def _one_process(self, free: int) -> ProcessMemory:
         weights = self.weights.attention + self._held(self.weights.experts)
@@ -238,8 +250,7 @@ class _Planner:
     ) -> tuple[Room, ...]:
         """Returns the memory to check. GPUs of ranks are left out: checking would take memory on
         each."""
-        is_cluster = self.config.cluster.is_disaggregated
-        if is_cluster and (self.device.type == "cuda" or not has_local_ranks):
+        if has_ranks(self.config) and (self.device.type == "cuda" or not has_local_ranks):
             return ()
         name = "this machine" if self.device.type == "cpu" else f"the GPU {self.device}"
         return (Room(name=name, free=free, users=tuple(p.name for p in processes)),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moe_serve.cluster.members.pool_watch import PoolWatch
@@ -18,7 +17,7 @@ from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, MicroBatchChooser
 from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts
-from moe_serve.simulate.instant_executor import InstantExecutor
+from moe_serve.simulate.instant_executor import InstantExecutor, Scatter
 from moe_serve.simulate.instant_ranks import InstantCoordinator
 from moe_serve.simulate.layout import Layout
 from moe_serve.simulate.virtual_clock import VirtualClock
@@ -72,24 +71,43 @@ def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: CellLimits
     Otherwise the cell is a cluster's engine over ranks.
     """
     clock = VirtualClock()
-    if not layout.is_split and layout.num_attention == 1:
-        executor = InstantExecutor(clock, costs, limits.scatter)
-        engine = _engine(executor, itertools.count(), limits, clock)
-        return Cell(engine, clock, limits.page_size, executor)
+    if not is_one_engine(layout):
+        cluster, _ = make_cluster(layout, costs, ranks, limits, clock)
+        return Cell(cluster, clock, limits.page_size)
+    executor = InstantExecutor(clock, costs, limits.scatter)
+    engine = _engine(executor, itertools.count(), limits, clock)
+    return Cell(engine, clock, limits.page_size, executor)
 
+
+def is_one_engine(layout: Layout) -> bool:
+    """Returns True if a cell has one attention rank, with the experts on its own devices."""
+    return not layout.is_split and layout.num_attention == 1
+
+
+def make_cluster(
+    layout: Layout,
+    costs: StepCosts,
+    ranks: Ranks,
+    limits: CellLimits,
+    clock: VirtualClock,
+    ids: itertools.count[int] | None = None,
+) -> tuple[ClusterEngine, InstantCoordinator]:
+    """Builds a cluster's engine over ranks that compute nothing. `ids`: of sequences."""
     service = ServiceState.of(limits.scheduler, clock)
 
-    def make_engine(executor: RemoteExecutor, ids: Iterator[int]) -> Engine:
+    def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
         return _engine(executor, ids, limits, clock, service)
 
-    watch = _watch(costs, ranks, limits)
+    is_one = is_one_engine(layout)
+    watch = PoolWatch(None, 1, None) if is_one else _watch(costs, ranks, limits)
     if not layout.is_split:
         ranks = replace(ranks, num_experts=1)  # one report on the experts of all devices
-    coordinator = InstantCoordinator(clock, costs, ranks, watch)
+    scatter = Scatter(limits.scatter) if is_one else None
+    coordinator = InstantCoordinator(clock, costs, ranks, watch, is_whole=is_one, scatter=scatter)
     cluster = ClusterEngine(
-        coordinator, make_engine, watch, lambda: None, is_ahead=True, service=service
+        coordinator, make_engine, watch, lambda: None, is_ahead=True, service=service, ids=ids
     )
-    return Cell(cluster, clock, limits.page_size)
+    return cluster, coordinator
 
 
 def _watch(costs: StepCosts, ranks: Ranks, limits: CellLimits) -> PoolWatch:
@@ -100,7 +118,7 @@ def _watch(costs: StepCosts, ranks: Ranks, limits: CellLimits) -> PoolWatch:
 
 def _engine(
     executor: StepExecutor,
-    ids: Iterator[int],
+    ids: itertools.count[int],
     limits: CellLimits,
     clock: VirtualClock,
     service: ServiceState | None = None,

@@ -14,14 +14,29 @@ from moe_serve.pipeline.costs.step_costs import BatchLoad, StepCosts
 from moe_serve.simulate.virtual_clock import VirtualClock, answers
 
 
+class Scatter:
+    """Draws ratios of measured to predicted times, the same ones each time. `quantiles`: evenly
+    spaced; empty: all ratios are 1."""
+
+    def __init__(self, quantiles: Items[float] = ()) -> None:
+        self._quantiles, self._random = quantiles, random.Random(0)
+
+    def draw(self) -> float:
+        """Returns the next ratio."""
+        if not self._quantiles:
+            return 1.0
+        place = self._random.random() * (len(self._quantiles) - 1)
+        low = int(place)
+        a, b = self._quantiles[low], self._quantiles[min(low + 1, len(self._quantiles) - 1)]
+        return a + (place - low) * (b - a)
+
+
 class InstantExecutor:
     """Implements StepExecutor for a device that has the whole model. A step moves the clock on by
-    what `costs` predict for it, times a ratio drawn from `scatter` (evenly spaced quantiles; empty:
-    1). The same ratios are drawn each time."""
+    what `costs` predict for it, times a ratio drawn from `scatter` (see `Scatter`)."""
 
     def __init__(self, clock: VirtualClock, costs: StepCosts, scatter: Items[float] = ()) -> None:
-        self._clock, self._costs, self._scatter = clock, costs, scatter
-        self._random = random.Random(0)
+        self._clock, self._costs, self._scatter = clock, costs, Scatter(scatter)
         self._ahead: deque[float] = deque()  # ratios of steps that were foreseen
         self._ends: Items[float] = ()  # of the steps that the next call is to run at once
 
@@ -29,7 +44,7 @@ class InstantExecutor:
         """Foresee when the next steps end, if each gives one token to the same sequences, whose
         contexts have `num_tokens` in the first of them."""
         while len(self._ahead) < num_steps:
-            self._ahead.append(self._drawn())
+            self._ahead.append(self._scatter.draw())
         at_s, ends = self._clock.now, []
         for step in range(num_steps):
             num_kv = num_tokens + step * num_sequences
@@ -49,6 +64,13 @@ class InstantExecutor:
         self._ends = ends
 
     @property
+    def has_page_work(self) -> bool:
+        return False  # there are no pages
+
+    def finish_page_work(self) -> None:
+        """Does nothing."""
+
+    @property
     def expert_memory(self) -> None:
         """None, as all experts are in memory."""
 
@@ -61,19 +83,11 @@ class InstantExecutor:
             for _ in ends:
                 self._ahead.popleft()
         else:
-            ratio = self._ahead.popleft() if self._ahead else self._drawn()
+            ratio = self._ahead.popleft() if self._ahead else self._scatter.draw()
             seconds = self._costs.colocated_time(BatchLoad.of(plan.slices)) * ratio
             self._clock.advance_to(self._clock.now + seconds)
         pairs = ((s.sequence_id, s.num_logits) for s in plan.slices)
         return StepOutcome(sampled=answers(pairs, max(1, len(ends))))
-
-    def _drawn(self) -> float:
-        if not self._scatter:
-            return 1.0
-        place = self._random.random() * (len(self._scatter) - 1)
-        low = int(place)
-        a, b = self._scatter[low], self._scatter[min(low + 1, len(self._scatter) - 1)]
-        return a + (place - low) * (b - a)
 
     def forget(self, sequence_ids: list[int]) -> None:
         """Does nothing, as no state is kept between steps."""

@@ -24,6 +24,7 @@ from moe_serve.cluster.steps.epoch_maker import Epoch
 from moe_serve.cluster.steps.step_in_flight import RankWork, StepInFlight
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts
 from moe_serve.pipeline.costs.step_seconds import LayerTimes, step_seconds
+from moe_serve.simulate.instant_executor import Scatter
 from moe_serve.simulate.virtual_clock import VirtualClock, answers
 
 _NO_LOAD = BatchLoad.decode(0, 0)
@@ -42,8 +43,17 @@ class InstantCoordinator:
     the clock to its end."""
 
     def __init__(
-        self, clock: VirtualClock, costs: StepCosts, ranks: Ranks, watch: PoolWatch
+        self,
+        clock: VirtualClock,
+        costs: StepCosts,
+        ranks: Ranks,
+        watch: PoolWatch,
+        *,
+        is_whole: bool = False,
+        scatter: Scatter | None = None,
     ) -> None:
+        """`is_whole`: one attention rank has all experts on its own devices; then `scatter` draws
+        how long its steps take beside what is predicted."""
         names = all_ranks(ranks.num_attention, ranks.num_experts)
         roster = Roster(names)
         for state in roster.all():
@@ -54,8 +64,19 @@ class InstantCoordinator:
         self.membership, self.has_events, self.outage_s = InstantMembers(roster), False, 0.0
         self.epoch = Epoch(1, attention, experts, dict.fromkeys(attention, 1))
         self._clock, self._costs, self._ranks, self._watch = clock, costs, ranks, watch
+        self._is_whole, self._scatter = is_whole, scatter or Scatter()
         self._numbers = itertools.count(1)
         self._begun: dict[int, tuple[float, StepServed]] = {}  # step -> its end, and its experts
+
+    @property
+    def step_end(self) -> float | None:
+        """When the step ends that runs now; None: none was sent out."""
+        return next((end for end, _ in self._begun.values()), None)
+
+    @property
+    def last_end(self) -> float | None:
+        """When the last step ends that was sent out; None: none was."""
+        return next((end for end, _ in reversed(self._begun.values())), None)
 
     def stop(self) -> None:
         """Does nothing, as no step waits."""
@@ -67,7 +88,11 @@ class InstantCoordinator:
         """Returns True: all ranks are there."""
         return True
 
-    def launch(self, works: Mapping[str, RankWork]) -> StepInFlight:
+    def look(self) -> bool:
+        """Returns True: all ranks are there."""
+        return True
+
+    def launch(self, works: Mapping[str, RankWork], *, can_wait: bool = True) -> StepInFlight:
         return self._sent(works, self._clock.now)
 
     def can_follow(self, flight: StepInFlight) -> bool:
@@ -98,13 +123,7 @@ class InstantCoordinator:
     def _sent(self, works: Mapping[str, RankWork], start: float) -> StepInFlight:
         step = next(self._numbers)
         self._watch.began(step)
-        loads = [batch_loads(work) for work in works.values()]
-        num_parts = max(len(parts) for parts in loads)
-        padded = [(*parts, *(_NO_LOAD,) * (num_parts - len(parts))) for parts in loads]
-        times = self._costs.layer_times(list(zip(*padded, strict=True)), self._ranks)
-        fixed_s = self._costs.fixed_seconds([BatchLoad.together(parts) for parts in loads])
-        seconds = step_seconds(times) + fixed_s
-        attention, experts = _stage_seconds(times, seconds)
+        seconds, attention, experts = self._cost([batch_loads(work) for work in works.values()])
         served = StepServed(epoch=1, step=step, failure=None, seconds=experts)
         self._begun[step] = start + seconds, served
         results: dict[str, StepDone | Exception] = {
@@ -112,6 +131,21 @@ class InstantCoordinator:
             for name, work in works.items()
         }
         return StepInFlight(step, self.epoch.number, dict(works), start, set(), results)
+
+    def _cost(
+        self, loads: Sequence[Sequence[BatchLoad]]
+    ) -> tuple[float, StageSeconds, StageSeconds]:
+        """Predicts a step from the loads of all ranks' micro-batches: its seconds, and those of the
+        attention and the expert ranks."""
+        together = [BatchLoad.together(parts) for parts in loads]
+        if self._is_whole:
+            seconds = self._costs.colocated_time(together[0]) * self._scatter.draw()
+            return seconds, StageSeconds(seconds, 0.0, seconds), StageSeconds(0.0, 0.0, seconds)
+        num_parts = max(len(parts) for parts in loads)
+        padded = [(*parts, *(_NO_LOAD,) * (num_parts - len(parts))) for parts in loads]
+        times = self._costs.layer_times(list(zip(*padded, strict=True)), self._ranks)
+        seconds = step_seconds(times) + self._costs.fixed_seconds(together)
+        return seconds, *_stage_seconds(times, seconds)
 
 
 def _stage_seconds(

@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from moe_serve.engine.request.request import TokenDelta
+from moe_serve.engine.request.request import GenerationRequest, TokenDelta
+from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.service_terms import NO_SERVICE, Service
 
 
@@ -27,6 +28,20 @@ class SimulatedRequest:
     service: Service = NO_SERVICE
     priority: int = 0
     session: str = ""
+
+
+def request_of(job: SimulatedRequest, prompt: tuple[int, ...], at_s: float) -> GenerationRequest:
+    """Returns the request of a job that arrives at `at_s`."""
+    return GenerationRequest(
+        request_id=str(job.index),
+        prompt_token_ids=prompt,
+        params=SamplingParams(
+            max_tokens=job.num_output, temperature=0.0, ignore_eos=True, seed=job.index
+        ),
+        arrival_time=at_s,
+        priority=job.priority,
+        service=job.service,
+    )
 
 
 def _no_times() -> array[float]:

@@ -17,8 +17,6 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from moe_serve.engine.request.request import GenerationRequest
-from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.simulate.balancer import Balancer, FewestRequests
 from moe_serve.simulate.cell import Cell
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
@@ -28,6 +26,7 @@ from moe_serve.simulate.steps_ahead import (
     StepsAhead,
     StepsDone,
     num_alike,
+    request_of,
 )
 
 _ARRIVAL, _END, _START = 0, 1, 2  # the order of events at one moment
@@ -70,7 +69,7 @@ class World:
         self._jobs, self._is_closed = jobs, concurrency is not None
         for _ in range(concurrency or 1):
             self._send_next(0.0)
-        with _without_collections():
+        with without_collections():
             self._handle_events()
         return self._done
 
@@ -114,17 +113,8 @@ class World:
             self._done.append(times)
             self._send_next(at_s)
             return
-        request_id = str(job.index)
-        request = GenerationRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            params=SamplingParams(
-                max_tokens=job.num_output, temperature=0.0, ignore_eos=True, seed=job.index
-            ),
-            arrival_time=at_s,
-            priority=job.priority,
-            service=job.service,
-        )
+        request = request_of(job, prompt, at_s)
+        request_id = request.request_id
         self._cells[index].engine.add(request)
         self._num_in_cell[index] += 1
         self._is_steady[index] = False
@@ -224,7 +214,7 @@ class World:
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Pause the collector of cycles. A simulation makes none, and looking for them takes a fifth of
     its time."""
     was_on = gc.isenabled()

@@ -11,6 +11,18 @@ from pathlib import Path
 import pytest
 
 from moe_serve.cache.prefix_cache import PrefixCache
+from moe_serve.cluster.autoscale.autoscaler import Autoscaler
+from moe_serve.cluster.autoscale.plan_table import PlanTable
+from moe_serve.cluster.autoscale.policies import PlannedPolicy
+from moe_serve.cluster.autoscale.rate_forecast import RateForecast
+from moe_serve.cluster.autoscale.scale_view import AutoscalePolicy
+from moe_serve.cluster.cells.migration import Migration
+from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.open_moves import OpenMoves
+from moe_serve.cluster.cells.parcel import PageCarrier
+from moe_serve.cluster.cells.places import CellLike
+from moe_serve.cluster.cells.rates import LinkRates, StepRates
+from moe_serve.cluster.cells.router import CellRouter
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.step_in_flight import StepCoordinator
 from moe_serve.config.sections import SchedulerConfig
@@ -28,6 +40,10 @@ from moe_serve.pipeline.costs.micro_batch_choice import MicroBatchChooser
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts
 from moe_serve.simulate import cell as cell_module
 from moe_serve.simulate.cell import Cell, CellLimits, make_cell
+from moe_serve.simulate.coordinated.cells_world import CellsWorld, Watcher
+from moe_serve.simulate.coordinated.coordinated_cell import CoordinatedCell
+from moe_serve.simulate.coordinated.instant_carrier import InstantCarrier
+from moe_serve.simulate.coordinated.shared_links import SharedLinks
 from moe_serve.simulate.instant_executor import InstantExecutor
 from moe_serve.simulate.instant_ranks import InstantCoordinator
 from moe_serve.simulate.layout import Layout
@@ -141,10 +157,10 @@ def test_steps_of_ranks_are_those_of_a_real_cluster_engine(monkeypatch: pytest.M
     for kind, name in ((FakeCoordinator, "launch"), (InstantCoordinator, "_sent")):
         original = getattr(kind, name)
 
-        def recorded(self, works, *rest, of=kind, original=original):  # type: ignore[no-untyped-def]
+        def recorded(self, works, *rest, of=kind, original=original, **options):  # type: ignore[no-untyped-def]
             batches = {rank: work.micro_batches for rank, work in works.items()}
             sent.setdefault(of, []).append(batches)
-            return original(self, works, *rest)
+            return original(self, works, *rest, **options)
 
         monkeypatch.setattr(kind, name, recorded)
     layout = Layout.parse("2A1E", 3)
@@ -182,21 +198,30 @@ def room() -> Iterable[tuple[str, ast.Module]]:
 
 
 def test_the_room_makes_no_decision_of_the_server() -> None:
-    """It defines no method of the parts that decide, and uses engines by their public methods."""
+    """It defines no method of the parts that decide, and uses engines, moves and autoscalers by
+    their public methods."""
     deciding = names_of(
-        Scheduler, WaitingQueue, BatchPolicy, PrefixCache, MicroBatchChooser, ClusterEngine, Engine
-    )
-    implemented = names_of(StepCosts, StepExecutor, StepCoordinator, Cell, World, CellLimits)
-    used: set[str] = set()
+        Scheduler, WaitingQueue, BatchPolicy, PrefixCache, MicroBatchChooser, ClusterEngine, Engine,
+        Moves, CellRouter, Migration, OpenMoves, StepRates, LinkRates, Autoscaler, PlannedPolicy,
+        PlanTable, RateForecast,
+    )  # fmt: skip
+    implemented = names_of(
+        StepCosts, StepExecutor, StepCoordinator, Cell, World, CellLimits, CellLike, PageCarrier,
+        CoordinatedCell, CellsWorld, Watcher, AutoscalePolicy, SharedLinks, InstantCarrier,
+    )  # fmt: skip
+    used: dict[str, set[str]] = {"engine": set(), "_moves": set(), "_autoscaler": set()}
     for name, tree in room():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 assert node.name not in deciding - implemented, f"{name} defines {node.name}"
             if isinstance(node, ast.Attribute):
                 owner = node.value
-                if isinstance(owner, ast.Attribute) and owner.attr == "engine":
-                    used.add(node.attr)
+                if isinstance(owner, ast.Attribute) and owner.attr in used:
+                    used[owner.attr].add(node.attr)
                 is_own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
                 is_private = node.attr.startswith("_") and not node.attr.startswith("__")
                 assert is_own or not is_private, f"{name} reaches into {node.attr}"
-    assert used <= {"add", "step", "has_work", "num_running", "num_waiting", "admission"}
+    counts = {"has_work", "num_running", "num_waiting", "admission", "rank_engines", "start_of"}
+    assert used["engine"] <= counts | {"add", "step", "begin", "wait", "end"}
+    assert used["_moves"] == {"add", "before_step", "after_step", "turn"}
+    assert used["_autoscaler"] == {"wanted"}

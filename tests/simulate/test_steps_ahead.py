@@ -11,7 +11,7 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.bench.simulated_run import service_of
+from moe_serve.bench.simulated_requests import service_of
 from moe_serve.config.sections import OrderName, SchedulerConfig
 from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.execute.step_outcome import StepOutcome

@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_serve.bench.client.load_client import ClientHealth
 from moe_serve.bench.client.server_metrics import ServerSide
+from moe_serve.bench.figures.cells_figures import CellsFigures
 from moe_serve.bench.figures.request_record import RequestRecord, RunTimeline
 from moe_serve.bench.figures.summary import Goodput, Spread, Summary
 from moe_serve.bench.figures.tier_figures import ServiceFigures
@@ -44,6 +45,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     is_interrupted: bool = False
     service: ServiceFigures | None = None  # by tier and tenant; None: the run had no tiers
+    cells: CellsFigures | None = None  # of a simulation of several cells
     records: tuple[RequestRecord, ...] = ()
 
     @property
@@ -94,7 +96,7 @@ def read_report(path: Path) -> Report:
 
 
 def _report(content: Mapping[str, Any]) -> Report:
-    added = ("records", "service")  # the first version had no tiers
+    added = ("records", "service", "cells")  # the first version had no tiers and no cells
     values = {f.name: content[f.name] for f in fields(Report) if f.name not in added}
     health, timeline = dict(values["health"]), dict(values["timeline"])
     for name in ("loop_lag", "lateness"):
@@ -107,6 +109,7 @@ def _report(content: Mapping[str, Any]) -> Report:
         "timeline": RunTimeline(**timeline),
         "server": None if values["server"] is None else ServerSide(**values["server"]),
         "service": _service(content.get("service")),
+        "cells": _cells(content.get("cells")),
         "records": tuple(_record(row) for row in content.get("requests", ())),
     }
     return Report(**values)
@@ -124,6 +127,10 @@ def _summary(content: Mapping[str, Any]) -> Summary:
 
 def _service(content: Mapping[str, Any] | None) -> ServiceFigures | None:
     return None if content is None else ServiceFigures.from_json(content)
+
+
+def _cells(content: Mapping[str, Any] | None) -> CellsFigures | None:
+    return None if content is None else CellsFigures.from_json(content)
 
 
 def _spread(content: Mapping[str, Any] | None) -> Spread | None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from moe_serve.bench.client.load_client import RunProgress
 from moe_serve.bench.client.server_metrics import ServerSide
+from moe_serve.bench.figures.cells_figures import CellsFigures
 from moe_serve.bench.figures.summary import Spread
 from moe_serve.bench.figures.tier_figures import ServiceFigures
 from moe_serve.bench.report.report import Report
@@ -57,6 +58,8 @@ def report_facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "goodput", f"{good.requests_per_s:.2f} requests/s, {good.share:.1%} met {good.slo}"
     if report.service is not None:
         yield from service_facts(report.service)
+    if report.cells is not None:
+        yield from cells_facts(report.cells)
     yield "client", _client(report)
     yield "seed", str(report.workload.get("seed"))
     if report.server is not None:
@@ -128,6 +131,29 @@ def service_facts(service: ServiceFigures) -> Iterator[tuple[str, str]]:
         top = service.tenants[0]
         text = f"Jain index {service.jain:.2f}; most service: {top.name} with "
         yield "tenants", text + f"{top.service_tokens:,} tokens of {top.num} requests"
+
+
+def cells_facts(cells: CellsFigures) -> Iterator[tuple[str, str]]:
+    """Yields a line for each shape of cells, for the hand-overs, and for their numbers."""
+    for shape in dict.fromkeys(cell.shape for cell in cells.cells):
+        alike = [cell for cell in cells.cells if cell.shape == shape]
+        tokens = sum(cell.num_tokens for cell in alike)
+        started = sum(cell.num_started for cell in alike)
+        text = f"{tokens:,} tokens, {started:,} first tokens, "
+        yield f"{len(alike)}x{shape}", text + f"{sum(cell.num_steps for cell in alike):,} steps"
+    if cells.num_hand_overs or cells.num_migrations:
+        text = f"{cells.num_hand_overs:,} after prompts, {cells.num_migrations:,} migrations, "
+        text += f"{cells.num_given_up:,} given up; {cells.num_bytes / 1e9:,.2f} GB in "
+        text += f"{cells.num_parcels:,} parcels"
+        if cells.exposed_ms is not None and cells.exposed_share is not None:
+            text += f"; exposed {cells.exposed_ms.p50:.1f} ms (p50), {cells.exposed_ms.p99:.1f} ms "
+            text += f"(p99), {cells.exposed_share:.1%} of TTFT"
+        yield "moves", text
+    if cells.scale is not None:
+        scale = cells.scale
+        text = f"{scale.device_hours:,.1f} device hours, {scale.share:.0%} of all cells'; "
+        text += f"{scale.num_changes} changes, at most {scale.most_changes_per_hour} in an hour"
+        yield f"autoscaling, {scale.policy}", text
 
 
 TIER_HEADS = ("tier", "requests", "refused", "met", "TTFT p50", "p99", "longest", "tardiness")

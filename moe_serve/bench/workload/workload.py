@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
@@ -44,11 +45,16 @@ class GammaArrivals:
     """Draws arrivals at `rate` requests per second, with gamma-distributed gaps.
 
     `burstiness` is the square of the coefficient of variation of the gaps, 1 / shape: 1 is Poisson,
-    larger values give bursts, smaller ones are more even, and 0 is a metronome.
+    larger values give bursts, smaller ones are more even, and 0 is a metronome. With a `swing` the
+    rate rises and falls once in every period, beginning with the least:
+
+        rate(t) = rate (1 - swing cos(2 pi t / period))
     """
 
     rate: float
     burstiness: float = 1.0
+    swing: float = 0.0
+    period_s: float = 86400.0
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
         """Yields seconds since the start; the first request is due after the first gap."""
@@ -59,7 +65,22 @@ class GammaArrivals:
                 at += mean
             else:
                 at += float(rng.gamma(1.0 / self.burstiness, mean * self.burstiness))
-            yield at
+            yield self._swung(at) if self.swing else at
+
+    def _swung(self, at: float) -> float:
+        """Returns when as many requests have come as at a constant rate at time `at`.
+
+        That is Kepler's equation, t - swing sin t = at with a period of 2 pi.
+        """
+        turn = 2 * math.pi / self.period_s
+        wanted, t = at * turn, at * turn
+        for _ in range(100):
+            error = t - self.swing * math.sin(t) - wanted
+            if abs(error) < 1e-12 * max(1.0, t):
+                break
+            step = error / (1 - self.swing * math.cos(t))
+            t -= max(-1.0, min(step, 1.0))
+        return t / turn
 
 
 _TIMES, _LENGTHS, _TIERS = 3, 4, 5  # streams of random numbers; 1 and 2 are the prompts'
@@ -108,7 +129,11 @@ class Workload:
             return "open loop, times of the trace"
         burstiness = self.arrivals.burstiness
         kind = "Poisson" if burstiness == 1 else f"gamma, burstiness {burstiness:g}"
-        return f"open loop, {self.arrivals.rate:g} requests/s ({kind})"
+        text = f"open loop, {self.arrivals.rate:g} requests/s ({kind})"
+        if not self.arrivals.swing:
+            return text
+        period = f"{self.arrivals.period_s:g} s"
+        return f"{text[:-1]}, {self.arrivals.swing:.0%} more and less in turn over {period})"
 
     @property
     def planned(self) -> int | None:
@@ -140,6 +165,8 @@ class Workload:
             "concurrency": self.concurrency,
             "rate": self.arrivals and self.arrivals.rate,
             "burstiness": self.arrivals and self.arrivals.burstiness,
+            "swing": self.arrivals and self.arrivals.swing,
+            "period_s": self.arrivals and self.arrivals.period_s,
             "source": self.source,
             **cut,
             "num_trace_rows": None if self.trace is None else len(self.trace.rows),

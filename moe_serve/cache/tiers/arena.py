@@ -12,52 +12,14 @@ the disk, and what the disk has read into slots that it has reserved.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moe_serve.cache.page_bytes import PageBytes
+from moe_serve.cache.shared_memory import as_slots, open_memory
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.errors import ConfigError
-
-
-class SharedArena:
-    """Anonymous memory of this process that its children open by a path. It is freed when the last
-    of them ends."""
-
-    def __init__(self, num_bytes: int) -> None:
-        """Raises ConfigError where the system has no such memory, or too little."""
-        if not hasattr(os, "memfd_create"):
-            raise ConfigError(
-                "cache.memory_tier_bytes or cache.disk_path is set, but this system has no memfd: "
-                "a tier of attention ranks needs Linux."
-            )
-        self.num_bytes = num_bytes
-        self._descriptor = os.memfd_create("moe-serve-arena", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, num_bytes)
-
-    @property
-    def path(self) -> str:
-        """The path by which processes of the same user and host open it."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def slots(self, slot_bytes: int) -> NDArray[np.uint8]:
-        """Returns the memory as slots of this size, [slots, bytes of a slot]."""
-        memory = np.frombuffer(mmap.mmap(self._descriptor, self.num_bytes), dtype=np.uint8)
-        count = self.num_bytes // slot_bytes
-        return memory[: count * slot_bytes].reshape(count, slot_bytes)
-
-    def close(self) -> None:
-        """Gives it up; ranks that have opened it keep it."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 class ArenaView:
@@ -66,19 +28,16 @@ class ArenaView:
     def __init__(self, path: str, pages: PageBytes, shard: int, num_shards: int) -> None:
         """Raises ConfigError if the memory cannot be opened."""
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            memory = open_memory(path)
         except OSError as error:
             raise ConfigError(
                 f"the memory tier cannot be opened ({error.strerror or error}): with "
                 "cache.memory_tier_bytes or cache.disk_path, attention ranks must be processes of "
                 "the same user on the same host."
             ) from None
-        with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)) as file:
-            memory = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
-        slot_bytes = pages.num_bytes * num_shards
-        count = len(memory) // slot_bytes
-        slots = memory[: count * slot_bytes].reshape(count, num_shards, pages.num_bytes)
-        self._pages, self._slots = pages, slots[:, shard]
+        slots = as_slots(memory, pages.num_bytes * num_shards)
+        parts = slots.reshape(len(slots), num_shards, pages.num_bytes)
+        self._pages, self._slots = pages, parts[:, shard]
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages into slots, given as (page, slot)."""
@@ -86,7 +45,7 @@ class ArenaView:
             self._slots[slot] = self._pages.read(page)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slots into pages, given as (slot, page)."""
+        """Copies slots into pages, given as (slot, page)."""
         for slot, page in pairs:
             self._pages.write(page, self._slots[slot])
 
@@ -107,7 +66,7 @@ class ArenaIndex:
     """The pages in an arena's slots, for all attention ranks. Used on the engine's thread."""
 
     def __init__(self, num_bytes: int, slot_bytes: int) -> None:
-        """Raises ConfigError if not even some pages fit."""
+        """Raises ConfigError if too few pages fit."""
         self._num_slots, self._slot_bytes = num_bytes // slot_bytes, slot_bytes
         if self._num_slots < 4:
             raise ConfigError(
@@ -160,8 +119,8 @@ class ArenaIndex:
         return slot
 
     def enter(self, key: bytes, slot: int) -> None:
-        """Makes a page visible, as its copy is complete. A page that is known gives its new slot
-        back."""
+        """Makes a page visible, because its copy is complete. If the page is known already, its new
+        slot is freed."""
         if key in self._slot_of:
             self.give_back(slot)
             return
@@ -175,7 +134,7 @@ class ArenaIndex:
         self._free.append(slot)
 
     def pin(self, slot: int) -> None:
-        """Keeps a slot until `unpin`, as a rank copies from it."""
+        """Keeps a slot until `unpin`, because a rank copies from it."""
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:

@@ -18,7 +18,7 @@ _SLOT_BITS = 24
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a page is, and the generation that its header must have."""
+    """The file and slot of a page, and the generation that its header must have."""
 
     segment: Segment
     slot: int
@@ -68,8 +68,8 @@ class DiskIndex:
             return Place(segment, slot, segment.generations[slot])
 
     def add_segment(self, segment: Segment, entries: Iterable[Entry], now: float) -> None:
-        """Adds a file with the slots that it has already. A page that is known stays where it is;
-        an expired one is left out."""
+        """Adds a file with its written slots. A known page keeps its place; an expired one is left
+        out."""
         base = segment.number << _SLOT_BITS
         with self._lock:
             self._segments[segment.number] = segment
@@ -92,7 +92,7 @@ class DiskIndex:
                 place.segment.keys.pop(place.slot, None)
 
     def remove_segment(self, segment: Segment) -> int:
-        """Removes a file and its pages; return how many."""
+        """Removes a file and its pagesand returns their number."""
         with self._lock:
             del self._segments[segment.number]
             for key in segment.keys.values():

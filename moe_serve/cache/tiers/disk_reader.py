@@ -1,4 +1,4 @@
-"""Reads runs of pages from a disk on threads of its own, and proves every page.
+"""Reads runs of pages from a disk on its own threads, and verifies every page.
 
 A run is divided among the threads. It ends at the first page that is missing, expired or not
 proven; the pages before it are handed over.
@@ -108,7 +108,7 @@ class DiskReader:
         self._wake = wake
 
     def end(self) -> None:
-        """Lets the threads end after the parts that are queued."""
+        """Ends the threads after the queued parts."""
         for _ in self.threads:
             self._queue.put(None)
 
@@ -182,7 +182,7 @@ class DiskReader:
 
 
 def be_nice() -> None:
-    """Lets the calling thread give way to those that compute, where the system can."""
+    """Lowers the priority of the calling thread below those that compute, if the system can."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 

@@ -37,7 +37,7 @@ class IdentityReport:
 def report(path: Path, *, now: float, verifies: bool = False) -> list[IdentityReport]:
     """Reports on every identity in a folder. `verifies` reads every byte.
 
-    Raises ConfigError if the folder is none of this user's, or cannot be read.
+    Raises ConfigError if the folder belongs to another user or cannot be read.
     """
     try:
         check_folder(path)
@@ -50,7 +50,7 @@ def report(path: Path, *, now: float, verifies: bool = False) -> list[IdentityRe
 
 
 def clear(path: Path) -> int:
-    """Removes all pages in a folder; return the bytes that they took.
+    """Removes all pages in a folderand returns the bytes that they took.
 
     Raises ConfigError if a server uses the folder.
     """

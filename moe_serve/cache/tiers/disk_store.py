@@ -1,4 +1,4 @@
-"""Keeps KV pages on a disk. A new server finds the pages of the one before.
+"""Keeps KV pages on a disk, where a later server finds them.
 
     engine thread                 writer thread                     reader threads
     save: queue (bounded) ----->  slot behind slot, then the index
@@ -153,7 +153,7 @@ class DiskStore:
         )
 
     def close(self, seconds: float) -> None:
-        """See `PageStore.close`. A thread that hangs is left behind."""
+        """See `PageStore.close`. It does not wait for a thread that hangs."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()

@@ -148,7 +148,7 @@ class Segment:
                 yield slot, header
 
     def close(self) -> None:
-        """Closes the file; nothing may read it any more."""
+        """Closes the file. It cannot be read afterwards."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from moe_serve.bench.workload.tier_mix import read_tier_mix
 from moe_serve.bench.workload.trace_rows import Trace, TraceCut, read_trace
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, SharedPrefixes, Workload
 from moe_serve.cli.bench.bench_options import BenchOptions
-from moe_serve.cli.bench.load_options import LoadOptions, TraceOptions
+from moe_serve.cli.bench.load_options import ArrivalOptions, LoadOptions, TraceOptions
 from moe_serve.cli.options import option_values
 from moe_serve.config.sources import read_secret_file
 from moe_serve.errors import BenchError
@@ -88,6 +88,10 @@ def check_load(load: LoadOptions, prompts: Path | None = None) -> None:
     arrivals, trace = load.arrivals, load.trace
     if arrivals.concurrency is not None and arrivals.rate is not None:
         raise BenchError("--concurrency and --rate cannot be combined: give one of them.")
+    if arrivals.swing and arrivals.rate is None:
+        raise BenchError("--swing only applies to --rate: give --rate, or leave --swing out.")
+    if arrivals.period != ArrivalOptions().period and not arrivals.swing:
+        raise BenchError("--period is that of --swing: give --swing, or leave --period out.")
     if trace.trace is not None and prompts is not None:
         raise BenchError("--trace and --prompts cannot be combined: give one of them.")
     if arrivals.burstiness != 1.0 and arrivals.rate is None:
@@ -149,7 +153,14 @@ def workload_of(
         seed=secrets.randbelow(_MAX_SEED) if seed is None else seed,
         concurrency=arrivals.concurrency,
         arrivals=(
-            None if rate is None else GammaArrivals(rate=rate, burstiness=arrivals.burstiness)
+            None
+            if rate is None
+            else GammaArrivals(
+                rate=rate,
+                burstiness=arrivals.burstiness,
+                swing=arrivals.swing,
+                period_s=arrivals.period,
+            )
         ),
         trace=trace,
         cut=cut,

@@ -37,6 +37,21 @@ class ArrivalOptions:
         "Poisson arrivals, larger values send bursts.",
         rich_help_panel=LOAD,
     )
+    swing: float = option(
+        0.0,
+        min=0.0,
+        max=0.99,
+        help="Variation of --rate over time, as a wave: 0.8 begins with a fifth of the rate and "
+        "has 1.8 times the rate half a period later.",
+        rich_help_panel=LOAD,
+    )
+    period: float = option(
+        86400.0,
+        min=1.0,
+        max=31622400.0,
+        help="Seconds of one wave of --swing.",
+        rich_help_panel=LOAD,
+    )
     requests: int | None = option(
         None,
         "--requests",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.cli.options import option
+from moe_serve.cli.serve.event_options import ENDPOINT, event_settings
 from moe_serve.errors import ConfigError, shortened
 
 MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
@@ -167,6 +168,15 @@ class RankCounts:
         "experts. Default: 0.",
         rich_help_panel=RANKS,
     )
+    cells: str | None = option(
+        None,
+        key="cells.layout",
+        help="Several groups of ranks that step independently, instead of --attention-ranks and "
+        "--expert-ranks, such as '1x(1A1E prefill) 1x(1A2E tp2 decode)': a count, attention ranks, "
+        "expert ranks, processes of each attention rank, and prefill, decode or both. Default: one "
+        "cell.",
+        rich_help_panel=RANKS,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +288,7 @@ _NUMBERS_OR_WORDS = ("model.expert_memory_bytes", "cache.disk_bytes", "pipeline.
 
 def flag_settings(settings: Mapping[str, object]) -> dict[str, object]:
     """Turns the text of flags into values: numbers of keys that take a number or a word, such as
-    auto, and the JSON of --speculative-config. Raises ConfigError."""
+    auto, and the JSON of --speculative-config and --kv-events-config. Raises ConfigError."""
     values = {
         key: int(value)
         if key in _NUMBERS_OR_WORDS and isinstance(value, str) and value.isdecimal()
@@ -287,6 +297,8 @@ def flag_settings(settings: Mapping[str, object]) -> dict[str, object]:
     }
     if (text := values.pop(_METHOD, None)) is not None:
         values |= speculative_settings(str(text))
+    if (text := values.pop(ENDPOINT, None)) is not None:
+        values |= event_settings(str(text))
     return values
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from moe_serve.cli.console import optional_output
 from moe_serve.cli.serve.model_files import ModelFiles
 from moe_serve.cli.serve.ready import curl_line, loading_bar, print_ready, server_url
-from moe_serve.cluster.started_ranks import build_any_engine
+from moe_serve.cluster.started_cells import build_any_engine
 from moe_serve.config.logs import STARTUP_LOG, is_json_log, set_up_logs
 from moe_serve.config.sections import Config, EngineConfig, ServerConfig
 from moe_serve.config.sources import DEFAULT_SOURCE, ConfigEntry
@@ -102,7 +102,7 @@ class ServiceStart:
         self.startup.begin("loading")
 
     def progress(self, show: LoadProgress | None) -> LoadProgress:
-        """The callback for the loader; clients that ask over HTTP see its progress too."""
+        """Returns the callback for the loader; clients that ask over HTTP see its progress too."""
 
         def note(done: int, total: int) -> None:
             self.startup.note_progress(done, total)
@@ -199,6 +199,7 @@ def _serve(
             grammars=built.grammars,
             operations=Operations(log=config.log, startup=start.startup, hangs=hangs),
             scheduler=config.engine.scheduler,
+            cells=built.cells,
         )
         opened.callback(app.state.gate.close)
 

@@ -149,6 +149,30 @@ def ranks_table(ranks: Sequence[StateView]) -> Table:
     return table
 
 
+def cells_table(cells: Sequence[StateView]) -> Table:
+    """Returns one line for each cell: its ranks, its role and its work."""
+    table = Table.grid(padding=(0, 2))
+    heads = ("cell", "ranks", "role", "state", "running", "waiting", "KV pages")
+    table.add_row(*heads, style="dim")
+    for cell in cells:
+        outage_s = cell.number("outage_s") or 0.0
+        state = Text("serving", style="green")
+        if outage_s > 0:
+            state = Text(f"away for {outage_s:.0f} s", style="red")
+        elif cell.at("is_draining").content is True:
+            state = Text("draining", style="yellow")
+        table.add_row(
+            Text(cell.text("name") or "?", style="bold"),
+            cell.text("ranks") or "?",
+            cell.text("role") or "?",
+            state,
+            _plain(cell.number("running")),
+            _plain(cell.number("waiting")),
+            _share(cell.number("kv_used")),
+        )
+    return table
+
+
 def tiers_table(service: StateView) -> Table:
     """Returns one line for each service tier: its targets, and what became of its requests."""
     table = Table.grid(padding=(0, 2))

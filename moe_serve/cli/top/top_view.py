@@ -13,6 +13,7 @@ from rich.text import Text
 from moe_serve.cli.top.top_source import StateView
 from moe_serve.cli.top.top_tables import (
     bar,
+    cells_table,
     experts_table,
     placement_lines,
     ranks_table,
@@ -169,6 +170,10 @@ def _cache(state: StateView) -> Text:
     hit_rate = kv.number("prefix_hit_rate")
     if hit_rate is not None:
         line.append(f"\n{'':9}prefix hits {hit_rate:.0%}")
+    window = kv.at("window")
+    if window.is_there:
+        what = (_count(window.number(name)) for name in ("requests", "dropped_pages"))
+        line.append("\n{:9}kv_window: {} requests gave back {} pages".format("", *what))
     memory = state.at("expert_memory")
     if memory.is_there:
         gib = (memory.number("resident_bytes") or 0) / 2**30
@@ -200,10 +205,12 @@ def _tiers(state: StateView) -> list[Panel]:
 
 def _ranks(state: StateView) -> list[Panel]:
     ranks, lines = state.at("ranks").items, placement_lines(state)
+    cells = state.at("cells").items
+    panels = [_panel("cells", cells_table(cells))] if cells else []
     if not ranks and not lines:
-        return []
+        return panels
     content = Group(*([ranks_table(ranks)] if ranks else []), *lines)
-    return [_panel("ranks and placement", content)]
+    return [*panels, _panel("ranks and placement", content)]
 
 
 def _events(state: StateView) -> list[Panel]:

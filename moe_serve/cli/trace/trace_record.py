@@ -160,7 +160,7 @@ def record(options: RecordOptions) -> None:
     }
     loaded = load_config(flags=flags, environ=os.environ, file=options.config_file)
 
-    from moe_serve.cluster.started_ranks import build_any_engine
+    from moe_serve.cluster.started_cells import build_any_engine
     from moe_serve.engine.tracing import trace_header
     from moe_serve.model.hub.named_model import local_engine_config
 

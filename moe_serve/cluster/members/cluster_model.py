@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from experts.placement.placement_error import PlacementError
 from experts.placement.plan_file import read_placement
 from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cache.page_key import model_identity
+from moe_serve.cluster.control.adapter_messages import LoadAdapter
 from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.control.messages import Configure
+from moe_serve.cluster.control.parcel_messages import ParcelSetup
 from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.members.current_placement import PlacementVersion
 from moe_serve.config.sections import ClusterConfig, EngineConfig
@@ -37,20 +40,33 @@ class ClusterModel:
     @classmethod
     def read(cls, config: EngineConfig) -> ClusterModel:
         """Reads config.json and samples of the weights. Raises ConfigError, CheckpointError."""
-        checkpoint = ServedCheckpoint.read(config.model)
-        spec, cluster = checkpoint.spec, config.cluster
-        _check_has_experts(spec, cluster)
-        check_shards(spec, cluster.attention_tp)
-        check_replica_choice(cluster)
-        num_ranks = cluster.attention_ranks * cluster.attention_tp + cluster.expert_ranks
-        share = max(1, (os.cpu_count() or 1) // num_ranks)
-        return cls(
-            config=config,
-            checkpoint=checkpoint,
-            placement=placement_of(cluster, spec),
-            weights=model_identity(checkpoint.folder).hex(),
-            num_threads=config.model.num_threads or share,
+        (model,) = cls.read_cells([config])
+        return model
+
+    @classmethod
+    def read_cells(cls, configs: Sequence[EngineConfig]) -> list[ClusterModel]:
+        """Reads a model once for cells that share this host and differ in their ranks only."""
+        checkpoint = ServedCheckpoint.read(configs[0].model)
+        for config in configs:
+            _check_has_experts(checkpoint.spec, config.cluster)
+            check_shards(checkpoint.spec, config.cluster.attention_tp)
+            check_replica_choice(config.cluster)
+        num_processes = sum(
+            of.attention_ranks * of.attention_tp + of.expert_ranks
+            for of in (config.cluster for config in configs)
         )
+        share = max(1, (os.cpu_count() or 1) // num_processes)
+        weights = model_identity(checkpoint.folder).hex()
+        return [
+            cls(
+                config=config,
+                checkpoint=checkpoint,
+                placement=placement_of(config.cluster, checkpoint.spec),
+                weights=weights,
+                num_threads=config.model.num_threads or share,
+            )
+            for config in configs
+        ]
 
     @property
     def folder(self) -> Path:
@@ -83,8 +99,16 @@ class ClusterModel:
         moves."""
         return slots_per_layer(self.placement, self.config.cluster)
 
-    def configure(self, name: RankName, in_force: PlacementVersion, arena: str = "") -> Configure:
-        """Returns the order that tells a rank what to load. `arena`: path of the memory tier."""
+    def configure(
+        self,
+        name: RankName,
+        in_force: PlacementVersion,
+        arena: str = "",
+        parcels: ParcelSetup | None = None,
+        adapters: Sequence[LoadAdapter] = (),
+    ) -> Configure:
+        """Returns the order that tells a rank what to load. `arena`: path of the memory tier;
+        `parcels`: how KV pages reach attention ranks, if they do."""
         is_expert = name.role == "expert"
         return Configure(
             config=self.config,
@@ -96,6 +120,8 @@ class ClusterModel:
             placement=in_force.number,
             num_slots=num_slots(self.placement, self.config, name.index) if is_expert else 0,
             arena="" if is_expert else arena,
+            parcels=None if is_expert else parcels,
+            adapters=adapters,
         )
 
 

@@ -96,9 +96,21 @@ class RankStarter(Protocol):
 class LocalStarter:
     """Implements RankStarter on this host."""
 
-    def __init__(self, host: str, port: int, secret: ClusterSecret, num_threads: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: ClusterSecret,
+        num_threads: int,
+        *,
+        cell: str = "",
+        first_place: int = 0,
+    ) -> None:
+        """`cell`: its name, where there are several; `first_place`: the number of ranks that other
+        cells have on this host."""
         self._host, self._port, self._secret = host, port, secret
-        self._num_threads = num_threads
+        self._num_threads, self._first_place = num_threads, first_place
+        self._prefix = f"{cell}/" if cell else ""  # of the names of processes
         self._processes = LocalProcesses()
         self._places: dict[str, int] = {}  # indices in the order of first starts
 
@@ -108,7 +120,7 @@ class LocalStarter:
             "--role", rank.role, "--rank", str(rank.index), "--host", self._host,
         )  # fmt: skip
         self._processes.start(
-            str(rank),
+            f"{self._prefix}{rank}",
             command,
             environment={**self._secret.environment(), **self._devices(rank)},
             num_threads=self._num_threads,
@@ -116,7 +128,7 @@ class LocalStarter:
 
     def _devices(self, rank: RankName) -> dict[str, str]:
         """Gives rank i the GPU i, modulo the GPUs of this host."""
-        place = self._places.setdefault(str(rank), len(self._places))
+        place = self._places.setdefault(str(rank), self._first_place + len(self._places))
         device = shared_device(os.environ, place, num_accelerators())
         return {} if device is None else {DEVICES_VARIABLE: device}
 
@@ -125,18 +137,21 @@ class LocalStarter:
 
     def pid(self, rank: RankName) -> int | None:
         """Returns the pid of the rank's process while it runs."""
-        return self._processes.pid(str(rank))
+        return self._processes.pid(f"{self._prefix}{rank}")
 
     def stacks(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Returns the stacks that loaded ranks write about their threads."""
-        return self._processes.stacks(names)
+        found = self._processes.stacks(f"{self._prefix}{name}" for name in names)
+        return {name.removeprefix(self._prefix): tail for name, tail in found.items()}
 
     def kill(self, rank: RankName) -> None:
-        self._processes.kill(str(rank))
+        self._processes.kill(f"{self._prefix}{rank}")
 
     def exited(self) -> list[RankExit]:
         return [
-            RankExit(item.name, ": ".join([item.reason, *item.tail[-1:]]))
+            RankExit(
+                item.name.removeprefix(self._prefix), ": ".join([item.reason, *item.tail[-1:]])
+            )
             for item in self._processes.exited()
         ]
 

@@ -44,6 +44,7 @@ from moe_serve.cluster.members.processes import STACKS_SIGNAL, end_with_parent
 from moe_serve.cluster.ranks.attention_rank import AttentionRank
 from moe_serve.cluster.ranks.attention_shards import ProcessShardStarter, ShardStarter
 from moe_serve.cluster.ranks.expert_rank import ExpertRank
+from moe_serve.cluster.ranks.rank_parcels import RankHome
 from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.engine.memory.allocator import keep_freed_memory
 from moe_serve.errors import ChannelClosedError, MoeServeError
@@ -111,7 +112,8 @@ class Worker:
     def _make(self, configure: Configure) -> AttentionRank | ExpertRank:
         if self._name.role == "expert":
             return ExpertRank(self._name, configure, self._report_loading, self._channel.send)
-        return AttentionRank(self._name, configure, self._report_loading, self._shard_starter)
+        home = RankHome(self._host, self._secret, self._channel.send)
+        return AttentionRank(self._name, configure, self._report_loading, self._shard_starter, home)
 
     def _serve(self, rank: AttentionRank | ExpertRank) -> None:
         """Obeys orders until Stop. Raises ShardLostError, as a rank cannot work without its

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from moe_serve.cluster.control.messages import StepDone
@@ -14,11 +14,12 @@ from moe_serve.cluster.members.roster import statuses
 from moe_serve.cluster.steps.lockstep_service import LockstepService
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor, as_outcome
 from moe_serve.cluster.steps.step_in_flight import (
-    MAX_MOVES,
     RankLostError,
+    RankWork,
     RequestMoves,
     StepCoordinator,
     StepInFlight,
+    given_up,
 )
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
@@ -41,11 +42,16 @@ class _Begun:
 
 
 MakeEngine = Callable[[RemoteExecutor, "itertools.count[int]"], Engine]
+OnLost = Callable[[str, int, list[EngineSequence]], None]  # rank, number of its process, theirs
 
 
 class ClusterEngine:
     """Has `Engine`'s interface. A rank's engine holds its requests, pages and prefixes. When the
-    rank is lost, its requests move to other ranks with the tokens they have."""
+    rank is lost, its requests move to other ranks with the tokens they have.
+
+    `begin`, `wait` and `end` split a step. `wait` may run on another thread, which then has the
+    ranks: until it returns, call only what reads.
+    """
 
     def __init__(
         self,
@@ -57,25 +63,33 @@ class ClusterEngine:
         is_ahead: bool,
         service: ServiceState | None = None,
         wait_for_pages: Callable[[], None] = lambda: None,
+        ids: itertools.count[int] | None = None,
+        step_numbers: Iterator[int] | None = None,
     ) -> None:
         """`service`: what the engines share to keep the targets of service tiers.
         `wait_for_pages`: waits a moment if requests wait for a disk; called while no rank has a
-        step."""
+        step. `ids`, `step_numbers`: those of sequences and of steps, shared by several cells."""
         self._wait_for_pages = wait_for_pages
         self._coordinator, self._make, self._close = coordinator, make_engine, close
         self._watch, self._is_ahead = watch, is_ahead
         self._service = None if service is None else LockstepService(service)
         self._begun: _Begun | None = None  # a step sent out ahead
-        self._ids, self._num_launches = itertools.count(), 0
+        self._running: _Begun | None = None  # the step that `wait` waits for
+        self._outcomes: dict[str, StepDone | Exception] = {}  # of that step
+        self._ids = itertools.count() if ids is None else ids
+        self._step_numbers = itertools.count(1) if step_numbers is None else step_numbers
+        self._is_settled = False
+        self.on_lost: OnLost = lambda rank, start, theirs: self._homeless.extend(theirs)
         self._engines: dict[str, Engine] = {}
         self._executors: dict[str, RemoteExecutor] = {}
+        self._past_executors: dict[str, RemoteExecutor] = {}  # of ranks whose requests moved
         self._homeless: list[EngineSequence] = []  # without a rank, at first or after a loss
         self._moves = RequestMoves()
         self._pending: list[TokenDelta] = []  # deltas of lost ranks' engines, and of no engine
         self._past = EngineStats()  # sum over engines of lost ranks
         coordinator.settle(is_patient=True)
-        while not self._settle():  # a rank was lost at once
-            continue
+        while not self._follow_epoch(coordinator.settle(is_patient=False)):
+            continue  # a rank was lost at once
         self.max_model_len = next(iter(self._engines.values())).max_model_len
 
     def stop_waiting(self) -> None:
@@ -92,8 +106,9 @@ class ClusterEngine:
     @property
     def has_work(self) -> bool:
         has_requests = any(engine.has_work for engine in self._engines.values())
-        is_untold = bool(self._homeless or self._pending)
-        return has_requests or is_untold or self._coordinator.has_events
+        is_new = self._engines.keys() != set(self._coordinator.epoch.attention)  # a rank came back
+        has_news = bool(self._homeless or self._pending) or self._coordinator.has_events
+        return has_requests or is_new or has_news
 
     @property
     def num_waiting(self) -> int:
@@ -136,24 +151,61 @@ class ClusterEngine:
             aborted = TokenDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
             self._pending.append(aborted)
 
+    @property
+    def rank_engines(self) -> Mapping[str, Engine]:
+        """The engines of the attention ranks that are there, by name."""
+        return self._engines
+
+    def start_of(self, rank: str) -> int:
+        """Returns the number of the process of an attention rank that is there."""
+        return self._executors[rank].start
+
+    @property
+    def outage_s(self) -> float:
+        """For how many seconds no step could be computed; 0 while one can. On any thread."""
+        return self._coordinator.outage_s
+
     def step(self) -> list[TokenDelta]:
         """Schedules, runs and publishes on all ranks. Does nothing while no rank can compute."""
-        if self._settle():
-            self._step()
+        if self._follow_epoch(self._coordinator.settle(is_patient=False)):
+            self._begin_step(can_wait=True)
+            self.wait()
+        return self.end()
+
+    def begin(self) -> bool:
+        """Sends out a step, without waiting. Returns False if there is nothing to wait for."""
+        if self._follow_epoch(self._coordinator.look()):
+            self._begin_step(can_wait=False)
+        return self._running is not None or not self._is_settled
+
+    def wait(self) -> None:
+        """Waits for the end of the step that `begin` sent out, or a moment for lost ranks."""
+        if self._running is not None:
+            self._outcomes = self._coordinator.collect(self._running.flight)
+        elif not self._is_settled:
+            self._coordinator.settle(is_patient=False)
+
+    def end(self) -> list[TokenDelta]:
+        """Publishes the step that `wait` waited for, and what needed none."""
+        if self._is_settled:
+            self._end_step()
         deltas, self._pending = self._pending, []
         return deltas
 
-    def _step(self) -> None:
-        begun, self._begun = self._begun or self._launch(), None
-        outcomes: dict[str, StepDone | Exception] = {}
-        if begun is not None:
-            self._begun = self._launch_after(begun)
-            outcomes = self._coordinator.collect(begun.flight)
+    def _begin_step(self, *, can_wait: bool) -> None:
+        self._running, self._begun = self._begun or self._launch(can_wait=can_wait), None
+        if self._running is not None:
+            self._begun = self._launch_after(self._running)
+
+    def _end_step(self) -> None:
+        begun, self._running = self._running, None
+        outcomes, self._outcomes = self._outcomes, {}
         for name, engine in list(self._engines.items()):
             is_in = begun is not None and begun.engines.get(name) is engine
             outcome = outcomes.get(name) if is_in else None
             if isinstance(outcome, Exception) and self._begun is not None:
-                self._void(name, self._begun)
+                self._begun.flight.void(name)  # as its step before failed
+                self._executors[name].resend_tables()
             if isinstance(outcome, RankLostError):
                 self._evacuate(name)
                 continue
@@ -162,7 +214,6 @@ class ClusterEngine:
                 self._pending += engine.end_step(done)
             except RankLostError:
                 self._evacuate(name)
-
         if self._service is not None and begun is not None:
             self._service.step_ended(begun.at, has_work=bool(self.num_running or self.num_waiting))
 
@@ -172,18 +223,19 @@ class ClusterEngine:
 
     def stats(self) -> EngineStats:
         """Returns the sums over all ranks."""
+        homeless = list(self._homeless)  # on any thread
         by_rank = {name: engine.stats() for name, engine in self._engines.items()}
         total, pools = sum((*by_rank.values(), self._past), EngineStats()), self._watch.stats()
         membership = self._coordinator.membership
         return replace(
             total,
-            load=total.load + _load_of(self._homeless),
+            load=total.load + EngineLoad.of_waiting([s.request.arrival_time for s in homeless]),
             members=statuses(membership.roster, pools),
             num_lost_ranks=membership.num_lost,
             last_loss=membership.last_loss,
             pools=pools,
             expert_memory=self._watch.expert_memory,
-            outage_s=self._coordinator.outage_s,
+            outage_s=self.outage_s,
             service=None if self._service is None else self._service.state.stats(),
             ranks=tuple(RankLoad(name=n, load=stats.load) for n, stats in by_rank.items()),
         )
@@ -193,32 +245,29 @@ class ClusterEngine:
         for engine in self._engines.values():
             engine.check_integrity()
 
-    def _begin(self, name: str) -> StepPlan | None:
+    def _begin(self, name: str, number: int) -> StepPlan | None:
         try:
-            return self._engines[name].begin_step(1, self._num_launches)
+            return self._engines[name].begin_step(1, number)
         except RankLostError:
             self._evacuate(name)
             return None
 
-    def _launch(self) -> _Begun | None:
+    def _launch(self, *, can_wait: bool) -> _Begun | None:
         """Plans all ranks' steps with the same number of micro-batches and sends them out
         together."""
-        self._num_launches += 1
+        number = next(self._step_numbers)
         if self._service is not None:
             self._service.move_waiting(self._engines.values())
             self._service.share_budget(self._engines.values())
-        plans = {name: plan for name in list(self._engines) if (plan := self._begin(name))}
+        plans = {name: plan for name in list(self._engines) if (plan := self._begin(name, number))}
         if not plans:
-            self._wait_for_pages()
+            if can_wait:
+                self._wait_for_pages()
             return None
-        count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
-        works = {}
-        for name in plans:
-            engine = self._engines[name]
-            plan = engine.make_plan(count, self._num_launches)
-            works[name] = self._executors[name].prepare(plan, engine.step_sequences)
+        works = self._works(plans, lambda engine, count: engine.make_plan(count, number))
         engines = {name: self._engines[name] for name in works}
-        return _Begun(self._coordinator.launch(works), engines, self._now)
+        flight = self._coordinator.launch(works, can_wait=can_wait)
+        return _Begun(flight, engines, self._now)
 
     def _launch_after(self, begun: _Begun) -> _Begun | None:
         """Sends out the next step before this one has ended, if every engine can plan it
@@ -229,16 +278,22 @@ class ClusterEngine:
             for engine in begun.engines.values():
                 engine.drop_ahead()
             return None
-        self._num_launches += 1
-        number = self._num_launches
+        number = next(self._step_numbers)
         plans = {name: engine.make_plan_ahead(1, number) for name, engine in begun.engines.items()}
-        count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
-        works = {}
-        for name, engine in begun.engines.items():
-            plan = engine.make_plan_ahead(count, number)
-            works[name] = self._executors[name].prepare(plan, engine.step_sequences)
+        works = self._works(plans, lambda engine, count: engine.make_plan_ahead(count, number))
         flight = self._coordinator.launch_after(begun.flight, works)
         return _Begun(flight, begun.engines, self._now)
+
+    def _works(
+        self, plans: Mapping[str, StepPlan], make_plan: Callable[[Engine, int], StepPlan]
+    ) -> dict[str, RankWork]:
+        """Plans a step again, in as many micro-batches as the watch chooses for all engines."""
+        count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
+        engines = {name: self._engines[name] for name in plans}
+        return {
+            name: self._executors[name].prepare(make_plan(engine, count), engine.step_sequences)
+            for name, engine in engines.items()
+        }
 
     def _can_follow(self, begun: _Begun) -> bool:
         """Returns True if all engines with work are in the step, and none of its ranks is lost."""
@@ -247,14 +302,10 @@ class ClusterEngine:
             self._is_ahead and busy == begun.engines and self._coordinator.can_follow(begun.flight)
         )
 
-    def _void(self, name: str, ahead: _Begun) -> None:
-        """Excludes a rank from the step sent ahead, as its step before failed."""
-        ahead.flight.void(name)
-        self._executors[name].resend_tables()
-
-    def _settle(self) -> bool:
-        """Keeps one engine for each attention rank of the epoch; returns True if they can step."""
-        is_settled = self._coordinator.settle(is_patient=False)
+    def _follow_epoch(self, is_settled: bool) -> bool:
+        """Keeps one engine for each attention rank of the epoch. Returns `is_settled`: whether a
+        step can be computed."""
+        self._is_settled = is_settled
         for name, executor in list(self._executors.items()):
             if not executor.is_there:  # also if it is back already, as its pages are new
                 self._evacuate(name)
@@ -263,7 +314,8 @@ class ClusterEngine:
         self._watch.keep_experts(self._coordinator.epoch.experts)
         for name in self._coordinator.epoch.attention:
             if name not in self._engines:
-                executor = RemoteExecutor(self._coordinator, name)
+                before = self._past_executors.pop(name, None)
+                executor = RemoteExecutor(self._coordinator, name, before)
                 self._executors[name] = executor
                 self._engines = {**self._engines, name: self._make(executor, self._ids)}
         homeless, self._homeless = self._homeless, []
@@ -275,19 +327,19 @@ class ClusterEngine:
         """Moves the requests of a lost rank elsewhere, with the tokens that they have."""
         engine = self._engines[name]  # replaced, never changed: other threads read it
         self._engines = {n: other for n, other in self._engines.items() if n != name}
-        del self._executors[name]
+        self._past_executors[name] = self._executors.pop(name)
         self._watch.forget(name)
         self._pending += engine.take_pending()
         stats, computed = engine.stats(), set(engine.step_sequences)
         sequences = engine.surrender()
         self._past += stats.lost()
         _log.warning("%s is lost: %d requests move", name, len(sequences))
-        for sequence in sequences:
-            if sequence.id in computed and not self._moves.is_allowed(sequence):
-                self._pending.append(_given_up(sequence))
-                self._forget(sequence)
-            else:
-                self._homeless.append(sequence)
+        ended = [s for s in sequences if s.id in computed and not self._moves.is_allowed(s)]
+        for sequence in ended:
+            self._pending.append(given_up(sequence))
+            self._forget(sequence)
+        start = self._past_executors[name].start
+        self.on_lost(name, start, [s for s in sequences if s not in ended])
 
     def _forget(self, sequence: EngineSequence) -> None:
         if self._service is not None:
@@ -297,17 +349,3 @@ class ClusterEngine:
         if self._service is not None:
             return self._service.choose(self._engines, sequence)
         return min(self._engines.values(), key=lambda e: e.num_pending_tokens)
-
-
-def _given_up(sequence: EngineSequence) -> TokenDelta:
-    return TokenDelta(
-        request_id=sequence.request.request_id,
-        finish_reason=FinishReason.ERROR,
-        num_preemptions=sequence.num_preemptions,
-        error=f"{MAX_MOVES + 1} attention ranks were lost while they computed its next token",
-    )
-
-
-def _load_of(homeless: list[EngineSequence]) -> EngineLoad:
-    arrivals = [sequence.request.arrival_time for sequence in homeless]
-    return EngineLoad(num_waiting=len(homeless), oldest_arrival=min(arrivals, default=None))

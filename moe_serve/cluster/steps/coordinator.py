@@ -4,27 +4,24 @@ loss."""
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from moe_serve.cluster.control.messages import (
     FinitePages,
     QueryPages,
-    RunStep,
-    ServeStep,
-    Staged,
     StepDone,
     StepFailed,
 )
+from moe_serve.cluster.control.placement_messages import Staged
 from moe_serve.cluster.control.rank_link import LinkEvent
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.roster import RankPhase
-from moe_serve.cluster.ranks.choice_packing import pack_needed
 from moe_serve.cluster.rebalance.mover import Mover
 from moe_serve.cluster.steps.epoch_maker import Epoch, EpochMaker
 from moe_serve.cluster.steps.step_in_flight import (
@@ -32,6 +29,7 @@ from moe_serve.cluster.steps.step_in_flight import (
     RankWork,
     StepFailedError,
     StepInFlight,
+    step_orders,
 )
 from moe_serve.errors import ClusterError
 
@@ -55,11 +53,15 @@ class Coordinator:
         mover: Mover,
         *,
         timeout_s: float,
-        start_timeout_s: float,
+        outage_limit_s: float,
+        patience_s: float = math.inf,
     ) -> None:
+        """`outage_limit_s`: seconds without a step after which `settle` raises. `patience_s`:
+        after which all attention ranks count as lost, so that other cells take their requests."""
         self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
         self._current, self._mover, self._clock = current, mover, calls.clock
-        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._timeout_s, self._outage_limit_s = timeout_s, outage_limit_s
+        self._patience_s = patience_s
         self._epoch, self._step = Epoch(), 0
         self._number = 0  # number of the last epoch tried
         self._torn_by = ""  # why members cannot reach each other, though all are there
@@ -97,7 +99,14 @@ class Coordinator:
         self._calls.stop()
 
     def is_in(self, name: str, start: int) -> bool:
-        """Returns True if this process of a rank is in the epoch."""
+        """See `StepCoordinator.is_in`."""
+        return self._is_in(name, start) and not self._is_given_up
+
+    @property
+    def _is_given_up(self) -> bool:
+        return self.outage_s > self._patience_s
+
+    def _is_in(self, name: str, start: int) -> bool:
         state = self.membership.roster[name]
         return (
             state.phase is RankPhase.SERVING
@@ -112,10 +121,8 @@ class Coordinator:
         it waits a moment, or, if `is_patient`, until some are back. Raises ClusterError when that
         takes longer than a start may.
         """
-        while self._calls.next_event(0.0) is not None:
-            continue
         has_waited = False
-        while self._is_stale:
+        while not self.look():
             self._mover.call_off(f"the epoch ended: {self._why_stale}")
             for flight in list(self._open):  # a rank's answers are needed before it moves on
                 self._await_end(flight)
@@ -124,11 +131,19 @@ class Coordinator:
             self._note_outage()
             if self._maker.can_make:
                 self._renew()
-            elif has_waited and not is_patient:
+            elif has_waited and (not is_patient or self._is_given_up):
                 return False
             else:
                 self._calls.next_event(_WAIT_S)
                 has_waited = True
+        return True
+
+    def look(self) -> bool:
+        """See `StepCoordinator.look`."""
+        while self._calls.next_event(0.0) is not None:
+            continue
+        if self._is_stale:
+            return False
         self._outage_since = None
         self._mover.advance()
         return True
@@ -137,9 +152,12 @@ class Coordinator:
         """Runs one step on some attention ranks: `launch` and `collect`."""
         return self.collect(self.launch(works))
 
-    def launch(self, works: Mapping[str, RankWork]) -> StepInFlight:
-        """Sends a step out to the attention ranks that are there."""
-        is_settled = self.settle(is_patient=True)
+    def launch(self, works: Mapping[str, RankWork], *, can_wait: bool = True) -> StepInFlight:
+        """Sends a step out to the attention ranks that are there. If that would have to wait, and
+        it may not, `collect` sends it."""
+        if not can_wait and self._is_stale:
+            return StepInFlight(0, 0, dict(works), self._clock(), set(), is_sent=False)
+        is_settled = not can_wait or self.settle(is_patient=True)
         away: dict[str, StepDone | Exception] = {
             name: RankLostError(f"{name} is away")
             for name, work in works.items()
@@ -151,7 +169,8 @@ class Coordinator:
 
     def can_follow(self, flight: StepInFlight) -> bool:
         """Returns True if the next step can be sent out now: this one seems to succeed."""
-        return flight.is_sound and flight.epoch == self._epoch.number and not self._is_stale
+        is_of_now = flight.is_sent and flight.epoch == self._epoch.number
+        return flight.is_sound and is_of_now and not self._is_stale
 
     def launch_after(self, flight: StepInFlight, works: Mapping[str, RankWork]) -> StepInFlight:
         """Sends out the next step of the same ranks while this one runs; check `can_follow`
@@ -166,6 +185,8 @@ class Coordinator:
         """
         results: dict[str, StepDone | Exception] = {}
         num_tries = 0
+        if not flight.is_sent:
+            flight = self.launch(flight.works)
         while True:
             self._await_end(flight)
             results |= flight.results
@@ -205,7 +226,7 @@ class Coordinator:
     def _is_whole(self) -> bool:
         """Returns True if all members of the epoch are there, and none has left its data group."""
         starts = self._epoch.starts
-        are_in = all(self.is_in(name, start) for name, start in starts.items())
+        are_in = all(self._is_in(name, start) for name, start in starts.items())
         return bool(starts) and are_in and not self._torn_by
 
     @property
@@ -218,7 +239,7 @@ class Coordinator:
     def _why_stale(self) -> str:
         """Returns why the epoch ends. A lost rank's data connections may tell before its own
         does."""
-        away = [name for name, start in self._epoch.starts.items() if not self.is_in(name, start)]
+        away = [name for name, start in self._epoch.starts.items() if not self._is_in(name, start)]
         if away:
             return f"{', '.join(away)} lost ({self.membership.last_loss})"
         return self._torn_by or "a rank joins"
@@ -227,9 +248,9 @@ class Coordinator:
         """Starts the outage when the epoch breaks; a rank that joins causes none."""
         if self._outage_since is None and not self._is_whole:
             self._outage_since = self._clock()
-        if self.outage_s > self._start_timeout_s:
+        if self.outage_s > self._outage_limit_s:
             raise ClusterError(
-                f"no step could be computed for {self._start_timeout_s:g} s; the last loss: "
+                f"no step could be computed for {self._outage_limit_s:g} s; the last loss: "
                 f"{self.membership.last_loss}. The ranks' output says why they do not come back."
             )
 
@@ -252,30 +273,7 @@ class Coordinator:
             return flight
         self._open.append(flight)
         self._watch.began(self._step)
-        rows = [works[name].rows if name in works else () for name in epoch.attention]
-        head: dict[str, Any] = {
-            "epoch": epoch.number,
-            "step": self._step,
-            "rows": rows,
-            "placement": self._current.version.number,
-        }
-        if any(work.has_some_layers for work in works.values()):
-            each = [works[n].some_layers if n in works else () for n in epoch.attention]
-            head["some_layers"] = each
-        needed = pack_needed(work.needed_LE for work in works.values())
-        for name in epoch.experts:
-            self._calls.send(name, ServeStep(**head, needed=needed))
-        for name, work in works.items():
-            order = RunStep(
-                **head,
-                micro_batches=work.micro_batches,
-                opened=work.opened,
-                closed=work.closed,
-                page_work=work.page_work,
-                after=work.after,
-                routes=work.routes,
-                parked=work.parked,
-            )
+        for name, order in step_orders(flight, epoch, self._current.version.number).items():
             self._calls.send(name, order)
         return flight
 
@@ -346,4 +344,4 @@ class Coordinator:
         flight.break_up(self.membership.last_loss)
 
     def _is_member(self, name: str) -> bool:
-        return self.is_in(name, self._epoch.starts[name])
+        return self._is_in(name, self._epoch.starts[name])

@@ -60,7 +60,7 @@ class LockstepService:
                 continue
             for source in crowded:
                 for sequence in _service(source).movable(num_free):
-                    engine.adopt(source.release(sequence))
+                    engine.adopt(source.moving.release(sequence))
                     num_free -= 1
 
     def step_ended(self, begun_at: float, *, has_work: bool) -> None:

@@ -23,17 +23,24 @@ class RemoteExecutor:
     """Implements StepExecutor for one process of an attention rank. It remembers what the rank
     knows, so that a step's message holds only what is new."""
 
-    def __init__(self, coordinator: StepCoordinator, name: str) -> None:
+    def __init__(
+        self, coordinator: StepCoordinator, name: str, before: RemoteExecutor | None = None
+    ) -> None:
+        """`before`: the rank's last executor. If its process is still there, it forgets that one's
+        sequences and clears their pages."""
         self._coordinator, self.name = coordinator, name
-        self._start = coordinator.epoch.starts[name]
+        self.start = coordinator.epoch.starts[name]  # number of the process
         self._tables: dict[int, tuple[int, ...]] = {}  # of sequences that the rank mirrors
         self._closed: list[int] = []
         self._page_work: list[PageWork] = []
+        if before is not None and before.start == self.start:
+            self._closed = [*before._closed, *before._tables]
+            self.clear_pages(sorted({page for t in before._tables.values() for page in t}))
 
     @property
     def is_there(self) -> bool:
         """Returns True if that process is in the epoch."""
-        return self._coordinator.is_in(self.name, self._start)
+        return self._coordinator.is_in(self.name, self.start)
 
     @property
     def expert_memory(self) -> None:
@@ -59,7 +66,7 @@ class RemoteExecutor:
         )
         closed, self._closed = tuple(self._closed), []
         return RankWork(
-            start=self._start,
+            start=self.start,
             micro_batches=batches,
             opened=opened,
             closed=closed,
@@ -96,6 +103,15 @@ class RemoteExecutor:
         """Copies a slot of the memory tier to a page before the next step."""
         self._page_work.append(PageWork(load=((slot, page),)))
 
+    @property
+    def has_page_work(self) -> bool:
+        """See `StepExecutor.has_page_work`."""
+        return bool(self._page_work)
+
+    def finish_page_work(self) -> None:
+        """See `StepExecutor.finish_page_work`. Waits for the rank; raises RankLostError."""
+        self.finite_pages([1])
+
     def finish_copies(self, page: int) -> None:
         """Has the rank do its page work now, and waits for that; raises RankLostError. `page`: any
         page, as the rank answers about pages."""
@@ -106,7 +122,7 @@ class RemoteExecutor:
         if not pages:
             return []
         order = QueryPages(page_work=self._take_work(), pages=pages)
-        return self._coordinator.query_pages(self.name, self._start, order)
+        return self._coordinator.query_pages(self.name, self.start, order)
 
     def _take_work(self) -> tuple[PageWork, ...]:
         work, self._page_work = tuple(self._page_work), []
@@ -145,7 +161,7 @@ def as_outcome(done: StepDone) -> StepOutcome:
 
 
 def _opened(sequence: Sequence) -> OpenSequence:
-    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    prompt, adapter = sequence.token_ids[: sequence.num_prompt_tokens], sequence.request.adapter
     return OpenSequence(
         sequence.id,
         pack_tokens(prompt),
@@ -153,4 +169,5 @@ def _opened(sequence: Sequence) -> OpenSequence:
         pack_params(sequence.request.params, sequence.rules),
         sequence.request.choice,
         sequence.seed,
+        0 if adapter is None else adapter.weights.number,
     )

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cluster.control.messages import OpenSequence, PageWork, QueryPages, Slice, StepDone
+from moe_serve.cluster.control.messages import (
+    OpenSequence,
+    PageWork,
+    QueryPages,
+    RunStep,
+    ServeStep,
+    Slice,
+    StepDone,
+)
 from moe_serve.cluster.members.roster import Roster
+from moe_serve.cluster.ranks.choice_packing import pack_needed
 from moe_serve.cluster.steps.epoch_maker import Epoch
 from moe_serve.engine.execute.step_executor import ExecutorLostError
+from moe_serve.engine.request.request import FinishReason, TokenDelta
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.errors import MoeServeError
 from moe_serve.model.step_plan import RouteAsk
@@ -89,6 +99,7 @@ class StepInFlight:
     waiting: set[str]
     results: dict[str, StepDone | Exception] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)  # why it must be repeated
+    is_sent: bool = True  # False: `collect` sends it
 
     @property
     def is_broken(self) -> bool:
@@ -127,6 +138,39 @@ class StepInFlight:
         )
 
 
+def step_orders(
+    flight: StepInFlight, epoch: Epoch, placement: int
+) -> dict[str, RunStep | ServeStep]:
+    """Returns the orders of a step by rank, those of the expert ranks first. `placement`: the
+    version that all of them must have."""
+    works = flight.works
+    head: dict[str, Any] = {
+        "epoch": epoch.number,
+        "step": flight.step,
+        "rows": [works[name].rows if name in works else () for name in epoch.attention],
+        "placement": placement,
+    }
+    if any(work.has_some_layers for work in works.values()):
+        each = [works[name].some_layers if name in works else () for name in epoch.attention]
+        head["some_layers"] = each
+    needed = pack_needed(work.needed_LE for work in works.values())
+    orders: dict[str, RunStep | ServeStep] = {
+        name: ServeStep(**head, needed=needed) for name in epoch.experts
+    }
+    for name, work in works.items():
+        orders[name] = RunStep(
+            **head,
+            micro_batches=work.micro_batches,
+            opened=work.opened,
+            closed=work.closed,
+            page_work=work.page_work,
+            after=work.after,
+            routes=work.routes,
+            parked=work.parked,
+        )
+    return orders
+
+
 MAX_MOVES = 5  # in a row, without a new token
 
 
@@ -149,6 +193,16 @@ class RequestMoves:
         return count <= MAX_MOVES
 
 
+def given_up(sequence: Sequence) -> TokenDelta:
+    """Returns the end of a request that `RequestMoves` does not allow to move on."""
+    return TokenDelta(
+        request_id=sequence.request.request_id,
+        finish_reason=FinishReason.ERROR,
+        num_preemptions=sequence.num_preemptions,
+        error=f"{MAX_MOVES + 1} attention ranks were lost while they computed its next token",
+    )
+
+
 class Members(Protocol):
     """The ranks that belong to the engine, there or not. `Membership` implements it."""
 
@@ -169,7 +223,8 @@ class Members(Protocol):
 
 
 class StepCoordinator(Protocol):
-    """Used by the engine's thread only, except `stop` and `outage_s`."""
+    """Used by one thread at a time, except `stop` and `outage_s`: the engine's, or the thread that
+    waits for it."""
 
     @property
     def membership(self) -> Members: ...
@@ -194,7 +249,8 @@ class StepCoordinator(Protocol):
         ...
 
     def is_in(self, name: str, start: int) -> bool:
-        """Returns True if the `start`-th process of a rank is in the epoch."""
+        """Returns True if the `start`-th process of a rank is in the epoch, and the requests of the
+        epoch do not move to other cells because it lasts too long until it can compute again."""
         ...
 
     def settle(self, *, is_patient: bool) -> bool:
@@ -202,8 +258,14 @@ class StepCoordinator(Protocol):
         until one can."""
         ...
 
-    def launch(self, works: Mapping[str, RankWork]) -> StepInFlight:
-        """Sends a step out to the attention ranks that are there."""
+    def look(self) -> bool:
+        """Handles what ranks have reported, without waiting; returns False if `settle` would
+        wait."""
+        ...
+
+    def launch(self, works: Mapping[str, RankWork], *, can_wait: bool = True) -> StepInFlight:
+        """Sends a step out to the attention ranks that are there. If that would have to wait, and
+        it may not, `collect` sends it."""
         ...
 
     def can_follow(self, flight: StepInFlight) -> bool:

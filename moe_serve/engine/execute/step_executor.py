@@ -77,6 +77,15 @@ class StepExecutor(Protocol):
     def finite_pages(self, pages: list[int]) -> list[bool]: ...
 
     @property
+    def has_page_work(self) -> bool:
+        """Returns whether pages will be cleared or copied with the next step only."""
+        ...
+
+    def finish_page_work(self) -> None:
+        """Has that work done now. To be called while no step is under way."""
+        ...
+
+    @property
     def expert_memory(self) -> MemoryStats | None:
         """Statistics of the expert memory in this process; None if all experts are loaded."""
         ...
@@ -160,9 +169,16 @@ class LocalExecutor:
     def finite_pages(self, pages: list[int]) -> list[bool]:
         return self.runner.finite_pages(pages)
 
+    @property
+    def has_page_work(self) -> bool:
+        return False  # it is done at once
+
+    def finish_page_work(self) -> None:
+        """See `StepExecutor.finish_page_work`."""
+
     def _sample(self, logits: Tensor, points: list[SamplingPoint]) -> list[Sampled | RowFailure]:
-        """Samples one token per point. If that raises, sample row by row, so that only the faulty
-        row fails."""
+        """Samples one token per point. If that raises, it samples row by row, so that only the
+        faulty row fails."""
         try:
             return self._sample_together(logits, points)
         except Exception as error:

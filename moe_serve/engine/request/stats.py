@@ -6,6 +6,7 @@ The records of several engines add up: `total = one + other`. All are snapshots.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +14,7 @@ from experts.memory.memory_stats import MemoryStats
 from moe_serve.cache.page_times import PageTimes
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.engine.request.draft_counts import DraftCounts
+from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.service_stats import ServiceStats
 from moe_serve.engine.request.step_tokens import StepTokens
 
@@ -121,6 +123,11 @@ class EngineLoad:
         """Share of the pages that sequences hold, 0 to 1."""
         return self.num_used_pages / max(1, self.num_pages)
 
+    @classmethod
+    def of_waiting(cls, arrivals: Sequence[float]) -> EngineLoad:
+        """Returns the load of sequences that no engine has yet, by their times of arrival."""
+        return cls(num_waiting=len(arrivals), oldest_arrival=min(arrivals, default=None))
+
     def __add__(self, other: EngineLoad) -> EngineLoad:
         arrivals = (self.oldest_arrival, other.oldest_arrival)
         return EngineLoad(
@@ -186,6 +193,20 @@ class RankStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CellStatus:
+    """The state of one cell: ranks that step together. Filled by the coordinator."""
+
+    name: str  # cell-0
+    role: str  # prefill, decode or both
+    ranks: str  # 1A2E, as in `cells.layout`
+    load: EngineLoad
+    num_steps: int
+    num_lost_ranks: int  # since the start
+    outage_s: float  # how long it has been unable to compute
+    is_draining: bool  # it gets no new requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot of the engine that is cheap to take from any thread."""
 
@@ -204,6 +225,8 @@ class EngineStats:
     pools: PoolStats | None = None  # None when attention and experts share a process
     ranks: tuple[RankLoad, ...] = ()  # attention ranks; empty in one process
     members: tuple[RankStatus, ...] = ()  # ranks of both pools, present or not
+    cells: tuple[CellStatus, ...] = ()  # empty with one cell
+    moves: MovesStats | None = None  # of requests between cells; None with one cell
     num_lost_ranks: int = 0  # since the start; a rank lost twice counts twice
     last_loss: str = ""  # the last lost rank and the reason
 

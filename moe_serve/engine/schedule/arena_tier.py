@@ -1,10 +1,10 @@
 """Keeps copies of one rank's pages in an arena, and starts sequences with pages from there.
 
-Copies are made by the rank, in the order of its messages: what is saved is copied before the page
-is used again, and what is loaded is there before a step reads it. Nothing waits. A copy counts once
-a later step of the rank has ended. A rank without a step is told to copy at once, so that nothing
-that was computed stays in its pages only. With a disk behind the arena, a sequence may wait until
-pages are read into slots.
+Copies are made by the rank, in the order of its messages: a saved page is copied before it is used
+again, and a loaded one is there before a step reads it. Nothing waits. A copy counts once a later
+step of the rank has ended. A rank without a step is told to copy at once, so that nothing that was
+computed stays in its pages only. With a disk behind the arena, a sequence may wait until pages are
+read into slots.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ArenaTier(KVTier):
         give_after_s: float,
         disk: ArenaDisk | None = None,
     ) -> None:
-        """`give_after_s`: how often running sequences give their full pages. `disk`: what is
+        """`give_after_s`: how often running sequences give their full pages. `disk`: the store
         behind the arena, for all ranks."""
         self._disk, self._times = disk, None if disk is None else disk.step_times()
         self._cache, self._arena, self._copies, self._clock = cache, arena, copies, clock
@@ -114,14 +114,15 @@ class ArenaTier(KVTier):
             self._loading.append(slot)
             parent_key, key = sequence.page_keys[index : index + 2]
             tokens = token_array(sequence.token_ids[index * size : (index + 1) * size])
-            found.append(cache.enter(page, key, parent_key, tokens))
+            origin = sequence.request.page_origin
+            found.append(cache.enter(page, key, parent_key, tokens, origin))
         cache.release(found)
         arena.counts.num_loaded += len(found) - num_found
         arena.counts.num_hit_tokens += (len(found) - num_found) * size
         return False
 
     def update(self) -> None:
-        """See `KVTier.update`. Has fresh pages copied."""
+        """See `KVTier.update`. Orders copies of fresh pages."""
         if self.is_due:
             self._next_give = self._clock() + self._give_after_s
         for _ in range(min(self._most_copied, len(self._fresh))):
@@ -150,7 +151,7 @@ class ArenaTier(KVTier):
         self._is_sound = False
 
     def step_ended(self) -> None:
-        """Notes that the rank has done all copies that it was told before."""
+        """Notes that the rank has made all copies that were ordered before."""
         if self._times is not None:
             self._times.ended()
         if self._is_sound:
@@ -179,14 +180,14 @@ class ArenaTier(KVTier):
         return self._arena.stats() if self._disk is None else self._disk.stats()
 
     def close(self) -> None:
-        """See `KVTier.close`. Fills slots with what is only in pages yet; the disk is closed by
-        its owner, as other ranks use it too. Raises ExecutorLostError."""
+        """See `KVTier.close`. Fills slots with pages that have no copy yet. The disk's owner closes
+        the disk, because other ranks use it too. Raises ExecutorLostError."""
         while self._disk is not None and (self._fresh or self._saving):
             self.update()
             self._finish_copies()
 
     def _finish_copies(self) -> None:
-        """Have the rank make the copies that it was told of, and wait for that. Raises
+        """Makes the rank do the copies that were ordered, and waits for their end. Raises
         ExecutorLostError."""
         if self._saving:
             self._copies.finish(self._saving[-1].page)

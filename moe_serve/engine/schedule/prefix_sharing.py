@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.page_key import page_key, root_key, token_array
+from moe_serve.cache.page_key import following_keys, page_key, root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.prefix_tree import num_in_common
 from moe_serve.engine.request.sequence import Sequence
@@ -46,11 +46,28 @@ class PrefixSharing:
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def register(self, sequence: Sequence) -> None:
-        """Gives a new sequence the root key from which its page keys start."""
+        """Gives a new sequence the root key from which its page keys start. Keys that were found
+        before are kept."""
+        root = self._root(sequence)
+        if sequence.page_keys[:1] != root:
+            sequence.page_keys = root
+
+    def _root(self, sequence: Sequence) -> list[bytes]:
+        if self._identity is None:
+            return []
         request = sequence.request
-        if self._identity is not None:
-            root = root_key(self._identity, request.adapter_digest, request.cache_salt)
-            sequence.page_keys.append(root)
+        return [root_key(self._identity, request.adapter_digest, request.cache_salt)]
+
+    def keys_of(self, sequence: Sequence) -> list[bytes]:
+        """Returns the root key and the keys of the full pages of a sequence that another engine
+        has; empty: nothing is shared here."""
+        keys, size = self._root(sequence), self._page_size
+        if keys and sequence.page_keys[:1] == keys:
+            keys = list(sequence.page_keys)
+        if keys:
+            tokens = token_array(sequence.token_ids[(len(keys) - 1) * size :])
+            keys += following_keys(keys[-1], tokens, size)
+        return keys
 
     def find(self, sequence: Sequence) -> list[int] | None:
         """Returns the cached pages that a waiting sequence can start with.
@@ -198,12 +215,13 @@ class PrefixSharing:
         sequence.extend_keys(min(span.stop, end // size))
         start = span.start * size
         ids = token_array(sequence.token_ids[start : min(span.stop * size, end)])
+        origin = sequence.request.page_origin
         for index in span:
             tokens = ids[index * size - start :][:size]
             parent_key, is_full = sequence.page_keys[index], len(tokens) == size
             key = sequence.page_keys[index + 1] if is_full else page_key(parent_key, tokens)
             own = sequence.page_table[index]
-            page = self._cache.enter(own, key, parent_key, tokens)
+            page = self._cache.enter(own, key, parent_key, tokens, origin)
             sequence.page_table[index] = page
             if is_full and page == own:
                 self.tier.entered(page, key, parent_key)

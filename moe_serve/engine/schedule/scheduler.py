@@ -26,6 +26,7 @@ from moe_serve.engine.sampling.mask_share import MaskShare
 from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
+from moe_serve.engine.schedule.reservations import Reservation, Reservations
 from moe_serve.engine.schedule.starter import Starter
 from moe_serve.engine.schedule.step_service import StepService
 from moe_serve.engine.schedule.urgency import Urgency
@@ -51,11 +52,12 @@ class Scheduler:
         self.service, self.tier, self._clock = service, sharing.tier, clock
         if urgency is None:
             urgency = Urgency(config.max_passed_over_s) if service is None else service.urgency
-        self._urgency = urgency
+        self.urgency = urgency
         self.waiting = WaitingQueue(urgency, clock)
         self.running: list[Sequence] = []  # in the order in which they started
+        self.reservations = Reservations(cache, sharing, self.running, config.max_num_seqs)
         self.layered = LayeredPrefill(None, "off", 0, 0) if layered is None else layered
-        self._starter = Starter(
+        self.starter = Starter(
             self.waiting,
             self.running,
             self.layered,
@@ -63,7 +65,7 @@ class Scheduler:
             policy,
             clock,
             cache=cache,
-            num_seats=config.max_num_seqs,
+            reservations=self.reservations,
             is_strict=urgency.is_strict,
         )
         self.mask_share = MaskShare(config.max_held_s, clock)
@@ -85,22 +87,17 @@ class Scheduler:
         return sum(s.num_pending_tokens for s in (*self.running, *self.waiting))
 
     @property
-    def oldest_arrival(self) -> float | None:
-        """Arrival time of the first waiting sequence; None if none waits. Safe from any thread."""
-        first = self.waiting.line.first
-        return None if first is None else first.request.arrival_time
-
-    @property
     def load(self) -> EngineLoad:
         """The requests and pages of now. Safe from any thread."""
+        first = self.waiting.line.first
         return EngineLoad(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            num_left_aside=len(self._starter.skipped),
+            num_left_aside=len(self.starter.skipped),
             num_pages=self.cache.num_pages,
             num_free_pages=self.cache.num_available,
             num_cached_pages=self.cache.num_cached,
-            oldest_arrival=self.oldest_arrival,
+            oldest_arrival=None if first is None else first.request.arrival_time,
         )
 
     @property
@@ -111,7 +108,7 @@ class Scheduler:
             num_evicted_pages=self.cache.num_evicted,
             num_queried_tokens=self.sharing.num_queried_tokens,
             num_hit_tokens=self.sharing.num_hit_tokens,
-            num_missed_tokens=self._starter.num_missed_tokens,
+            num_missed_tokens=self.starter.num_missed_tokens,
             page_times=self.cache.sampled.snapshot(),
             step_tokens=self.step_tokens.snapshot(),
         )
@@ -123,9 +120,9 @@ class Scheduler:
             self.service.enter(sequence, self.sharing.num_cached_tokens(sequence))
         self.waiting.add(sequence)
 
-    def remove(self, sequences: Iterable[Sequence]) -> None:
+    def remove(self, sequences: Iterable[Sequence], *, is_end: bool = True) -> None:
         """Removes sequences, running or waiting. Pages proven by a valid token stay cached if their
-        values are finite; the others are freed."""
+        values are finite; the others are freed. `is_end` False: they go to another engine."""
         if not (sequences := list(sequences)):
             return
         self.sharing.give((s for s in sequences if s.is_proven), is_end=True)
@@ -136,17 +133,22 @@ class Scheduler:
                 self.waiting.remove(sequence)
             self._release(sequence)
             if self.service is not None:
-                self.service.leave(sequence, had_seat=had_seat)
-        self._starter.skipped.forget(sequences)
+                self.service.leave(sequence, had_seat=had_seat, is_end=is_end)
+        self.starter.skipped.forget(sequences)
         self.mask_share.forget(sequences)
         self.policy.forget(s.id for s in sequences)
 
-    def release(self, sequence: Sequence) -> None:
-        """Forgets a waiting sequence that never ran, as it goes to another engine."""
-        self.waiting.remove(sequence)
-        self._starter.skipped.forget([sequence])
+    def depart(self, sequence: Sequence) -> Reservation:
+        """Lets a running sequence go to another engine. Its full pages stay in the tree, and all
+        are kept until it has arrived there."""
+        self.sharing.give([sequence])
+        self._stop(sequence)
+        self.sharing.stop_computing(sequence)
+        self.mask_share.forget([sequence])
         self.policy.forget([sequence.id])
-        sequence.page_keys, sequence.awaited_key = [], None
+        if self.service is not None:
+            self.service.leave(sequence, had_seat=True, is_end=False)
+        return self.reservations.keep(sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """Removes a failed sequence. The pages it computed leave the cache too, except those that
@@ -160,6 +162,7 @@ class Scheduler:
         """Forgets sequences that leave with what was computed, as their rank is lost."""
         self.policy.forget(s.id for s in (*sequences, *self.running))
         self.tier.abandon()
+        self.reservations.forget()
         if self.service is not None:
             self.service.abandon(self.waiting)
 
@@ -176,21 +179,21 @@ class Scheduler:
             self._yield_seat()
         chosen: Schedule = {}
         num_preempted = self.num_preemptions
-        decoding, reading = self._urgency.in_step(self.running)
-        is_alone = not (reading or self.waiting and self._starter.has_seat)
+        decoding, reading = self.urgency.in_step(self.running)
+        is_alone = not (reading or self.waiting and self.starter.has_seat)
         decoding = self.mask_share.affordable(decoding, is_alone=is_alone)
         most, later, until = self._config.max_batched_tokens, list[Sequence](), 0.0
         if self.service is not None:
             most = self.service.num_tokens(decoding)
-            if self.waiting and self._starter.has_seat:
+            if self.waiting and self.starter.has_seat:
                 reading, later, until = self.service.split(reading)
         budget = self._serve((*decoding, *reading), most, most, chosen)
         if later:
             if self.num_preemptions == num_preempted:
-                budget = self._starter.admit(budget, chosen, until)
+                budget = self.starter.admit(budget, chosen, until)
             budget = self._serve(later, budget, most, chosen)
         if self.num_preemptions == num_preempted:
-            self._starter.admit(budget, chosen)
+            self.starter.admit(budget, chosen)
         self._num_left, costs = self.layered.left(most, chosen), self.layered.costs(chosen)
         if self.service is not None:
             self.service.step_begins(costs)
@@ -212,7 +215,7 @@ class Scheduler:
 
     def _yield_seat(self) -> None:
         """Lets a running sequence wait for a more urgent one that has no seat."""
-        if self.service is None or not self.waiting or self._starter.has_seat:
+        if self.service is None or not self.waiting or self.starter.has_seat:
             return
         share_lost = 1 - self.cache.num_available / max(1, self.cache.num_pages)
         if victim := self.service.seat_victim(self.running, share_lost):
@@ -229,7 +232,7 @@ class Scheduler:
     def overdue(self) -> list[Sequence]:
         """Returns running sequences that hold seats others need because their grammars are too
         costly."""
-        if not self.waiting or self._starter.has_seat:
+        if not self.waiting or self.starter.has_seat:
             return []
         return self.mask_share.overdue(self.running, len(self.waiting))
 
@@ -244,16 +247,6 @@ class Scheduler:
         budget = self._config.max_batched_tokens
         return self._num_left if 2 * self._num_left >= budget else 0
 
-    def give_draft_pages(self, sequence: Sequence, num_drafted: int) -> int:
-        """Gives a scheduled sequence pages for drafted tokens behind its next one. Returns for how
-        many there is room: no page is taken from the prefix cache or from another sequence."""
-        end = sequence.num_tokens + num_drafted
-        missing = min(max(0, sequence.num_missing_pages(end)), self.cache.num_free)
-        if missing:
-            sequence.page_table += self.cache.allocate(missing)
-        room = len(sequence.page_table) * self.cache.page_size - sequence.num_tokens
-        return min(num_drafted, room)
-
     def follow(self, schedule: Schedule) -> Schedule | None:
         """Schedules the step after `schedule` while that one runs, with pages for it; None if it is
         uncertain.
@@ -261,8 +254,9 @@ class Scheduler:
         It is certain if all running sequences are in the step and get a token from it, there are
         pages for these tokens, and no waiting sequence could start.
         """
-        is_open = self.layered.is_busy or self.waiting and self._starter.has_seat
-        if len(schedule) != len(self.running) or is_open or self.tier.is_due or self.tier.is_behind:
+        is_open = self.layered.is_busy or self.waiting and self.starter.has_seat
+        is_copying = self.tier.is_due or self.tier.is_behind
+        if len(schedule) != len(self.running) or is_open or is_copying:
             return None
         if self.service is not None and self.service.is_due(self.running):
             return None
@@ -291,7 +285,7 @@ class Scheduler:
         if needed > self.cache.num_available:
             self._unproven_pages += self.sharing.free_behind_window(self.running)
         while needed > self.cache.num_available:
-            victim = self._urgency.victim(self.running)
+            victim = self.urgency.victim(self.running)
             self._preempt(victim, chosen)
             if victim is sequence:
                 return False
@@ -328,6 +322,10 @@ class Scheduler:
         pages, self._unproven_pages = self._unproven_pages, []
         return pages
 
+    def add_unproven(self, pages: Iterable[int]) -> None:
+        """Adds freed pages that may hold anything."""
+        self._unproven_pages += pages
+
     def _release(self, sequence: Sequence) -> None:
         self.sharing.stop_computing(sequence)
         freed = self.cache.release(sequence.held_pages)
@@ -337,10 +335,12 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts that pool, tree and tables agree, and that only running sequences hold pages."""
-        self.cache.check_integrity(s.held_pages for s in self.running)
+        held = [*(s.held_pages for s in self.running), *self.reservations.tables]
+        self.cache.check_integrity(held)
         self.sharing.check_integrity(self.running)
+        self.reservations.check_integrity()
         self.waiting.check_integrity()
-        self._starter.skipped.check_integrity(self.waiting)
+        self.starter.skipped.check_integrity(self.waiting)
         if self.service is not None:
             self.service.check_integrity(self.waiting)
         for sequence in self.waiting:

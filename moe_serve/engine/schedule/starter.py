@@ -14,6 +14,7 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
+from moe_serve.engine.schedule.reservations import Reservations, num_promised
 from moe_serve.engine.schedule.waiting_queue import Skipped, WaitingQueue
 
 
@@ -27,7 +28,7 @@ class _Examined:
 
 
 class Starter:
-    """Moves sequences from `waiting` to `running`, which belong to a scheduler with `num_seats`.
+    """Moves sequences from `waiting` to `running`, which belong to a scheduler.
 
     `is_strict`: less urgent sequences start only when no more urgent one waits. Otherwise one that
     waits for a page that is being computed holds back no other.
@@ -43,10 +44,10 @@ class Starter:
         clock: Clock,
         *,
         cache: PrefixCache,
-        num_seats: int,
+        reservations: Reservations,
         is_strict: bool,
     ) -> None:
-        self._waiting, self._running, self._num_seats = waiting, running, num_seats
+        self._waiting, self._running, self._reservations = waiting, running, reservations
         self._layered = layered
         self._sharing, self._policy, self._clock = sharing, policy, clock
         self._cache, self._tier, self._is_strict = cache, sharing.tier, is_strict
@@ -55,7 +56,7 @@ class Starter:
 
     @property
     def has_seat(self) -> bool:
-        return len(self._running) < self._num_seats
+        return self._reservations.has_seat
 
     def admit(self, budget: int, chosen: Schedule, until: float = math.inf) -> int:
         """Start waiting sequences and return the budget that is left. `until`: see
@@ -120,11 +121,15 @@ class Starter:
         # A copy needs a spare page, as its source is held until the copy is made.
         can_copy = self._num_spare_pages(sequence, pages) > 0
         self._sharing.take(sequence, pages, self._running, can_copy=can_copy)
-        self._running.append(sequence)
-        sequence.is_running = True
         if sequence.started_at is None:
             sequence.started_at = self._clock()
             self.num_missed_tokens += sequence.num_pending_tokens
+        self.join(sequence)
+
+    def join(self, sequence: Sequence) -> None:
+        """Lets a sequence run that has its pages."""
+        self._running.append(sequence)
+        sequence.is_running = True
         self._policy.started(sequence)
 
     def _loads_pages(self, sequence: Sequence, found: list[int]) -> bool:
@@ -136,8 +141,8 @@ class Starter:
         """Returns the pages left after a sequence takes those for its prompt and one token, and the
         running prompts take those they still need."""
         missing = sequence.num_missing_pages(sequence.num_tokens + 1) - len(found)
-        promised = sum(max(0, s.num_missing_pages(s.num_tokens)) for s in self._running)
-        return self._cache.num_available - promised - missing - self._cache.num_idle(found)
+        spare = self._cache.num_available - num_promised(self._running)
+        return spare - missing - self._cache.num_idle(found)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         """Drops sequences that have ended."""

@@ -35,7 +35,7 @@ class StepDrafts:
         return DraftCounts() if self._drafting is None else self._drafting.counts
 
     def use(self, drafting: Drafting | None) -> None:
-        """Drafts by other means from the next step on. To be called between steps."""
+        """Changes the drafting from the next step on. It is called between steps."""
         self._drafting = drafting
 
     def begin(self, schedule: Schedule) -> None:
@@ -56,11 +56,21 @@ class StepDrafts:
             if draft is None and sequence.num_pending_tokens > 1:
                 continue  # it reads its prompt
             num_drafted = 0 if draft is None else len(draft.token_ids)
-            room = self._scheduler.give_draft_pages(sequence, num_drafted + num_more)
+            room = self._give_pages(sequence, num_drafted + num_more)
             self._extended.add(key)
             if draft is not None and room:
                 drafts[key] = draft.cut(room)
         self.running = drafts
+
+    def _give_pages(self, sequence: Sequence, num_drafted: int) -> int:
+        """Gives a scheduled sequence pages for drafted tokens behind its next one. Returns for how
+        many there is room: no page is taken from the prefix cache or from another sequence."""
+        cache, end = self._scheduler.cache, sequence.num_tokens + num_drafted
+        missing = min(max(0, sequence.num_missing_pages(end)), cache.num_free)
+        if missing:
+            sequence.page_table += cache.allocate(missing)
+        room = len(sequence.page_table) * cache.page_size - sequence.num_tokens
+        return min(num_drafted, room)
 
     def allow_ahead(self, schedule: Schedule) -> bool:
         """Returns whether the next step may begin before this one has ended: this step has no

@@ -1,4 +1,4 @@
-"""The loads that run from a store: which sequences wait for them, and for how long.
+"""Tracks the loads from a store, the sequences that wait for them, and the time they may take.
 
 A load that takes longer than computing is given up: its sequence computes. While one is past its
 deadline nothing else is asked, and when that happens for the third time in turn the store is
@@ -89,8 +89,8 @@ class StoreLoads:
         return True
 
     def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
-        """Hands over what the store has loaded, and gives up what is late. `enter` puts the pages
-        where the sequence finds them, and returns how many."""
+        """Hands over loaded pages and gives up late loads. `enter` puts the pages where the
+        sequence finds them, and returns their number."""
         for load, done in self._take_done():
             count = enter(load, done) * self._page_size
             load.sequence.num_tier_tokens += count
@@ -103,7 +103,8 @@ class StoreLoads:
             self._store.wait(_WAIT_S)
 
     def stats(self) -> TierStats:
-        """Returns the store's figures with those of the loads that did not come to it."""
+        """Returns the store's figures, together with those of the loads that were not asked of
+        it."""
         stats = self._store.stats()
         return replace(
             stats,

@@ -1,4 +1,5 @@
-"""Slots of the memory that ranks share: copied whole, and never taken while a rank uses them."""
+"""Slots of the memory that ranks share: a copy is whole, and no slot is taken while a rank uses
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.page_bytes import PageBytes
-from moe_serve.cache.tiers.arena import ArenaIndex, ArenaView, SharedArena
+from moe_serve.cache.shared_memory import SharedMemory
+from moe_serve.cache.tiers.arena import ArenaIndex, ArenaView
 from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.errors import ConfigError
@@ -28,13 +30,13 @@ def cache() -> KVCache:
 
 
 @pytest.fixture
-def arena(cache: KVCache) -> Iterator[SharedArena]:
-    memory = SharedArena(PageBytes(cache).num_bytes * 2 * 4 + 100)
+def arena(cache: KVCache) -> Iterator[SharedMemory]:
+    memory = SharedMemory(PageBytes(cache).num_bytes * 2 * 4 + 100, "a test")
     yield memory
     memory.close()
 
 
-def test_each_shard_has_its_part_of_a_slot(cache: KVCache, arena: SharedArena) -> None:
+def test_each_shard_has_its_part_of_a_slot(cache: KVCache, arena: SharedMemory) -> None:
     pages = PageBytes(cache)
     shards = [ArenaView(arena.path, pages, shard, 2) for shard in range(2)]
     contents = [pages.read(page).copy() for page in (1, 2)]

@@ -51,7 +51,7 @@ class SilentCalls:
         self.is_stopped = True
 
 
-def without_ranks(calls: SilentCalls, start_timeout_s: float) -> Coordinator:
+def without_ranks(calls: SilentCalls, outage_limit_s: float) -> Coordinator:
     """A coordinator whose ranks are all away."""
     membership = SimpleNamespace(
         inbox=queue.SimpleQueue(), roster=Roster(all_ranks(1, 1)), last_loss="expert-0: it died"
@@ -60,14 +60,14 @@ def without_ranks(calls: SilentCalls, start_timeout_s: float) -> Coordinator:
     return Coordinator(
         *cast(Any, (membership, calls, SimpleNamespace(can_make=False), None, None, mover)),
         timeout_s=1.0,
-        start_timeout_s=start_timeout_s,
+        outage_limit_s=outage_limit_s,
     )
 
 
 def test_an_outage_lasts_by_the_given_clock() -> None:
     calls = SilentCalls()
     calls.now = 500.0
-    coordinator = without_ranks(calls, start_timeout_s=60.0)
+    coordinator = without_ranks(calls, outage_limit_s=60.0)
     assert coordinator.outage_s == 0.0
     assert not coordinator.settle(is_patient=False), "it waits a moment only"
     assert 0.0 < coordinator.outage_s < 1.0
@@ -77,14 +77,14 @@ def test_an_outage_lasts_by_the_given_clock() -> None:
 
 def test_an_outage_ends_the_server_when_it_lasts_longer_than_a_start_may() -> None:
     calls = SilentCalls()
-    coordinator = without_ranks(calls, start_timeout_s=3600.0)
+    coordinator = without_ranks(calls, outage_limit_s=3600.0)
     with pytest.raises(ClusterError, match="for 3600 s; the last loss: expert-0: it died"):
         coordinator.settle(is_patient=True)
     assert calls.now == pytest.approx(3600.0, abs=1.0), "of the clock, in no real time"
 
 
 def test_a_stop_ends_the_wait_for_ranks() -> None:
-    coordinator = without_ranks(SilentCalls(), start_timeout_s=60.0)
+    coordinator = without_ranks(SilentCalls(), outage_limit_s=60.0)
     coordinator.stop()
     assert not coordinator.settle(is_patient=True)
 

@@ -34,7 +34,7 @@ TORN = 77  # in slots and pages that nothing was copied to
 
 
 class FakeRank(LocalExecutor):
-    """Does work on pages only before its next step, or when it is asked, as a rank does."""
+    """Works on pages only before its next step or when it is asked, as a rank does."""
 
     def __init__(self, runner: FakeRunner, slots: NDArray[np.uint8]) -> None:
         super().__init__(runner, Sampler(frozenset()))
@@ -135,7 +135,7 @@ class World:
 
 
 def filled() -> FakeStore:
-    """A store with the pages of PROMPT and its answer."""
+    """Returns a store with the pages of PROMPT and its answer."""
     store = FakeStore()
     world = World(store)
     assert world.answer(PROMPT) == continuation(PROMPT, 10)
@@ -220,7 +220,7 @@ def test_copies_of_a_lost_rank_are_not_stored() -> None:
 
 @pytest.mark.faults
 def test_a_failed_step_proves_no_copy() -> None:
-    """A shard of the rank may be behind when the rank reports a failure."""
+    """A shard of the rank may lag behind when the rank reports a failure."""
     store = FakeStore()
     world = World(store)
     (engine,), (runner,) = world.engines, world.runners
@@ -281,7 +281,7 @@ prompts = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 def test_any_order_of_starts_losses_and_restarts(
     jobs: list[tuple[list[int], int, int]], delay: int, num_slots: int, most: int
 ) -> None:
-    """Requests on two ranks with a small arena, and stores that are slow or lose pages. A rank is
+    """Requests run on two ranks with a small arena; stores are slow or lose pages, and a rank is
     lost now and then."""
     store = FakeStore(delay=delay, room=2)
     for _ in range(2):  # the second world finds what the first stored

@@ -1,4 +1,4 @@
-"""Pages from a store, on the fake model: every answer checks the pages it was made from."""
+"""Pages from a store, on the fake model: each answer checks the pages it was computed from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_FULL = 99 // PAGE_SIZE
 
 
 class ManualClock:
-    """A clock that moves by `tick` with every look."""
+    """A clock that moves by `tick` whenever it is read."""
 
     def __init__(self, tick: float = 0.0) -> None:
         self.now, self.tick = 1000.0, tick
@@ -68,7 +68,7 @@ def engine_with(
 
 
 def filled() -> FakeStore:
-    """A store with the pages of PROMPT and its answer."""
+    """Returns a store with the pages of PROMPT and its answer."""
     store = FakeStore()
     engine = engine_with(store, FakeRunner())
     engine.add(request("a", PROMPT))
@@ -228,7 +228,7 @@ prompts = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 def test_any_order_of_starts_restarts_and_losses(
     jobs: list[tuple[list[int], int]], delay: int, num_pages: int, most: int
 ) -> None:
-    """Requests from a few stems on small caches, with stores that are slow or lose pages."""
+    """Requests share a few beginnings on small caches, with stores that are slow or lose pages."""
     store = FakeStore(delay=delay, room=2)
     for turn in range(2):  # the second engine finds what the first stored
         store.most_pages = None if most > 3 else most

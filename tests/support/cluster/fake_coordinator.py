@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from moe_serve.cache.events.change_record import IGNORE_PAGES, PageListener
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.cluster.control.messages import (
     PageWork,
@@ -108,7 +109,15 @@ class FakeCoordinator:
         self.has_events = False
         return bool(there)
 
-    def launch(self, works: Mapping[str, RankWork]) -> StepInFlight:
+    def look(self) -> bool:
+        """Returns False if a rank came or went since the last `settle`."""
+        there = {n: start for n, start in self.starts.items() if n not in self.away}
+        if not there or there != self.epoch.starts:
+            return False
+        self.has_events = False
+        return True
+
+    def launch(self, works: Mapping[str, RankWork], *, can_wait: bool = True) -> StepInFlight:
         step = next(self._numbers)
         flight = StepInFlight(step, self.epoch.number, dict(works), 0.0, set())
         for name, work in works.items():
@@ -167,8 +176,11 @@ def fake_cluster(
     is_ahead: bool = True,
     scheduler: SchedulerConfig = PLAIN,
     clock: Clock = REAL_CLOCK,
+    listeners: Mapping[str, PageListener] | None = None,
+    ids: itertools.count[int] | None = None,
 ) -> ClusterEngine:
-    """Returns an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise."""
+    """Returns an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise.
+    `listeners` hear of the pages of the ranks with these names."""
     service = ServiceState.of(scheduler, clock)
 
     def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
@@ -182,9 +194,16 @@ def fake_cluster(
             ids=ids,
             clock=clock,
             service=service,
+            listener=(listeners or {}).get(executor.name, IGNORE_PAGES),
         )
 
     watch = PoolWatch(None, 2, None)
     return ClusterEngine(
-        coordinator, make_engine, watch, lambda: None, is_ahead=is_ahead, service=service
+        coordinator,
+        make_engine,
+        watch,
+        lambda: None,
+        is_ahead=is_ahead,
+        service=service,
+        ids=ids,
     )

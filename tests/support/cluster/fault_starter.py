@@ -74,9 +74,10 @@ class Faults:
 
 
 class FaultStarter(ThreadStarter):
-    """`can_kill` False: a rank that is given up goes on living, unreached by any signal."""
+    """`can_kill` False: a rank that is given up goes on living, unreached by any signal. `prefix`:
+    before the names by which faults know the ranks, where there are several cells."""
 
-    can_kill = True
+    can_kill, prefix = True, ""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class FaultStarter(ThreadStarter):
 
     def _live(self, rank: RankName, channel: Channel[Any]) -> None:
         thread, send = threading.get_ident(), channel.send
-        threading.current_thread().name = str(rank)
+        threading.current_thread().name = f"{self.prefix}{rank}"
 
         def send_if_awake(message: Any) -> None:
             if not (isinstance(message, Heartbeat) and self._faults.is_frozen(thread)):

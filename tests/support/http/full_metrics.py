@@ -10,8 +10,11 @@ import numpy as np
 from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.placement import contiguous
 from moe_serve.adapters.registry import AdapterStats
+from moe_serve.cache.events.publisher import EventStats
 from moe_serve.cache.tiers.store import TierStats
+from moe_serve.config.sections import MetricsAlias
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
+from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.service_stats import (
@@ -21,6 +24,7 @@ from moe_serve.engine.request.service_stats import (
     TierCounts,
 )
 from moe_serve.engine.request.stats import (
+    CellStatus,
     EngineCounts,
     EngineLoad,
     EngineStats,
@@ -43,7 +47,12 @@ from moe_serve.http.metrics.scrape import AdapterSource, ScrapeSources
 from routing_predictor.traces.recording import RecordingStats
 
 
-def metrics_text(stats: EngineStats, metrics: ServerMetrics | None = None, **parts: Any) -> str:
+def metrics_text(
+    stats: EngineStats,
+    metrics: ServerMetrics | None = None,
+    alias: MetricsAlias = "none",
+    **parts: Any,
+) -> str:
     """Returns the text of /metrics of a server with these parts (see `ScrapeSources`)."""
     engine: Any = SimpleNamespace(stats=lambda: stats)
     metrics = metrics or ServerMetrics("m")
@@ -52,7 +61,7 @@ def metrics_text(stats: EngineStats, metrics: ServerMetrics | None = None, **par
         is_draining=lambda: False,
         **{"startup": Startup(), **parts},
     )
-    return MetricsPage(metrics, sources).render().decode()
+    return MetricsPage(metrics, sources, alias).render().decode()
 
 
 def full_stats() -> EngineStats:
@@ -90,6 +99,19 @@ def full_stats() -> EngineStats:
             micro_batches=2,
             steps=(MicroBatchCount(micro_batches=2, reason="fixed", num_steps=1),),
         ),
+        moves=MovesStats(ended={("hand_over", "done"): 1}),
+        cells=(
+            CellStatus(
+                name="cell-0",
+                role="prefill",
+                ranks="1A1E",
+                load=EngineLoad(num_pages=4, num_free_pages=2),
+                num_steps=1,
+                num_lost_ranks=0,
+                outage_s=0.0,
+                is_draining=False,
+            ),
+        ),
         members=(
             RankStatus(
                 name="expert-0", pool="expert", phase="serving", num_restarts=0, busy_ratio=0.5
@@ -98,7 +120,7 @@ def full_stats() -> EngineStats:
     )
 
 
-def full_metrics() -> str:
+def full_metrics(alias: MetricsAlias = "none") -> str:
     """Returns the text of such a server's /metrics after one request of each outcome."""
     stats, plan = full_stats(), contiguous((0,), 4, 2)
     status = PlacementStatus(
@@ -137,12 +159,14 @@ def full_metrics() -> str:
     return metrics_text(
         stats,
         metrics,
+        alias,
         startup=_planned_start(),
         tracing=tracing,
         placement=placement,
         experts=_counted_load(),
         has_each_expert=True,
         drafters=("ngram", "grammar"),
+        kv_events=lambda: EventStats(num_batches=1, num_stored=1),
         adapters=AdapterSource(registry=registry, names=lambda has_begun: ["sql"]),
     )
 

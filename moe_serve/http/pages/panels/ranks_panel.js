@@ -10,6 +10,8 @@ const POOLS = [["expert", "Expert ranks: share of the rows"], ["attention", "Att
 export class RanksPanel {
   constructor() {
     this.panel = new Panel({ id: "ranks", title: "Ranks" });
+    this.cells = { heading: element("p", { class: "group" }, "Cells: share of the KV pages in use"), host: element("div", {}), rows: [] };
+    this.panel.body.append(this.cells.heading, this.cells.host);
     this.pools = POOLS.map(([kind, title]) => {
       const heading = element("p", { class: "group" }, title);
       const host = element("div", {});
@@ -18,7 +20,7 @@ export class RanksPanel {
     });
   }
 
-  update({ ranks, server }) {
+  update({ ranks, cells = [], server }) {
     if (ranks.length === 0) {
       this.panel.note("");
       this.panel.sayInstead(`No ranks: this server runs in ${server.layout}.`);
@@ -27,6 +29,9 @@ export class RanksPanel {
     this.panel.sayInstead(null);
     const away = ranks.filter(isAway);
     this.panel.note(away.length ? `${away.length} of ${ranks.length} not serving` : server.layout);
+    this.cells.heading.hidden = cells.length === 0;
+    fitRows(this.cells.host, this.cells.rows, cells.length, () => new CellRow());
+    cells.forEach((cell, i) => this.cells.rows[i].update(cell));
     for (const pool of this.pools) {
       const members = ranks.filter(({ kind }) => kind === pool.kind);
       pool.heading.hidden = members.length === 0;
@@ -34,6 +39,22 @@ export class RanksPanel {
       const scale = Math.max(1 / Math.max(1, members.length), ...members.map(({ load }) => load ?? 0)) * 1.15;
       members.forEach((rank, i) => pool.rows[i].update(rank, members.length, Math.min(1, scale)));
     }
+  }
+}
+
+class CellRow {
+  constructor() {
+    this.row = new BarRow();
+    this.badge = element("span", { class: "badge" });
+    this.more = element("span", { class: "muted number" });
+    this.node = element("div", {}, this.row.node, element("div", { class: "rank-line" }, this.badge, this.more));
+  }
+
+  update({ name, role, ranks, running, waiting, kv_used, outage_s, is_draining }) {
+    this.row.update({ name, share: kv_used, mark: null, figure: percent(kv_used), label: `${name}: ${percent(kv_used)} of its KV pages are in use` });
+    setText(this.badge, outage_s > 0 ? "away" : is_draining ? "draining" : role);
+    this.badge.dataset.kind = outage_s > 0 || is_draining ? "bad" : "good";
+    setText(this.more, `${ranks} · ${running} running · ${waiting} waiting`);
   }
 }
 

@@ -1,0 +1,118 @@
+"""Makes the autoscaler of a simulation: its policy, with what that policy must know."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from moe_serve.bench.plan_loads import Progress, Wanted, means_of, plan_table
+from moe_serve.bench.simulated_cells import Scaling, serve_cells
+from moe_serve.bench.simulated_requests import jobs_of
+from moe_serve.bench.simulated_run import SimulatedRun
+from moe_serve.bench.workload.prompt_maker import Slot
+from moe_serve.cluster.autoscale.autoscaler import Autoscaler, ScaleLimits
+from moe_serve.cluster.autoscale.policies import (
+    Coming,
+    OraclePolicy,
+    PlannedPolicy,
+    StaticPolicy,
+    TargetPolicy,
+)
+from moe_serve.cluster.autoscale.scale_view import AutoscalePolicy
+from moe_serve.errors import BenchError
+from moe_serve.simulate.coordinated.coordinated_run import CellsSetup
+from moe_serve.simulate.coordinated.learnt_policy import LearntPolicy
+from moe_serve.simulate.coordinated.scaled_cells import ScaleTimes
+
+PolicyName = Literal["static", "target", "planned", "oracle", "learnt"]
+_ATTAINMENT = 0.95
+_FIRST_EXPLORATION = 0.5  # of the first day of training; it falls to 0 with the last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRequest:
+    """What the caller wants. `target`: the utilisation of `target`; `train_days`: the days that
+    `learnt` learns from."""
+
+    policy: PolicyName
+    min_cells: int
+    times: ScaleTimes
+    target: float
+    train_days: int
+
+
+def scaled_run(run: SimulatedRun, request: ScaleRequest, progress: Progress) -> SimulatedRun:
+    """Returns the run with an autoscaler. Raises BenchError."""
+    setup = run.cells
+    assert setup is not None, "the command has checked that there are cells"
+    max_cells = Counter(plan.shape.role for plan in setup.plans)
+    fewest = min(max_cells.values())
+    if not 1 <= request.min_cells <= fewest:
+        raise BenchError(f"--min-cells must be in [1, {fewest}], got {request.min_cells}.")
+    limits = ScaleLimits(min_cells=request.min_cells, max_cells=max_cells)
+    if request.policy == "oracle":
+        limits = replace(limits, calm_s=0.0)
+    policy = _policy(run, setup, request, limits, progress)
+    return replace(run, scaling=Scaling(autoscaler=Autoscaler(policy, limits), times=request.times))
+
+
+def _policy(
+    run: SimulatedRun,
+    setup: CellsSetup,
+    request: ScaleRequest,
+    limits: ScaleLimits,
+    progress: Progress,
+) -> AutoscalePolicy:
+    if request.policy == "static":
+        return StaticPolicy(limits.max_cells)
+    if request.policy == "target":
+        return TargetPolicy(request.target)
+    slots = list(run.workload.slots())
+    if request.policy == "learnt":
+        return _trained(run, setup, request, limits, progress)
+    if run.slo is None:
+        raise BenchError(f"--autoscale {request.policy} plans for limits: give --slo.")
+    wanted = Wanted(slo=run.slo, attainment=_ATTAINMENT)
+    table = plan_table(setup, slots, wanted, progress)
+    if request.policy == "oracle":
+        return OraclePolicy(table, coming(slots))
+    return PlannedPolicy(table, means_of(slots))
+
+
+def coming(slots: Sequence[Slot]) -> Coming:
+    """Returns what tells which requests arrive from one moment to another, from the workload."""
+    at = [slot.at_s for slot in slots]
+    prompts = [0, *accumulate(slot.prompt_tokens for slot in slots)]
+    outputs = [0, *accumulate(slot.output_tokens for slot in slots)]
+
+    def between(begin_s: float, end_s: float) -> tuple[int, int, int]:
+        a, b = bisect_left(at, begin_s), bisect_left(at, end_s)
+        return b - a, prompts[b] - prompts[a], outputs[b] - outputs[a]
+
+    return between
+
+
+def _trained(
+    run: SimulatedRun,
+    setup: CellsSetup,
+    request: ScaleRequest,
+    limits: ScaleLimits,
+    progress: Progress,
+) -> LearntPolicy:
+    """Lets a policy learn on days like the run's, with other random requests."""
+    policy = LearntPolicy(run.workload.seed)
+    for day in range(request.train_days):
+        policy.begin_day(_FIRST_EXPLORATION * (1 - day / request.train_days))
+        workload = replace(run.workload, seed=run.workload.seed + 1 + day)
+        scaling = Scaling(autoscaler=Autoscaler(policy, limits), times=request.times)
+        jobs = jobs_of(list(workload.slots()), workload.seed)
+        served = serve_cells(setup, jobs, workload.concurrency, scaling=scaling)
+        scale = served.figures.scale
+        assert scale is not None, "cells were scaled"
+        progress(f"learnt day {day + 1} of {request.train_days}: {scale.device_hours:.1f} hours")
+    policy.begin_day(0.0)
+    return policy

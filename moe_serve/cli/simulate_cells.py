@@ -1,0 +1,134 @@
+"""The part of `moe-serve simulate` for cells under one coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import typer
+
+from moe_serve.bench.scaling import ScaleRequest, scaled_run
+from moe_serve.bench.simulated_run import SimulatedRun
+from moe_serve.cli.options import option_values
+from moe_serve.cli.simulate_options import CellsOptions, SimulatedCluster, SimulateOptions
+from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
+from moe_serve.errors import ConfigError
+from moe_serve.planning.calibration_file import read_calibration
+from moe_serve.simulate.catalogue import find_device, find_model
+from moe_serve.simulate.cell import CellLimits
+from moe_serve.simulate.coordinated.coordinated_cell import costed_plans, layout_of
+from moe_serve.simulate.coordinated.coordinated_run import CellsSetup, PageSpeed
+from moe_serve.simulate.coordinated.scaled_cells import ScaleTimes
+from moe_serve.simulate.costs.device import read_device
+from moe_serve.simulate.costs.model_shape import read_model_shape
+from moe_serve.simulate.layout import MAX_DEVICES, Layout
+from moe_serve.simulate.simulation import CostedModel, calibrated, limits_of, on_device
+
+_GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterCosts:
+    """Costs a model in any layout, and its KV pages on links between so many devices."""
+
+    of_layout: Callable[[Layout], CostedModel]
+    page_speed: Callable[[int], PageSpeed]
+
+
+def costs_of(cluster: SimulatedCluster) -> ClusterCosts:
+    """Reads the model and the device, or the calibration. Raises ConfigError."""
+    if cluster.calibration is not None:
+        if (cluster.model, cluster.device, cluster.routing) != (None, None, None):
+            raise ConfigError(
+                "--calibration has the model, its experts and this machine: leave out --model, "
+                "--device and --routing."
+            )
+        measured = read_calibration(cluster.calibration)
+        return ClusterCosts(
+            of_layout=lambda layout: calibrated(measured, layout),
+            page_speed=lambda _: PageSpeed.calibrated(measured),
+        )
+    if cluster.model is None or cluster.device is None:
+        raise ConfigError("give --model and --device, or --calibration.")
+    shape = read_model_shape(find_model(cluster.model), cluster.precision.value)
+    device = read_device(find_device(cluster.device))
+    return ClusterCosts(
+        of_layout=lambda layout: on_device(shape, device, layout, cluster.routing),
+        page_speed=lambda num_devices: PageSpeed.of_device(device, num_devices),
+    )
+
+
+def check_cells(options: SimulateOptions) -> None:
+    """Refuses options that contradict --cells, or that would do nothing without it."""
+    cells, cluster, usual = options.cells, options.cluster, SimulatedCluster()
+    if cells.cells is None:
+        _refuse_changed(cells, CellsOptions(), "belongs to --cells LAYOUT")
+        return
+    for name in ("devices", "layout", "tensor_shards"):
+        if getattr(cluster, name) != getattr(usual, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is in --cells: leave it out, as --cells has the "
+                "devices of every cell."
+            )
+    if options.tiers.tiers is not None or options.of_capacity is not None:
+        raise ConfigError("--tiers and --load are simulated with --layout only: leave --cells out.")
+    if cells.autoscale is None:
+        unscaled = replace(cells, cells=None, hand_over=CellsOptions().hand_over, page_link=None)
+        _refuse_changed(unscaled, CellsOptions(), "belongs to --autoscale")
+
+
+def _refuse_changed(cells: CellsOptions, usual: CellsOptions, why: str) -> None:
+    given = option_values(usual)
+    for name, value in option_values(cells).items():
+        if value != given[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} {why}.")
+
+
+def first_layout(cells: CellsOptions) -> Layout:
+    """Returns the layout of the first cell."""
+    return layout_of(_shapes(cells)[0])
+
+
+def with_cells(run: SimulatedRun, cells: CellsOptions, costs: ClusterCosts) -> SimulatedRun:
+    """Returns a run on cells, with the limits that its settings give every engine. Raises
+    ConfigError and BenchError."""
+    shapes = _shapes(cells)
+
+    def limits(model: CostedModel, layout: Layout) -> CellLimits:
+        return limits_of(model, replace(run.settings, layout=layout))
+
+    plans = tuple(costed_plans(shapes, costs.of_layout, limits))
+    num_devices = sum(plan.layout.num_cell_devices for plan in plans)
+    if num_devices > MAX_DEVICES:
+        raise ConfigError(f"--cells takes {num_devices} devices: use at most {MAX_DEVICES}.")
+    speed = costs.page_speed(num_devices)
+    if cells.page_link is not None:
+        speed = replace(speed, device_bytes_per_s=cells.page_link * _GIGA)
+    assert cells.cells is not None, "there are cells"
+    setup = CellsSetup(
+        name=cells.cells,
+        plans=plans,
+        config=CellsConfig(layout=cells.cells, hand_over=cells.hand_over.value),
+        speed=speed,
+    )
+    run = replace(run, cells=setup)
+    if cells.autoscale is None:
+        return run
+    request = ScaleRequest(
+        policy=cells.autoscale.value,
+        min_cells=cells.min_cells,
+        times=ScaleTimes(every_s=cells.scale_every, start_s=cells.cell_start),
+        target=cells.target_load,
+        train_days=cells.train_days,
+    )
+    return scaled_run(run, request, lambda text: typer.echo(f"{text} ...", err=True))
+
+
+def _shapes(cells: CellsOptions) -> Sequence[CellShape]:
+    """Returns the cells; with --max-cells so many of each role, alike in turn."""
+    assert cells.cells is not None, "there are cells"
+    shapes = parse_cells(cells.cells, "--cells", is_simulated=True)
+    if cells.max_cells is None:
+        return shapes
+    by_role = [[s for s in shapes if s.role == r] for r in dict.fromkeys(s.role for s in shapes)]
+    return [some[i % len(some)] for some in by_role for i in range(cells.max_cells)]

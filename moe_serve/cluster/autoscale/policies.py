@@ -1,0 +1,103 @@
+"""The policies that a deployment can use: static, target and planned; and the oracle's, a bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moe_serve.cluster.autoscale.plan_table import PlanTable
+from moe_serve.cluster.autoscale.rate_forecast import RateForecast
+from moe_serve.cluster.autoscale.scale_view import CellCounts, ScaleView
+from moe_serve.config.cells import CellRole
+
+
+class StaticPolicy:
+    """Implements AutoscalePolicy: the same numbers of cells at all times."""
+
+    name = "static"
+
+    def __init__(self, counts: CellCounts) -> None:
+        self._counts = counts
+
+    def decide(self, view: ScaleView) -> CellCounts:
+        return {role: self._counts[role] for role in view.roles}
+
+
+class TargetPolicy:
+    """Implements AutoscalePolicy: as many cells as bring the utilisation to a target, as the
+    horizontal autoscaler of Kubernetes does. Within a tolerance of the target nothing changes."""
+
+    name = "target"
+
+    def __init__(self, target: float, tolerance: float = 0.1) -> None:
+        self._target, self._tolerance = target, tolerance
+
+    def decide(self, view: ScaleView) -> CellCounts:
+        wanted: dict[CellRole, int] = {}
+        for role, load in view.roles.items():
+            ratio = load.utilisation / self._target
+            is_near = abs(ratio - 1) <= self._tolerance
+            count = load.num_serving if is_near else math.ceil(load.num_serving * ratio - 1e-9)
+            wanted[role] = max(load.num_cells, count) if ratio > 1 else count
+        return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMeans:
+    """Mean tokens of a request: of its prompt, as far as no cache had them, and of its answer."""
+
+    prompt: float
+    output: float
+
+
+class PlannedPolicy:
+    """Implements AutoscalePolicy: forecasts the rate of requests for the time when new cells serve,
+    and looks the cells up in a plan table."""
+
+    name = "planned"
+
+    def __init__(self, table: PlanTable, means: TokenMeans, caution: float = 2.0) -> None:
+        """`means`: until requests were seen; `caution`: standard deviations of the forecast's error
+        that are added to it."""
+        self._table, self._caution = table, caution
+        self._forecast = RateForecast()
+        self._sums = [1.0, means.prompt, 1.0, means.output]  # requests and tokens, arrived, ended
+
+    def decide(self, view: ScaleView) -> CellCounts:
+        self._forecast.observe(view.num_arrived / view.interval_s, view.at_s, view.interval_s)
+        seen = (view.num_arrived, view.prompt_tokens, view.num_ended, view.output_tokens)
+        self._sums = [old + new for old, new in zip(self._sums, seen, strict=True)]
+        arrived, prompt, ended, output = self._sums
+        ahead, spread = self._forecast.predict(view.at_s + view.horizon_s)
+        rate = max(ahead, self._forecast.level) + self._caution * spread
+        return {
+            role: self._table.cells_for(role, rate, prompt / arrived, output / ended)
+            for role in view.roles
+        }
+
+
+Coming = Callable[[float, float], tuple[int, int, int]]
+
+
+class OraclePolicy:
+    """Implements AutoscalePolicy: knows the requests of the next minutes, which makes it a bound
+    for the others. Cells are started just in time."""
+
+    name = "oracle"
+
+    def __init__(self, table: PlanTable, coming: Coming) -> None:
+        """`coming(a, b)`: the requests that arrive from a to b, and the tokens of their prompts and
+        answers."""
+        self._table, self._coming = table, coming
+
+    def decide(self, view: ScaleView) -> CellCounts:
+        wanted: dict[CellRole, int] = dict.fromkeys(view.roles, 0)
+        begin, step = view.at_s, view.interval_s
+        while begin < view.at_s + view.horizon_s:
+            num, prompt, output = self._coming(begin, begin + step)
+            for role in wanted if num else ():
+                count = self._table.cells_for(role, num / step, prompt / num, output / num)
+                wanted[role] = max(wanted[role], count)
+            begin += step
+        return wanted

@@ -1,0 +1,93 @@
+"""A cell: some ranks that step together, their engine, and the thread that waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from moe_serve.cluster.cells.parcel import RankPlace
+from moe_serve.cluster.cells.waiter import Waiter
+from moe_serve.cluster.steps.cluster_engine import ClusterEngine
+from moe_serve.config.cells import CellShape
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.request.request import TokenDelta
+
+
+class Cell:
+    """Used by the engine's thread. `on_news` is called, on any thread, when a step has ended."""
+
+    def __init__(
+        self, index: int, shape: CellShape, engine: ClusterEngine, on_news: Callable[[], None]
+    ) -> None:
+        self.index, self.shape, self.engine = index, shape, engine
+        self.is_draining = False  # it gets no new requests, and its running ones move away
+        self._aborts: list[str] = []  # for requests of a cell that is out
+        self._waiter = Waiter(self.name, on_news)
+
+    @property
+    def name(self) -> str:
+        return cell_name(self.index)
+
+    @property
+    def is_out(self) -> bool:
+        """True while its waiter has it: its ranks get no orders, and what the step under way uses
+        does not change."""
+        return self._waiter.is_busy
+
+    @property
+    def has_come_back(self) -> bool:
+        """True if it is out and `end` does not wait."""
+        return self._waiter.has_ended
+
+    @property
+    def is_live(self) -> bool:
+        """True if it can compute steps."""
+        return bool(self.engine.rank_engines) and not self.engine.outage_s
+
+    @property
+    def rank_engines(self) -> Mapping[str, Engine]:
+        """The engines of its attention ranks that are there, by the rank's name."""
+        return self.engine.rank_engines
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Number of tokens that its sequences still have to compute."""
+        return sum(engine.num_pending_tokens for engine in self.rank_engines.values())
+
+    def place_of(self, rank: str) -> RankPlace:
+        """Returns the place of an attention rank that is there."""
+        return RankPlace(self.index, rank, self.engine.start_of(rank))
+
+    def begin(self) -> bool:
+        """Sends out a step, for which the waiter then waits. Returns False if there is nothing to
+        wait for."""
+        if not self.engine.begin():
+            return False
+        self._waiter.start(self.engine.wait)
+        return True
+
+    def end(self) -> list[TokenDelta]:
+        """Ends the step of a cell that has come back, or what `begin` found without one."""
+        if self.is_out:
+            self._waiter.take()
+        deltas = self.engine.end()
+        aborts, self._aborts = self._aborts, []
+        for request_id in aborts:
+            self.engine.abort(request_id)
+        return deltas
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request: now, or when the cell is back. Unknown ids are ignored."""
+        if self.is_out:
+            self._aborts.append(request_id)
+        else:
+            self.engine.abort(request_id)
+
+    def close(self) -> None:
+        """Ends its ranks. `stop_waiting` of its engine was called."""
+        self._waiter.close()
+        self.engine.close()
+
+
+def cell_name(index: int) -> str:
+    """Returns the name of a cell, which is the first part of its ranks' names in reports."""
+    return f"cell-{index}"

@@ -1,0 +1,109 @@
+"""The control messages that move KV pages from one attention rank to another.
+
+    coordinator                source rank                    target rank
+    SendPages   ------------>  pages -> slots, checksum
+                <------------  PagesSent
+    TakePages   -------------------------------------------->  checksum, slots -> pages, finite?
+                <--------------------------------------------  PagesTaken
+
+Without common memory, `ExpectPages` goes to the target first, the source sends the slots to the
+target's parcel port, and `PagesArrived` comes before `TakePages`. A ticket names a parcel; the
+coordinator uses no ticket twice, and higher ones are younger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moe_serve.cluster.control.control_message import ControlMessage
+
+
+class MemoryPath(msgspec.Struct, frozen=True, array_like=True):
+    """The path of a `ParcelMemory`, and the token that it begins with."""
+
+    path: str
+    token: bytes
+
+
+class ParcelSetup(msgspec.Struct, frozen=True, array_like=True):
+    """Tells a rank how parcels reach it: through the common memory, through a port of its own, or
+    through either, which is then the memory where the rank can open it."""
+
+    num_bytes: int  # of the common memory, and for each direction of a rank with a port
+    common: MemoryPath | None = None
+    has_port: bool = False
+
+
+class ParcelFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How an attention rank takes part in parcels. Hashes are hexadecimal."""
+
+    page_size: int
+    page_bytes: int  # of all shards
+    geometry: str  # of a page on the wire
+    has_memory: bool = False  # it has opened the common memory
+    host: str = ""
+    port: int = 0  # 0: none
+
+
+class SendPages(ControlMessage, frozen=True):
+    """Tells a rank to copy pages into slots of the common memory, or, with a port, into slots of
+    its own and from there to the rank at that port."""
+
+    ticket: int
+    pages: Sequence[int]
+    slots: Sequence[int]
+    host: str = ""
+    port: int = 0
+
+
+class ExpectPages(ControlMessage, frozen=True):
+    """Tells a rank that a parcel will come to its port, and into which slots it goes."""
+
+    ticket: int
+    slots: Sequence[int]
+
+
+class ForgetPages(ControlMessage, frozen=True):
+    """Tells a rank not to expect a parcel any more; the answer is PagesTaken."""
+
+    ticket: int
+
+
+class TakePages(ControlMessage, frozen=True):
+    """Tells a rank to copy slots into pages if their checksum is right. `is_common`: slots of the
+    common memory, not of its own."""
+
+    ticket: int
+    slots: Sequence[int]
+    pages: Sequence[int]
+    checksum: int
+    is_common: bool
+
+
+class PagesSent(ControlMessage, frozen=True):
+    """The pages are in the slots or, with a port, have left them; `why`: they are not."""
+
+    ticket: int
+    checksum: int = 0
+    why: str = ""
+
+
+class PagesArrived(ControlMessage, frozen=True):
+    """The slots of an expected parcel are filled; `why`: they never will be."""
+
+    ticket: int
+    checksum: int = 0  # as the source states it
+    why: str = ""
+
+
+class PagesTaken(ControlMessage, frozen=True):
+    """The pages hold the values. `why`: they do not, and are zero or untouched."""
+
+    ticket: int
+    why: str = ""
+
+
+ParcelOrder = SendPages | ExpectPages | ForgetPages | TakePages
+ParcelReport = PagesSent | PagesArrived | PagesTaken

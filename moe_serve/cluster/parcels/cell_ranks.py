@@ -1,0 +1,47 @@
+"""The attention ranks of all cells, as the carrier reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from moe_serve.cluster.control.messages import Loaded
+from moe_serve.cluster.control.parcel_messages import ParcelOrder
+from moe_serve.cluster.members.roster import RankState, Roster
+from moe_serve.cluster.parcels.parcel import RankPlace
+
+
+class CellRanks(Protocol):
+    """What the carrier needs of the cells."""
+
+    def loaded(self, place: RankPlace) -> Loaded | None:
+        """Returns what a process reported when it had loaded; None if it is not there."""
+        ...
+
+    def send(self, place: RankPlace, order: ParcelOrder) -> None:
+        """Sends an order to a process that may be gone."""
+        ...
+
+
+class RosterRanks:
+    """Implements CellRanks for the rosters of all cells, by the number of the cell."""
+
+    def __init__(self, rosters: Sequence[Roster]) -> None:
+        self._rosters = rosters
+
+    def loaded(self, place: RankPlace) -> Loaded | None:
+        state = self._state(place)
+        return None if state is None else state.loaded
+
+    def send(self, place: RankPlace, order: ParcelOrder) -> None:
+        if (state := self._state(place)) is not None:
+            state.send(order)
+
+    def place_of(self, cell: int, rank: str) -> RankPlace:
+        """Returns the present process of a rank."""
+        return RankPlace(cell, rank, self._rosters[cell][rank].num_starts)
+
+    def _state(self, place: RankPlace) -> RankState | None:
+        roster = self._rosters[place.cell]
+        state = roster.states.get(place.rank)
+        return state if state is not None and state.num_starts == place.start else None

@@ -1,0 +1,149 @@
+"""Parcels on an attention rank: obeys the coordinator's orders on all shards of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+
+import msgspec
+
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cache.transfer.parcel_memory import ParcelMemory, open_parcel_memory
+from moe_serve.cache.transfer.wire_pages import WirePages, checksum
+from moe_serve.cluster.control.messages import Report
+from moe_serve.cluster.control.parcel_messages import (
+    ForgetPages,
+    MemoryPath,
+    PagesSent,
+    PagesTaken,
+    ParcelFacts,
+    ParcelOrder,
+    ParcelReport,
+    ParcelSetup,
+    SendPages,
+    TakePages,
+)
+from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.ranks.attention_shards import AttentionShards
+from moe_serve.cluster.ranks.parcel_port import ParcelPort
+from moe_serve.cluster.ranks.parcel_senders import ParcelSenders
+from moe_serve.cluster.ranks.shard_parcels import ShardParcels
+from moe_serve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RankHome:
+    """What a rank's process lends to its parts: an address of this host, the cluster's secret, and
+    `tell`, which reports on any thread and raises ChannelClosedError."""
+
+    host: str
+    secret: ClusterSecret
+    tell: Callable[[Report], None]
+
+
+class ParcelMemories:
+    """The memories that a rank's parcels pass through, opened before its shards start."""
+
+    def __init__(self, setup: ParcelSetup) -> None:
+        """Raises ConfigError if parcels cannot reach this rank."""
+        self.setup = setup
+        self.common: MemoryPath | None = setup.common
+        if setup.common is not None:
+            try:
+                open_parcel_memory(setup.common.path, setup.common.token)
+            except ConfigError:
+                if not setup.has_port:
+                    raise
+                self.common = None  # another host: through the port
+        self._own = ParcelMemory(2 * setup.num_bytes) if setup.has_port else None
+
+    @property
+    def own(self) -> MemoryPath | None:
+        return None if self._own is None else MemoryPath(self._own.path, self._own.token)
+
+    def close(self) -> None:
+        if self._own is not None:
+            self._own.close()
+
+
+class RankParcels:
+    """Leads the shards of a rank: each order is done by all of them before it is answered."""
+
+    def __init__(
+        self,
+        memories: ParcelMemories,
+        cache: KVCache,
+        num_heads: int,
+        shards: AttentionShards | None,
+        home: RankHome,
+        computed_by: bytes,
+        timeout_s: float,
+    ) -> None:
+        """`num_heads`: key/value heads of the whole model. `computed_by` digests the weights and
+        how they are computed. Raises ConfigError."""
+        self._memories, self._shards = memories, shards
+        num_shards = 1 if shards is None else shards.group.shard.count
+        wire = WirePages(cache, num_heads, 0, num_shards)
+        self._parcels = ShardParcels(wire, memories.common, memories.own)
+        self.facts = ParcelFacts(
+            page_size=cache.page_size,
+            page_bytes=wire.num_bytes,
+            geometry=wire.geometry.hex(),
+            has_memory=memories.common is not None,
+            host=home.host,
+        )
+        self._port: ParcelPort | None = None
+        self._senders: ParcelSenders | None = None
+        if (own := self._parcels.own) is not None:
+            identity = sha256(computed_by + wire.geometry).digest()
+            self._port = ParcelPort(home.host, home.secret, identity, own, timeout_s, home.tell)
+            self._senders = ParcelSenders(home.secret, identity, own, timeout_s, home.tell)
+            self.facts = msgspec.structs.replace(self.facts, port=self._port.port)
+
+    def handle(self, order: ParcelOrder) -> ParcelReport | None:
+        """Handles an order between two steps. Raises ShardLostError."""
+        if isinstance(order, SendPages):
+            return self._send(order)
+        if isinstance(order, TakePages):
+            return self._take(order)
+        assert self._port is not None, f"{type(order).__name__} for a rank without a port"
+        if isinstance(order, ForgetPages):
+            return self._port.forget(order)
+        self._port.expect(order)
+        return None
+
+    def close(self) -> None:
+        """Ends the links to other ranks, also in the middle of a parcel."""
+        if self._senders is not None:
+            self._senders.close()
+        if self._port is not None:
+            self._port.close()
+        self._memories.close()
+
+    def _send(self, order: SendPages) -> PagesSent | None:
+        if self._shards is not None:
+            self._shards.parcel(order)
+        self._parcels.save(order)
+        if self._shards is not None:
+            self._shards.all_set([True])
+        crc = checksum(order.slots, self._parcels.slots(is_common=not order.port))
+        if not order.port:
+            return PagesSent(ticket=order.ticket, checksum=crc)
+        assert self._senders is not None, "a rank that sends to a port has slots of its own"
+        self._senders.send(order, crc)
+        return None
+
+    def _take(self, order: TakePages) -> PagesTaken:
+        if self._shards is not None:
+            self._shards.parcel(order)
+        why = self._parcels.load(order)
+        is_sound = not why
+        if self._shards is not None:
+            is_sound = self._shards.all_set([is_sound])[0]
+        if not is_sound:
+            if self._shards is not None:
+                self._shards.clear(order.pages)
+            self._parcels.clear(order.pages)
+            why = why or "another shard of the rank refused them"
+        return PagesTaken(ticket=order.ticket, why=why)

@@ -1,0 +1,39 @@
+"""The configuration of each cell of a server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_serve.config.cells import CellShape, parse_cells
+from moe_serve.config.sections import EngineConfig
+
+
+def cell_shapes(config: EngineConfig) -> tuple[CellShape, ...]:
+    """Returns the shape of each cell; empty without `cells.layout`. Raises ConfigError."""
+    return () if config.cells.layout is None else parse_cells(config.cells.layout)
+
+
+def has_ranks(config: EngineConfig) -> bool:
+    """Returns True if attention and experts run in processes of their own."""
+    return config.cluster.is_disaggregated or config.cells.layout is not None
+
+
+def config_of_cell(config: EngineConfig, index: int, shape: CellShape) -> EngineConfig:
+    """Returns the configuration of one cell, as if it were the only one."""
+    timeline, port = config.pipeline.timeline, config.cluster.port
+    if timeline is not None:
+        stem, dot, end = timeline.rpartition(".")
+        timeline = f"{stem}-cell-{index}.{end}" if dot else f"{timeline}-cell-{index}"
+    cluster = replace(
+        config.cluster,
+        attention_ranks=shape.attention_ranks,
+        expert_ranks=shape.expert_ranks,
+        attention_tp=shape.attention_tp,
+        port=port and port + index,
+    )
+    return replace(
+        config,
+        cluster=cluster,
+        cells=replace(config.cells, layout=None),
+        pipeline=replace(config.pipeline, timeline=timeline),
+    )

@@ -1,0 +1,228 @@
+"""Lets cells under one coordinator serve requests: events are arrivals, steps and parcels.
+
+The loop decides nothing that a server decides. `Moves` routes requests to cells and hands them
+over, `Autoscaler` says how many cells there should be, and the engines schedule. The loop tells
+them what happened when, in the order in which the server's own loop does:
+
+    arrival:          Moves.add
+    end of a step:    engine.end, Moves.after_step
+    parcels arrive:   Moves.turn
+    then each cell without a step, if it has work:    Moves.before_step, engine.begin
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moe_serve.cluster.cells.moves import Moves
+from moe_serve.engine.request.request import TokenDelta
+from moe_serve.engine.request.sequence import Sequence as EngineSequence
+from moe_serve.simulate.coordinated.coordinated_cell import CoordinatedCell
+from moe_serve.simulate.coordinated.instant_carrier import InstantCarrier
+from moe_serve.simulate.simulated_timeline import SimulatedTimeline
+from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest, StepsDone, request_of
+from moe_serve.simulate.virtual_clock import VirtualClock
+from moe_serve.simulate.world import without_collections
+
+_ARRIVAL, _END = 0, 1  # the order of events at one moment
+
+
+class Watcher(Protocol):
+    """Sees what happens in a world, and acts at times of its own."""
+
+    @property
+    def next_s(self) -> float | None:
+        """When it acts next; None: never."""
+        ...
+
+    def advance_to(self, now: float) -> None:
+        """Acts, if it is time to."""
+        ...
+
+    def request_came(self) -> None: ...
+
+    def first_token_came(self, times: RequestTimes) -> None: ...
+
+    def request_ended(self, times: RequestTimes) -> None: ...
+
+    def step_ended(self, cell: CoordinatedCell, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CellChange:
+    """A request whose next token came from another cell. `exposed_s`: from its last token in the
+    one until the step began that computed the next in the other."""
+
+    request_id: str
+    source: int
+    target: int
+    exposed_s: float
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in progress, and the cell that computed its last token."""
+
+    times: RequestTimes
+    cell: int | None = None
+
+
+class CellsWorld:
+    """The cells of a coordinator, and the requests that they serve."""
+
+    def __init__(
+        self,
+        cells: Sequence[CoordinatedCell],
+        moves: Moves,
+        carrier: InstantCarrier,
+        clock: VirtualClock,
+        ids: itertools.count[int],
+        *,
+        watcher: Watcher | None = None,
+        timeline: SimulatedTimeline | None = None,
+    ) -> None:
+        """`ids`: of sequences, those of the cells. `watcher`: may start and drain cells."""
+        self.peak_in_flight = 0
+        self.moved: list[CellChange] = []
+        self._cells, self._moves, self._carrier = cells, moves, carrier
+        self._clock, self._ids = clock, ids
+        self._watcher, self._timeline = watcher, timeline
+        self._events: list[tuple[float, int, int, int, object]] = []
+        self._order = itertools.count()
+        self._live: dict[str, _Live] = {}
+        self._begun_s = [0.0] * len(cells)
+        self._done: list[RequestTimes] = []
+        self._jobs: Iterator[SimulatedRequest] = iter(())
+        self._is_closed = False
+
+    def run(
+        self, jobs: Iterator[SimulatedRequest], concurrency: int | None = None
+    ) -> list[RequestTimes]:
+        """Serves all jobs, in the order of their ends. See `World.run`."""
+        self._jobs, self._is_closed = jobs, concurrency is not None
+        for _ in range(concurrency or 1):
+            self._send_next(0.0)
+        with without_collections():
+            while (next_s := self._next_time()) is not None:
+                self._clock.advance_to(next_s)
+                self._handle_due()
+                self._go_on()
+        assert not self._live, f"{len(self._live)} requests never ended"
+        return self._done
+
+    def _next_time(self) -> float | None:
+        times = [self._carrier.next_s, self._events[0][0] if self._events else None]
+        is_busy = bool(self._live) or any(time is not None for time in times)
+        if self._watcher is not None and is_busy:
+            times.append(self._watcher.next_s)
+        return min((time for time in times if time is not None), default=None)
+
+    def _handle_due(self) -> None:
+        now = self._clock.now
+        while self._events and self._events[0][0] <= now:
+            _, kind, cell, _, job = heapq.heappop(self._events)
+            if kind == _ARRIVAL:
+                assert isinstance(job, SimulatedRequest), "an arrival has a job"
+                self._arrive(job)
+            else:
+                self._end(self._cells[cell])
+        if self._watcher is not None:
+            self._watcher.advance_to(now)
+        self._carrier.advance_to(now)
+
+    def _go_on(self) -> None:
+        """Begins steps of cells that have something to do, until none has. Without news, a cell
+        without work has nothing to do."""
+        has_news = True
+        while has_news:
+            has_news = self._moves.turn()
+            idle = [c for c in self._cells if not c.is_out and (has_news or c.engine.has_work)]
+            has_news = sum([self._begin(cell) for cell in idle]) > 0
+
+    def _begin(self, cell: CoordinatedCell) -> bool:
+        """Begins a cell's next step; returns False if there is nothing to compute."""
+        self._moves.before_step(cell)
+        if not cell.engine.has_work:
+            return False
+        if not cell.engine.begin():
+            deltas = cell.engine.end()
+            self._publish(cell, StepsDone(self._clock.now, (self._clock.now,), deltas))
+            return bool(deltas)
+        end_s = cell.ranks.step_end
+        assert end_s is not None, "a step was sent out"
+        cell.is_out, self._begun_s[cell.index] = True, self._clock.now
+        self._push(end_s, _END, cell.index)
+        return True
+
+    def _end(self, cell: CoordinatedCell) -> None:
+        now, begun_s = self._clock.now, self._begun_s[cell.index]
+        cell.engine.wait()
+        deltas = cell.engine.end()
+        cell.is_out = False
+        if self._watcher is not None:
+            self._watcher.step_ended(cell, now - begun_s)
+        self._publish(cell, StepsDone(begun_s, (now,), deltas))
+        self._moves.after_step(cell)
+
+    def _publish(self, cell: CoordinatedCell, done: StepsDone) -> None:
+        """Notes the tokens of a step that has ended."""
+        if self._timeline is not None and done.ends[-1] > done.begin_s:
+            self._timeline.append_steps(cell.index, done, cell.engine.num_running)
+        for delta in done.deltas:
+            live = self._live[delta.request_id]
+            if delta.token_ids:
+                self._got(cell, live, delta, done)
+            if delta.finish_reason is not None:
+                live.times.error = delta.error
+                self._finish(live.times)
+
+    def _got(self, cell: CoordinatedCell, live: _Live, delta: TokenDelta, done: StepsDone) -> None:
+        times = live.times
+        if not times.token_times:
+            times.num_cached, times.cell = delta.num_cached_tokens, cell.index
+            if self._watcher is not None:
+                self._watcher.first_token_came(times)
+        elif live.cell is not None and live.cell != cell.index:
+            exposed_s = done.begin_s - times.token_times[-1]
+            self.moved.append(CellChange(delta.request_id, live.cell, cell.index, exposed_s))
+        live.cell = cell.index
+        times.token_times.extend([done.ends[-1]] * len(delta.token_ids))
+
+    def _finish(self, times: RequestTimes) -> None:
+        del self._live[str(times.index)]
+        self._done.append(times)
+        if self._watcher is not None:
+            self._watcher.request_ended(times)
+        if self._is_closed:
+            self._send_next(self._clock.now)
+
+    def _arrive(self, job: SimulatedRequest) -> None:
+        now, prompt = self._clock.now, tuple(job.make_prompt())
+        times = RequestTimes(
+            index=job.index,
+            cell=-1,
+            due_s=now,
+            num_prompt=len(prompt),
+            num_output=job.num_output,
+            service=job.service,
+            session=job.session,
+        )
+        self._live[str(job.index)] = _Live(times)
+        self.peak_in_flight = max(self.peak_in_flight, len(self._live))
+        if self._watcher is not None:
+            self._watcher.request_came()
+        self._moves.add(EngineSequence(next(self._ids), request_of(job, prompt, now)))
+        if not self._is_closed:
+            self._send_next(now)
+
+    def _push(self, at_s: float, kind: int, cell: int, what: object = None) -> None:
+        heapq.heappush(self._events, (at_s, kind, cell, next(self._order), what))
+
+    def _send_next(self, now_s: float) -> None:
+        job = next(self._jobs, None)
+        if job is not None:
+            self._push(now_s if self._is_closed else job.at_s, _ARRIVAL, -1, job)

@@ -1,0 +1,102 @@
+"""Prompts are read in one cell and continued in another one: on ranks, the answers are those of one
+process, bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.request.request import GenerationRequest
+from tests.support.cluster.cells_drive import (
+    cells_config,
+    check_nothing_is_held,
+    in_one_process,
+    serving_cells,
+    wait_until_whole,
+)
+from tests.support.cluster.layouts import Answer, requests, serve
+
+VOCAB_SIZE = 4096  # of the demonstration model
+WANTED = requests(10, VOCAB_SIZE, num_tokens=24)
+
+
+def layered(of: EngineConfig) -> EngineConfig:
+    """Prompts pass groups of layers, not chunks."""
+    scheduler = replace(of.scheduler, layered_prefill="on", max_batched_tokens=48)
+    return replace(of, scheduler=scheduler)
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_layered"),
+    [
+        ("1x(1A1E prefill) 1x(1A1E decode)", False),
+        ("1x(1A1E prefill) 1x(1A2E tp2 decode)", True),
+        ("1x(1A1E tp2 prefill) 1x(2A1E decode)", False),
+    ],
+)
+def test_answers_are_those_of_one_process(layout: str, is_layered: bool) -> None:
+    """Greedy and seeded, with log probabilities and penalties, cold and warm."""
+    of = cells_config(layout)
+    of = layered(of) if is_layered else of
+    expected = in_one_process(of, WANTED)
+    with serving_cells(of) as engine:
+        assert serve(engine, WANTED) == expected
+        wait_until_whole(engine)
+        moves = engine.stats().moves
+        assert moves is not None and moves.ended.get(("hand_over", "done"), 0) > 0, f"{moves}"
+        assert moves.num_failed_parcels == moves.num_recomputed_tokens == 0, f"{moves}"
+        assert serve(engine, WANTED) == expected, "warm"
+        wait_until_whole(engine)
+        check_nothing_is_held(engine)
+
+
+def test_a_drained_cell_loses_its_requests_and_computes_nothing_again() -> None:
+    of = cells_config("2x(1A1E)")
+    wanted = [replace(each, params=replace(each.params, max_tokens=60)) for each in WANTED[:6]]
+    expected = in_one_process(of, wanted)
+    with serving_cells(of) as engine:
+        answers = {each.request_id: Answer() for each in wanted}
+        for each in wanted:
+            engine.add(each)
+        is_drained = False
+        while any(answer.end is None for answer in answers.values()):
+            for delta in engine.step():
+                answers[delta.request_id].take(delta)
+            if not is_drained and all(len(a.token_ids) >= 4 for a in answers.values()):
+                engine.drain(0, is_draining=True)
+                is_drained = True
+        assert answers == expected
+        wait_until_whole(engine)
+        stats = engine.stats()
+        assert stats.moves is not None and stats.moves.ended.get(("drain", "done"), 0) > 0
+        assert stats.moves.num_recomputed_tokens == 0
+        num_steps = stats.cells[0].num_steps
+        assert serve(engine, wanted) == expected
+        assert engine.stats().cells[0].num_steps == num_steps, "a drained cell got a request"
+        engine.drain(0, is_draining=False)
+        check_nothing_is_held(engine)
+
+
+def test_aborts_leave_nothing_behind() -> None:
+    """At every moment of a hand-over, in any cell."""
+    of = cells_config()
+    with serving_cells(of) as engine:
+        ends: dict[str, object] = {}
+        for number in range(12):
+            each = replace(long_request(number), request_id=f"a{number}")
+            engine.add(each)
+            for _ in range(number):
+                ends |= {d.request_id: d.finish_reason for d in engine.step()}
+            engine.abort(each.request_id)
+        wait_until_whole(engine)
+        for delta in engine.step():
+            ends[delta.request_id] = delta.finish_reason
+        check_nothing_is_held(engine)
+
+
+def long_request(seed: int) -> GenerationRequest:
+    each = requests(12, VOCAB_SIZE, num_tokens=40)[seed]
+    prompt = (each.prompt_token_ids * 90)[:80]
+    return replace(each, prompt_token_ids=tuple((t + seed) % VOCAB_SIZE for t in prompt))
