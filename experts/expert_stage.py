@@ -14,6 +14,7 @@ from torch import Tensor
 from experts.expert_layer import ExpertLayer, MakeBank
 from experts.memory.expert_memory import ExpertMemory
 from experts.slot_room import SlotRoom
+from experts.virtual_experts import VirtualExperts
 from moe_kernels.interface.kernels import ExpertBank
 
 
@@ -44,6 +45,7 @@ class ExpertStage:
         may be exchanged for others while the server runs."""
         self._layers = tuple(layers)  # None for a dense layer
         self.memory, self.room = memory, room
+        self.adapters: VirtualExperts | None = None  # set where rows may have virtual ids
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -60,12 +62,15 @@ class ExpertStage:
         self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
         """Returns the part [T, D] in fp64 that the experts held here contribute to the rows' sums;
-        id -1 marks a choice held elsewhere.
+        id -1 marks a choice held elsewhere. Ids may be virtual if there are adapters.
 
         The parts of all ranks, added in any order and rounded to fp32, equal bit for bit the total
         where all experts are in one place.
         """
-        return self.layer(layer).partial(x_TD, expert_ids_TK, weights_TK)
+        experts = self.layer(layer)
+        if self.adapters is not None:
+            return self.adapters.partial(layer, experts, x_TD, expert_ids_TK, weights_TK)
+        return experts.partial(x_TD, expert_ids_TK, weights_TK)
 
     def foresee(self, layer: int, micro_batch: int, following_E: Tensor | None) -> None:
         """Announces which experts a micro-batch will need in the next layer; called before its rows
@@ -79,7 +84,7 @@ class ExpertStage:
             self.memory.foresee(layer, micro_batch, known)
 
     def held(self, layer: int) -> frozenset[int]:
-        """The experts of a layer that are held here; empty for a dense layer."""
+        """Returns the experts of a layer that are held here; empty for a dense layer."""
         banks = self._layers[layer]
         return frozenset() if banks is None else banks.held
 

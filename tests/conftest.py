@@ -1,5 +1,5 @@
-"""What every test shares: one thread for the math, no configuration from the environment, and the
-same examples on every machine."""
+"""Setup for every test: one thread for the math, no configuration from the environment, and the
+same drawn examples on every machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, settings
 from tests.support.forks import popen
 from tests.support.sampled_cases import EVERY_CASE, drop_unsampled
 
+# Thousands of tests and their imports live to the end: looking through them for garbage while they
+# are collected would take a third of that time.
+gc.disable()
 # Before torch is first imported: the suite must run the same on two cores and on two hundred.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -43,10 +46,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What thousands of tests and their imports are made of lives to the end: the collector of
-    garbage need not look through it again and again."""
-    gc.collect()
-    gc.freeze()
+    """Keeps the collected tests and imported modules out of later garbage collections, because
+    they live until the end."""
+    gc.freeze()  # with a little garbage: to look for it would take a second
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Switches garbage collection on, also in the process of xdist that collects no tests."""
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -168,7 +168,9 @@ BACKENDS = frozenset(
         "matplotlib",
         "sklearn",
         "scipy",
+        "cryptography",
         "opentelemetry",
+        "zmq",
         "huggingface_hub",
     }
 )
@@ -196,7 +198,7 @@ class Import:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the project by its dotted name."""
+    """Returns every module of the project by its dotted name."""
     found = {}
     for source in SOURCES:
         base = (ROOT / source).parent
@@ -222,7 +224,8 @@ def imports(name: str, path: Path) -> Iterator[Import]:
 
 
 def _targets(node: ast.AST, package: str) -> Iterator[str]:
-    """`from a.b import c` gives a.b.c: `module_of` decides whether c is a module."""
+    """Yields imported names: `from a.b import c` gives a.b.c, and `module_of` decides if c is a
+    module."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -234,7 +237,7 @@ def _targets(node: ast.AST, package: str) -> Iterator[str]:
 
 
 def module_of(target: str, known: Mapping[str, Path]) -> str | None:
-    """The longest prefix of `target` that is one of our modules."""
+    """Returns the longest prefix of `target` that is one of our modules."""
     while target and target not in known:
         target = target.rpartition(".")[0]
     return target or None
@@ -251,7 +254,7 @@ def all_imports() -> list[Import]:
 
 
 def own_imports() -> list[tuple[Import, str]]:
-    """Of one of our modules by another, with its name."""
+    """Returns the imports of our modules by our modules, with the name of the imported one."""
     return [
         (item, target)
         for item in all_imports()
@@ -331,7 +334,7 @@ def test_modules_form_no_circle() -> None:
 
 
 def test_functions_import_only_backends() -> None:
-    """The CLI's commands and the lazy facade may import what they need when they run."""
+    """The CLI's commands and the lazy facade may import modules when they run."""
     wrong = [
         f"{item.place}: {item.target}"
         for item in all_imports()
@@ -355,7 +358,7 @@ def test_start_loads_nothing_heavy(module: str) -> None:
 
 
 def test_an_engine_on_a_cpu_loads_no_triton() -> None:
-    """Its kernels are imported by who chose them."""
+    """Only a choice of the Triton kernels imports them."""
     code = (
         "import sys, torch, moe_serve.engine.build; "
         "from moe_kernels.kernel_choice import choose_kernels; "
@@ -370,9 +373,10 @@ def test_an_engine_on_a_cpu_loads_no_triton() -> None:
 
 
 def find_circle(edges: Mapping[str, set[str]]) -> list[str] | None:
-    """One circle as [a, b, ..., a], or None.
+    """Returns one circle as [a, b, ..., a], or None.
 
-    Depth first: `path` is the way from `start` to here, `done` holds what leads to no circle.
+    Depth first: `path` is the way from `start` to the current module; `done` holds modules that
+    lead to no circle.
     """
     done: set[str] = set()
     for start in sorted(edges):

@@ -32,7 +32,7 @@ _EXPONENT_BIAS = 127  # of E8M0
 
 
 def stored(weight_NK: Tensor, name: str) -> Weight:
-    """The matrix in the form of this name; "floats": as it is."""
+    """Returns the matrix in the form of this name; "floats": as it is."""
     if name == "floats":
         return weight_NK
     form, table, most = _FORMS[name]

@@ -90,12 +90,12 @@ class Expectation:
         return self._expected_LE
 
     def distances(self) -> NDArray[np.int64]:
-        """[L]: visits until each layer's next visit, 1 for the layer after the current one, L for
-        the current one."""
+        """Returns [L]: visits until each layer's next visit, 1 for the layer after the current one,
+        L for the current one."""
         return (np.arange(self._num_layers) - self._now - 1) % self._num_layers + 1
 
     def visits_until(self) -> Scores:
-        """[L, E]: the expected number of visits until an expert is needed."""
+        """Returns [L, E]: the expected number of visits until an expert is needed."""
         p_LE = np.maximum(self._expected_LE, _NEVER)
         rounds_LE = (1 - p_LE) / np.maximum(p_LE, self._usual_LE)
         until_LE: Scores = self.distances()[:, None] + self._num_layers * rounds_LE
@@ -182,7 +182,7 @@ class _Odds:
     added_EE: NDArray[np.float32]
 
     def needed(self, here_TE: NDArray[np.float32]) -> NDArray[np.float64]:
-        """[E]: the probability that at least one of the rows chooses an expert."""
+        """Returns [E]: the probability that at least one of the rows chooses an expert."""
         odds_TE = (self.base_E + here_TE @ self.added_EE).astype(np.float64)
         needed_E: NDArray[np.float64] = 1.0 - np.prod(1.0 / (1.0 + np.exp(odds_TE)), axis=0)
         return needed_E
@@ -195,7 +195,7 @@ def _logit(p: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _chosen(ids_TK: NDArray[np.int64], num_experts: int) -> NDArray[np.float32]:
-    """[T, E]: 1 where a row chose an expert."""
+    """Returns [T, E]: 1 where a row chose an expert."""
     chosen = np.zeros((len(ids_TK), num_experts + 1), dtype=np.float32)
     chosen[np.arange(len(ids_TK))[:, None], ids_TK] = 1.0  # id -1 indexes the last column
     return chosen[:, :num_experts]

@@ -166,7 +166,8 @@ class ExpertMemory:
             self._table.unpin_all()
 
     def next_read(self) -> ExpertKey | None:
-        """The expert to read now, if any. Called by the reader threads, with the lock held."""
+        """Returns the expert to read now, if any. Called by the reader threads, with the lock
+        held."""
         if self._demands:
             return self._demands.popleft()
         return self._claimed_ahead() if self._policy.is_prefetching else None

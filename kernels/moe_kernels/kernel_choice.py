@@ -81,7 +81,7 @@ def kernels_build() -> str:
 
 
 def torch_instructions() -> str:
-    """The vector instructions that torch's own kernels use on this CPU."""
+    """Returns the vector instructions that torch's own kernels use on this CPU."""
     name = torch.backends.cpu.get_cpu_capability()
     if name == "DEFAULT":
         is_arm = platform.machine().lower() in ("aarch64", "arm64")

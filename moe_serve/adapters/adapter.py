@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch is slow to import, and requests are made without it, too
-    from moe_serve.model.stage.adapter_rows import AdapterWeights
-
-AdapterKind = Literal["lora", "esft"]
+    from moe_serve.model.stage.adapter_rows import AdapterKind, AdapterWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,14 @@ the bits, and takes the memory, of a fine-tune of whole experts (ESFT).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from experts.virtual_experts import AdapterExperts
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights
-from moe_serve.adapters.adapter import AdapterKind
 from moe_serve.adapters.adapter_files import AdapterFiles
 from moe_serve.adapters.esft import read_esft
 from moe_serve.adapters.low_rank import make_low_rank
@@ -24,19 +24,28 @@ from moe_serve.adapters.targets import AdaptedMatrix, AdapterTargets
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.manifest import feed_forward_table
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.model.stage.adapter_rows import AdapterExperts, AdapterLayer, AdapterWeights
+from moe_serve.model.stage.adapter_rows import AdapterLayer, AdapterWeights
+from moe_serve.model.stage.tensor_shard import TensorShard
+
+BuildAdapter = Callable[[AdapterFiles], AdapterWeights]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltAdapter:
-    """The weights, and what a list of adapters says about them."""
+class AdapterPart:
+    """The part of every adapter that a process holds."""
 
-    weights: AdapterWeights
-    kind: AdapterKind
-    rank: int
+    has_attention: bool = True  # also shared experts, and the MLPs of dense layers
+    shard: TensorShard = TensorShard(0, 1)  # of attention
+    experts: Mapping[int, Collection[int]] | None = None  # by layer; None: all
+
+    def wants(self, target: AdaptedMatrix) -> bool:
+        """Returns True if the change to a matrix is held here."""
+        if target.kind != "expert":
+            return self.has_attention
+        return self.experts is None or target.expert in self.experts.get(target.layer, ())
 
 
-BuildAdapter = Callable[[AdapterFiles], BuiltAdapter]
+WHOLE = AdapterPart()
 
 
 @dataclass(slots=True)
@@ -45,61 +54,65 @@ class _LayerParts:
 
     attention: dict[str, LowRankMatrices] = field(default_factory=dict)
     mlp: dict[str, Tensor] = field(default_factory=dict)  # whole matrices, or additions
-    experts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    experts: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # without matrices: away
 
-    def put(self, target: AdaptedMatrix, matrix: Tensor) -> None:
-        """Takes the matrix of an expert or MLP, or the addition to it."""
-        parts = self.mlp if target.kind == "mlp" else self.experts.setdefault(target.expert, {})
-        parts[target.part] = matrix
+    def put(self, target: AdaptedMatrix, matrix: Tensor | None) -> None:
+        """Takes the matrix of an expert or MLP, or the addition to it; None: it is not held."""
+        is_expert = target.kind == "expert"
+        parts = self.experts.setdefault(target.expert, {}) if is_expert else self.mlp
+        if matrix is not None:
+            parts[target.part] = matrix
 
 
 class AdapterBuilder:
-    """Builds adapters of one base model."""
+    """Builds the part of a base model's adapters that a process holds."""
 
-    def __init__(self, loader: ModelLoader, max_rank: int) -> None:
-        self._loader, self._max_rank = loader, max_rank
+    def __init__(self, loader: ModelLoader, max_rank: int, part: AdapterPart = WHOLE) -> None:
+        self._loader, self._max_rank, self._part = loader, max_rank, part
         self._targets = AdapterTargets(loader)
         self._base = loader.live_experts()
 
-    def build(self, files: AdapterFiles) -> BuiltAdapter:
+    def build(self, files: AdapterFiles) -> AdapterWeights:
         """Reads an adapter's matrices. Raises CheckpointError with the tensor or the field."""
         layers = [_LayerParts() for _ in range(self._loader.spec.num_layers)]
         rank = 0
         if files.is_lora:
             config = read_peft_config(files.config_path, files.config, self._max_rank)
-            for matrices in read_lora(files, config, self._targets):
-                target, rank = matrices.target, max(rank, len(matrices.a_RK))
-                if target.kind == "attention":
-                    layers[target.layer].attention[target.part] = matrices
-                else:
-                    layers[target.layer].put(target, matrices.delta())
+            for target, added in read_lora(files, config, self._targets, self._part.wants):
+                rank = rank if added is None else max(rank, len(added.a_RK))
+                if target.kind != "attention":
+                    layers[target.layer].put(target, None if added is None else added.delta())
+                elif added is not None:
+                    layers[target.layer].attention[target.part] = added
         else:
-            for target, matrix in read_esft(files, self._targets).items():
+            for target, matrix in read_esft(files, self._targets, self._part.wants).items():
                 layers[target.layer].put(target, matrix)
         built = [self._layer(*item, files) for item in enumerate(layers)]
-        weights = AdapterWeights(
+        return AdapterWeights(
             digest=files.digest,
             layers=tuple(layer for layer, _ in built),
             num_bytes=sum(num_bytes for _, num_bytes in built),
+            kind="lora" if files.is_lora else "esft",
+            rank=rank,
         )
-        return BuiltAdapter(weights=weights, kind="lora" if files.is_lora else "esft", rank=rank)
 
     def _layer(
         self, layer: int, parts: _LayerParts, files: AdapterFiles
     ) -> tuple[AdapterLayer, int]:
-        linears, num_bytes = make_low_rank(self._loader, layer, parts.attention)
+        linears, num_bytes = make_low_rank(self._loader, layer, parts.attention, self._part.shard)
         experts = {
             expert: self._changed(
                 self._base.read(layer, expert), changes, files, f"experts of layer {layer}"
             )
             for expert, changes in sorted(parts.experts.items())
+            if changes
         }
         mlp = self._mlp(layer, parts.mlp, files)
         for each in (*experts.values(), *(() if mlp is None else (mlp,))):
             num_bytes += each.num_bytes
         return AdapterLayer(
             linears=linears,
-            experts=self._experts(experts) if experts else None,
+            experts=self._experts(parts.experts, experts) if parts.experts else None,
             mlp=None if mlp is None else self._bank([mlp]),
         ), num_bytes
 
@@ -113,11 +126,12 @@ class AdapterBuilder:
         own = {k.removeprefix(owner): v for k, v in table.items() if k.startswith(owner)}
         return self._changed(self._base.dense(own), changes, files, f"the MLP of layer {layer}")
 
-    def _experts(self, experts: Mapping[int, ExpertWeights]) -> AdapterExperts:
+    def _experts(self, own: Collection[int], held: Mapping[int, ExpertWeights]) -> AdapterExperts:
+        """`own`: all experts that the adapter has; `held`: those that are here."""
         num_experts = self._loader.spec.router.num_experts
         is_own_E = torch.zeros(num_experts + 1, dtype=torch.bool)
-        is_own_E[torch.tensor(sorted(experts))] = True
-        bank = self._bank([experts.get(expert) for expert in range(num_experts)])
+        is_own_E[torch.tensor(sorted(own))] = True
+        bank = self._bank([held.get(expert) for expert in range(num_experts)]) if held else None
         return AdapterExperts(bank=bank, is_own_E=is_own_E.to(self._loader.device))
 
     def _bank(self, experts: list[ExpertWeights | None]) -> ExpertBank:

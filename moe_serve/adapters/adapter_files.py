@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -95,6 +96,25 @@ def open_adapter(folder: Path) -> AdapterFiles:
         weights=_opened(paths),
         digest=digest,
     )
+
+
+@contextmanager
+def open_unchanged(folder: Path, digest: bytes | None = None) -> Iterator[AdapterFiles]:
+    """Opens an adapter to read its weights. Raises CheckpointError if its content is not that of
+    the digest, and at the end if it changed meanwhile."""
+    files = open_adapter(folder)
+    try:
+        if digest not in (None, files.digest):
+            raise CheckpointError(
+                f"{folder} has changed since it was loaded: load it again under its name."
+            )
+        yield files
+        after = open_adapter(folder)
+        after.close()
+        if after.digest != files.digest:
+            raise CheckpointError(f"{folder} changed while it was read: load it again.")
+    finally:
+        files.close()
 
 
 def _weight_files(folder: Path, config_name: str) -> list[Path]:

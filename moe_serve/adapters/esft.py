@@ -6,7 +6,7 @@ bool}. The tensors have the names of a checkpoint, with or without `model.` befo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ _PARTS = frozenset({"gate", "up", "down"})
 _FIELDS = frozenset({"experts", "shared_experts", "non_expert_modules"})
 
 
-def read_esft(files: AdapterFiles, targets: AdapterTargets) -> Mapping[AdaptedMatrix, Tensor]:
-    """Returns the matrices of all experts. Raises CheckpointError with the field or the tensor."""
+def read_esft(
+    files: AdapterFiles, targets: AdapterTargets, wants: Callable[[AdaptedMatrix], bool]
+) -> Mapping[AdaptedMatrix, Tensor | None]:
+    """Returns the matrices of all experts; None: it is not wanted. Raises CheckpointError with the
+    field or the tensor."""
     experts = _experts(files, targets)
-    found: dict[AdaptedMatrix, Tensor] = {}
+    found: dict[AdaptedMatrix, Tensor | None] = {}
     for name, where in files.headers():
         module = name.removesuffix(".weight")
         if not module.startswith("model."):
@@ -43,9 +46,10 @@ def read_esft(files: AdapterFiles, targets: AdapterTargets) -> Mapping[AdaptedMa
                 f"{where} has the shape {list(files.shape(name))}, but the base model has "
                 f"{list(target.shape)}."
             )
-        found[target] = files.read(name)
-        if not bool(torch.isfinite(found[target]).all()):
+        matrix = files.read(name) if wants(target) else None
+        if matrix is not None and not bool(torch.isfinite(matrix).all()):
             raise CheckpointError(f"{where} has values that are not finite.")
+        found[target] = matrix
     _check_complete(files, experts, found)
     return found
 
@@ -96,7 +100,7 @@ def _checked_ids(where: str, ids: Any, targets: AdapterTargets) -> list[int]:
 def _check_complete(
     files: AdapterFiles,
     experts: Mapping[int, frozenset[int]],
-    found: Mapping[AdaptedMatrix, Tensor],
+    found: Mapping[AdaptedMatrix, Tensor | None],
 ) -> None:
     parts: dict[tuple[int, int], set[str]] = {}
     for target in found:

@@ -27,7 +27,8 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "monteclora_config": (None,),
 }
 _MAX_ALPHA = 1_000_000  # beyond it, additions overflow
-_PLAIN_KEY = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
+_ANY_PARENT = ".*\\."  # PEFT writes it before the names of fused experts; a plain name has it, too
+_PLAIN_KEY = re.compile(r"(?:\^|\.\*\\\.)?(?:[\w-]|\\?\.)+\$?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ def _pattern(path: Path, config: Mapping[str, Any], field: str) -> Mapping[str, 
 def _of_module(values: Mapping[str, Any], module: str, default: float) -> float:
     """Returns the value of the first key that is the module's name or its end, as in PEFT."""
     for key, value in values.items():
-        plain = key.replace("\\.", ".").removesuffix("$")
+        plain = key.removeprefix(_ANY_PARENT).replace("\\.", ".").removesuffix("$")
         is_whole = plain.startswith("^")
         plain = plain.removeprefix("^")
         if module == plain or (not is_whole and module.endswith(f".{plain}")):

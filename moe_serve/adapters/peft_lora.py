@@ -11,7 +11,7 @@ Of two tensors that are adapted in one module, one is stored under `<module>.bas
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +27,8 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankMatrices:
-    """The addition scale * B A to the matrix of a target."""
+    """The addition scale * B A to a matrix."""
 
-    target: AdaptedMatrix
     a_RK: Tensor
     b_NR: Tensor
     scale: float
@@ -39,10 +38,15 @@ class LowRankMatrices:
         return self.scale * (self.b_NR.float() @ self.a_RK.float())
 
 
+Wants = Callable[[AdaptedMatrix], bool]  # whether this process holds the change to a matrix
+Addition = tuple[AdaptedMatrix, LowRankMatrices | None]  # None: it is not held here
+
+
 def read_lora(
-    files: AdapterFiles, config: PeftConfig, targets: AdapterTargets
-) -> Iterator[LowRankMatrices]:
-    """Yields all additions. Raises CheckpointError with the file and the tensor."""
+    files: AdapterFiles, config: PeftConfig, targets: AdapterTargets, wants: Wants
+) -> Iterator[Addition]:
+    """Yields all additions, and reads those that are wanted. Raises CheckpointError with the file
+    and the tensor."""
     pairs: dict[str, dict[str, str]] = {}
     for name, where in files.headers():
         found = _NAME.fullmatch(name)
@@ -60,24 +64,27 @@ def read_lora(
             raise CheckpointError(f"{files.folder}: tensor {only} has no counterpart A or B.")
         fused = targets.fused(module.removesuffix(".base_layer"))
         if fused is None:
-            yield _plain(files, config, targets, module, sides)
+            yield _plain(files, config, targets, wants, module, sides)
         else:
-            yield from _FusedReader(files, config, targets, fused).read(module, sides)
+            yield from _FusedReader(files, config, targets, fused).read(module, sides, wants)
 
 
 def _plain(
     files: AdapterFiles,
     config: PeftConfig,
     targets: AdapterTargets,
+    wants: Wants,
     module: str,
     sides: Mapping[str, str],
-) -> LowRankMatrices:
+) -> Addition:
     target = targets.target(module, f"{files.folder}: tensor {sides['A']}")
     rank, (num_outputs, num_inputs) = config.rank_of(module), target.shape
     _check_shape(files, sides["A"], (rank, num_inputs))
     _check_shape(files, sides["B"], (num_outputs, rank))
+    if not wants(target):
+        return target, None
     a_RK, b_NR = (_finite(files, sides[side]) for side in "AB")
-    return LowRankMatrices(target=target, a_RK=a_RK, b_NR=b_NR, scale=config.scale_of(module))
+    return target, LowRankMatrices(a_RK=a_RK, b_NR=b_NR, scale=config.scale_of(module))
 
 
 def _check_shape(files: AdapterFiles, name: str, wanted: tuple[int, ...]) -> None:
@@ -110,14 +117,16 @@ class _FusedReader:
             "down": (spec.width, spec.expert_width),
         }
 
-    def read(self, module: str, sides: Mapping[str, str]) -> Iterator[LowRankMatrices]:
+    def read(self, module: str, sides: Mapping[str, str], wants: Wants) -> Iterator[Addition]:
         """Yields the additions to one of the two tensors, expert by expert."""
-        config, module = self._config, module.removesuffix(".base_layer")
-        rank, where = config.rank_of(module), f"{self._files.folder}: tensor {sides['A']}"
+        where = f"{self._files.folder}: tensor {sides['A']}"
         shapes = self._files.shape(sides["A"]), self._files.shape(sides["B"])
         if any(len(shape) != 2 for shape in shapes):
             raise CheckpointError(f"{where} and its B must be matrices.")
         (num_rows, num_inputs), (num_outputs, num_columns) = shapes
+        part, is_turned = self._orientation(where, num_outputs, num_inputs)
+        parameter = f"{module.removesuffix('.base_layer')}.{part}_proj"
+        rank, scale = self._config.rank_of(parameter), self._config.scale_of(parameter)
         if num_rows == rank != self._num_experts * rank or num_columns == rank:
             raise CheckpointError(
                 f"{where} has one matrix for all experts (shared-outer), which is not served."
@@ -127,14 +136,19 @@ class _FusedReader:
                 f"{where} has {num_rows} rows and its B has {num_columns} columns, but rank {rank} "
                 f"and {self._num_experts} experts need {self._num_experts * rank} of both."
             )
-        part, is_turned = self._orientation(where, num_outputs, num_inputs)
+        targets = [self._targets(part, expert) for expert in range(self._num_experts)]
+        if not any(wants(target) for each in targets for target in each):
+            yield from ((target, None) for each in targets for target in each)
+            return
         a_ERK = _finite(self._files, sides["A"]).view(self._num_experts, rank, num_inputs)
         b_NRE = _finite(self._files, sides["B"]).view(num_outputs, rank, self._num_experts)
-        for expert in range(self._num_experts):
+        for expert, each in enumerate(targets):
             a_RK, b_NR = a_ERK[expert], b_NRE[:, :, expert]
             if is_turned:
                 a_RK, b_NR = b_NR.T, a_RK.T
-            yield from self._of_expert(module, part, expert, a_RK, b_NR)
+            for target, rows_NR in zip(each, self._rows(part, b_NR), strict=True):
+                addition = LowRankMatrices(a_RK=a_RK, b_NR=rows_NR, scale=scale)
+                yield target, addition if wants(target) else None
 
     def _orientation(self, where: str, num_outputs: int, num_inputs: int) -> tuple[str, bool]:
         """Returns the tensor that A and B belong to, and whether they are those of its
@@ -155,20 +169,23 @@ class _FusedReader:
             "with one module for each expert."
         )
 
-    def _of_expert(
-        self, module: str, part: str, expert: int, a_RK: Tensor, b_NR: Tensor
-    ) -> Iterator[LowRankMatrices]:
-        parts = {"down": b_NR}
+    def _targets(self, part: str, expert: int) -> list[AdaptedMatrix]:
+        """Returns the matrices of an expert that one of the two tensors contains."""
+        width, hidden = self._sizes["down"]
+        shapes = {"down": (width, hidden)}
         if part == "gate_up":
-            half = len(b_NR) // 2
-            gate, up = slice(None, half), slice(half, None)
-            if self._fused.is_interleaved:
-                gate, up = slice(0, None, 2), slice(1, None, 2)
-            parts = {"gate": b_NR[gate], "up": b_NR[up]}
-        for name, rows_NR in parts.items():
-            shape = (len(rows_NR), a_RK.shape[1])
-            target = AdaptedMatrix(
-                layer=self._fused.layer, kind="expert", part=name, shape=shape, expert=expert
-            )
-            scale = self._config.scale_of(module)
-            yield LowRankMatrices(target=target, a_RK=a_RK, b_NR=rows_NR, scale=scale)
+            shapes = {"gate": (hidden, width), "up": (hidden, width)}
+        layer = self._fused.layer
+        return [
+            AdaptedMatrix(layer=layer, kind="expert", part=name, shape=shape, expert=expert)
+            for name, shape in shapes.items()
+        ]
+
+    def _rows(self, part: str, b_NR: Tensor) -> tuple[Tensor, ...]:
+        """Returns the rows of B that belong to each of these matrices."""
+        if part == "down":
+            return (b_NR,)
+        if self._fused.is_interleaved:
+            return b_NR[0::2], b_NR[1::2]
+        half = len(b_NR) // 2
+        return b_NR[:half], b_NR[half:]

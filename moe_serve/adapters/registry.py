@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.adapters.adapter import Adapter, AdapterVersion
-from moe_serve.adapters.adapter_build import BuildAdapter, BuiltAdapter
-from moe_serve.adapters.adapter_files import open_adapter
+from moe_serve.adapters.adapter_build import BuildAdapter
+from moe_serve.adapters.adapter_files import open_unchanged
 from moe_serve.adapters.adapter_name import check_adapter_name, folder_below
-from moe_serve.config.sections import AdapterConfig
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from moe_serve.model.stage.adapter_rows import AdapterWeights
 
@@ -84,7 +84,10 @@ class AdapterRegistry:
                 )
             version, _ = self._read(name, folder, expected=None)
             with self._lock:
+                before = self._versions.get(name)
                 self._versions[name] = version
+                if before is not None:
+                    self._release(before)
             return version
 
     def load_below_root(self, name: str, path: str) -> AdapterVersion:
@@ -96,9 +99,13 @@ class AdapterRegistry:
         with self._lock:
             version = self._known(name)
             del self._versions[name]
-            if all(each.digest != version.digest for each in self._versions.values()):
-                self._kept.pop(version.digest, None)
+            self._release(version)
             return version
+
+    def _release(self, version: AdapterVersion) -> None:
+        """Keeps the weights of a version no longer, unless another name stands for them."""
+        if all(each.digest != version.digest for each in self._versions.values()):
+            self._kept.pop(version.digest, None)
 
     def acquire(self, name: str) -> Adapter:
         """Returns the current version of a name with its weights, which are read again if they
@@ -132,6 +139,12 @@ class AdapterRegistry:
             self._keep(weights)
             return Adapter(version=version, weights=weights)
 
+    def discard(self, digest: bytes) -> None:
+        """Forgets weights that ranks no longer have. A request that names them reads them again."""
+        with self._lock:
+            self._kept.pop(digest, None)
+            self._alive.pop(digest, None)
+
     def _known(self, name: str) -> AdapterVersion:
         version = self._versions.get(name)
         if version is None:
@@ -161,11 +174,10 @@ class AdapterRegistry:
         """Reads a folder and keeps its weights. With `expected`, only this digest is accepted."""
         clock = time.perf_counter()
         try:
-            digest, built = self._built(folder, expected)
+            weights = self._built(folder, expected)
             with self._lock:
-                weights = self._alive.get(digest) or built.weights
                 self._make_room(weights)
-                self._alive[digest] = weights
+                self._alive[weights.digest] = weights
                 self._keep(weights)
         except Exception:
             self._num_failures += 1
@@ -175,28 +187,17 @@ class AdapterRegistry:
         version = AdapterVersion(
             name=name,
             folder=folder,
-            digest=digest,
-            kind=built.kind,
-            rank=built.rank,
+            digest=weights.digest,
+            kind=weights.kind,
+            rank=weights.rank,
             loaded_at=int(time.time()),
         )
         return version, weights
 
-    def _built(self, folder: Path, expected: bytes | None) -> tuple[bytes, BuiltAdapter]:
-        files = open_adapter(folder)
-        try:
-            if expected not in (None, files.digest):
-                raise CheckpointError(
-                    f"{folder} has changed since it was loaded: load it again under its name."
-                )
-            built = self._build(files)
-            after = open_adapter(folder)
-            after.close()
-            if after.digest != files.digest:
-                raise CheckpointError(f"{folder} changed while it was read: load it again.")
-        finally:
-            files.close()
-        return files.digest, built
+    def _built(self, folder: Path, expected: bytes | None) -> AdapterWeights:
+        with open_unchanged(folder, expected) as files:
+            alive = self._alive.get(files.digest)  # under another name, or held by a request
+            return self._build(files) if alive is None else alive
 
     def _keep(self, weights: AdapterWeights) -> None:
         self._kept[weights.digest] = weights

@@ -49,7 +49,7 @@ def page_geometry(cache: KVCache) -> bytes:
 
 
 def _as_bytes(part: Tensor) -> NDArray[np.uint8]:
-    """View pages [P, ...] as bytes [P, bytes of a page]."""
+    """Returns a view of pages [P, ...] as bytes [P, bytes of a page]."""
     assert part.is_contiguous(), "the pages of a cache are contiguous"
     view: NDArray[np.uint8] = part.view(torch.uint8).reshape(len(part), -1).numpy()
     return view

@@ -15,6 +15,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.cache.events.change_record import (
+    BASE_MODEL,
+    IGNORE_PAGES,
+    PageListener,
+    PageOrigin,
+    StoredPage,
+)
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_tree import PrefixTree
 
@@ -52,7 +59,7 @@ class PagePool:
         self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """Drops one reference to each page; return those that became free."""
+        """Drops one reference to each pageand returns those that became free."""
         freed = []
         for page in pages:
             self._references[page] -= 1
@@ -88,9 +95,16 @@ class PagePool:
 class PrefixCache:
     """Hands out pages, keeps those whose values are known, and evicts when pages run out."""
 
-    def __init__(self, num_pages: int, page_size: int, sampled: SampledPages | None = None) -> None:
-        """`sampled`: the pages whose times are measured; None disables measuring."""
-        self._pool, self.page_size = PagePool(num_pages), page_size
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        sampled: SampledPages | None = None,
+        listener: PageListener = IGNORE_PAGES,
+    ) -> None:
+        """`sampled`: the pages whose times are measured; None disables measuring. `listener` hears
+        of full pages that enter and leave the tree."""
+        self._pool, self.page_size, self.listener = PagePool(num_pages), page_size, listener
         self.sampled = SampledPages(0.0) if sampled is None else sampled
         self.tree = PrefixTree(num_pages, page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
@@ -132,7 +146,7 @@ class PrefixCache:
     def _evict(self, count: int) -> None:
         for _ in range(count):
             page, _ = self._idle.popitem(last=False)
-            self.tree.remove(page)
+            self._remove(page)
             self._pool.release([page])
             self.sampled.evicted(page)
             self.num_evicted += 1
@@ -147,7 +161,7 @@ class PrefixCache:
             if not is_own or self.tree.num_children(page) != num_children:
                 return False
         for page in reversed(pages):
-            self.tree.remove(page)
+            self._remove(page)
         self._pool.release(pages)
         return True
 
@@ -173,7 +187,8 @@ class PrefixCache:
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> list[int]:
-        """Drops one reference to each page of a run, last first; return those that are now free.
+        """Drops one reference to each page of a run, last first, and returns those that are now
+        free.
 
         Pages of the tree stay: without another owner they become idle.
         """
@@ -184,7 +199,14 @@ class PrefixCache:
                 self._idle[page] = None
         return freed
 
-    def enter(self, page: int, key: bytes, parent_key: bytes, tokens: NDArray[np.int32]) -> int:
+    def enter(
+        self,
+        page: int,
+        key: bytes,
+        parent_key: bytes,
+        tokens: NDArray[np.int32],
+        origin: PageOrigin = BASE_MODEL,
+    ) -> int:
         """Makes an owned page with finite values visible to others -> the page that its owner has
         now.
 
@@ -194,11 +216,20 @@ class PrefixCache:
         if cached is None:
             self.tree.insert(page, key, parent_key, tokens)
             self._pool.share(page)
+            if len(tokens) == self.page_size:
+                parent = None if self.tree.find(parent_key) is None else parent_key
+                self.listener.stored(StoredPage(key, parent, tokens, origin))
             return page
         if cached != page:
             self.pin([cached])
             self.release([page])
         return cached
+
+    def _remove(self, page: int) -> None:
+        """Takes a page without children out of the tree."""
+        if self.tree.is_full(page):
+            self.listener.removed(self.tree.key_of(page))
+        self.tree.remove(page)
 
     def forget(self, pages: Sequence[int]) -> list[int]:
         """Removes the idle leaves at the end of a run from the tree -> the pages that are now
@@ -209,7 +240,7 @@ class PrefixCache:
             if page not in self._idle or self.tree.has_children(page):
                 break
             del self._idle[page]
-            self.tree.remove(page)
+            self._remove(page)
             freed += self._pool.release([page])
         self.sampled.freed(freed)
         return freed

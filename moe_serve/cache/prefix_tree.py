@@ -51,6 +51,14 @@ class PrefixTree:
     def find(self, key: bytes) -> int | None:
         return self._page_of.get(key)
 
+    def key_of(self, page: int) -> bytes:
+        """Returns the key of a page that is in the tree."""
+        return self._key[page]
+
+    def is_full(self, page: int) -> bool:
+        """Returns whether the page holds as many tokens as it can."""
+        return bool(self._tokens[page, -1] != _NO_TOKEN)
+
     def has_children(self, page: int) -> bool:
         return self._num_children[page] > 0
 

@@ -84,13 +84,16 @@ def _show(options: CacheReportOptions, *, verifies: bool) -> int:
     elif not found:
         typer.echo(f"{folder} holds no pages")
     else:
-        table = Table("identity", "model", "dtype", "files", "MiB", "pages", "tokens", box=None)
+        table = Table(
+            "identity", "model", "dtype", "files", "MiB", "pages", "tokens", "encrypted", box=None
+        )
         if verifies:
             table.add_column("damaged")
         for each in found:
             size = f"{each.num_bytes / 2**20:.1f}"
             row = [each.name, each.model, each.dtype, each.num_files, size]
-            row += [each.num_pages, each.num_tokens, *([each.num_wrong] if verifies else [])]
+            row += [each.num_pages, each.num_tokens, "yes" if each.is_encrypted else "no"]
+            row += [each.num_wrong] if verifies else []
             table.add_row(*map(str, row))
         wide_console().print(table)
     return sum(each.num_wrong or 0 for each in found)

@@ -7,17 +7,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.cells.cell import Cell, cell_name
 from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
 from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
+from moe_serve.cluster.control.secret import new_secret, read_secret
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
 from moe_serve.cluster.members.rank_starter import LocalStarter
@@ -85,6 +88,7 @@ def build_cells(
     """
     clock, shapes = time.monotonic(), cell_shapes(config)
     configs = [config_of_cell(config, index, shape) for index, shape in enumerate(shapes)]
+    check_kv_events(config)
     for each in configs:
         check_on_ranks(each)
     models, routes = ClusterModel.read_cells(configs), RouteListeners()
@@ -92,8 +96,10 @@ def build_cells(
     ids, numbers, news = itertools.count(), itertools.count(1), threading.Event()
     post = ParcelPost(news.set)
     with contextlib.ExitStack() as opened:  # closed again if a cell cannot start
-        link = LinkSetup(config.cells)
+        link, secret = LinkSetup(config.cells), read_secret(os.environ) or new_secret()
         opened.callback(link.close)
+        kv_events, first_rank = KVEvents(config), 0
+        opened.callback(kv_events.close)
         starts = []
         for index, (model, shape) in enumerate(zip(models, shapes, strict=True)):
             watch = make_watch(model.config, model)
@@ -104,8 +110,11 @@ def build_cells(
                 step_numbers=numbers,
                 outage_limit_s=math.inf,
                 patience_s=_PATIENCE_S,
+                kv_events=kv_events,
+                first_rank=first_rank,
             )
-            ranks, loads = StartedRanks(model, link.setup, part), RankLoads(model.placement)
+            first_rank += shape.attention_ranks
+            ranks, loads = StartedRanks(model, link.setup, part, secret), RankLoads(model.placement)
             opened.callback(ranks.close)
             ranks.membership.on_parcel = post.receiver(index, ranks.roster)
             ranks.current.on_switch(loads.use)
@@ -147,6 +156,7 @@ def build_cells(
         activity=CellsWitness([start.ranks.witness for start in starts]),
         cells=engine,
         nudge=engine.nudge,
+        kv_events=kv_events,
     )
 
 

@@ -9,12 +9,14 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from moe_serve.adapters.registry import AdapterRegistry, open_registry
+from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.control.listener import Listener
@@ -23,11 +25,12 @@ from moe_serve.cluster.control.messages import Configure, Loaded, Report
 from moe_serve.cluster.control.parcel_messages import ParcelSetup
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
+from moe_serve.cluster.members.cluster_adapters import ClusterAdapters
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership
 from moe_serve.cluster.members.pool_watch import PoolWatch, make_watch
-from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound
+from moe_serve.cluster.members.preflight import ExpectedRank, PreflightRound, check_transport
 from moe_serve.cluster.members.rank_calls import RankCalls
 from moe_serve.cluster.members.rank_starter import LocalStarter, RankStarter
 from moe_serve.cluster.members.roster import Roster
@@ -40,7 +43,7 @@ from moe_serve.cluster.steps.coordinator import Coordinator
 from moe_serve.cluster.steps.epoch_maker import EpochMaker
 from moe_serve.cluster.steps.rank_witness import RankWitness
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
-from moe_serve.config.sections import EngineConfig, TransportName
+from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.build_adapters import check_adapters
 from moe_serve.engine.build_tiers import check_tiers
@@ -56,7 +59,6 @@ from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.engine.service.service_state import ServiceState
-from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 from moe_serve.pipeline.links.meeting import MeetingPlace
@@ -73,6 +75,8 @@ class CellPart:
     step_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     outage_limit_s: float | None = None  # see `Coordinator`; None: as long as a start may take
     patience_s: float = math.inf  # likewise
+    kv_events: KVEvents | None = None  # of all cells, closed with the first of them
+    first_rank: int = 0  # number of attention ranks in the cells before
 
 
 class StartedRanks:
@@ -83,12 +87,13 @@ class StartedRanks:
         model: ClusterModel,
         parcels: ParcelSetup | None = None,
         part: CellPart | None = None,
+        secret: ClusterSecret | None = None,
     ) -> None:
-        """`parcels`: how KV pages reach the attention ranks, if they do."""
+        """`parcels`, `secret`: what the ranks of several cells have in common."""
         cluster = model.config.cluster
         self._model, self._cluster, self._parcels = model, cluster, parcels
         self._part = part or CellPart()
-        self._secret = read_secret(os.environ) or new_secret()
+        self._secret = secret or read_secret(os.environ) or new_secret()
         self.current = CurrentPlacement(model.placement)
         self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
@@ -98,11 +103,17 @@ class StartedRanks:
         self.membership = Membership(
             self.roster, self._configure, model.weights, cluster.heartbeat_s, self._part.name
         )
+        self.adapters: ClusterAdapters | None = None
+        if model.config.adapters.is_enabled:
+            num_experts, timeout_s = model.spec.router.num_experts, cluster.start_timeout_s
+            self.adapters = ClusterAdapters(self.roster, num_experts, timeout_s)
+            self.membership.adapters = self.adapters
         decoder = msgspec.msgpack.Decoder(Report)
         self._listener: Listener[Any] = Listener(
             cluster.host, cluster.port, self._secret, decoder, self.membership.admit
         )
         try:
+            self.kv_events = self._part.kv_events or KVEvents(model.config)
             store = StoreServer(cluster.host, 0, self._secret, cluster.timeout_s)
         except BaseException:
             self._listener.close()
@@ -213,15 +224,28 @@ class StartedRanks:
         )
 
     def _configure(self, name: RankName) -> Configure:
+        adapters = () if self.adapters is None else self.adapters.orders_for(name)
         version = self.current.version
-        return self._model.configure(name, version, self._arena.path, self._parcels)
+        return self._model.configure(name, version, self._arena.path, self._parcels, adapters)
+
+    def open_adapters(self) -> AdapterRegistry | None:
+        """Loads the configured adapters on all ranks; None: requests cannot name one. Raises
+        ConfigError."""
+        if self.adapters is None:
+            return None
+        registry = open_registry(self._model.config.adapters, self.adapters.build)
+        self.adapters.on_missing = registry.discard
+        return registry
 
     def close(self) -> None:
         """Ends the ranks and stops listening."""
+        if self.adapters is not None:
+            self.adapters.close()
         self.membership.close()
         self._listener.close()
         self._place.close()
         self._arena.close()
+        self.kv_events.close()
 
     def _engine(
         self,
@@ -235,7 +259,8 @@ class StartedRanks:
     ) -> Engine:
         """Makes the engine of one attention rank: scheduler, pages and prefixes."""
         config, checkpoint = self._model.config, self._model.checkpoint
-        loaded = self.roster[executor.name].loaded
+        rank = self.roster[executor.name]
+        loaded = rank.loaded
         assert loaded is not None, f"{executor.name} has not loaded"
         return Engine(
             executor,
@@ -248,6 +273,7 @@ class StartedRanks:
             model_identity=identity,
             has_prefix_cache=config.cache.prefix_cache,
             sampled_pages=SampledPages(config.cache.metrics_sample),
+            listener=self.kv_events.listener(self._part.first_rank + rank.name.index),
             ids=ids,
             policy=policy,
             routes=routes,
@@ -261,42 +287,19 @@ class StartedRanks:
         )
 
 
-def check_transport(wanted: TransportName, gpus: Mapping[str, str]) -> None:
-    """Raises ConfigError if `wanted` is nccl and a rank has no GPU of its own.
-
-    `gpus` maps each loaded rank to its GPU, empty for none. `auto` and `host` always work.
-    """
-    if wanted != "nccl":
-        return
-    without = [name for name, gpu in gpus.items() if not gpu]
-    if without:
-        raise ConfigError(
-            f"cluster.transport is 'nccl', and {', '.join(without)} has no CUDA GPU that NCCL "
-            "reaches: use 'auto' or 'host'."
-        )
-    owners: dict[str, str] = {}
-    for name, gpu in gpus.items():
-        if gpu in owners:
-            raise ConfigError(
-                f"cluster.transport is 'nccl', and {owners[gpu]} and {name} share a GPU, which "
-                "NCCL refuses: use 'auto' or 'host'."
-            )
-        owners[gpu] = name
-
-
 def build_cluster(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     make_starter: MakeStarter = LocalStarter,
     watch_for: Callable[[EngineConfig, ClusterModel], PoolWatch] = make_watch,
     plan: Plan = plan_in_process,
-    parcels: ParcelSetup | None = None,
 ) -> BuiltEngine:
     """Starts the ranks, waits until they have loaded, and makes the engine.
 
     Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
     check_tiers(config)
+    check_kv_events(config)
     check_adapters(config)
     clock = time.monotonic()
     model = ClusterModel.read(config)
@@ -307,11 +310,12 @@ def build_cluster(
     with contextlib.ExitStack() as opened:  # closed again if a later part is refused
         watch = watch_for(config, model)
         opened.callback(watch.close)
-        ranks = StartedRanks(model, parcels)
+        ranks = StartedRanks(model)
         opened.callback(ranks.close)
         ranks.current.on_switch(loads.use)
         ranks.start(make_starter, progress)
         engine = ranks.engine(watch, routes, make_policy, plan)
+        adapters = ranks.open_adapters()
         opened.pop_all()
     cuts, checkpoint = config.pipeline.micro_batches, model.checkpoint
     layout = EngineFacts.of(
@@ -332,4 +336,6 @@ def build_cluster(
         last_step=watch.last_step,
         grammars=checkpoint.grammars(),  # to check requests; ranks have own
         activity=ranks.witness,
+        adapters=adapters,
+        kv_events=ranks.kv_events,
     )

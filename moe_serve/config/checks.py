@@ -67,7 +67,7 @@ def check_cells(config: EngineConfig) -> None:
             "a memory tier serves one cell",
         ),
         ("cluster.rebalance", cluster.rebalance != "off", "experts move in one cell only"),
-        ("adapters.is_enabled", config.adapters.is_enabled, "adapters need a single process"),
+        ("adapters.is_enabled", config.adapters.is_enabled, "adapters are served in one cell only"),
     )
     for key, is_set, why in refused:
         if is_set:

@@ -1,9 +1,9 @@
 """The table of configuration keys, derived from the dataclasses in `sections.py`, and their ranges.
 
-A key is `section.name`: the section is the component (`model`, `cache`, `scheduler`, `pipeline`,
-`predictor`, `speculation`, `adapters`, `cluster`, `cells`, `trace`, `server`, `log`), so
-`scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in `sections.py` is
-a new key automatically; only its range is written here.
+A key is `section.name`: the section is the component (`model`, `cache`, `kv_events`, `scheduler`,
+`pipeline`, `predictor`, `speculation`, `adapters`, `cluster`, `cells`, `trace`, `server`, `log`).
+So `scheduler.max_num_seqs` is `Config.engine.scheduler.max_num_seqs`. A new field in `sections.py`
+is a new key automatically; only its range is written here.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "cache.disk_ttl_s": (1.0, 31536000.0),
     "cache.memory_tier_bytes": (1, 2**50),
     "cache.checkpoint_after_s": (0.0, 86400.0),
+    "kv_events.buffer_steps": (1, 2**20),
+    "kv_events.hwm": (1, _MANY),
     "scheduler.max_num_seqs": (1, 65536),
     "scheduler.max_batched_tokens": (1, 2**20),
     "scheduler.max_queued_requests": (1, _MANY),
@@ -162,7 +164,7 @@ class ConfigKey:
         return list(value) if isinstance(value, tuple) else value
 
     def check(self, value: object, source: str) -> Value:
-        """Returns the value in its type, or raise ConfigError. `source` completes "... (from
+        """Returns the value in its type. Raises ConfigError. `source` completes "... (from
         {source})"."""
         if self.kind is TierConfig:
             return check_tiers(value, self.path, source)

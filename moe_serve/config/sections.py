@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.config.cells import CellsConfig
+from moe_serve.config.event_config import KVEventsConfig
 from moe_serve.config.tiers import TierConfig
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -103,6 +105,7 @@ class CacheConfig:
     disk_min_free_bytes: int = 2**30  # space of the disk that is left to others
     disk_write_bytes_per_day: int | None = None  # None: any number
     disk_ttl_s: float = 86400.0  # how long a page is kept
+    disk_key_file: str | None = None  # 32 bytes that encrypt the folder's pages; None: plain pages
     memory_tier_bytes: int | None = None  # shared by the ranks of a host; None: no memory tier
     checkpoint_after_s: float = 2.0  # how often running requests give their pages to a tier
     share_across_keys: bool = False  # API keys share pages, also with a disk tier
@@ -243,23 +246,12 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterConfig:
-    """Fine-tunes of the model that requests name in its place."""
-
-    is_enabled: bool = False  # else every other key here must be left out
-    modules: tuple[str, ...] = ()  # name=path of each adapter that is loaded at the start
-    root: str | None = None  # clients with an admin key load folders below it; None: they load none
-    memory_bytes: int | None = None  # of all adapters in memory; None: no limit
-    max_adapters: int = 1000  # names
-    max_rank: int = 64  # of a LoRA
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that the engine (offline or behind HTTP) needs."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)

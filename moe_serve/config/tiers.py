@@ -92,19 +92,27 @@ def check_tiers(value: object, path: str, source: str) -> tuple[TierConfig, ...]
 def tiers_json(text: str, path: str, source: str) -> object:
     """Returns the mapping that a JSON text holds. Raises ConfigError if it is not JSON."""
 
-    def without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ConfigError(f"{path} ({source}): a name occurs twice in one mapping.")
-        return found
-
     try:
-        return json.loads(text, object_pairs_hook=without_doubles)
+        return _mappings(json.loads(text, object_pairs_hook=tuple), path, source)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be {shortened(repr(text))} ({source}): it is not JSON; write a mapping "
             'such as {"interactive": {"weight": 4, "ttft_s": 1.0}}.'
         ) from error
+
+
+def _mappings(value: object, path: str, source: str) -> object:
+    """Converts objects of JSON, given as tuples of pairs. Raises ConfigError for a name that is
+    there twice."""
+    if not isinstance(value, tuple):
+        return value
+    found: dict[str, object] = {}
+    for name, part in value:
+        own = f"{path}.{shortened(name)}"
+        if name in found:
+            raise ConfigError(f"{own} is set twice ({source}): leave one of them out.")
+        found[name] = _mappings(part, own, source)
+    return found
 
 
 def plain_tiers(tiers: Sequence[TierConfig]) -> dict[str, dict[str, object]]:

@@ -99,7 +99,7 @@ def read_yaml(text: str, source: str, *, is_large: bool = False) -> yaml.Node | 
         root: yaml.Node | None = loader.get_single_node()
         for node in distinct_nodes(root, source):
             _refuse_tag(loader, node, source)
-            _refuse_doubled_keys(node, source)
+            _refuse_doubled_keys(node, root, source)
     finally:
         loader.dispose()
     return root
@@ -158,15 +158,30 @@ def _refuse_tag(loader: Any, node: yaml.Node, source: str) -> None:
         )
 
 
-def _refuse_doubled_keys(node: yaml.Node, source: str) -> None:
+def _refuse_doubled_keys(node: yaml.Node, root: yaml.Node | None, source: str) -> None:
     seen: set[str] = set()
     for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
         place = f"{source}:{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigError(f"a key must be one word, not a list or a mapping ({place}).")
         if key.value in seen:
-            raise ConfigError(f"{key.value} is set twice ({place}).")
+            path = ".".join((*(_path_to(node, root) or ()), key.value))
+            raise ConfigError(f"{shortened(path)} is set twice ({place}): leave one of them out.")
         seen.add(key.value)
+
+
+def _path_to(node: yaml.Node, start: yaml.Node | None) -> tuple[str, ...] | None:
+    """Returns the keys that lead from `start` to a node, the outermost first; None if none do."""
+    if node is start:
+        return ()
+    pairs = start.value if isinstance(start, yaml.MappingNode) else ()
+    items = start.value if isinstance(start, yaml.SequenceNode) else ()
+    named = [(str(key.value), part) for key, part in pairs]
+    for name, part in (*named, *((str(index), item) for index, item in enumerate(items))):
+        rest = _path_to(node, part)
+        if rest is not None:
+            return (name, *rest)
+    return None
 
 
 def distinct_nodes(root: yaml.Node | None, source: str) -> list[yaml.Node]:

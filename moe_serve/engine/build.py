@@ -11,6 +11,7 @@ import torch
 from experts.expert_stage import ExpertStage
 from moe_kernels.kernel_choice import default_num_threads
 from moe_serve.adapters.registry import AdapterRegistry
+from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.config.sections import EngineConfig
@@ -77,6 +78,7 @@ class BuiltEngine:
     adapters: AdapterRegistry | None = None  # None: requests cannot name one
     cells: CellsControl | None = None  # None: there is one cell
     nudge: Callable[[], None] = _no_nudge  # ends a step's wait for cells, as a request came
+    kv_events: KVEvents | None = None  # None: an engine without any
 
 
 def build_engine(
@@ -105,6 +107,7 @@ def build_engine(
         runner, sampler, tap, experts.memory, masks, watch, drafter, pipeline.parked
     )
     report = model.report(part)
+    events = KVEvents(config)
     engine = Engine(
         executor,
         scheduler=config.scheduler,
@@ -116,6 +119,7 @@ def build_engine(
         model_identity=model.page_identity(report),
         has_prefix_cache=config.cache.prefix_cache,
         sampled_pages=SampledPages(config.cache.metrics_sample),
+        listener=events.listener(0),
         policy=make_policy(),
         routes=routes,
         drafting=drafting_maker(config.speculation, spec.vocab_size, model.stop_rule)(),
@@ -132,6 +136,7 @@ def build_engine(
         grammars=grammars,
         activity=LocalActivity(executor, log),
         adapters=adapters,
+        kv_events=events,
     )
 
 
@@ -203,6 +208,7 @@ def _opened(
 ) -> OpenedModel:
     of = config.model
     check_tiers(config)
+    check_kv_events(config)
     check_adapters(config)
     keep_freed_memory()
     num_threads = of.num_threads or default_num_threads()

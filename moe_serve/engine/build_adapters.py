@@ -13,7 +13,7 @@ from moe_serve.model.load.loader import ModelLoader
 
 def check_adapters(config: EngineConfig) -> None:
     """Raises ConfigError if the configuration asks for adapters in a way that is not served."""
-    adapters, cluster = config.adapters, config.cluster
+    adapters = config.adapters
     if not adapters.is_enabled:
         for key in ("modules", "root", "memory_bytes"):
             if getattr(adapters, key):
@@ -27,12 +27,6 @@ def check_adapters(config: EngineConfig) -> None:
             f"adapters.root is {adapters.root!r}, which is not a folder: make it, name the folder "
             "below which adapters lie, or leave it out."
         )
-    for key, least in (("attention_ranks", 0), ("expert_ranks", 0), ("attention_tp", 1)):
-        if getattr(cluster, key) > least:
-            raise ConfigError(
-                f"adapters are served in one process only, but cluster.{key} is "
-                f"{getattr(cluster, key)}: leave it out, or serve without --enable-lora."
-            )
     if config.speculation.method in ("head", "mtp", "self"):
         raise ConfigError(
             f"speculation.method {config.speculation.method!r} drafts with the base model, which "

@@ -13,9 +13,10 @@ from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity
 from moe_serve.cache.tiers.disk_space import DiskLimits
 from moe_serve.cache.tiers.disk_store import DiskStore
+from moe_serve.cache.tiers.page_cipher import ENCRYPTION, DiskKey
 from moe_serve.cache.tiers.weights_digest import weights_digest
 from moe_serve.clock import REAL_CLOCK
-from moe_serve.config.sections import EngineConfig
+from moe_serve.config.sections import CacheConfig, EngineConfig
 from moe_serve.engine.opened_model import LoadReport, OpenedModel
 from moe_serve.engine.schedule.kv_tier import MakeTier
 from moe_serve.engine.schedule.page_tiers import PageAccess, PageTiers
@@ -39,7 +40,13 @@ def check_tiers(config: EngineConfig) -> None:
             "keeps pages of the prefix cache. Set cache.prefix_cache to true, or leave it out."
         )
     if cache.disk_path is None:
+        if cache.disk_key_file is not None:
+            raise ConfigError(
+                "cache.disk_key_file is set, but cache.disk_path is not: give the folder of the "
+                "pages to be encrypted, or leave out cache.disk_key_file."
+            )
         return
+    _disk_key(cache)  # refused before a model is loaded
     if not cache.prefix_cache:
         raise ConfigError(
             "cache.disk_path is set, but cache.prefix_cache is false: the disk tier keeps pages of "
@@ -79,7 +86,10 @@ def open_disk(
 ) -> DiskStore:
     """Opens the store of `cache.disk_path`. `report`: of the process that has the pages. `layout`:
     what else the bits of a page depend on. Raises ConfigError."""
-    cache, facts = config.cache, {**_facts(config, report), **(layout or {})}
+    cache, key = config.cache, _disk_key(config.cache)
+    facts = {**_facts(config, report), **(layout or {})}
+    if key is not None:
+        facts["encryption"] = ENCRYPTION
     assert cache.disk_path is not None, "a folder is configured"
     limits = DiskLimits(
         max_bytes=cache.disk_bytes,
@@ -102,10 +112,18 @@ def open_disk(
             page_bytes=page_bytes,
             geometry=bytes.fromhex(report.page_geometry),
             identify=identify,
+            key=key,
         )
     except ConfigError:
         folder.release()
         raise
+
+
+def _disk_key(cache: CacheConfig) -> DiskKey | None:
+    """Reads the key of encrypted pages; None without one. Raises ConfigError."""
+    if cache.disk_path is None or cache.disk_key_file is None:
+        return None
+    return DiskKey.read(Path(cache.disk_key_file).expanduser(), Path(cache.disk_path).expanduser())
 
 
 def _facts(config: EngineConfig, report: LoadReport) -> Mapping[str, object]:

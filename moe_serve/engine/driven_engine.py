@@ -30,7 +30,7 @@ class DrivenEngine(Protocol):
 
     @property
     def admission(self) -> Admission | None:
-        """Decides on new requests, on the event loop's thread; None: no service tiers."""
+        """Decides on new requests, on the event loop's thread; None without service tiers."""
         ...
 
     def add(self, request: GenerationRequest) -> None: ...
@@ -52,5 +52,5 @@ class DrivenEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """End processes outside this one. The engine must not be used afterwards."""
+        """Ends the engine's other processes. The engine must not be used afterwards."""
         ...

@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 
+from moe_serve.cache.events.change_record import IGNORE_PAGES, PageListener
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.clock import REAL_CLOCK, Clock
@@ -65,6 +66,7 @@ class Engine:
         model_identity: bytes = b"",
         has_prefix_cache: bool = True,
         sampled_pages: SampledPages | None = None,
+        listener: PageListener = IGNORE_PAGES,
         ids: Iterator[int] | None = None,
         policy: BatchPolicy = FIFO,
         routes: RouteListeners | None = None,
@@ -77,15 +79,14 @@ class Engine:
     ) -> None:
         """`service` is shared by engines that step together; None: this engine has its own."""
         assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
-        cache = PrefixCache(num_pages, page_size, sampled_pages)
+        cache = PrefixCache(num_pages, page_size, sampled_pages, listener)
         identity = model_identity if has_prefix_cache else None
         sharing = PrefixSharing(cache, identity, executor.finite_pages, make_tier, window)
         self._ids = itertools.count() if ids is None else ids  # sequence ids
         self.service = StepService.of(scheduler, clock, page_size, service)  # None: no tiers
         self._scheduler = Scheduler(scheduler, cache, sharing, policy, clock, self.service, layered)
         self.drafts = StepDrafts(self._scheduler, drafting, clock)
-        self._policy, self._executor = policy, executor
-        self._routes = RouteListeners() if routes is None else routes
+        self._policy, self._executor, self._routes = policy, executor, routes or RouteListeners()
         self._micro_batches, self.max_model_len = micro_batches, max_model_len
         self.stop_rule = StopRule(eos_token_ids, max_model_len)
         self._sequences: dict[str, Sequence] = {}
@@ -140,6 +141,7 @@ class Engine:
     def close(self) -> None:
         """See `DrivenEngine.close`."""
         self._scheduler.tier.close()
+        self._scheduler.cache.listener.close()
 
     @property
     def num_pending_tokens(self) -> int:
@@ -154,12 +156,11 @@ class Engine:
         """Gives up all sequences in order of arrival. Their pages and computed state are lost."""
         sequences = sorted(self._sequences.values(), key=lambda s: s.id)
         self._scheduler.abandon(sequences)
-        self.drafts.forget(sequences)
+        self._leaving.forget(sequences)
         for sequence in sequences:
             sequence.leave_engine()
         self._sequences.clear()
         self._schedule, self._ahead = {}, {}
-        self._leaving.forget()
         return sequences
 
     def adopt(self, sequence: Sequence) -> None:
@@ -234,6 +235,7 @@ class Engine:
             self._leaving.release([s for s, _ in ended.values()], outcome)
             self.drafts.end(schedule, getattr(outcome, "proposals", None))
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
+        self._scheduler.cache.listener.step_ended()
         return self.take_pending()
 
     def take_pending(self) -> list[TokenDelta]:
@@ -333,9 +335,7 @@ class Engine:
         reason = self.stop_rule.reason(sequence, run[-1].token_id, sequence.num_output_tokens)
         experts = experts_of(sequence, made, len(run))
         drafted = self.drafts.result(sequence, len(run)) if self.drafts.running else None
-        standing = sequence.standing  # with service tiers only
-        if standing is not None and (reason is not None or standing.first_token_at is None):
-            assert self.service is not None, "a standing is given by a service"
+        if self.service is not None:
             self.service.got_tokens(sequence, reason)
         return delta_of(sequence, run, reason, prompt_logprobs, experts, drafted)
 

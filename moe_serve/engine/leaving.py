@@ -14,7 +14,7 @@ from moe_serve.engine.schedule.step_drafts import StepDrafts
 
 
 class LeavingSequences:
-    """The sequences that have ended while a step computes them, and how all others end.
+    """Ends sequences, and keeps those that ended while a step still computes them.
 
     Callers have forgotten the requests before: their ids may be used again.
     """
@@ -34,9 +34,11 @@ class LeavingSequences:
         """Returns the part of a step whose sequences have not ended."""
         return {key: item for key, item in schedule.items() if key not in self._has_failed}
 
-    def forget(self) -> None:
-        """Drops all, as their pages are lost."""
+    def forget(self, sequences: Items[Sequence]) -> None:
+        """Drops all of an engine's sequences, as their pages are lost."""
         self._has_failed = {}
+        self._drafts.forget(sequences)
+        self._scheduler.cache.listener.cleared()
 
     def end(self, sequences: Items[Sequence], schedule: Schedule) -> None:
         """Ends sequences that are complete or aborted. Those in the running step, `schedule`, are
@@ -54,8 +56,8 @@ class LeavingSequences:
         return failure.delta_of(sequence)
 
     def release(self, ended: Iterable[Sequence], outcome: StepOutcome | Exception) -> None:
-        """Removes sequences whose last step has ended. Without a valid token their last pages are
-        not proven."""
+        """Removes sequences whose last step has ended. If their last token was not valid, their
+        last pages may hold NaNs."""
         ended = list(ended)
         for sequence in ended:
             if not (isinstance(outcome, StepOutcome) and outcome.is_sound(sequence.id)):

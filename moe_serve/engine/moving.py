@@ -53,6 +53,11 @@ class MovingSequences:
         return list(self._scheduler.waiting)
 
     @property
+    def arriving(self) -> Items[Sequence]:
+        """The sequences of other engines for which a seat is reserved."""
+        return self._scheduler.reservations.arriving
+
+    @property
     def num_available_pages(self) -> int:
         """Number of pages that no sequence holds and no running prompt needs."""
         scheduler = self._scheduler
@@ -112,10 +117,10 @@ class MovingSequences:
     def depart(self, sequence: Sequence) -> Reservation:
         """Gives up a sequence for which `can_depart`, between steps, with everything that it needs
         to go on. Returns its pages, which are kept until `drop` or `take_back`. If the last check
-        of its pages found a NaN, its `is_sound` is False."""
+        of its pages found a NaN, its `is_sound` is False. Raises ExecutorLostError."""
+        kept = self._scheduler.depart(sequence)  # may raise, and then nothing has changed
         self._announced.discard(sequence.id)
         del self._sequences[sequence.request.request_id]
-        kept = self._scheduler.depart(sequence)
         self._drafts.forget([sequence])
         self._executor.forget([sequence.id])
         return kept

@@ -94,7 +94,8 @@ class AttentionPart:
 def kv_bytes_per_token(
     spec: ModelSpec, mtp: MTPLayer | None, itemsize: int, form: KVForm = FLOATS
 ) -> int:
-    """Returns the bytes of one token in the KV cache, over all layers and that which drafts."""
+    """Returns the bytes of one token in the KV cache, over all layers, including the one that
+    drafts."""
     own = 0 if mtp is None else mtp.spec.kv_bytes_per_token(itemsize, form)
     return spec.kv_bytes_per_token(itemsize, form) + own
 
@@ -109,7 +110,7 @@ class ServedCheckpoint:
 
     @classmethod
     def read(cls, config: ModelConfig) -> ServedCheckpoint:
-        """Read config.json. Raises CheckpointError."""
+        """Reads config.json. Raises CheckpointError."""
         folder = model_folder(config)
         hf_config = HFConfig.read(folder)
         return ServedCheckpoint(folder, config, family_of(hf_config).read_spec(hf_config.text()))

@@ -135,7 +135,8 @@ def _put_right(document: dict[str, Any], components: dict[str, Any]) -> None:
 
 
 def _responses(path: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The successful answers with their media types, and the error envelope for all others."""
+    """Returns the successful answers with their media types, and the error envelope for all
+    others."""
     found = {status: dict(answer) for status, answer in known.items() if status.startswith("2")}
     for answer in found.values():
         if path in _STREAMING:
@@ -277,6 +278,7 @@ def _sources(
         experts=facts.experts,
         adapters=None if adapters is None else AdapterSource(adapters, names),
         drafters=facts.speculation.drafters,
+        kv_events=facts.kv_events,
     )
 
 
@@ -326,6 +328,6 @@ def _add_middleware(
 
 
 def _own_grammars(engine: EngineClient, model: ServedModel) -> Grammars:
-    """The grammars if the engine does not share its own."""
+    """Returns the grammars if the engine does not share its own."""
     tokenizer, eos = model.tokenizer, frozenset(model.tokenizer.eos_token_ids)
     return Grammars(lambda: vocabulary_of(tokenizer, engine.vocab_size, eos))

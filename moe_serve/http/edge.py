@@ -143,12 +143,12 @@ class EdgeMiddleware:
 
 
 def is_health_path(path: str) -> bool:
-    """True for health checks, which are never delayed."""
+    """Returns True for health checks, which are never delayed."""
     return path.startswith("/health") or path == "/ping"
 
 
 def request_id_of(headers: Headers) -> str:
-    """The client's id if it is short and printable, else a new one."""
+    """Returns the client's id if it is short and printable, else a new one."""
     given = headers.get("x-request-id", "")
     is_usable = given.isascii() and given.isprintable() and len(given) <= _MAX_REQUEST_ID_CHARS
     return given if given and is_usable else f"req-{uuid.uuid4().hex}"

@@ -30,8 +30,8 @@ _RETRY_S = 2.0
 def loading_app(
     config: ServerConfig, startup: Startup, scheduler: SchedulerConfig = DEFAULT_SCHEDULER
 ) -> ASGIApp:
-    """The application for the time of loading, with the same checks of keys and hosts as the real
-    one."""
+    """Returns the application for the time of loading, with the same checks of keys and hosts as
+    the real one."""
     keys, admin_keys = api_keys(config, scheduler), KeyRing(config.admin_keys)
     guarded = ApiKeyMiddleware(_LoadingApp(startup), keys, admin_keys)
     app: ASGIApp = HostMiddleware(guarded, config.allowed_hosts, has_keys=config.has_api_keys)

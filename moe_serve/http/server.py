@@ -58,7 +58,7 @@ class LoopLag:
 
 
 def lags(due: float, now: float) -> list[float]:
-    """The lags of the first due tick and of those missed since, the longest first."""
+    """Returns the lags of the first due tick and of those missed since, the longest first."""
     count = min(_MAX_MISSED, 1 + max(0, int((now - due) / PERIOD_S)))
     return [max(0.0, now - due - i * PERIOD_S) for i in range(count)]
 

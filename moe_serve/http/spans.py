@@ -95,8 +95,8 @@ def request_attributes(
 def sequence_attributes(
     sequences: Sequence[FinishedSequence], model_name: str
 ) -> Mapping[str, Attribute]:
-    """The attributes of all sequences of a request: token counts are summed, times are of the
-    slowest."""
+    """Returns the attributes of all sequences of a request: token counts are summed, times are of
+    the slowest."""
     params = sequences[0].request.params
     prompts = [sequence for sequence in sequences if sequence.request.choice == 0]
     attributes: dict[str, Attribute] = {

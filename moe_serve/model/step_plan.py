@@ -36,7 +36,7 @@ class SequenceSlice:
     `page_table` covers them. Logits are wanted for the last `num_logits` tokens: 0 while a prompt
     is still being read, 1 to sample, more for prompt log probabilities or to verify a draft. The
     last `num_drafted` tokens are not the sequence's own yet: a drafter expects them. `adapter` is
-    the digest of the adapter that computes them; empty: the base model.
+    the digest of the adapter that computes them (on ranks, its number); empty: the base model.
 
     With `layers`, the tokens take part in these layers only. Before the others their states are
     parked, and they want no logits before the last one.

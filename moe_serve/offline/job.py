@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_serve.adapters.adapter import Adapter
 from moe_serve.adapters.registry import AdapterRegistry
-from moe_serve.config.sections import AdapterConfig
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.config.tiers import TierConfig, find_tier
 from moe_serve.engine.request.request import (
     DecodingRules,

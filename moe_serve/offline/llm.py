@@ -100,6 +100,7 @@ class LLM:
         prefix_cache: bool = True,
         kv_dtype: KVDtypeName = "auto",
         kv_disk: str | None = None,
+        kv_disk_key_file: str | None = None,
         max_num_seqs: int = 64,
         max_batched_tokens: int = 1024,
         attention_ranks: int = 0,
@@ -126,15 +127,14 @@ class LLM:
             max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
             batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"),
         )  # fmt: skip
-        cluster_config = ClusterConfig(
-            attention_ranks=attention_ranks, expert_ranks=expert_ranks,
-            attention_tp=attention_tp, placement=placement,
-        )  # fmt: skip
+        cluster_config = ClusterConfig(attention_ranks=attention_ranks, expert_ranks=expert_ranks,
+                                       attention_tp=attention_tp, placement=placement)  # fmt: skip
         config = EngineConfig(
             model=model_config, scheduler=scheduler_config, cluster=cluster_config,
             cells=CellsConfig(layout=cells),
             cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache,
-                              kv_dtype=kv_dtype, disk_path=kv_disk),
+                              kv_dtype=kv_dtype, disk_path=kv_disk,
+                              disk_key_file=kv_disk_key_file),
             pipeline=PipelineConfig(micro_batches=micro_batches),
             predictor=PredictorConfig(path=predictor), adapters=adapter_config(adapters or {}),
             speculation=SpeculationConfig(method=speculation),
@@ -320,7 +320,7 @@ class LLM:
         return Job(stem, str(prompt) if is_text else None, ids, answers, time.monotonic())
 
     def _reasoning(self) -> ReasoningFormat | None:
-        """The format of the reasoning that the chat template shows."""
+        """Returns the format of the reasoning that the chat template shows."""
         source = "" if self._template is None else self._template.source
         return REASONING_FORMATS.get(reasoning_format_of(source) or "none")
 

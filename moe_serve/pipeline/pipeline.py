@@ -151,7 +151,8 @@ class Pipeline:
         return replace(inputs, adapters=adapter_rows(batch, self._adapters, self._device))
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:
-        """Run embedding and all layers -> the residual stream [T, D] of each micro-batch."""
+        """Runs the embedding and all layers, and returns the residual stream [T, D] of each
+        micro-batch."""
         states = (MicroBatchState(each, self._stage.embed(each)) for each in inputs)
         return [state.hidden_TD for state in self._finished(states)]
 

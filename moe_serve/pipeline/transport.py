@@ -87,6 +87,7 @@ def _adapted_total(experts: ExpertLayer, rows: RoutedRows, adapted: Sequence[Exp
     base_TK, parts = rows.expert_ids_TK.clone(), []
     for each in adapted:
         group, bank = each.group, each.experts.bank
+        assert bank is not None, "the experts of an adapter are on ranks"
         ids_RK = group.select(rows.expert_ids_TK)
         is_own_RK = each.experts.is_own_E[ids_RK]
         x_RD, weights_RK = group.select(rows.x_TD), group.select(rows.weights_TK)

@@ -250,7 +250,7 @@ class TemplateRenderer:
         return reply
 
     def close(self) -> None:
-        """Ends the processes, and refuse every later order."""
+        """Ends the processes, and refuses every later order."""
         self._quick.close()
         self._slow.close()
 

@@ -125,7 +125,7 @@ def as_ids(value: Any, num_dimensions: int, what: str) -> NDArray[np.int64]:
 def logical_counts(
     counts_LP: NDArray[np.float64], map_LP: NDArray[np.int64], num_experts: int, what: str
 ) -> NDArray[np.float64]:
-    """[L, E]: the counts of slots, added up for the experts in them."""
+    """Returns [L, E]: the counts of slots, added up for the experts in them."""
     if counts_LP.shape != map_LP.shape:
         raise TraceError(
             f"{what}: counts have the shape {counts_LP.shape}, but the map of slots has "

@@ -36,7 +36,7 @@ def is_among(experts: NDArray[np.integer], num_experts: int) -> NDArray[np.bool_
 
 
 def overlap(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
-    """[S, L]: the k experts predicted most against the k used most, common ones / k."""
+    """Returns [S, L]: the k experts predicted most against the k used most, common ones / k."""
     num_experts = score_SLE.shape[-1]
     predicted = is_among(top_experts(score_SLE, top_k), num_experts)
     used = is_among(top_experts(count_SLE, top_k), num_experts)
@@ -45,7 +45,7 @@ def overlap(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
 
 
 def wider_recall(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
-    """[S, L]: the share of the k experts used most that are among the 2k predicted most."""
+    """Returns [S, L]: the share of the k experts used most that are among the 2k predicted most."""
     num_experts = score_SLE.shape[-1]
     predicted = is_among(top_experts(score_SLE, 2 * top_k), num_experts)
     used = is_among(top_experts(count_SLE, top_k), num_experts)
@@ -54,14 +54,15 @@ def wider_recall(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floa
 
 
 def token_overlap(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
-    """[S, L]: the share of the choices that fell on the k experts predicted most. This is the mean
-    over the counted tokens of (their choices among these) / k."""
+    """Returns [S, L]: the share of the choices that fell on the k experts predicted most. This is
+    the mean over the counted tokens of (their choices among these) / k."""
     predicted = is_among(top_experts(score_SLE, top_k), score_SLE.shape[-1])
     return share(np.where(predicted, count_SLE, 0).sum(-1), count_SLE.sum(-1))
 
 
 def captured(score_SLE: Floats, count_SLE: NDArray[Any], top_k: int) -> Floats:
-    """[S, L]: choices on the k experts predicted most, over those on the k used most; at most 1."""
+    """Returns [S, L]: choices on the k experts predicted most, over those on the k used most; at
+    most 1."""
     predicted = is_among(top_experts(score_SLE, top_k), score_SLE.shape[-1])
     best = np.sort(count_SLE, axis=-1)[..., -top_k:].sum(-1)
     return share(np.where(predicted, count_SLE, 0).sum(-1), best)
@@ -115,8 +116,8 @@ def calibration(
 def rank_load_error(
     predicted_SLE: Floats, used_SLE: NDArray[Any], num_ranks: int, batch: int
 ) -> Floats:
-    """[B, L]: for batches of consecutive samples, the predicted load of each rank against the true
-    one: mean |difference| over the mean load of a rank.
+    """Returns [B, L]: for batches of consecutive samples, the predicted load of each rank against
+    the true one: mean |difference| over the mean load of a rank.
 
     Experts are on ranks in contiguous blocks. Both loads are scaled to the same total. Worked
     example, 2 ranks: predicted (3, 1), true (2, 2): mean |difference| 1, mean load 2: 0.5.

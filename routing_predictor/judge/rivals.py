@@ -69,9 +69,9 @@ def logistic_regression(
     seed: int = 0,
     progress: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> Floats:
-    """[U, L, E]: one multinomial regression per layer on the pooled embedding (scikit-learn), of
-    single choices: sample s is of class e as often as expert e was used after it. To limit the
-    cost, four choices are drawn from each sample."""
+    """Returns [U, L, E]: one multinomial regression per layer on the pooled embedding
+    (scikit-learn), of single choices: sample s is of class e as often as expert e was used after
+    it. To limit the cost, four choices are drawn from each sample."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
@@ -184,7 +184,7 @@ def judge_history(
 
 
 def load_of(texts: RoutedTexts) -> NDArray[np.int64]:
-    """[L, E]: how often each expert was chosen."""
+    """Returns [L, E]: how often each expert was chosen."""
     num_layers = texts.expert_ids_TLK.shape[1]
     counts = [
         np.bincount(texts.expert_ids_TLK[:, layer].ravel(), minlength=texts.num_experts)
@@ -196,8 +196,8 @@ def load_of(texts: RoutedTexts) -> NDArray[np.int64]:
 def decaying(
     cuts: PrefixCuts, count_LE: NDArray[np.integer], half_life: int = HALF_LIFE
 ) -> NDArray[np.float64]:
-    """[S, L, E]: a decaying histogram, as a server keeps it with one multiplication per token. It
-    starts from the marginal, which counts a quarter of a half-life."""
+    """Returns [S, L, E]: a decaying histogram, as a server keeps it with one multiplication per
+    token. It starts from the marginal, which counts a quarter of a half-life."""
     prior_LE = count_LE / np.maximum(count_LE.sum(-1, keepdims=True), 1)
     num_experts = cuts.texts.num_experts
     scores = []

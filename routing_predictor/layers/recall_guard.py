@@ -15,7 +15,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardLimits:
-    """When a predictor is switched off and on."""
+    """The recall at which a predictor is switched off and on."""
 
     min_recall: float
     hysteresis: float = 0.03  # recall above the floor at which it comes back

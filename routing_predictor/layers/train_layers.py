@@ -118,7 +118,7 @@ class LayerPredictors(nn.Module):
         return tuple(int(name) for name in self.layers)
 
     def predict(self, layer: int, hidden_TD: Tensor, context_TC: Tensor | None = None) -> Tensor:
-        """[T, E]: logits of the layer's coming choices."""
+        """Returns [T, E]: logits of the layer's coming choices."""
         logits: Tensor = self.layers[str(layer)](hidden_TD, context_TC)
         return logits
 

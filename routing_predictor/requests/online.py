@@ -47,7 +47,7 @@ class OnlinePredictor:
         return self._inner.horizon
 
     def predict(self, prefixes: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
-        """[R, L, E]: the inner predictor's result, shifted by the observations since."""
+        """Returns [R, L, E]: the inner predictor's result, shifted by the observations since."""
         probability_RLE = self._inner.predict(prefixes)
         if self._shift_LE is None:
             return probability_RLE

@@ -69,8 +69,8 @@ class RequestPredictor(Protocol):
         ...
 
     def predict(self, prefixes: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
-        """[R, L, E]: the probability that a coming token chooses the expert. The sum is about k per
-        layer. Predictions never affect the router's choices."""
+        """Returns [R, L, E]: the probability that a coming token chooses the expert. The sum is
+        about k per layer. Predictions never affect the router's choices."""
         ...
 
 
@@ -118,7 +118,7 @@ class PrefixPredictor:
 
     @torch.inference_mode()
     def predict(self, prefixes: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
-        """[R, L, E]: the probability that a coming token chooses the expert."""
+        """Returns [R, L, E]: the probability that a coming token chooses the expert."""
         mlp = self._mlp
         if not prefixes:
             return np.zeros((0, mlp.num_layers, mlp.num_experts), dtype=np.float32)

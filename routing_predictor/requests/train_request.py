@@ -60,11 +60,11 @@ class PrefixCuts:
         ]
 
     def coming(self) -> NDArray[np.int64]:
-        """[S, L, E]: how many of the coming tokens choose each expert."""
+        """Returns [S, L, E]: how many of the coming tokens choose each expert."""
         return np.stack([self.counts(end, end + self.horizon) for end in self.end_S])
 
     def history(self, window: int = MAX_PREFIX) -> NDArray[np.int64]:
-        """[S, L, E]: how many of the prefix's last tokens chose each expert."""
+        """Returns [S, L, E]: how many of the prefix's last tokens chose each expert."""
         return np.stack(
             [
                 self.counts(max(start, end - window), end)
@@ -185,7 +185,7 @@ def make_data(cuts: PrefixCuts, features_of: Features) -> PrefixData:
 
 
 def pooled(cuts: PrefixCuts, pools: PrefixPools) -> Tensor:
-    """[S, F]: the input of the request predictor."""
+    """Returns [S, F]: the input of the request predictor."""
     prefixes = cuts.prefixes()
     return torch.cat(
         [

@@ -52,7 +52,7 @@ class RecordedLoad:
         return int(self.counts_SLE.shape[2])
 
     def total(self) -> NDArray[np.float64]:
-        """[L, E]: the sum over all steps."""
+        """Returns [L, E]: the sum over all steps."""
         summed: NDArray[np.float64] = self.counts_SLE.sum(axis=0)
         return summed
 

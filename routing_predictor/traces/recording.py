@@ -101,7 +101,7 @@ class CappedParts:
         self.num_dropped = 0  # deleted parts of any recording
 
     def add(self, path: Path, size: int) -> None:
-        """Registers a new file and delete old ones. The newest stays, whatever its size. Raises
+        """Registers a new file and deletes old ones. The newest stays, whatever its size. Raises
         TraceError."""
         self._parts.append(Part(path, size))
         self._total += size
@@ -125,7 +125,7 @@ class CappedParts:
 
 
 def earlier_parts(directory: Path) -> list[Part]:
-    """List the parts of the recordings in a folder, as `Tracing` names them, the oldest first.
+    """Lists the parts of the recordings in a folder, as `Tracing` names them, the oldest first.
     Raises TraceError if the folder cannot be read; a path that is not a folder has no parts."""
     if not directory.is_dir():
         return []
@@ -228,7 +228,7 @@ class RecordingWriter:
             raise TraceError(f"{self._failure}; {self._num_made} parts were written before")
 
     def _token_bytes(self, tokens: TracedTokens) -> int:
-        """Bytes of one token in the file."""
+        """Returns the bytes of one token in the file."""
         _, num_layers, top_k = tokens.expert_ids_NLK.shape
         choice_bytes = tokens.expert_ids_NLK.itemsize + 2 * self._header.has_weights
         return int(num_layers * top_k * choice_bytes) + 9 + 4 * self._header.has_tokens
@@ -241,7 +241,7 @@ class RecordingWriter:
             self._num_lost += _num_tokens(part)
 
     def _run(self) -> None:
-        """Write full parts; runs on the writing thread."""
+        """Writes full parts; runs on the writing thread."""
         while (part := self._full.get()) is not None:
             if not part:
                 continue

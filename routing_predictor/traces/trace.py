@@ -94,7 +94,7 @@ class RoutingTrace:
         )
 
     def load(self) -> NDArray[np.int64]:
-        """[L, E]: how many of the tokens chose each expert."""
+        """Returns [L, E]: how many of the tokens chose each expert."""
         loads = [
             np.bincount(self.expert_ids_NLK[:, layer].ravel(), minlength=self.num_experts)
             for layer in range(len(self.layers))

@@ -138,7 +138,7 @@ def part_files(folder: Path) -> list[Path]:
 
 
 def read_traces(paths: Sequence[Path]) -> RoutingTrace:
-    """Read files and folders of parts as one trace. Raises TraceError."""
+    """Reads files and folders of parts as one trace. Raises TraceError."""
     files = [file for path in paths for file in (part_files(path) if path.is_dir() else [path])]
     return join_traces([read_trace(file) for file in files])
 

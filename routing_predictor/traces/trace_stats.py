@@ -121,7 +121,7 @@ def activations(trace: RoutingTrace, seed: int = 0) -> list[Activation]:
 
 
 def windows(trace: RoutingTrace, count: int) -> NDArray[np.int64]:
-    """[W, L, E]: the loads of equal runs of tokens, in the order of the trace."""
+    """Returns [W, L, E]: the loads of equal runs of tokens, in the order of the trace."""
     count = max(1, min(count, trace.num_tokens))
     parts = np.array_split(np.arange(trace.num_tokens), count)
     return np.stack([trace.select(slice(part[0], part[-1] + 1)).load() for part in parts])
@@ -153,7 +153,8 @@ def drifts(load_WLE: Loads, chance_WLE: Loads | None = None) -> list[Drift]:
 
 
 def total_variation(one_LE: Loads, other_LE: Loads) -> NDArray[np.float64]:
-    """[L]: half the sum of the absolute differences of two shares; 0 if equal, 1 if disjoint."""
+    """Returns [L]: half the sum of the absolute differences of two shares; 0 if equal, 1 if
+    disjoint."""
     one, other = (
         load / np.maximum(load.sum(axis=1, keepdims=True), 1e-30) for load in (one_LE, other_LE)
     )
@@ -176,7 +177,7 @@ def _runs(
     size: int,
     rng: np.random.Generator,
 ) -> list[NDArray[np.int64]]:
-    """Draw batches of consecutive tokens of one request that has enough of them."""
+    """Draws batches of consecutive tokens of one request that has enough of them."""
     order, starts, counts = by_request
     long_enough = np.flatnonzero(counts >= size)
     if not len(long_enough):
@@ -201,7 +202,7 @@ def _mean_active(trace: RoutingTrace, batches: list[NDArray[np.int64]]) -> float
 
 
 def draw_heat_map(load_LE: Loads, layers: Sequence[int], title: str, path: Path) -> None:
-    """Draw layers down and experts across; white is the mean of the layer, blue below, red above.
+    """Draws layers down and experts across; white is the mean of the layer, blue below, red above.
 
     Raises TraceError if matplotlib is missing or the file cannot be written.
     """

@@ -31,9 +31,15 @@ BLOCK = PageBlock(
 EXAMPLE = ROOT / "configs" / "serve.yaml"
 HEADER = "| key and variable | flag | default | takes | meaning |"
 PARAMETER_OF = {
+    "cells.layout": "cells",
     "cache.disk_path": "kv_disk",
     "cache.disk_bytes": "kv_disk_bytes",
     "model.expert_memory_bytes": "expert_memory",
+    "kv_events.endpoint": "kv_events_config",
+    "kv_events.replay_endpoint": "kv_events_config",
+    "kv_events.topic": "kv_events_config",
+    "kv_events.buffer_steps": "kv_events_config",
+    "kv_events.hwm": "kv_events_config",
     "log.format": "log_format",
     "adapters.is_enabled": "enable_lora",
     "adapters.modules": "lora_modules",

@@ -11,7 +11,7 @@ import pytest
 
 from moe_serve.adapters.adapter import Adapter
 from moe_serve.adapters.registry import AdapterRegistry, open_registry
-from moe_serve.config.sections import AdapterConfig
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from tests.support.adapters.small_registry import BYTES, small_registry, write_small
 
@@ -24,6 +24,8 @@ def test_loading_a_name_again_makes_another_version(tmp_path: Path) -> None:
     later = registry.acquire("a")
     assert running.version.digest != later.version.digest
     assert registry.weights(running.version.digest) is running.weights  # it drains
+    del running
+    assert registry.stats.num_in_memory == 1
     registry.unload("a")
     with pytest.raises(ModelNotFoundError, match="'a' does not exist"):
         registry.acquire("a")

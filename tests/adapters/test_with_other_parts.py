@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.config.sections import (
-    AdapterConfig,
     CacheConfig,
     EngineConfig,
     ModelConfig,

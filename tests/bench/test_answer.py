@@ -1,4 +1,4 @@
-"""What is measured of an answer: which events are tokens, when, and what counts as an error."""
+"""The record of an answer: the events that are tokens, their times, and what counts as an error."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TestTimes:
         assert record.tpot_s == 1.0, "4 s for four tokens in one event"
 
     def test_usage_with_each_event(self) -> None:
-        """A first event of three tokens has no part in TPOT; a token without text counts."""
+        """A first event with three tokens does not count in TPOT; a token without text counts."""
         record = read(
             (2.0, event(text("abc", 3))),
             (3.0, event(text("", 4))),  # held back by a parser
@@ -188,7 +188,7 @@ class TestConnection:
         assert record.is_ok and record.output_tokens == 2, record
 
     def test_bytes_that_are_no_text_at_the_end_of_a_connection(self) -> None:
-        """What is raised there nobody would see, and the request would wait for its timeout."""
+        """An exception at this point would be lost, and the request would wait for its timeout."""
         record = through_http([b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": "\xff"}'])
         assert record.error == "broken answer", record
 

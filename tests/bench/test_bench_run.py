@@ -1,4 +1,4 @@
-"""Whole runs against a server on this machine: what it is asked, and what is reported."""
+"""Runs the benchmark against a server on this machine and checks its requests and its report."""
 
 from __future__ import annotations
 
@@ -321,7 +321,8 @@ class TestCommand:
 
 
 def test_ctrl_c_reports_what_had_ended(tmp_path: Path) -> None:
-    """The third request of the load is never answered: the signal comes while it waits."""
+    """The third request of the load is never answered; the signal comes while the run waits for
+    it."""
     path = tmp_path / "r.json"
     num = iter(range(100))
 

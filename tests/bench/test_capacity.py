@@ -1,4 +1,4 @@
-"""The capacity of a simulated server: below it the queue in order of arrival is stable."""
+"""The capacity of a simulated server: the queue is stable below it, in order of arrival."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def simulated(num: int = 400) -> SimulatedRun:
 
 
 def waits(run: SimulatedRun) -> tuple[float, float]:
-    """Simulates -> the median TTFT of the second and of the last fifth of the requests."""
+    """Simulates a load and returns the median TTFT of the second and of the last fifth of
+    requests."""
     records = run_simulation(run).records
     ttfts = [record.ttft_s or 0.0 for record in records]
     fifth = len(ttfts) // 5

@@ -1,4 +1,4 @@
-"""Closed and open loops, with a clock that stands still until everybody waits."""
+"""Closed and open loops, with a clock that moves only when all tasks sleep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_serve.bench.workload.prompt_maker import Ready
 
 
 class FakeTimer:
-    """`advance` moves to the next moment that somebody sleeps for."""
+    """A clock: `advance` moves it to the next time at which a task wakes."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -45,7 +45,7 @@ class FakeTimer:
 
 
 class SlowSender:
-    """Answers after `seconds`; notes how many it had at once."""
+    """Answers after `seconds` and notes how many requests it had at once."""
 
     def __init__(self, timer: FakeTimer, seconds: float) -> None:
         self._timer, self._seconds = timer, seconds
@@ -108,7 +108,7 @@ def drive_open(
 def test_a_timer_that_fires_early_sends_nothing_before_it_is_due(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As uvloop's: whole milliseconds, up to one too soon."""
+    """uvloop's timers have whole milliseconds and may fire up to one millisecond early."""
     now, slept = 0.0, []
 
     async def sleep(delay: float) -> None:

@@ -139,7 +139,7 @@ def test_timeline_by_hand() -> None:
 
 
 def test_the_last_end_is_on_the_timeline() -> None:
-    """300 bins of this length, rounded, end a little before the run does."""
+    """The rounded length of 300 bins ends a little before the run does."""
     end = 30.12991495747874
     assert 300 * (end / 300) < end
     line = RunTimeline.of([record(first_s=None, end_s=end, error="timeout")], end)
@@ -165,7 +165,8 @@ class TestCompare:
         assert rows and all(row.interval is None and row.verdict == "" for row in rows)
 
     def test_an_interval_holds_the_truth_and_shrinks(self) -> None:
-        """Exponential latencies, B a fifth longer: 95% intervals, so most of 40 hold 0.2."""
+        """B has exponential latencies that are a fifth longer. Most of 40 intervals of 95% hold
+        0.2."""
         rng = np.random.default_rng(5)
 
         def intervals_of(num: int) -> dict[str, tuple[float, float]]:
@@ -178,7 +179,7 @@ class TestCompare:
         assert high - low < 0.4
 
     def test_values_of_a_request_stay_together(self) -> None:
-        """Requests with a thousand equal gaps know no more than as many with one."""
+        """Requests with a thousand equal gaps give as wide an interval as requests with one gap."""
         rng = np.random.default_rng(5)
         a, b = rng.exponential(1.0, 30), rng.exponential(1.0, 30)
         single = change_intervals([v[None] for v in a], [v[None] for v in b], rng)

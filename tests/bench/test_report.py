@@ -1,4 +1,4 @@
-"""What is written: the JSON file, the page and its pictures."""
+"""The files that a benchmark writes: the JSON file, the page and its pictures."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TestJson:
 
 
 class Balance(HTMLParser):
-    """Every tag that was opened is closed, in order."""
+    """Checks that every opened tag is closed, in order."""
 
     VOID = ("meta", "line")
 

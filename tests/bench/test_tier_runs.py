@@ -1,4 +1,4 @@
-"""`bench --tiers`: what is sent for each tier, what is reported, and how two runs compare."""
+"""`bench --tiers`: the requests of each tier, the report, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def answer(path: str, body: Mapping[str, Any]) -> Reply:
 
 
 def run(**workload: Any) -> tuple[Report, list[Mapping[str, Any]]]:
-    """The report of a run, and the bodies of its requests without those of the probe."""
+    """Returns the report of a run and the bodies of its requests, without those of the probe."""
 
     async def start() -> tuple[Report, list[Mapping[str, Any]]]:
         async with FakeServer(answer) as server:
@@ -101,7 +101,7 @@ def test_a_run_that_only_failed_is_bad() -> None:
 
 
 def tiered(ttfts: list[float], refused: int = 0) -> Report:
-    """A report of answers of tier chat with these times to the first token, and refusals."""
+    """Makes a report of answers and refusals of tier chat with these times to the first token."""
     rows = [
         record(index=i, first_s=ttft, end_s=ttft + 1.0, tier="chat") for i, ttft in enumerate(ttfts)
     ]

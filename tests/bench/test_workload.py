@@ -1,4 +1,4 @@
-"""When requests are due and what they hold: arrivals, traces, prompts."""
+"""The workload: the times of requests, their prompts and lengths, and traces."""
 
 from __future__ import annotations
 

@@ -234,7 +234,8 @@ class TestContestant:
                 contestant.generate(Turn(prompts=[[1]], num_output=1))
 
     def test_a_signal_is_named(self, tmp_path: Path) -> None:
-        """What it printed last may have nothing to do with its end."""
+        """The last line that a process printed need not be the cause of its end, so the signal is
+        named."""
         program = DIES.replace(
             'raise MemoryError("12 GB more, please")',
             'os.write(2, b"reserved 27 MiB"); os.kill(os.getpid(), 4)',

@@ -41,7 +41,8 @@ def tiny(tmp_path: Path) -> Path:
 def test_tiny_engines_give_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """moe-serve in floats and packed, and transformers on the same weights; the file grows."""
+    """moe-serve in floats and packed, and transformers, give the same tokens; the result file
+    grows."""
     path = tmp_path / "engine.json"
     names = ["moe-serve", "moe-serve fp8", "moe-serve int4", "transformers grouped_mm"]
 
@@ -133,7 +134,7 @@ def test_every_format_is_as_small_as_the_kernels_hold_it() -> None:
 
 
 def test_sizes_and_limits_of_a_large_model(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B by hand: 48 layers of 128 experts of 3 x 2048 x 768; nothing is made."""
+    """Qwen3-30B-A3B by hand: 48 layers of 128 experts of 3 x 2048 x 768; no weights are made."""
     write_model(tmp_path, QWEN, is_tiny=False)
     size = model_size(tmp_path, "bfloat16")
     assert size.expert == 3 * 2048 * 768 and size.head == 151936 * 2048
@@ -163,7 +164,7 @@ def test_other_families_have_a_size(tmp_path: Path) -> None:
 
 
 def test_verdicts(tmp_path: Path) -> None:
-    """80 of 100 tokens per second, and 4 times and twice the peer."""
+    """The bars are 80 of 100 tokens per second, and four times and twice the peer."""
     work = Work(single_output=81, batch_size=2, batch_output=41)
     report = ModelReport(
         model="m", dtype="d", work=work, device="x", environment={}, machine={}

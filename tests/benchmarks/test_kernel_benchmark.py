@@ -59,7 +59,7 @@ def test_ranks_get_their_share_of_the_rows() -> None:
 
 
 def test_what_the_work_costs_at_least() -> None:
-    """By hand: 1 token, 2 of 8 experts of 3 x 64 x 96 weights; 2 operations for each."""
+    """By hand: 1 token, 2 of 8 experts of 3 x 64 x 96 weights; 2 operations for each weight."""
     rows = make_rows(TINY, 1, torch.bfloat16, CPU)
     assert rows.num_active == 2
     assert operations(TINY, rows) == 2 * 2 * 3 * 64 * 96

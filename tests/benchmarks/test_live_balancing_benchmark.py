@@ -1,4 +1,5 @@
-"""`benchmarks/run.py live_balancing`: its placements and its ratios; whole it takes a minute."""
+"""`benchmarks/run.py live_balancing`: its placements and ratios. A whole run would take a
+minute."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def test_ablation_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_delays_of_the_kernel_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two namespaces, gloo between them; tc alone has a stand-in, as few kernels have netem."""
+    """Two namespaces with gloo between them. Only tc has a stand-in, because few kernels have
+    netem."""
     asked: list[tuple[str, float]] = []
 
     def set_delay(host: two_hosts.VirtualHost, seconds: float) -> object:
@@ -97,7 +98,7 @@ def test_where_the_kernel_cannot_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(400)
 def test_steps_ahead_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens are compared in there."""
+    """The benchmark itself compares the tokens."""
     path = tmp_path / "ahead.json"
     few = ["--sequences", "3", "--micro-batches", "2", "--runs", "2", "--steps", "4"]
     assert ahead.main([*few, "--json", str(path)]) == 0
@@ -113,7 +114,8 @@ def test_deepspeed_that_is_not_there() -> None:
 
 
 def one_step(end: int) -> tuple[StepMarks, StepMarks]:
-    """Two layers; T_a 3 ms, T_e 2 ms, T_c 1 ms: sent at 3, received at 4, sent at 6, back at 7."""
+    """Two layers with T_a 3 ms, T_e 2 ms, T_c 1 ms: sent at 3, received at 4, sent at 6, back at
+    7."""
     ours = StepMarks(start=0, end=end, whole_end=end, received=[7 * MS, 14 * MS],
                      sent=[3 * MS, 10 * MS])  # fmt: skip
     theirs = StepMarks(start=0, end=end, whole_end=end, received=[4 * MS, 11 * MS],

@@ -20,7 +20,7 @@ from serving.prefix_replay import (
 
 
 def conversations(num_requests: int) -> list[TracedRequest]:
-    """Users who come back with what was said before and one or two blocks more.
+    """Makes conversations whose next turn repeats the earlier ones and adds one or two blocks.
 
     As in the real trace, a block that is not full has an id of its own.
     """
@@ -71,7 +71,7 @@ def test_the_command(
 
 
 def test_every_way_has_a_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """However short the time is: the first round does not count, and one more is made."""
+    """However short the time is, one round runs that does not count, and one that does."""
     path = tmp_path / "new" / "tracing.json"
     few = ["--seconds", "0", "--requests", "2", "--tokens", "3", "--prompt", "4"]
     assert tracing.main([*few, "--json", str(path)]) == 0

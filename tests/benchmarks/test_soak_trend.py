@@ -1,4 +1,4 @@
-"""When the soak calls a series flat."""
+"""The soak's test for a flat series."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_a_quantile_is_its_buckets_upper_end() -> None:
 
 
 def settled(visits_per_sample: int, num_samples: int, growth: list[float]) -> tuple[int, bool]:
-    """Samples of every 10 s; `growth`: MiB by sample, the last of them for all that follow."""
+    """Returns samples of every 10 s. `growth` is MiB by sample; its last value holds for all later
+    ones."""
     seconds = [10.0 * (i + 1) for i in range(num_samples)]
     visits = [visits_per_sample * (i + 1) for i in range(num_samples)]
     mib, own = [], 300.0
@@ -49,7 +50,8 @@ def settled(visits_per_sample: int, num_samples: int, growth: list[float]) -> tu
 
 
 def test_the_warm_up_ends_when_memory_has_settled() -> None:
-    """1 MiB a sample for 40 samples, then nothing: at 100 visits a sample, 10 samples are 1 000."""
+    """Memory grows 1 MiB a sample for 40 samples and then stays. At 100 visits a sample, 10 samples
+    are 1 000 visits."""
     assert settled(100, 180, [1.0] * 40 + [0.0]) == (47, True)  # samples 37 to 47: +2 MiB
     assert settled(100, 180, [0.0]) == (10, True)
     assert settled(50, 180, [1.0] * 40 + [0.0]) == (57, True)  # slower visits, a longer warm-up
@@ -57,8 +59,8 @@ def test_the_warm_up_ends_when_memory_has_settled() -> None:
 
 
 def test_a_leak_does_not_settle_and_is_judged() -> None:
-    """24 MiB an hour at 5.5 visits a second is 1.2 MiB in 1 000: it settles, and the trend sees it;
-    faster ones run into the end of the warm-up."""
+    """24 MiB an hour at 5.5 visits a second is 1.2 MiB in 1 000 visits: memory counts as settled,
+    and the trend shows the leak. A faster leak lasts until the warm-up's limit."""
     assert settled(54, 180, [24 / 360]) == (19, True)
     first, is_settled = settled(54, 180, [80 / 360])
     assert (first, is_settled) == (89, False)

@@ -1,4 +1,4 @@
-"""Pages as tensors: copies, which of them are finite, and how many there are."""
+"""Pages as tensors: how many there are, how they are copied, and which are finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The times of sampled pages: which are measured, from when to when, and which are forgotten."""
+"""The times of sampled pages: which pages are measured, over which interval, and which are
+dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys, the tree over them, and who is evicted first."""
+"""Keys, the tree of keys, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = root_key(b"model", b"", "")
 
 
 def run_of(*first_tokens: int) -> np.ndarray:
-    """One page of tokens for each of these: t, t + 1, ... t + 15."""
+    """Returns tokens for one page per argument t: t, t + 1, ... t + 15."""
     return token_array([token + i for token in first_tokens for i in range(16)])
 
 
@@ -93,7 +93,7 @@ def test_a_parent_cannot_leave_before_its_children() -> None:
 
 
 class Owner:
-    """A sequence as the cache sees it: what it wants, and the pages it has."""
+    """A sequence as the cache sees it: the tokens it wants and the pages it has."""
 
     def __init__(self, cache: PrefixCache, tokens: np.ndarray) -> None:
         self.keys = following_keys(ROOT, tokens, 16)
@@ -166,8 +166,8 @@ def test_integrity_sees_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_owners_against_a_model_in_ten_lines(seed: int) -> None:
-    """The model: paths by their last use; whoever is used marks all its prefixes as used, the
-    longest first; the one unmarked for longest goes."""
+    """The model keeps paths by their last use. A use marks all prefixes of a path as used, the
+    longest first. The path that was marked longest ago is evicted."""
     rng, capacity = random.Random(seed), 24
     cache, order = PrefixCache(capacity, 16), []  # order: token paths, oldest first
     for _ in range(400):

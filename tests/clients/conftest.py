@@ -1,4 +1,4 @@
-"""One server for all the clients here, and no way to anywhere else."""
+"""One server for all client tests, and no other network."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def base_url(server_url: str) -> str:
 
 @pytest.fixture
 def http_client() -> Iterator[httpx.Client]:
-    """For the libraries that leave theirs open: they take one that somebody else closes."""
+    """A client for the libraries that do not close theirs; the fixture closes it."""
     with httpx.Client(timeout=60) as client:
         yield client
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These libraries must not fetch vocabularies, nor report home."""
+    """These libraries must not fetch vocabularies or report usage."""
     real = socket.getaddrinfo
 
     def only_local(host: Any, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Answers that a client's library has parsed or streamed go back as its user would send them."""
+"""Answers that a client library has parsed or streamed can be sent back as a user would do it."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_parameter_of_the_libraries_is_known(server_url: str, name: str) -> None:
-    """Served, without effect or refused by its name, and null asks for nothing."""
+    """Each parameter works, has no effect, or is refused by its name; null means the default."""
     path, needed, types = REQUESTS[name]
     fields = {field for kind in types for field in get_type_hints(kind)}
     assert len(fields) >= 7, "the library has moved its types"

@@ -1,6 +1,6 @@
-"""Tools that must be called, and answers by a schema, through every client.
+"""Forced tool calls and answers by a schema, through every client.
 
-The demonstration model would not call a tool by itself: here the answer's grammar makes it.
+The demonstration model would not call a tool by itself, so a grammar makes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ASK = "What is the weather like in Paris today?"
 
 
 class CalendarEvent(BaseModel):
-    """Every answer is short, so that none is cut."""
+    """Every answer is short, so that none is cut off."""
 
     day: Literal["Friday", "Saturday"]
     place: Literal["fair", "museum"]

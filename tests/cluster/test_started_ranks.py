@@ -12,7 +12,8 @@ from typing import Any, get_args
 import pytest
 
 from moe_serve.cluster import started_ranks
-from moe_serve.cluster.started_ranks import build_cluster, check_transport
+from moe_serve.cluster.members.preflight import check_transport
+from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import TransportName
 from moe_serve.errors import CheckpointError, ClusterError, ConfigError
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter

@@ -37,7 +37,7 @@ def piece(text: str) -> dict[str, Any]:
 
 
 class ScriptedServer:
-    """Answers each request with the next of `answers`; keeps what was asked."""
+    """Answers each request with the next of `answers` and keeps the requests."""
 
     def __init__(self, *answers: httpx.Response) -> None:
         self.answers = list(answers)
@@ -79,7 +79,7 @@ def test_an_answer_streams_and_is_timed() -> None:
 
 
 def test_the_speed_is_of_all_tokens_that_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reasoning is not shown; its tokens are in the usage, so its time counts too."""
+    """Reasoning is not shown, but its tokens are in the usage, so the time it takes counts too."""
     clock = iter(range(100))
     thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}
     usage = {"choices": [], "usage": {"completion_tokens": 9}}

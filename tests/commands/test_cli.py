@@ -32,7 +32,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run(*arguments: str) -> int:
-    """The exit code of `moe-serve ARGUMENTS`."""
+    """Returns the exit code of `moe-serve ARGUMENTS`."""
     with pytest.raises(SystemExit) as exit_info:
         main(list(arguments))
     code = exit_info.value.code
@@ -47,7 +47,7 @@ def flags_of(command: str) -> list[str]:
 
 
 def test_the_flags_are_frozen() -> None:
-    """A run is a configuration, not a row of flags: a new one needs a reason and this list."""
+    """A run is a configuration, not a row of flags. A new flag needs a reason and an entry here."""
     assert flags_of("serve") == [
         "--api-key",
         "--attention-ranks",
@@ -64,6 +64,7 @@ def test_the_flags_are_frozen() -> None:
         "--kv-disk",
         "--kv-disk-bytes",
         "--kv-dtype",
+        "--kv-events-config",
         "--log-format",
         "--lora-modules",
         "--max-batched-tokens",
@@ -331,7 +332,8 @@ def test_a_wrong_flag_is_a_usage_error(capsys: Capture, arguments: list[str]) ->
 
 
 def test_what_is_said_of_other_servers_flags_is_there() -> None:
-    """Flags, keys, variables and commands that the advice names; and none of ours is refused."""
+    """The flags, keys, variables and commands that the advice names exist, and none of ours is
+    refused."""
     own = {*flags_of("serve"), *flags_of("launch")}
     keys = {key.path: variable_name(key) for key in config_keys()}
     commands = typer.main.get_group(app).commands
@@ -425,7 +427,8 @@ def test_ready_message_does_not_wrap_the_line_to_paste() -> None:
     [("serve", "moe-serve serve --port 9"), ("test", "scripts/test --port 9")],
 )
 def test_make_installs_torch_first(tmp_path: Path, target: str, last: str) -> None:
-    """From a bare clone: a virtual environment, torch alone, the project, then the command."""
+    """A bare clone gets a virtual environment, then torch alone, then the project, then the
+    command."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     done = subprocess.run(
@@ -455,6 +458,33 @@ def test_make_installs_torch_first(tmp_path: Path, target: str, last: str) -> No
 def test_a_wrong_speculative_config_is_a_sentence(capsys: Capture, text: str, words: str) -> None:
     assert run("serve", "--speculative-config", text, "--print-config") == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x", "takes a JSON object, got 'x'; its keys are enable_kv_cache_events, publisher"),
+        ('{"x": 1}', "does not take 'x'; its keys are"),
+        ('{"enable_kv_cache_events": 1}', "is 1 and must be true or false"),
+        ('{"enable_kv_cache_events": true, "publisher": "nats"}', "must be zmq, or null for none"),
+        ('{"enable_kv_cache_events": true, "buffer_steps": 0}', "kv_events.buffer_steps cannot be"),
+    ],
+)
+def test_a_wrong_kv_events_config_is_a_sentence(capsys: Capture, text: str, words: str) -> None:
+    assert run("serve", "--kv-events-config", text, "--print-config") == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_vllm_s_keys_of_kv_events_set_ours() -> None:
+    on = {"enable_kv_cache_events": True, "publisher": "zmq", "max_queue_size": 9, "topic": ""}
+    given = {**on, "replay_endpoint": "tcp://*:5600", "buffer_steps": 7}
+    assert flag_settings({"kv_events.endpoint": json.dumps(given)}) == {
+        "kv_events.endpoint": "tcp://*:5557",
+        "kv_events.replay_endpoint": "tcp://*:5600",
+        "kv_events.buffer_steps": 7,
+    }
+    for off in ({}, {"enable_kv_cache_events": False}, {**on, "publisher": "null"}):
+        assert flag_settings({"kv_events.endpoint": json.dumps(off)}) == {}
 
 
 @pytest.mark.parametrize("name", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "exaone_moe_mtp"])

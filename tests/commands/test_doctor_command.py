@@ -1,4 +1,4 @@
-"""`moe-serve doctor` and `moe-serve config show`: what is in the way is said, with exit code 1."""
+"""`moe-serve doctor` and `moe-serve config show`: problems are named, and the exit code is 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moe-serve launch`: what it reads, refuses and emits. What it starts is tested elsewhere."""
+"""`moe-serve launch`: its input, refusals and output. Other tests start what it emits."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_file_is_no_folder_to_write_into(capsys: Capture, tmp_path: Path) -> N
 
 
 def test_manifests_of_a_cluster_file(capsys: Capture, tmp_path: Path) -> None:
-    """Its settings travel as variables; its layout must be the one that nodes derive."""
+    """The file's settings travel as variables; its layout must be the one that the nodes derive."""
     split = "attention_ranks: [{0}]\n    expert_ranks: [{0}]"
     even = TWO_NODES.read_text()
     even = even.replace(split.format("0, 1"), "attention_ranks: [0, 1, 2, 3]")

@@ -43,7 +43,8 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def settings(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubSettings:
-    """Of this process, whose `huggingface_hub` has read the environment once."""
+    """The hub settings of this process, whose `huggingface_hub` has read the environment
+    already."""
     made = HubSettings(endpoint=hub.url, cache=tmp_path / "cache", retry_waits_s=())
     monkeypatch.setattr(settings_module, "hub_settings", lambda: made)
     monkeypatch.setattr(named_model, "hub_settings", lambda: made)
@@ -52,7 +53,7 @@ def settings(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> H
 
 
 def environment(hub: FakeHub, home: Path, **more: str) -> dict[str, str]:
-    """Of a process that asks only this hub."""
+    """Returns the environment of a process that uses only this hub."""
     kept = {name: value for name, value in server_environment().items() if "HF_" not in name}
     return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", **more}
 

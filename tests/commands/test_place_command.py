@@ -1,4 +1,4 @@
-"""`moe-serve place`: what a user types, sees and gets wrong."""
+"""`moe-serve place`: commands, their output, and mistakes of users."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COMMANDS = typer.main.get_command(app)
 
 
 def run(*arguments: object) -> int:
-    """The exit code of `moe-serve place ARGUMENTS`."""
+    """Returns the exit code of `moe-serve place ARGUMENTS`."""
     with pytest.raises(SystemExit) as exit_info:
         main(["place", *map(str, arguments)])
     code = exit_info.value.code
@@ -55,7 +55,7 @@ def run(*arguments: object) -> int:
 
 @pytest.fixture(autouse=True)
 def built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building all commands takes longer than most of these tests."""
+    """Builds the commands once, because that takes longer than most of these tests."""
     monkeypatch.setattr("moe_serve.cli.main.app", COMMANDS)
 
 
@@ -74,7 +74,7 @@ def loads(tmp_path: Path) -> list[Path]:
 def test_files_that_contradict_themselves_or_the_flags(
     loads: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:
-    """An expert twice in a token, and fewer or more experts than the file has."""
+    """An expert comes twice in a token; there are fewer or more experts than the file has."""
     twice = np.array([[[0, 1]], [[3, 3]]], np.int64)
     np.save(tmp_path / "twice.npy", twice)
     for arguments, message in (
@@ -155,7 +155,7 @@ def test_what_other_programs_recorded_is_read(tmp_path: Path) -> None:
 
 
 def test_a_model_numbers_the_layers(tmp_path: Path, capsys: Capture) -> None:
-    """Layers that are counted among those with experts get the model's numbers."""
+    """Layers that are counted among the layers with experts get the model's numbers."""
     load, plan = tmp_path / "counts.csv", tmp_path / "sglang.json"
     load.write_text("1,2,3,4\n4,3,2,1\n")
     asked = ("--load", load, "--devices", 2, "--quick", "--export", "sglang", plan)
@@ -190,7 +190,7 @@ def test_moves_from_the_plan_in_use(loads: list[Path], tmp_path: Path, capsys: C
 
 
 def test_every_format_there_and_back(loads: list[Path], tmp_path: Path, capsys: Capture) -> None:
-    """What `--export` writes is read by compare and show as the plan that --out has."""
+    """Compare and show read each file of `--export` as the same plan as the file of --out."""
     plan = tmp_path / "plan.json"
     asked = ("--load", loads[0], "--devices", 4, "--replicas", 4, "--num-layers", 3)
     files = []
@@ -212,7 +212,7 @@ def test_every_format_there_and_back(loads: list[Path], tmp_path: Path, capsys: 
 def test_a_plan_of_another_engine_becomes_ours(
     loads: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:
-    """As who gives one to `serve --placement` is told."""
+    """`serve --placement` refuses another engine's plan and names the command that converts it."""
     theirs, ours, out = tmp_path / "theirs.json", tmp_path / "ours.json", tmp_path / "out.json"
     asked = ("--load", loads[0], "--devices", 4, "--replicas", 4, "--quick")
     assert run(*asked, "--out", ours, "--export", "vllm", theirs) == 0
@@ -322,7 +322,8 @@ def test_check_names_what_does_not_fit(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_check_with_a_part_of_the_model(tmp_path: Path, capsys: Capture) -> None:
-    """Layers alone, or experts alone: what is said is compared, and what is not is told."""
+    """With layers alone or experts alone, the known part is compared and the missing part is
+    named."""
     plan = tmp_path / "plan.json"
     write_placement(contiguous([1, 2], 4, 2), plan)
     layers = ("check", plan, "--num-layers", 3, "--dense-layers")
@@ -338,7 +339,7 @@ def test_check_with_a_part_of_the_model(tmp_path: Path, capsys: Capture) -> None
 
 
 def test_copies_that_eplb_doubles_are_told(tmp_path: Path, capsys: Capture) -> None:
-    """Expert 0 gets five of ten copies for two devices; a placement has two of them."""
+    """EPLB gives expert 0 five of ten copies on two devices; a placement has two of them."""
     path, plan = tmp_path / "hot.csv", tmp_path / "plan.jsonl"
     path.write_text("100,30,1,1,1,1\n")
     asked = ("--load", path, "--devices", 2, "--replicas", 4, "--quick", "--export", "vllm", plan)
@@ -353,7 +354,7 @@ def test_copies_that_eplb_doubles_are_told(tmp_path: Path, capsys: Capture) -> N
 
 
 def test_replicas_that_a_plan_needs_anyway(tmp_path: Path, capsys: Capture) -> None:
-    """Five experts on two equal devices: one replica is the least, which is not none."""
+    """Five experts on two equal devices need at least one replica, so 0 is not possible."""
     path, figures = tmp_path / "five.csv", tmp_path / "figures.json"
     path.write_text("5,4,3,2,1\n")
     assert run("--load", path, "--devices", 2, "--replicas", 1, "--json", figures) == 0
@@ -370,7 +371,7 @@ def test_replicas_that_a_plan_needs_anyway(tmp_path: Path, capsys: Capture) -> N
 def test_replicas_are_copies_and_not_empty_slots(
     loads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan that leaves slots empty: three copies more in one layer, one in the others."""
+    """A plan that leaves slots empty has three more copies in one layer and one in the others."""
     copies_LED = np.zeros((3, 16, 4), dtype=np.int64)
     copies_LED[:, range(16), np.arange(16) % 4] = 1
     copies_LED[:, 0, 1] = copies_LED[0, 1, 0] = copies_LED[0, 2, 0] = 1
@@ -399,8 +400,8 @@ def test_replicas_are_copies_and_not_empty_slots(
 def test_a_scenario_is_held_out_by_the_solver_of_the_plan(
     loads: list[Path], tmp_path: Path, capsys: Capture, solver: str, column: str
 ) -> None:
-    """Or the table says whose the plans without it are. The linear plan knows no load: it is the
-    same with and without one."""
+    """The table names the solver of the plans without the scenario. The linear plan knows no load,
+    so it is the same with and without it."""
     figures = tmp_path / "figures.json"
     asked = ("--load", *loads, "--devices", 4, "--solver", solver, "--seconds", 2)
     assert run(*asked, "--json", figures) == 0
@@ -411,7 +412,7 @@ def test_a_scenario_is_held_out_by_the_solver_of_the_plan(
 
 
 def test_check_of_what_is_no_plan(loads: list[Path], tmp_path: Path, capsys: Capture) -> None:
-    """Exit code 2 and one sentence: nothing was compared that could be called a misfit."""
+    """The exit code is 2, with one sentence, because nothing could be compared."""
     for name, content, what in (
         (
             "text.json",
@@ -474,7 +475,7 @@ def test_files_after_one_flag() -> None:
 
 
 def mistakes(folder: Path) -> list[tuple[tuple[Any, ...], str]]:
-    """Arguments, and what is said of them."""
+    """Returns arguments and the message for each."""
     good, day = folder / "good.csv", ("--load", folder / "good.csv")
     good.write_text("1,2,3,4\n4,3,2,1\n")
     for name, text in (
@@ -620,7 +621,8 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
 def test_progress_without_a_terminal_and_with_one(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """A line now and then, also while the solver reports nothing yet; a bar on a terminal."""
+    """Without a terminal a line comes from time to time, even before the solver reports; a terminal
+    gets a bar."""
     monkeypatch.setattr(place_plan, "_FIRST_LINE_S", 0.01)
     monkeypatch.setattr(place_plan, "_NEXT_LINE_S", 0.01)
     told = Progress(objective=1.02, bound=1.0, done=0.5, seconds=1.0)

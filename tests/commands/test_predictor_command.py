@@ -124,7 +124,7 @@ def test_a_trace_trains_and_is_judged(texts: Path, tmp_path: Path, capsys: Captu
 
 
 def test_what_cannot_be_learnt_from_is_told(tmp_path: Path, capsys: Capture) -> None:
-    """One document, and traces of another model that do not say so."""
+    """One document is too few, and so are traces of another model that do not name it."""
     (tmp_path / "one.txt").write_text(TEXT)
     arguments = ("--texts", str(tmp_path / "one.txt"), "--out", str(tmp_path / "out"))
     for kind in ("next-layer", "pre-attention", "request"):

@@ -1,4 +1,4 @@
-"""`moe-serve run-batch`: every line gets one row, whatever is in it, and a second run goes on."""
+"""`moe-serve run-batch`: every line gets one row, whatever it holds, and a second run continues."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def answered(
 
 
 def rows(path: Path) -> dict[str, Any]:
-    """{id: row}, of a file in which each line is one."""
+    """Returns {id: row} of a file in which each line is one row."""
     found = [json.loads(text) for text in path.read_text("utf-8").splitlines()]
     assert len({row["id"] for row in found}) == len(found)
     assert all(row.keys() == {"id", "custom_id", "response", "error"} for row in found)
@@ -149,7 +149,7 @@ def test_a_second_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_row_that_lacks_but_its_newline_is_kept(tmp_path: Path) -> None:
-    """An editor or a copy takes the last newline: the answer has been paid for all the same."""
+    """An editor or a copy may drop the last newline; the paid answer is kept all the same."""
     out = tmp_path / "out.jsonl"
     answered([line("a"), line("b")], out, concurrency=1)
     before = out.read_bytes()
@@ -160,7 +160,7 @@ def test_a_row_that_lacks_but_its_newline_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_repeated_id_does_not_stand_for_its_line(tmp_path: Path) -> None:
-    """The row of the repetition came first; the line itself is still to be answered."""
+    """The row of the repetition came first; the first line itself still has to be answered."""
     out = tmp_path / "out.jsonl"
     out.write_bytes(BatchRow(number=2, custom_id=None, error_code="repeated_custom_id").to_json())
     count = answered([line("a"), line("a")], out)
@@ -211,7 +211,7 @@ def test_a_line_that_breaks_the_connection_is_a_row(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_gone_ends_the_run(tmp_path: Path) -> None:
-    """Its lines get no rows, so that the next run sends them."""
+    """The unanswered lines get no rows, so that the next run sends them."""
     num_good = 2
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -325,7 +325,8 @@ def test_lines_from_a_pipe(tmp_path: Path) -> None:
 
 
 def test_a_producer_that_waits_for_a_row_gets_it(tmp_path: Path) -> None:
-    """And then for a line of its own, until the run's end: nobody waits for that one."""
+    """The producer then waits for a line until the run ends, and the run does not wait for that
+    line."""
     has_row, is_over = threading.Event(), threading.Event()
 
     class Output(BatchOutput):

@@ -1,4 +1,4 @@
-"""How a server starts: refused before it reads, called off by a signal, and the port given back."""
+"""The start of a server: early refusals, a signal that stops it, and the release of its port."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 @pytest.fixture(autouse=True)
 def no_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log of the test's process stays as it is, and says nothing here."""
+    """Keeps the log setup of the test's process and logs nothing."""
     monkeypatch.setattr(service, "set_up_logs", lambda _: None)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 

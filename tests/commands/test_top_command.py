@@ -1,4 +1,4 @@
-"""`moe-serve top`: its figures, its frame at any size, and its life in a terminal."""
+"""`moe-serve top`: its figures, its frame at any size, and a session in a terminal."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def state(num_layers: int = 3, num_experts: int = 8, started: float = 1.0) -> di
         "tokens": {"prompt_total": 7, "generated_total": 8},
         "latency": {"ttft_ms": {"p50": 12.3, "p90": 40.1, "p99": 99.0}, "tpot_ms": None},
         "kv": {"tiers": [{"name": "memory", "pages": 1000, "used": 100, "cached": 300}],
-               "prefix_hit_rate": 0.4},
+               "prefix_hit_rate": 0.4, "window": {"requests": 3, "dropped_pages": 1234}},
         "experts": {"num_layers": num_layers, "num_experts": num_experts, "top_k": 2,
                     "window_s": 60, "num_tokens": 90, "load": load, "activated_mean": None},
         "expert_memory": {"resident_bytes": 2**30, "hit_rate": 0.8},
@@ -94,7 +94,7 @@ def source_of(answer: Callable[[httpx.Request], httpx.Response]) -> TopSource:
 
 
 def test_servers_behind_one_address_are_asked_once_more_and_not_for_ever() -> None:
-    """A load balancer that sends each request to the other of two servers."""
+    """A load balancer sends each request to the other of two servers."""
     num_asked = 0
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -177,7 +177,8 @@ def test_everything_is_in_the_frame() -> None:
         "some-model  ready  2 attention ranks, 2 expert ranks  up 1 h 06 min",
         "3 running of 64", "12 waiting, oldest 7.2 s", "12 345 finished  0 failed  2 rejected",
         "250/s generated", "TTFT p50 12.3 ms  p90 40.1 ms  p99 99.0 ms", "TPOT no request yet",
-        "100 of 1 000 pages, 300 cached", "prefix hits 40%", "experts in memory 1.00 GiB",
+        "100 of 1 000 pages, 300 cached", "prefix hits 40%",
+        "kv_window: 3 requests gave back 1 234 pages", "experts in memory 1.00 GiB",
         "3 layers of 8, top 2; 90 tokens in 60 s", "hottest: 0/7 100%", "8.00", "expert-1",
         "loading", "placement version 3  mean/max load 0.93  2 replicas", "8 copies moved",
         "predictor table  recall 0.62  floor 0.20  not followed", "expert-1 is lost",
@@ -324,7 +325,7 @@ class Terminal:
         fcntl.ioctl(self.its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read_until(self, is_enough: Callable[[bytes], bool]) -> bytes:
-        """What came since the last call."""
+        """Reads until `is_enough` and returns the bytes since the last call."""
         came, end = b"", time.monotonic() + 100
         while not is_enough(came) and time.monotonic() < end:
             if select.select([self.own], [], [], 0.1)[0]:
@@ -346,7 +347,7 @@ def widest(output: bytes) -> int:
 
 
 def test_in_a_terminal(url: str) -> None:
-    """It draws, follows a new size, and q leaves the terminal as it was."""
+    """The command draws, follows a new size, and q leaves the terminal as it was."""
     terminal = Terminal(url)
     try:
         terminal.read_until(lambda came: b"hottest" in came)
@@ -375,6 +376,6 @@ def test_ctrl_c_in_a_terminal(url: str) -> None:
 
 
 def test_an_interval_that_is_no_number_is_a_sentence() -> None:
-    """Not every version of typer refuses it: no look would ever be due."""
+    """Not every version of typer refuses NaN, and with NaN no request would ever be due."""
     with pytest.raises(ConfigError, match="--interval must be 0.2 to 60 seconds, got nan"):
         top(url="http://127.0.0.1:1", interval=math.nan)

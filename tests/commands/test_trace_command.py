@@ -1,4 +1,4 @@
-"""`moe-serve trace`: what a user types, sees and gets wrong."""
+"""`moe-serve trace`: commands, their output, and mistakes of users."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run(*arguments: object) -> int:
-    """The exit code of `moe-serve trace ARGUMENTS`."""
+    """Returns the exit code of `moe-serve trace ARGUMENTS`."""
     with pytest.raises(SystemExit) as exit_info:
         main(["trace", *map(str, arguments)])
     assert isinstance(exit_info.value.code, int)

@@ -1,4 +1,4 @@
-"""The layout of cells: what it accepts, and what errors say."""
+"""The layout of cells: accepted values and error messages."""
 
 from __future__ import annotations
 

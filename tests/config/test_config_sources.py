@@ -1,4 +1,5 @@
-"""Precedence, refusals that name key, source and allowed values, secrets, and the round trip."""
+"""Configuration sources: precedence, errors with key, source and allowed values, secrets, round
+trip."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_flag_over_environment_over_file_over_default(write: WriteYaml) -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("on", "on"), ("off", "off"), ("'on'", "on")])
 def test_on_and_off_need_no_quotes(write: WriteYaml, text: str, value: str) -> None:
-    """YAML takes them for booleans."""
+    """YAML reads on and off as booleans."""
     loaded = load(write(f"model:\n  cuda_graphs: {text}\n"))
     assert loaded.config.engine.model.cuda_graphs == value
     again = load(write(loaded.to_yaml()))
@@ -171,7 +172,7 @@ BOMB = functools.reduce(lambda s, i: f"&a{i} [{s}, *a{i - 1}]", range(1, 18), "&
         ("sever:\n  port: 1\n", r"unknown section sever \(.*:1\): did you mean server\?"),
         (
             "engine:\n  x: 1\n",
-            r"unknown section engine .* known are adapters, cache, cells, cluster, log, model",
+            r"unknown section engine .* known are adapters, cache, cells, cluster, kv_events",
         ),
         ("server:\n  port: '80'\n", r"server.port cannot be '80' \(.*:2\): .*\[0, 65535\]"),
         ("server:\n  port: 65536\n", r"server.port cannot be 65536"),
@@ -206,7 +207,7 @@ BOMB = functools.reduce(lambda s, i: f"&a{i} [{s}, *a{i - 1}]", range(1, 18), "&
         ("model:\n  path: ''\n", r"model.path cannot be '' .* or null"),
         ("scheduler:\n  max_num_seqs: 1.0\n", r"max_num_seqs cannot be 1.0 .* an integer"),
         ("cache:\n  num_pages: 1\n  memory_bytes: 2\n", r"num_pages \(1\) and .* \(2\) both set"),
-        ("server:\n  port: 1\n  port: 2\n", r"port is set twice \(.*:3\)"),
+        ("server:\n  port: 1\n  port: 2\n", r"server\.port is set twice \(.*:3\)"),
         ("- a\n", r"the file must hold `name: value` lines \(.*:1\)"),
         ("server: 3\n", r"the section server must hold `name: value` lines"),
         ("server: [\n", r"is not valid YAML: .* line 2"),

@@ -1,4 +1,4 @@
-"""Service tiers in the configuration: their forms, the round trip, and what is refused."""
+"""Service tiers in the configuration: their forms, the round trip, and refusals."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_a_tier_is_found_by_its_name() -> None:
         ("{a: {tpot_s: 2, e2e_s: 1}}", r"has e2e_s 1 below its tpot_s 2"),
         ("{a: {sheddable: true}}", r"is sheddable but has no target that could be missed"),
         ("{a: {sheddable: true, tpot_s: 1}}", r"is sheddable but has no target"),
-        ("\n    a: {}\n    a: {}", r"a is set twice \(.*:4\)"),
+        ("\n    a: {}\n    a: {}", r"scheduler\.tiers\.a is set twice \(.*:4\)"),
+        ("{a: {weight: 1, weight: 2}}", r"scheduler\.tiers\.a\.weight is set twice \(.*:2\)"),
     ],
 )
 def test_wrong_tiers_are_refused(tmp_path: Path, tiers: str, message: str) -> None:
@@ -112,7 +113,8 @@ def test_wrong_tiers_are_refused(tmp_path: Path, tiers: str, message: str) -> No
         ("{" * 5000, "it is not JSON"),
         ('{"a":' * 5000 + "1" + "}" * 5000, "it is not JSON|tiers.a"),
         ('{"a": {"weight": NaN}}', r"weight cannot be nan \(MOE_SERVE_SCHEDULER_TIERS\)"),
-        ('{"a": {}, "a": {}}', "a name occurs twice"),
+        ('{"a": {}, "a": {}}', r"scheduler\.tiers\.a is set twice"),
+        ('{"a": {"weight": 1, "weight": 2}}', r"scheduler\.tiers\.a\.weight is set twice"),
         ("null", r"tiers cannot be None"),
     ],
 )

@@ -31,9 +31,10 @@ def chromium() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture
 def browser(chromium: webdriver.Chrome) -> webdriver.Chrome:
-    """The browser as new: no key, no theme, nothing in its logs, and off the last test's page.
+    """Resets the browser: no key, no theme, an empty log, and a blank page.
 
-    That page would go on asking its server, which has ended, into this test's log.
+    The last test's page would go on asking its server, which has ended, and write into this test's
+    log.
     """
     chromium.get("about:blank")
     set_view(chromium, 1280, 900)
@@ -44,6 +45,6 @@ def browser(chromium: webdriver.Chrome) -> webdriver.Chrome:
 
 @pytest.fixture
 def fake() -> Iterator[FakeServer]:
-    """Each on a port of its own: what the browser stores for one is not seen by another."""
+    """Starts made-up servers, each on its own port, so that the browser stores their data apart."""
     with running(FakeServer()) as server:
         yield server

@@ -227,7 +227,7 @@ def test_the_keyboard_reads_charts(browser: webdriver.Chrome, fake: FakeServer) 
 def test_layers_have_their_numbers_in_the_model(
     browser: webdriver.Chrome, fake: FakeServer
 ) -> None:
-    """The first three have no experts; the load's first row is of layer 3."""
+    """The first three layers have no experts, so the load's first row is of layer 3."""
 
     def make_state(now: float, started: float) -> dict[str, Any]:
         state = fake_state(now, started)

@@ -1,4 +1,4 @@
-"""The files of the pages: a closed set, open to all, under a policy that lets nothing else in."""
+"""The files of the pages: a closed set, public, under a policy that allows no other source."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_nothing_else_is(client: TestClient, path: str) -> None:
 
 
 def test_pages_name_only_files_of_the_set() -> None:
-    """No address of another host, and no name that is not served."""
+    """Pages name no other host, and no file that is not served."""
     for path in FILES:
         words = path.read_text("utf-8")
         for host in re.findall(r"https?://[^\"'\s]+", words):
@@ -98,7 +98,7 @@ def test_every_kind_of_event_has_its_colour() -> None:
 
 
 def test_wheels_take_the_files() -> None:
-    """hatchling takes what lies in a package, unless .gitignore names it."""
+    """hatchling packs every file of a package that .gitignore does not name."""
     root = Path(__file__).parents[2]
     ignored = (root / ".gitignore").read_text("utf-8").split()
     assert not [path.name for path in FILES if f"*{path.suffix}" in ignored]

@@ -130,7 +130,7 @@ def test_tokens_are_coloured(browser: webdriver.Chrome, fake: FakeServer) -> Non
 def test_layers_have_their_numbers_in_the_model(
     browser: webdriver.Chrome, fake: FakeServer
 ) -> None:
-    """The first ones of this model, and every second one, are dense: they choose no experts."""
+    """The first layers of this model, and every second one, are dense and choose no experts."""
 
     def state(now: float, started: float) -> dict[str, Any]:
         made = fake_state(now, started)

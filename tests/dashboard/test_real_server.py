@@ -20,7 +20,7 @@ NUM_LAYERS, TOP_K = 6, 4
 
 @contextlib.contextmanager
 def serving(port: int) -> Iterator[str]:
-    """The server's address; it is killed at the end, as by a crash."""
+    """Yields the server's address and kills it at the end, as a crash would."""
     server = ServerProcess("--api-key", "secret", "--port", str(port))
     try:
         yield server.url

@@ -1,4 +1,5 @@
-"""deploy/: files that no test here can run are read, and held to the program that they start."""
+"""deploy/: files that no test here can run are read and compared with the program that they
+start."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def pod(path: Path) -> Manifest:
 
 
 def unit() -> configparser.RawConfigParser:
-    """Of a key that stands several times, the last value."""
+    """Returns the systemd unit; a key that is given several times has its last value."""
     parser = configparser.RawConfigParser(strict=False)
     parser.optionxform = str  # type: ignore[assignment]
     parser.read_string(UNIT.read_text("utf-8"))
@@ -64,7 +65,8 @@ def unit() -> configparser.RawConfigParser:
 
 
 def loaded(environ: dict[str, str], keys: Path) -> LoadedConfig:
-    """What a server makes of these variables, with `keys` for each file of keys."""
+    """Returns the configuration that these variables give, with `keys` in place of each file of
+    keys."""
     keys.write_text("secret\n")
     return load_config(
         flags={}, environ={n: re.sub(r"@[^,]+", f"@{keys}", v) for n, v in environ.items()}
@@ -72,7 +74,7 @@ def loaded(environ: dict[str, str], keys: Path) -> LoadedConfig:
 
 
 def health_check() -> Any:
-    """The script of the images, which is in no package."""
+    """Loads the script of the images, which belongs to no package."""
     path = DEPLOY / "docker" / "healthcheck.py"
     spec = importlib.util.spec_from_file_location("healthcheck", path)
     assert spec and spec.loader
@@ -91,7 +93,7 @@ def images() -> Iterator[tuple[Path, str]]:
 
 
 def commands() -> Iterator[tuple[Path, list[str]]]:
-    """(file, words) of each `moe-serve COMMAND ...` in the files and on the page."""
+    """Returns (file, words) of each `moe-serve COMMAND ...` in the files and on the page."""
     known = typer.main.get_group(app).commands
     for path in (*FILES, PAGE):
         text = re.sub(r"\\\n[#\s]*", " ", path.read_text("utf-8"))
@@ -165,7 +167,8 @@ def test_images_are_made_as_they_should(path: Path) -> None:
 
 
 def pins() -> dict[str, Version]:
-    """Of deploy/requirements.lock. Each line names one version, and nothing else: no host."""
+    """Returns the versions in deploy/requirements.lock. Each line is one name and version, without
+    a host."""
     lines = (DEPLOY / "requirements.lock").read_text("utf-8").splitlines()
     pinned = [line for line in lines if not line.startswith("#")]
     found = {}
@@ -180,8 +183,9 @@ def pins() -> dict[str, Version]:
 
 def test_every_dependency_is_locked_within_its_range() -> None:
     locked, project = pins(), (ROOT / "pyproject.toml").read_text("utf-8")
-    parts = re.findall(r"^(dependencies|gpu|otel) = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
-    assert [name for name, _ in parts] == ["dependencies", "gpu", "otel"]
+    pattern = r"^(dependencies|gpu|events|otel) = \[(.*?)\]$"
+    parts = re.findall(pattern, project, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in parts] == ["dependencies", "gpu", "events", "otel"]
     for requirement in map(
         Requirement, re.findall(r'"([^"]+)"', "".join(text for _, text in parts))
     ):
@@ -331,7 +335,7 @@ def test_the_unit(tmp_path: Path) -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> dict[str, str]:
-    """The variables of a server that has one, for a name of its own."""
+    """Returns the variables of a server that has a certificate for a name of its own."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes it")
     cert, key = str(tmp_path / "server.crt"), str(tmp_path / "server.key")
@@ -343,7 +347,8 @@ def certificate(tmp_path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def answering(status: int, context: ssl.SSLContext | None) -> Iterator[dict[str, str]]:
-    """The variable of the port of a server that answers once; None: plain HTTP."""
+    """Returns the port variable of a server that answers once, in plain HTTP if there is no
+    context."""
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -382,7 +387,8 @@ def test_health_check_over_https(status: int, certificate: dict[str, str]) -> No
 
 
 def test_health_check_of_a_server_that_asks_for_certificates(certificate: dict[str, str]) -> None:
-    """There is none to show: the server's half of the handshake is its sign of life."""
+    """The check has no certificate to show, so the server's half of the handshake counts as
+    healthy."""
     cert = certificate["MOE_SERVE_SERVER_SSL_CERTFILE"]
     environ = {**certificate, "MOE_SERVE_SERVER_SSL_CA_CERTS": cert}
     assert {variable_name(key) for key in config_keys()} >= environ.keys()

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts name only what /metrics has, with the labels that it has."""
+"""The dashboard and the alerts use only metrics, labels and values that /metrics has."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
 
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, Labels]:
-    """Every sample of a server that has all that a server can have."""
+    """Every sample of a server with all optional parts."""
     found: dict[str, Labels] = defaultdict(lambda: defaultdict(set))
     for family in text_string_to_metric_families(full_metrics()):
         for sample in family.samples:
@@ -41,7 +41,7 @@ def exposed() -> dict[str, Labels]:
 
 
 def dashboard_queries() -> Iterator[tuple[str, str]]:
-    """(legend, query) of every line of every panel."""
+    """Returns (legend, query) of every line of every panel."""
     for panel in json.loads(grafana_dashboard.FILE.read_text("utf-8"))["panels"]:
         for target in panel.get("targets", ()):
             yield target["legendFormat"], target["expr"]
@@ -54,7 +54,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def unknown(query: str, exposed: dict[str, Labels]) -> list[str]:
-    """What a query asks for and a server does not have: names, labels, values of labels."""
+    """Returns the names, labels and label values of a query that a server does not have."""
     wrong = []
     labels: set[str] = set(SCRAPED)
     for name, matchers in METRIC.findall(query):
@@ -77,7 +77,7 @@ def unknown(query: str, exposed: dict[str, Labels]) -> list[str]:
 
 
 def result_labels(query: str, exposed: dict[str, Labels]) -> set[str]:
-    """The labels that the lines of a query have."""
+    """Returns the labels of the series that a query gives."""
     if grouped := re.search(r"\bby \(([^)]*)\)", query):
         return set(re.split(r",\s*", grouped[1]))
     names = [name for name, _ in METRIC.findall(query)]

@@ -81,7 +81,7 @@ def write_checkpoint(folder: Path, variant: str) -> Path:
 def _no_hidden_faults(
     request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> Iterator[None]:
-    """The engine runs a failed step again, sequence by sequence: a fault must not hide there."""
+    """Makes a failed step fail the test; the engine would hide the fault by running it again."""
     yield
     if request.node.get_closest_marker("faults") is None:
         failures = [r.getMessage() for r in caplog.get_records("call") if "failed" in r.message]
@@ -90,12 +90,12 @@ def _no_hidden_faults(
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Variant -> folder."""
+    """Returns {variant: folder}."""
     root = tmp_path_factory.mktemp("checkpoints")
     return {variant: write_checkpoint(root / variant, variant) for variant in VARIANTS}
 
 
 @pytest.fixture(scope="session")
 def tiny(checkpoints: dict[str, Path]) -> str:
-    """One tiny model for tests in which the family does not matter."""
+    """A tiny model for tests that do not depend on the family."""
     return str(checkpoints["qwen3_moe"])

@@ -30,7 +30,7 @@ def request(name: str, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 8) ->
 
 
 class Runner(FakeRunner):
-    """Makes as many steps as a test allows; any number where there is no word of them."""
+    """Makes as many steps as the test allows, or any number if the test sets none."""
 
     steps: threading.Semaphore | None = None
 

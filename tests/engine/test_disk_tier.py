@@ -1,7 +1,8 @@
-"""A server that finds the pages of the one before answers with the same bits."""
+"""A server that finds the pages of an earlier server answers with the same bits."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -34,7 +35,7 @@ PROMPTS = [np.random.default_rng(seed).integers(1, 298, 90).tolist() for seed in
 
 
 def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[RequestOutput]:
-    """Waits for the tier to open, and answer."""
+    """Waits until the tier is open and returns the answers."""
     deadline = time.monotonic() + 20
     while (tier := llm.stats().tier) is not None and not tier.is_reading:
         assert time.monotonic() < deadline and not tier.state.startswith("writing"), tier.state
@@ -68,22 +69,42 @@ def test_warm_from_disk_is_cold(
     assert clear(tmp_path / "kv") == only.num_bytes and report(tmp_path / "kv", now=0) == []
 
 
+def test_encrypted_pages_are_found_by_their_key_only(tiny: str, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    folder, keys = str(tmp_path / "kv"), [tmp_path / "key", tmp_path / "other"]
+    for key in keys:
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(32))
+    with LLM(tiny, prefix_cache=False) as llm:
+        cold = content(answers(llm))
+    for turn in range(2):
+        with LLM(tiny, kv_disk=folder, kv_disk_key_file=str(keys[0])) as llm:
+            outputs = answers(llm)
+            assert content(outputs) == cold, f"{turn=}"
+            assert [output.num_cached_tokens for output in outputs] == [80 * turn] * 3
+    for other, why in ((str(keys[1]), "is not the key"), (None, "has encrypted pages")):
+        with pytest.raises(ConfigError, match=why):
+            LLM(tiny, kv_disk=folder, kv_disk_key_file=other)
+    (only,) = report(tmp_path / "kv", now=time.time(), verifies=True)
+    assert only.is_encrypted and (only.num_pages, only.num_wrong) == (18, 0)
+
+
 def test_a_small_cache_finds_its_evicted_pages(tiny: str, tmp_path: Path) -> None:
     with LLM(tiny, prefix_cache=False) as llm:
         cold = content(answers(llm))
     sizes = {"max_model_len": 128, "num_pages": 10}
     with LLM(tiny, kv_disk=str(tmp_path / "kv"), **sizes) as llm:  # type: ignore[arg-type]
-        for _ in range(3):  # each evicts what the others computed
-            for prompt, number in zip(PROMPTS, range(3), strict=True):
+        deadline = time.monotonic() + 20
+        while (tier := llm.stats().tier) is not None and not tier.hit_tokens:
+            assert time.monotonic() < deadline, "no evicted page was found"
+            for prompt, number in zip(PROMPTS, range(3), strict=True):  # each evicts the others'
                 params = [GREEDY, DRAWN, GREEDY][number]
                 (output,) = llm.generate([prompt], params, use_progress_bar=False)
                 assert content([output]) == [cold[number]]
-        tier = llm.stats().tier
-    assert tier is not None and tier.hit_tokens > 0
 
 
 def test_other_weights_share_no_page(tiny: str, tmp_path: Path) -> None:
-    """A byte that the quick identity does not sample is changed."""
+    """The changed byte is one that the quick identity does not sample."""
     other = tmp_path / "model"
     shutil.copytree(tiny, other)
     with LLM(str(other), kv_disk=str(tmp_path / "kv")) as llm:
@@ -102,6 +123,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     check_tiers(EngineConfig(cache=cache))
     with pytest.raises(ConfigError, match=r"cache\.prefix_cache is false"):
         check_tiers(EngineConfig(cache=CacheConfig(disk_path="kv", prefix_cache=False)))
+    with pytest.raises(ConfigError, match=r"cache\.disk_path is not"):
+        check_tiers(EngineConfig(cache=CacheConfig(disk_key_file="key")))
     check_tiers(EngineConfig(cache=cache, cluster=ClusterConfig(attention_ranks=1, expert_ranks=1)))
 
 

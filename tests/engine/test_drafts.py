@@ -1,4 +1,5 @@
-"""Steps that verify drafts, right or wrong: answers, ends, usage and failures are those without."""
+"""Steps that verify drafts, right or wrong, give the answers, ends and usage of steps without
+drafts."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def answers_of(found: dict[str, Answer]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_requests(seed: int, alpha: float) -> None:
-    """Also with few pages, so that sequences are preempted, and a context that becomes full."""
+    """Pages are few, so sequences are preempted, and a context becomes full."""
     rng = random.Random(seed)
     requests, num_pages = crowd(rng), rng.choice([10, 16, 64])
     expected = run(make_engine(FakeRunner(), num_pages), requests)
@@ -64,7 +65,7 @@ def test_the_controller_changes_no_answer(seed: int) -> None:
 
 @pytest.mark.parametrize("length", range(1, 9))
 def test_every_length_of_an_answer_is_exact(length: int) -> None:
-    """A right draft never goes behind the answer's maximum length."""
+    """A right draft never goes beyond the answer's maximum length."""
     runner = FakeRunner()
     engine = engine_of(LocalExecutor(runner, make_engine(FakeRunner())._executor._sampler))  # type: ignore[attr-defined]
     answer = continuation([1, 2, 3], 30)
@@ -91,7 +92,7 @@ def test_an_end_within_a_draft(place: int) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(12))
 def test_a_drafted_token_that_gives_nan_harms_no_request(seed: int) -> None:
-    """The drafted token is wrong, so its request goes on as if it had never been there."""
+    """The drafted token is wrong, so its request goes on as if the draft had never been there."""
     rng = random.Random(seed)
     prompt = [rng.randrange(1, 48) for _ in range(rng.choice([9, 14, 15, 16]))]
     answer = continuation(prompt, 40)

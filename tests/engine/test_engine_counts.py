@@ -1,4 +1,4 @@
-"""What the engine counts for the metrics: scripted runs on the fake model, with known numbers."""
+"""The engine's counters for the metrics: scripted runs on the fake model with known numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.engine.fake_runner import FakeRunner, continuation
 
 @dataclass(frozen=True, slots=True)
 class LastFirst(ArrivalOrder):
-    """Who came last goes first; who lacks pages keeps nobody back."""
+    """Starts the last arrival first; a sequence that lacks pages does not hold up others."""
 
     def candidates(
         self, waiting: Iterable[Sequence], running: Items[Sequence]
@@ -82,14 +82,14 @@ def run(engine: Engine, *requests: GenerationRequest) -> dict[str, list[TokenDel
 
 
 def waiting(engine: Engine) -> tuple[int, int]:
-    """(all who wait, of these left aside)"""
+    """Returns (number of waiting sequences, those of them that were left aside)."""
     engine.check_integrity()
     stats = engine.stats()
     return stats.load.num_waiting, stats.load.num_left_aside
 
 
 def sources(engine: Engine) -> tuple[int, int]:
-    """(prompt tokens not found in the cache, found)"""
+    """Returns (prompt tokens that were computed, prompt tokens from the cache)."""
     stats = engine.stats()
     return stats.counts.num_missed_tokens, stats.counts.num_hit_tokens
 
@@ -125,7 +125,7 @@ def test_a_preempted_prompt_counts_once_and_its_sequence_says_how_often() -> Non
 
 
 def test_who_moves_before_it_started_counts_where_it_starts() -> None:
-    """A lost rank's sequences: one has started there, one has not."""
+    """A lost rank had two sequences, and one of them has started there."""
     lost, other, prompt = make_engine(seats=1), make_engine(), [*range(1, 41)]
     run(other, request("before", prompt))
     for name in ("a", "b"):

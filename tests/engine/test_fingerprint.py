@@ -1,4 +1,4 @@
-"""The fingerprint of answers: the same for the same, another one when answers could change."""
+"""The fingerprint of answers: it is stable, and changes when answers could change."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def test_another_checkpoint(folder: Path, change: Callable[[Path], None]) -> Non
 def test_another_large_checkpoint(
     folder: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those only a part is read: a tensor that changed as a whole is still noticed."""
+    """Only a part of a large checkpoint is read; a tensor that changed as a whole is still
+    noticed."""
     monkeypatch.setattr(fingerprint, "MAX_WHOLE_BYTES", 1000)
     (folder / "other.safetensors").write_bytes(b"\xff" * 64)
     before = checkpoint_digest(folder)

@@ -1,6 +1,7 @@
-"""A request's tokens and log probabilities are bit for bit its own: company, cuts, preemption.
+"""A request's tokens and log probabilities do not depend on its neighbours, chunks or preemptions.
 
-Without the prefix cache: what is compared was computed. With it: test_prefix_cache.py.
+The prefix cache is off, so that everything that is compared was computed. test_prefix_cache.py has
+it on.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def prompts_and_params(count: int) -> tuple[list[list[int]], list[SamplingParams
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 300, int(n)).tolist() for n in rng.integers(1, 90, count)]
     params = [
-        SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=2)
+        SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2)
         if i % 2
         else SamplingParams(
-            max_tokens=24, temperature=1.3, top_p=0.95, seed=i, ignore_eos=True, logprobs=2
+            max_tokens=16, temperature=1.3, top_p=0.95, seed=i, ignore_eos=True, logprobs=2
         )
         for i in range(count)
     ]

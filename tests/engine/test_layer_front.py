@@ -1,4 +1,4 @@
-"""The first half of a layer as one call gives what its parts give, bit for bit."""
+"""The first half of a layer in one call gives the bits of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts in groups of layers in one process: the answers of chunks, whatever interrupts them."""
+"""Prompts in groups of layers in one process give the answers of chunks, also when interrupted."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def preempt(engine: Engine, runner: Any) -> None:
 def test_states_that_are_spoiled_lost_or_given_up(
     hurt: Callable[[Engine, Any], None], is_failed: bool, answers_in_chunks: dict[str, Answer]
 ) -> None:
-    """A state that is not finite fails its request alone, as a page does; a state that is lost
-    fails none."""
+    """A state that is not finite fails its own request, as a page does; a lost state fails no
+    request."""
     engine, executor = local(config(1, 1))
     answers = {each.request_id: Answer() for each in long_requests(VOCAB_SIZE)}
     for each in long_requests(VOCAB_SIZE):

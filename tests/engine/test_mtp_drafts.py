@@ -1,4 +1,4 @@
-"""Drafts of a checkpoint's own MTP layer: they change no answer, and a layer that is right pays."""
+"""Drafts of a checkpoint's own MTP layer change no answer, and right drafts save steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder_of(root: Path, name: str) -> Path:
 
 @cache
 def successor_folder(root: Path) -> Path:
-    """A model whose next token is always the last one plus 1, as its MTP layer knows.
+    """Writes a model whose next token is always the last one plus 1, which its MTP layer knows.
 
     Attention and experts add nothing, the head looks for the embedding before its own, and the
     projection passes the embedding on.
@@ -82,7 +82,8 @@ def engine_of(config: EngineConfig) -> Engine:
 
 
 def crowd(count: int, num_tokens: int = 24) -> list[GenerationRequest]:
-    """Prompts of 1 to 70 tokens, some with a common beginning; one answer fills the context."""
+    """Returns prompts of 1 to 70 tokens, some with the same beginning; one answer fills the
+    context."""
     rng = np.random.default_rng(count)
     common = rng.integers(1, VOCAB_SIZE, 40).tolist()
 
@@ -113,7 +114,8 @@ def expected_of(folder: Path, count: int) -> dict[str, Answer]:
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3-groups", "exaone_moe"])
 def test_drafts_change_no_answer(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
-    """With prompts in chunks, few pages, so that requests are preempted, and a warm cache."""
+    """Prompts come in chunks, requests are preempted because pages are few, and the cache is
+    warm."""
     folder = folder_of(tmp_path_factory.getbasetemp(), name)
     expected, asked = expected_of(folder, 12), crowd(12)
     for pages, budget, turns in ((256, 64, 2), (14, 29, 1)):
@@ -127,7 +129,7 @@ def test_drafts_change_no_answer(tmp_path_factory: pytest.TempPathFactory, name:
 def test_a_layer_that_is_right_gives_runs_of_tokens(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """All tokens that it drafts are accepted, so that a step gives one more than those."""
+    """All drafted tokens are accepted, so a step gives one token more than it drafted."""
     folder = successor_folder(tmp_path_factory.getbasetemp())
     engine = engine_of(config_of(folder, MTP))
     params = SamplingParams(max_tokens=41, temperature=0, ignore_eos=True)
@@ -146,7 +148,8 @@ def test_a_layer_that_is_right_gives_runs_of_tokens(
 
 
 def test_an_attention_rank_has_the_layer(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Its experts are there too, so the drafts cross no link; also with two attention ranks."""
+    """The layer's experts are on the attention rank too, so drafts cross no link; with one and two
+    attention ranks."""
     folder = folder_of(tmp_path_factory.getbasetemp(), "glm4_moe")
     expected, asked = expected_of(folder, 12), crowd(12)
     for attention in (1, 2):

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens against transformers, for every family, however the work is cut."""
+"""Logits and greedy tokens equal those of transformers, for every family, however steps are cut."""
 
 from __future__ import annotations
 

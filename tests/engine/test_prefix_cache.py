@@ -1,4 +1,4 @@
-"""Warm is cold: with cached prefixes, tokens and log probabilities are the same bit for bit."""
+"""With cached prefixes, tokens and log probabilities are the same bit for bit as without."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[R
 @both
 @dtypes
 def test_every_length(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
-    """All lengths modulo 16, warm from a longer prompt, then from their own pages."""
+    """Every length modulo 16 is served warm from a longer prompt, then from its own pages."""
     prompts = [prompt_of(80)[:length] for length in range(31, 31 + 17)]
     with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
         cold = generate(llm, prompts)
@@ -63,7 +63,8 @@ def test_every_length(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
 @both
 @dtypes
 def test_prefixes_that_part_inside_a_page(tiny: str, kernels: KernelsName, dtype: Dtype) -> None:
-    """At every token of the third page; the copied page's rest is another request's."""
+    """Prefixes differ at every token of the third page; the rest of the copied page is another
+    request's."""
     stem = prompt_of(48)
     prompts = [[*stem[: 32 + count], *prompt_of(9, count)] for count in range(17)]
     with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
@@ -120,7 +121,7 @@ def families_of_prompts() -> tuple[list[list[int]], list[SamplingParams]]:
 def cold_families(
     tiny: str, kernels: KernelsName, dtype: Dtype
 ) -> list[list[tuple[object, object]]]:
-    """What they are answered without a prefix cache: the same for every budget."""
+    """Returns the answers without a prefix cache, which are the same for every budget."""
     with LLM(tiny, kernels=kernels, dtype=dtype, prefix_cache=False) as llm:
         return [content(output) for output in generate(llm, *families_of_prompts())]
 
@@ -139,7 +140,7 @@ def test_families_of_prompts(
     micro_batches: int,
     num_pages: int | None,
 ) -> None:
-    """Chunks, micro-batches, eviction and preemption, greedy and drawn, twice over."""
+    """Chunks, micro-batches, eviction and preemption, greedy and drawn tokens, each twice."""
     prompts, params = families_of_prompts()
     cold = cold_families(tiny, kernels, dtype)
     with LLM(
@@ -184,7 +185,7 @@ GOOD = {f"good{i}": [*prompt_of(32), *prompt_of(20 + i, 2 + i)] for i in range(4
 
 
 def serve(engine: Engine, requests: dict[str, list[int]]) -> dict[str, list[TokenDelta]]:
-    """The deltas of greedy requests that arrive together."""
+    """Serves greedy requests that arrive together and returns their deltas."""
     for name, prompt in requests.items():
         ids = tuple(prompt)
         engine.add(GenerationRequest(request_id=name, prompt_token_ids=ids, params=GREEDY))
@@ -197,7 +198,8 @@ def serve(engine: Engine, requests: dict[str, list[int]]) -> dict[str, list[Toke
 
 
 def poisoned(llm: LLM) -> tuple[Engine, Callable[[], None]]:
-    """The engine, its token 299 embedded as NaN, and a call that makes it a number again."""
+    """Yields an engine whose token 299 is embedded as NaN, and a call that makes it a number
+    again."""
     runner: Any = llm._engine._executor.runner
     row = runner._stage._embedding[POISON]
     saved = row.clone()
@@ -236,8 +238,8 @@ def test_nan_stays_with_its_request(
 
 
 def test_nan_out_of_the_windows_sight_does_not_enter(checkpoints: dict[str, Path]) -> None:
-    """Three layers with a window of 24 (and kernels that read keys in blocks of 64 or 128) see less
-    than 395 tokens back: token 5 of 400 leaves no trace in the logits, only in its pages."""
+    """Three layers with a window of 24 (and kernels that read keys in blocks of 64 or 128) reach
+    back less than 395 tokens: token 5 of 400 leaves no trace in the logits, only in its pages."""
     prompt = prompt_of(400)
     prompt[5] = POISON
     others = {f"other{i}": prompt_of(150, i) for i in range(3)}

@@ -1,8 +1,8 @@
-"""Random arrivals, turns, choices, aborts, failing steps and NaNs on tiny pools, on the fake model.
+"""Random arrivals, turns, choices, aborts, failing steps and NaNs on small pools, on the fake
+model.
 
-After every step: the books agree, a cached page holds the tokens that its key names, and no free
-page holds a NaN that nobody knows of. At the end: every answer is the cold one, and nothing is
-held.
+After every step, page counts agree, a cached page holds the tokens of its key, and no free page
+holds an unknown NaN. At the end, every answer is the cold one, and no page is held.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_serve.cache.events.change_record import ChangeRecord, StoredPage, update
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
@@ -65,11 +66,14 @@ class FaultyRunner(FakeRunner):
 
 
 class Crowd:
-    """Adds and aborts requests at random, and remembers what they got."""
+    """Adds and aborts requests at random and keeps their answers."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         rate = rng.choice([0.0, 0.03])
+        self.record = ChangeRecord(lambda: None, lambda: None)
+        self.told: dict[bytes, StoredPage] = {}  # the pages that subscribers know
+        self.taken = random.Random(seed)  # decides when they are told
         self.runner = FaultyRunner(rng, window=rng.choice([1, 2, 100]), failure_rate=rate)
         seats = rng.randint(1, 12)
         budget = rng.choice([max(seats, 3), 20, 64, 256])
@@ -81,6 +85,7 @@ class Crowd:
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset([7]),
             has_prefix_cache=seed % 6 != 5,
+            listener=self.record,
         )
         self.stems = [self._tokens(rng.randint(1, 110)) for _ in range(3)]
         self.requests: dict[str, GenerationRequest] = {}
@@ -135,6 +140,11 @@ class Crowd:
             tokens = [token for token in tree._tokens[page].tolist() if token >= 0]
             assert slots[page][: len(tokens)] == tokens, f"page {page} holds {slots[page]}"
             assert NAN not in slots[page], f"page {page} is shared and holds a NaN"
+        if self.taken.random() < 0.5 and (changes := self.record.take()) is not None:
+            update(self.told, changes)
+            assert {page.key for page in self.told.values()} == {
+                tree.key_of(page) for page in tree if tree.is_full(page)
+            }, "subscribers know other pages"
         free = set(scheduler.cache._pool._free) - set(scheduler._unproven_pages)
         dirty = [page for page in free if NAN in slots.get(page, ())]
         assert not dirty, f"pages {dirty} are free, hold a NaN, and would not be cleared"
@@ -149,7 +159,7 @@ def test_whatever_happens_answers_are_cold_and_faults_stay(seed: int) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(18, 26))
 def test_the_same_with_several_tokens_per_step(seed: int) -> None:
-    """No step fails as a whole: it could leave NaNs behind the scheduled rows of a page."""
+    """No step fails as a whole, because it could leave NaNs behind the scheduled rows of a page."""
     crowd = Crowd(seed)
     crowd.runner.failure_rate = 0.0
     give_runs(crowd.engine, most=4, seed=seed)

@@ -1,5 +1,5 @@
-"""Steps that give runs of several tokens: answers, ends, usage and routes are those of one token
-each."""
+"""Steps that give runs of several tokens: answers, ends, usage and routes equal those of one token
+per step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def request(name: str, prompt: list[int], **params: Any) -> GenerationRequest:
 
 @dataclass
 class Answer:
-    """All that an engine told about one request."""
+    """Everything that an engine reported about one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
@@ -110,7 +110,7 @@ def crowd(rng: random.Random) -> list[GenerationRequest]:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_random_requests(seed: int) -> None:
-    """Also with few pages, so that sequences are preempted, and a context that becomes full."""
+    """Pages are few, so sequences are preempted, and a context becomes full."""
     requests, num_pages = crowd(random.Random(seed)), random.Random(seed).choice([10, 16, 64])
     expected = run(make_engine(FakeRunner(), num_pages), requests)
     engine = make_engine(FakeRunner(), num_pages)
@@ -142,7 +142,7 @@ def test_a_run_ends_before_a_row_that_is_not_finite(seed: int) -> None:
 
 
 class FailingSampler(Sampler):
-    """Cannot sample one position of one request."""
+    """Fails to sample one position of one request."""
 
     def sample(self, logits_SV: Tensor, points: Any, masks: Any = None) -> list[Sampled]:
         if any(p.params.seed == 99 and p.num_output_tokens == 5 for p in points):
@@ -290,7 +290,7 @@ def told(output: RequestOutput) -> list[object]:
 
 
 def test_answers_of_the_demonstration_model(llms: tuple[LLM, LLM, RunExecutor]) -> None:
-    """Each kind alone, and all in one batch."""
+    """Each kind of request runs alone, then all run in one batch."""
     alone, other, executor = llms
     params = {k: SamplingParams(**({"max_tokens": 24} | p)) for k, p in ENGINE_PARAMS.items()}
     prompts = [f"{PROMPT} {i}" for i in range(len(params))]
@@ -328,7 +328,7 @@ class Recorder:
 
 
 def test_routes_of_runs(llms: tuple[LLM, LLM, RunExecutor]) -> None:
-    """Listeners hear of each computed token once; each token has the experts that led to it."""
+    """Listeners get each computed token once, with the experts that led to it."""
     heard, experts = [], []
     for llm in llms[:2]:
         engine, recorder = llm._engine, Recorder()

@@ -1,4 +1,4 @@
-"""When sequences start, and how many tokens steps have: what /metrics shows of the engine."""
+"""The start times of sequences and the tokens of steps, as /metrics shows them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def request(name: str, num_prompt: int, max_tokens: int) -> GenerationRequest:
 
 
 def starts(engine: Engine) -> dict[str, set[float | None]]:
-    """Of each request, as its deltas say."""
+    """Returns the start times of each request, from its deltas."""
     found: dict[str, set[float | None]] = {}
     while engine.has_work:
         for delta in engine.step():
@@ -71,7 +71,7 @@ def test_the_tokens_of_steps_are_counted() -> None:
 
 
 def test_the_tokens_of_steps_add_up_to_those_of_the_counters() -> None:
-    """Also after preemptions: what is computed again counts again, as in the counters."""
+    """After preemptions, recomputed tokens count again in both."""
     engine = make_engine(num_pages=4, max_num_seqs=2)
     engine.add(request("a", 20, 30))
     engine.add(request("b", 20, 30))

@@ -1,4 +1,5 @@
-"""Recording a live engine: which requests, what of them, and what start and stop answer."""
+"""Recording a live engine: the recorded requests, their fields, and the replies to start and
+stop."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def tracing(built: BuiltEngine, folder: Path | None, **config: object) -> Tracin
 
 
 def run(built: BuiltEngine, name: str, count: int = 8) -> dict[str, list[int]]:
-    """Prompts and answers of some requests, by id."""
+    """Returns the prompts and answers of some requests, by id."""
     whole = {}
     for index in range(count):
         prompt = tuple(range(1 + index, 20 + 4 * index))
@@ -134,7 +135,7 @@ def test_a_start_that_is_refused_changes_nothing(built: BuiltEngine, tmp_path: P
 
 
 def test_the_cap_is_of_all_recordings(built: BuiltEngine, tmp_path: Path) -> None:
-    """The oldest files go first, and nothing that no recording wrote."""
+    """The oldest files are removed first, and only files that a recording wrote."""
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "part-000000.safetensors").write_bytes(b"x" * 100_000)
     for name in ("x", "y"):

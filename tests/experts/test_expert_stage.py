@@ -1,4 +1,4 @@
-"""Stages that hold a part of the experts: what they read, what they give, and takeovers.
+"""Stages that hold a part of the experts: the weights they read, their sums, and takeovers.
 
 T rows, K choices per row, D model width.
 """
@@ -50,7 +50,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def rows(width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, ids that ascend, and weights."""
+    """Returns x, ascending ids, and weights."""
     generator = torch.Generator().manual_seed(5)
     ids_TK = torch.rand(ROWS, NUM_EXPERTS, generator=generator).topk(TOP_K).indices.sort().values
     x_TD = torch.randn(ROWS, width, generator=generator)
@@ -58,7 +58,7 @@ def rows(width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def only(ids_TK: Tensor, held: Collection[int]) -> Tensor:
-    """Choices that are not held are -1."""
+    """Replaces choices that are not held by -1."""
     return torch.where(torch.isin(ids_TK, torch.tensor(sorted(held))), ids_TK, -1)
 
 
@@ -69,7 +69,7 @@ def part_of(stage: ExpertStage, layer: int, width: int) -> Tensor:
 
 @pytest.mark.parametrize("name", KERNEL_SETS)
 def test_parts_add_up_to_the_whole(folder: Path, name: KernelsName) -> None:
-    """Also where a rank holds no expert of a layer, and where one was taken over."""
+    """A rank may hold no expert of a layer, and an expert may have been taken over."""
     loader = ModelLoader(folder, dtype=torch.float32, kernels=name, num_threads=1)
     width, layers = loader.spec.width, range(loader.spec.num_layers)
     whole = loader.expert_stage()

@@ -1,4 +1,4 @@
-"""Experts that come and go in slots: the bits of a bank that has them for good."""
+"""Experts that move in and out of slots give the bits of a bank that holds them for good."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def rows(held: set[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choices of experts that are here, some of others."""
+    """Returns x, choices of held experts or -1, and weights."""
     generator = torch.Generator().manual_seed(seed)
     x_TD = torch.randn(T, D, generator=generator)
     some = torch.tensor([*sorted(held), -1])
@@ -91,7 +91,7 @@ def test_dropped_and_missing(kernels: Kernels) -> None:
 
 
 def test_a_switch_looks_at_what_is_staged_under_the_lock(kernels: Kernels) -> None:
-    """Another thread may stage, and a dictionary that grows while it is read raises."""
+    """Another thread may stage an expert, and a dictionary that grows while it is read raises."""
     room = SlotRoom(kernels.expert_slots(WEIGHTS[1, 0], GatedActivation(), 2**62, 2), LAYERS, E)
     looks = list[bool]()
 
@@ -108,7 +108,7 @@ def test_a_switch_looks_at_what_is_staged_under_the_lock(kernels: Kernels) -> No
 
 
 def test_taken_over_and_given_back(kernels: Kernels) -> None:
-    """A lost rank's experts are in a bank of their own; a switch gives them back."""
+    """A lost rank's experts are in a bank of their own, and a switch gives them back."""
     activation = GatedActivation()
     room = SlotRoom(kernels.expert_slots(WEIGHTS[1, 0], activation, 2**62, 2), (1,), E)
     banks = LayerBanks(E, D, torch.device("cpu"))

@@ -62,11 +62,11 @@ def byte_tokenizer() -> Tokenizer:
 
 @dataclass
 class FakeEngine:
-    """Plays a script: `script(request)` gives the answer's text, `tokens_per_step` byte tokens per
-    step.
+    """Plays a script: `script(request)` returns the answer's text, which comes as `tokens_per_step`
+    byte tokens per step.
 
-    A test that sets `gate` decides when steps happen; else they follow each other at once, or
-    `at_readers_pace`: a step waits until the one before is taken, and no two come together.
+    A test that sets `gate` decides when steps happen. Otherwise they follow each other at once or,
+    with `at_readers_pace`, each step waits until the one before was read.
     """
 
     tokenizer: Tokenizer
@@ -159,7 +159,7 @@ class FakeEngine:
                 await asyncio.sleep(0)
 
     def _runs(self, request: GenerationRequest) -> Iterator[TokenDelta]:
-        """Deltas of `tokens_per_step` tokens each."""
+        """Yields deltas of `tokens_per_step` tokens each."""
         deltas = self._deltas(request)
         while run := list(itertools.islice(deltas, self.tokens_per_step)):
             joined = run[-1] if len(run) == 1 else _joined(run)
@@ -204,7 +204,7 @@ class FakeEngine:
 
 
 def _joined(run: Sequence[TokenDelta]) -> TokenDelta:
-    """One delta with the tokens of several."""
+    """Joins several deltas into one."""
 
     def all_of(name: str) -> Any:
         return tuple(item for delta in run for item in getattr(delta, name) or ()) or None
@@ -219,7 +219,7 @@ def _joined(run: Sequence[TokenDelta]) -> TokenDelta:
 
 
 def _experts(place: int) -> TokenExperts:
-    """Two layers, two of them each; the answer's token `place` can be told by them."""
+    """Returns experts of two layers, two of each, from which the token's `place` can be told."""
     return TokenExperts(bytes([place, 100, 101, place]), 2, 2)
 
 
@@ -279,8 +279,8 @@ class LiveServer:
 
 
 class _VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its clock stands still while there is work, and jumps to the next timer when there is none:
-    what happens in which order does not depend on the machine."""
+    """An event loop whose clock stands still while there is work and then jumps to the next timer,
+    so that the order of events does not depend on the machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class _VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 @pytest.fixture
 def run_in_virtual_time() -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """As `asyncio.run`, for what neither leaves the thread nor the process."""
+    """Returns a function like `asyncio.run`, for code that uses no other thread or process."""
 
     def run(main: Coroutine[Any, Any, Any]) -> Any:
         with contextlib.closing(_VirtualTimeLoop()) as loop:
@@ -364,7 +364,7 @@ StartServed = Callable[..., tuple[TestClient, FakeEngine]]
 
 @contextlib.contextmanager
 def _serving_templates(tokenizer: Tokenizer) -> Iterator[StartServed]:
-    """A client and its engine for a chat template, and perhaps a tokenizer, of the test's own."""
+    """Yields a function that makes a client and its engine for a chat template and a tokenizer."""
     apps: list[FastAPI] = []
     templates: list[ChatTemplate] = []
 
@@ -394,7 +394,7 @@ def start_served(tokenizer: Tokenizer) -> Iterator[StartServed]:
 
 @pytest.fixture(scope="module")
 def start_served_once() -> Iterator[StartServed]:
-    """For tests that share a server: each template has processes of its own."""
+    """Serves chat templates for tests that share a server; each template has its own processes."""
     with _serving_templates(byte_tokenizer()) as start:
         yield start
 
@@ -409,7 +409,7 @@ def start_live(engine: FakeEngine) -> Callable[[FastAPI], LiveServer]:
 
 @pytest.fixture
 def live_server() -> type[LiveServer]:
-    """For a configuration that the server needs too, not only the application."""
+    """Serves with a configuration that the server needs too, not only the application."""
     return LiveServer
 
 
@@ -421,13 +421,13 @@ def live(make_app: Callable[..., FastAPI], start_live: Any) -> Iterator[LiveServ
 
 @pytest.fixture(scope="session")
 def serve_live() -> Callable[[FastAPI, Any], LiveServer]:
-    """Any application and engine, on a port."""
+    """Serves any application and engine on a port."""
     return lambda app, engine: LiveServer(app, engine, ServerConfig(drain_timeout_s=30.0))
 
 
 @pytest.fixture(scope="session")
 def new_server() -> Callable[..., LiveServer]:
-    """Servers with an engine of their own, for tests that share one."""
+    """Makes servers with their own engine, for modules whose tests share a server."""
 
     def new(**config: Any) -> LiveServer:
         engine = FakeEngine(byte_tokenizer())
@@ -439,7 +439,7 @@ def new_server() -> Callable[..., LiveServer]:
 
 @pytest.fixture(scope="session")
 def new_client() -> Callable[..., tuple[TestClient, FakeEngine]]:
-    """Clients with an application and an engine of their own, for tests that share them."""
+    """Makes clients with their own application and engine, for modules whose tests share them."""
 
     def new(
         scheduler: SchedulerConfig = DEFAULT_SCHEDULER, **config: Any

@@ -1,4 +1,4 @@
-"""One envelope for every error, also those of the protocol: against the real server on a socket."""
+"""Every error, including those of the protocol, has one envelope: the real server on a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health by progress, metrics by closed label sets."""
+"""Health follows progress, and metrics have closed sets of labels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_busy_is_live_and_stalled_is_not(engine: Any) -> None:
 
 
 def test_the_engines_own_clock_decides(client: TestClient, engine: Any) -> None:
-    """Polls that are far apart see the same step; only the engine knows when it last came round."""
+    """Polls that are far apart see the same step; only the engine knows when it last made
+    progress."""
     engine.last_turn_age_s = 3600.0  # asleep: nothing to do
     assert client.get("/health/live").status_code == 200
     engine.num_waiting = 1

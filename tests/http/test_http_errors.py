@@ -40,7 +40,7 @@ def check_envelope(response: httpx.Response, status: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def refused(new_client: Callable[[], tuple[TestClient, Any]]) -> Iterator[tuple[TestClient, Any]]:
-    """One server for all requests that it must refuse, and its engine, which never sees them."""
+    """One server for all requests that it must refuse, and its engine, which gets none of them."""
     client, engine = new_client()
     with client:
         yield client, engine
@@ -423,7 +423,7 @@ def test_engine_error_shows_no_internals(client: TestClient, engine: Any, route:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_death_of_the_engine_is_told(client: TestClient, engine: Any, is_stream: bool) -> None:
-    """Its sequences end with an error each, which is not the fault of any of them."""
+    """Each of its sequences ends with an error that does not blame the request."""
 
     def die(_: object) -> str:
         engine.is_alive, engine.error_after = False, 0

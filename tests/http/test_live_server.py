@@ -92,7 +92,7 @@ def test_pings_fill_silence(make_app: Callable[..., FastAPI], engine: Any, start
 def test_what_was_there_at_the_start_is_no_garbage_to_look_for(
     make_app: Callable[..., FastAPI], start_live: Any
 ) -> None:
-    """Else the collector holds all streams up while it looks through what was imported."""
+    """The garbage collector would hold up all streams while it looks through imported modules."""
     loaded: list[list[int]] = [[]]
 
     def is_looked_at() -> bool:
@@ -138,7 +138,7 @@ def test_a_second_shutdown_cuts_with_an_error_event(live: Any, engine: Any) -> N
 
 
 def test_odd_bodies_over_the_wire(make_app: Callable[..., FastAPI], start_live: Any) -> None:
-    """An endless chunked body gets 413 and a closed connection, not a reader."""
+    """An endless chunked body gets 413 and a closed connection, and is not read on."""
     app = make_app(max_body_bytes=1000)
     with start_live(app) as live:
         with socket.create_connection(("127.0.0.1", live.port), timeout=60) as raw:
@@ -170,7 +170,7 @@ def server_process(step_s: float, drain_s: float) -> Iterator[tuple[subprocess.P
 
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_signals(num_signals: int) -> None:
-    """One signal lets the stream finish, two cut it; the exit status is 0."""
+    """After one signal the stream finishes, a second one cuts it; the exit status is 0."""
     step_s = 0.02 if num_signals == 1 else 1.0  # 40 steps: the second one comes in time
     with server_process(step_s=step_s, drain_s=90.0) as (process, port):
         body = {"prompt": "a", "stream": True, "max_tokens": 40}

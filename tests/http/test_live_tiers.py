@@ -1,4 +1,5 @@
-"""Service tiers from the wire to the engine and back: refusals, ends, counts, fair names."""
+"""Service tiers from the HTTP field to the engine and back: refusals, ends, counts, checked
+names."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ TIERS = (
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
-    """A new server of the demonstration model, whose targets no machine misses."""
+    """A new server of the demonstration model, with targets that every machine meets."""
     config = EngineConfig(
         model=ModelConfig(num_threads=1),
         cache=CacheConfig(num_pages=128),
@@ -69,7 +70,7 @@ def test_tiers_and_tenants_are_counted_under_the_operators_names(client: TestCli
 
 
 def test_what_cannot_be_met_is_refused_and_what_is_late_is_ended(client: TestClient) -> None:
-    """A tenth of a millisecond: no machine answers within it. The first request is not refused, as
+    """No machine answers within a tenth of a millisecond. The first request is not refused, because
     no step was measured yet."""
     late = {"prompt": "a", "max_tokens": 3, "service_tier": "flex"}
     late |= {"slo": {"deadline_ms": 0.1, "strict": True}}

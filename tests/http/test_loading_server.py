@@ -1,4 +1,4 @@
-"""The port before the model is there: alive, how far it is, and nothing else."""
+"""The port while the model loads: it is alive, shows the progress, and serves nothing else."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_web_pages_may_read_that_it_is_loading() -> None:
 def test_the_port_is_never_closed_between_the_servers(
     make_app: Callable[..., FastAPI], engine: Any
 ) -> None:
-    """A client that asks all the time sees 503, then 200, and no refused connection."""
+    """A client that polls sees 503, then 200, and no refused connection."""
     config, seen, has_ended = ServerConfig(), list[int](), threading.Event()
     listener = bind("127.0.0.1", 0)
     url = url_of(listener)
@@ -132,7 +132,7 @@ def test_the_port_is_never_closed_between_the_servers(
 
 
 def test_who_was_let_in_is_answered_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connected while it loads, and asking when it has loaded."""
+    """The client connects while the model loads and sends its request afterwards."""
     monkeypatch.setattr(loading_server, "_LAST_REQUEST_S", 60.0)
     with bind("127.0.0.1", 0) as listener:
         loading = LoadingServer(listener, ServerConfig(), Startup())

@@ -1,4 +1,4 @@
-"""Lines for people or for programs, and an access log that says no more than it must."""
+"""Log lines for people or for programs, and an access log without secrets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moe_serve.http.app import Operations, create_app
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[LogConfig], io.StringIO]]:
-    """Sets logs up, with a buffer for standard error; afterwards all is as before."""
+    """Sets up logs with a buffer as standard error, and restores the setup afterwards."""
     root, known = logging.getLogger(), logging.Logger.manager.loggerDict
     handlers, level = root.handlers[:], root.level
     levels = {name: item.level for name, item in known.items() if isinstance(item, logging.Logger)}
@@ -193,7 +193,7 @@ HOSTILE = "a\x1b[2J\x07\x9b31m\u202eb\r\n2026-01-01 00:00:00,000 ERROR moe_serve
 def test_control_characters_reach_no_terminal(
     lines: Callable[[LogConfig], io.StringIO], log_format: Any
 ) -> None:
-    """Neither in a message nor in an exception, and a message is one line."""
+    """Messages and exceptions are cleaned, and a message is one line."""
     buffer = lines(LogConfig(format=log_format))
     logging.getLogger("moe_serve").error("%s", HOSTILE)
     try:

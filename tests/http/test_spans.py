@@ -1,4 +1,4 @@
-"""OpenTelemetry: spans of requests, by an exporter in memory and by a collector that listens."""
+"""OpenTelemetry spans of requests, from an exporter in memory and from a collector."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Spans = Callable[[], dict[str, ReadableSpan]]
 
 @pytest.fixture(autouse=True)
 def _no_sender_is_left() -> Iterator[None]:
-    """A thread that goes on sending would disturb later tests of the same process: its retries use
+    """Waits until the sender's thread has ended. It would disturb later tests: its retries use
     `random`, which Hypothesis refuses."""
     yield
     left = [thread for thread in threading.enumerate() if thread.name.startswith("Otel")]
@@ -42,7 +42,7 @@ def _no_sender_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def traced(engine: Any, model: ServedModel) -> Iterator[tuple[TestClient, Spans]]:
-    """A client, and the spans by name once the export was flushed."""
+    """A client, and its spans by name after a flush."""
     exporter = InMemorySpanExporter()
     spans = SpanExport(exporter, model.name)
     app = create_app(engine, model, ServerConfig(), spans=spans)
@@ -128,7 +128,7 @@ def test_probes_make_no_spans(traced: tuple[TestClient, Spans]) -> None:
 def test_a_collector_gets_them(
     engine: Any, model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """A real OTLP receiver: what arrives is what the protocol's own classes read."""
+    """The protocol's own classes read the requests at a real OTLP receiver."""
     monkeypatch.setattr(span_export, "_CLOSE_TIMEOUT_S", 60.0)  # however busy the machine is
     received: list[tuple[str, ExportTraceServiceRequest]] = []
 
@@ -163,7 +163,7 @@ def test_a_collector_gets_them(
 
 
 def test_a_collector_that_is_away_fails_no_request(engine: Any, model: ServedModel) -> None:
-    """It takes connections and never answers: the worst kind."""
+    """The collector accepts connections and never answers, which is the worst kind."""
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()

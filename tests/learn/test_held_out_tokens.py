@@ -1,4 +1,4 @@
-"""Which tokens stop the training of predictors between layers: whole documents, and never all."""
+"""Tokens that are held out to stop the training between layers: whole documents, never all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from routing_predictor.traces.trace import PREFILL, RoutingTrace
 
 
 def trace_of(*request_ids: str) -> RoutingTrace:
-    """Three tokens of each request."""
+    """Makes a trace with three tokens of each request."""
     num_tokens = 3 * len(request_ids)
     return RoutingTrace(
         expert_ids_NLK=np.zeros((num_tokens, 1, 1), np.int16),
@@ -32,6 +32,6 @@ def test_all_pieces_of_a_document_are_held_out_or_none() -> None:
 
 
 def test_one_document_leaves_nothing_to_learn_from() -> None:
-    """It was held out as a whole, and a predictor written whose loss is no number."""
+    """It was once held out as a whole, and the predictor's loss was no number."""
     with pytest.raises(TraceError, match="1 document is too few"):
         held_out_tokens(trace_of(f"a{PIECE}0", f"a{PIECE}1"))

@@ -1,4 +1,4 @@
-"""What is captured for predictors is what the server computes."""
+"""The captured states and routes are those that the server computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def model() -> PredictorModel:
 
 
 def served(tokens: np.ndarray) -> np.ndarray:
-    """[T, L, K]: a prompt in the server's own loop, in two chunks of prefill."""
+    """Returns the routes [T, L, K] of a prompt in the server's own loop, in two chunks of
+    prefill."""
     cpu = torch.device("cpu")
     loader = OpenedModel.open(demo_model_folder(), ModelConfig(), 1, cpu).loader
     stage, cache = loader.attention_stage(128), KVCache(loader.spec, 8, 16, loader.dtype, cpu)

@@ -17,7 +17,7 @@ from moe_serve.model.load.weight_reader import WeightReader
 
 @pytest.fixture()
 def reader_of(tmp_path: Path) -> Callable[..., WeightReader]:
-    """(tensors, quantization_config) -> a reader of a checkpoint that holds them."""
+    """Returns a function (tensors, quantization_config) -> a reader of a checkpoint with them."""
 
     def make(
         tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None = None

@@ -174,7 +174,7 @@ def test_a_good_one_loads_whole_and_in_shards(folder: Path) -> None:
 
 
 def test_a_folder_of_links(folder: Path, tmp_path: Path) -> None:
-    """The cache of the Hugging Face hub: a snapshot is links to blobs with other names."""
+    """Snapshots in the cache of the Hugging Face hub are links to blobs with other names."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
     blobs.mkdir()
     snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The writer of checkpoint folders: what it writes is read back, and unfinished ones never load."""
+"""The writer of checkpoint folders: a written folder reads back, an unfinished one never loads."""
 
 from __future__ import annotations
 

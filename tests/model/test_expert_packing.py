@@ -1,4 +1,4 @@
-"""What stays packed, what does not, and what is said of it."""
+"""The weights that stay packed, those that do not, and the summary of both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS, COLUMNS = 256, 128
 
 
 class PackingKernels(TorchKernels):
-    """A set that multiplies blocks of fp8, and nothing else."""
+    """A set that multiplies blocks of fp8 and no other format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_all_alike_stay_packed(reader_of: ReaderOf) -> None:
 def test_one_in_floats_keeps_none_packed(
     reader_of: ReaderOf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The down projections are by themselves. Bits are those of all weights, two to one."""
+    """The down projections are judged apart. The bits are the mean over all weights, two to one."""
     tensors = fp8_blocks("a.weight") | {"b.weight": torch.ones(ROWS, COLUMNS)}
     packing = packing_of(reader_of(tensors, FP8_BLOCKS))
     with caplog.at_level(logging.WARNING):
@@ -106,7 +106,7 @@ def test_floats_are_no_reason(reader_of: ReaderOf, caplog: pytest.LogCaptureFixt
 def test_gate_and_up_in_one_tensor(
     reader_of: ReaderOf, wanted: StoredProduct, reason: str | None
 ) -> None:
-    """Each must begin with a block; blocks are turned over with their tensor."""
+    """Each half must begin with a block; blocks are transposed with their tensor."""
     packing = packing_of(reader_of(fp8_blocks("a.weight"), FP8_BLOCKS), "packed")
     if reason is None:
         form = packing.forms(wanted, product("a.weight")).gate_up
@@ -117,7 +117,7 @@ def test_gate_and_up_in_one_tensor(
 
 
 def test_what_the_set_refuses(reader_of: ReaderOf) -> None:
-    """A shared expert may be dequantised even so."""
+    """A shared expert may be dequantised all the same."""
     tensors = {
         "a.weight": torch.ones(ROWS, COLUMNS).to(torch.float8_e4m3fn),
         "a.weight_scale": torch.ones(ROWS, 1),
@@ -143,7 +143,7 @@ def test_what_the_native_set_holds(tmp_path: Path, kernels: str) -> None:
 
 
 def test_the_engine_says_what_it_holds(tmp_path: Path) -> None:
-    """And gives the same tokens."""
+    """The layout names the formats, and the tokens are the same."""
     stored, _ = write_pair(tmp_path, CASES["Kimi-K2-Thinking"])
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     tokens = []

@@ -1,4 +1,4 @@
-"""What planners read of a config.json: held to what the families say, and to published numbers."""
+"""The shape that planners read from a config.json, against the families and published numbers."""
 
 from __future__ import annotations
 

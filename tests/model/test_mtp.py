@@ -43,7 +43,7 @@ def folder_of(root: Path, name: str, is_own_head: bool) -> Path:
 
 
 class Served:
-    """A model with its layer, without an engine."""
+    """A model with its MTP layer, without an engine."""
 
     def __init__(self, folder: Path, kernels: KernelsName) -> None:
         loader = ModelLoader(folder, kernels=kernels, dtype=torch.float32)
@@ -60,7 +60,7 @@ class Served:
         self.pipeline.keeps_every_row = True
 
     def states(self, tokens: list[int]) -> Tensor:
-        """The layer's states of all positions but the last, computed in chunks."""
+        """Returns the layer's states of all positions but the last, computed in chunks."""
         parts = []
         for start in range(0, len(tokens) - 1, CHUNK):
             ids = np.array(tokens[start : start + CHUNK])
@@ -83,7 +83,7 @@ class Served:
 def test_logits_are_those_of_the_description(
     tmp_path_factory: pytest.TempPathFactory, name: str, kernels: KernelsName
 ) -> None:
-    """Of every position, and of three tokens drafted behind the last one."""
+    """All positions are compared, and three tokens drafted behind the last one."""
     folder = folder_of(tmp_path_factory.getbasetemp(), name, False)
     check(Served(folder, kernels), MTPReference(folder))
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_may_have_another_embedding_and_head(tmp_path: Path) -> Non
 def test_the_reference_is_that_of_transformers(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
-    """Newer releases have the layer, too."""
+    """Only newer releases of transformers have the layer."""
     if not hasattr(modeling_layers, "MtpModel"):
         pytest.skip("this release of transformers has no MTP layers")
     reference = MTPReference(folder_of(tmp_path_factory.getbasetemp(), name, False))

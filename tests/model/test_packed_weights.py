@@ -1,4 +1,4 @@
-"""Weights that stay in few bits, in every layout: the tokens of the dequantised model."""
+"""Weights that stay in few bits give the tokens of the dequantised model in every layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def packed(of: EngineConfig, **model: object) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def wanted(pair: list[Path]) -> dict[str, Answer]:
-    """The answers of the same weights stored in floats."""
+    """Returns the answers of the same weights stored in floats."""
     return colocated(of_folder(pair[1], 0, 0), WANTED)
 
 
@@ -62,7 +62,8 @@ def test_expert_memory(pair: list[Path], wanted: dict[str, Answer]) -> None:
 
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_products_of_whole_numbers_in_any_layout(name: str, tmp_path: Path) -> None:
-    """Other tokens, but the same ones in one process, on ranks and on shards."""
+    """The tokens may differ from those of floats, but are the same in one process, on ranks and on
+    shards."""
     stored, _ = write_pair(tmp_path, CASES[name])
     alone = packed(of_folder(stored, 0, 0), low_bit_products="int8")
     answers = colocated(alone, WANTED)

@@ -1,4 +1,4 @@
-"""One file: every way that it can be broken is one sentence; good ones are views of a map."""
+"""One safetensors file: every damage gives one sentence; good files become views of a map."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_broken(tmp_path: Path, content: bytes, complaint: str) -> None:
 )
 @given(data=st.data())
 def test_takes_nothing_that_the_library_refuses(tmp_path: Path, data: st.DataObject) -> None:
-    """Single bytes of a good file changed, and the file cut: never more lenient, never a crash."""
+    """Files with a changed byte, and cut files, are accepted only if the library accepts them."""
     content = bytearray(save({"a": torch.ones(3), "b": torch.zeros(2, 2, dtype=torch.int8)}))
     header_end = 8 + int.from_bytes(content[:8], "little")
     for _ in range(data.draw(st.integers(0, 3))):
@@ -125,7 +125,7 @@ def test_views_are_what_was_saved(tmp_path: Path, tensors: dict[str, torch.Tenso
 
 
 def test_tensors_at_odd_places(tmp_path: Path) -> None:
-    """The format allows any order; a float behind three bytes starts at an odd place."""
+    """The format allows any order, so a float behind three bytes starts at an odd offset."""
     header = {"a": entry(0, 3, [3], "U8"), "b": entry(3, 11, [2])}
     values = torch.tensor([1.5, -2.0])
     content = file_of(header) + b"\1\2\3" + values.numpy().tobytes()

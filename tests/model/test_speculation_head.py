@@ -1,4 +1,4 @@
-"""A drafting head loads, refuses what does not fit, and drafts the same in every set of kernels."""
+"""A drafting head loads, is refused if it does not fit, and drafts the same with all kernels."""
 
 from __future__ import annotations
 

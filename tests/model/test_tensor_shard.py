@@ -1,4 +1,4 @@
-"""What a shard holds: parts that make up the whole, and numbers that cannot be split."""
+"""A shard's part of the weights: the parts make up the whole, and odd numbers are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_columns_are_shared_out(width: int, count: int) -> None:
 
 @pytest.mark.parametrize(("num_kv_heads", "count", "held"), [(8, 2, 4), (8, 8, 1), (2, 8, 1)])
 def test_heads_and_pages_are_shared_out(num_kv_heads: int, count: int, held: int) -> None:
-    """Queries stay with the key head that they read."""
+    """Query heads stay with the key head that they read."""
     spec = spec_with(16, num_kv_heads)
     check_shards(spec, count)
     dim, width = spec.attention.head_dim, 3

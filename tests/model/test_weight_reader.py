@@ -1,4 +1,5 @@
-"""What holds for all formats: plain tensors stay plain, threads may read, strangers are refused."""
+"""Rules for all formats: plain tensors stay plain, threads may read, unknown formats are
+refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", [None, *sorted(FORMATS)])
 def test_floats_are_read_as_they_are(reader_of: ReaderOf, method: str | None) -> None:
-    """In a quantised checkpoint too: norms, routers, heads, modules that were left out."""
+    """This holds in a quantised checkpoint too: norms, routers, heads, and modules that were left
+    out."""
     router, fused = torch.randn(4, 8).bfloat16(), torch.randn(3, 8, 6).half()
     quantization = None if method is None else CONFIGS[method] | {"quant_method": method}
     reader = reader_of({"gate.weight": router, "experts.up": fused}, quantization)

@@ -31,7 +31,7 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """What the recorder uses of torch.cuda."""
+    """The members of torch.cuda that the recorder uses."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -1,4 +1,4 @@
-"""A drafting head in one call drafts the tokens that its kernels draft one by one."""
+"""A drafting head in one call drafts the same tokens as its kernels one by one."""
 
 from __future__ import annotations
 

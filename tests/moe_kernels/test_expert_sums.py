@@ -1,4 +1,4 @@
-"""The weighted sum of experts: the same bits in any order, and on however many banks they lie."""
+"""The weighted sum of experts has the same bits in any order, on any number of banks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bank_of(name: KernelsName, dtype: torch.dtype, held: frozenset[int]) -> Expe
 
 @functools.cache
 def rows(num_rows: int, top_k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, ids that ascend, and weights of very different sizes."""
+    """Returns x, ascending ids, and weights of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     x_TD = torch.randn(num_rows, WIDTH, generator=generator)
     ids_TK = (
@@ -52,7 +52,7 @@ def rows(num_rows: int, top_k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def elsewhere(ids_TK: Tensor, held: frozenset[int]) -> Tensor:
-    """The choices that are not held are -1."""
+    """Replaces choices that are not held by -1."""
     is_here = torch.tensor([e in held for e in range(NUM_EXPERTS)])[ids_TK]
     return torch.where(is_here, ids_TK, -1)
 
@@ -119,7 +119,7 @@ def test_terms_lie_on_the_grid(name: KernelsName) -> None:
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_nan_and_infinity_reach_the_sum(name: KernelsName, bad: float) -> None:
-    """Of their own row, in either half of a row's choices."""
+    """They reach the sum of their own row only, in either half of its choices."""
     x_TD, ids_TK, weights_TK = (t.clone() for t in rows(5, 3, 2))
     bank = bank_of(name, torch.float32, frozenset(range(NUM_EXPERTS)))
     good_TD = bank(x_TD, ids_TK, weights_TK)
@@ -135,7 +135,7 @@ def test_nan_and_infinity_reach_the_sum(name: KernelsName, bad: float) -> None:
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("width", [1, 15, 32, 33, 64, 100])
 def test_every_column_of_every_width(name: KernelsName, width: int) -> None:
-    """Experts that give back x times a power of two: the sum is exact, and known."""
+    """Experts return x times a power of two, so the sum is exact and known."""
     eye = torch.eye(width)
     weights = [ExpertWeights(60 * eye, eye, 2.0**-e / 60 * eye) for e in range(4)]
     bank = make_kernels(name, torch.float32).experts(weights, GatedActivation())

@@ -1,4 +1,4 @@
-"""Which sizes are recorded, and which serves a step."""
+"""The sizes that are recorded, and the recorded size that serves a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Products of whole numbers have the same bits on every processor: the sources built for others."""
+"""Products of whole numbers have the same bits on every processor, by builds for other
+processors."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def flags_of_processor() -> str:
 def library(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ctypes.CDLL:
-    """-O0, which changes no bit and compiles in seconds."""
+    """Builds with -O0, which changes no bit and compiles in seconds."""
     if request.param == "AVX2" and not {"avx2", "fma"} <= set(flags_of_processor().split()):
         pytest.skip("this processor has no AVX2")
     compiler = shutil.which("g++")
@@ -81,7 +82,7 @@ def test_the_bits_of_the_reference(library: ctypes.CDLL) -> None:
 
 
 def test_exact_products(library: ctypes.CDLL) -> None:
-    """Unpacked values do not depend on the processor either. Sums of fp32 do not within one."""
+    """Unpacked values do not depend on the processor. Sums of fp32 only agree on one processor."""
     native = NativeLibrary(library, torch.float32, 1)
     identity = torch.eye(96)
     for kind in KINDS:

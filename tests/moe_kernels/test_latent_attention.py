@@ -29,7 +29,7 @@ def shape_of(num_heads: int, latent: int, rope: int) -> LatentShape:
 
 
 class Scene:
-    """One sequence of LENGTH tokens; its queries' two parts lie as strided views."""
+    """One sequence of LENGTH tokens; the two parts of its queries are strided views."""
 
     def __init__(self, name: KernelsName, shape: LatentShape, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(shape.num_heads)
@@ -56,7 +56,7 @@ class Scene:
         return KVPages(keys, keys[..., : self.shape.latent_dim])
 
     def run(self, first: int, last: int, pages: KVPages) -> Tensor:
-        """Tokens [first, last), the earlier ones being in the pages."""
+        """Computes tokens [first, last); the earlier ones are in the pages."""
         step = StepRows(np.array([last - first]), np.array([first]), [self.table], PAGE)
         positions = torch.arange(first, last)
         rows = torch.tensor(self.table)[positions // PAGE] * PAGE + positions % PAGE
@@ -67,6 +67,7 @@ class Scene:
         )  # fmt: skip
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("sizes", [(4, 64, 16), (128, 512, 64), (20, 40, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -98,6 +99,7 @@ def test_matches_the_definition(
     assert error < TOLERANCE[dtype], f"{name}, {sizes=}, {error=}"
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("sizes", [(4, 64, 16), (70, 512, 64), (20, 40, 8)])
 @pytest.mark.parametrize("chunk", [1, 7, 64])

@@ -53,7 +53,7 @@ def in_floats(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_exact_products_are_those_of_the_dequantised_matrix(kind: Kind, dtype: torch.dtype) -> None:
-    """Ragged panels, eights and groups; few rows (unpacked in registers) and many (in blocks)."""
+    """Panels, eights and groups are ragged; few rows are unpacked in registers, many in blocks."""
     kernels = native(dtype)
     for index, (n, k) in enumerate(((64, 128), (40, 264), (200, 1000), (17, 9))):
         matrix = rounded_once(kind.matrix(n, k, seed=index), ROUNDINGS[index % 3])
@@ -66,7 +66,7 @@ def test_exact_products_are_those_of_the_dequantised_matrix(kind: Kind, dtype: t
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_exact_products_with_scales_of_any_size(kind: Kind) -> None:
-    """Negative, zero, huge, tiny and infinite scales among usual ones, with every code."""
+    """Negative, zero, huge, tiny and infinite scales come among usual ones, with every code."""
     kernels, generator = native(torch.bfloat16), torch.Generator().manual_seed(2)
     matrix = kind.matrix(192, 512, seed=5)
     assert matrix.bytes_NB.unique().numel() > 100, "every code of 4 bits, and most of 8"
@@ -91,7 +91,7 @@ def test_exact_products_with_scales_of_any_size(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_exact_experts(kind: Kind) -> None:
-    """In a bank, and in slots that are written over."""
+    """The experts are in a bank, and in slots that are overwritten."""
     kernels, activation = native(torch.bfloat16), GatedActivation()
     weights = [expert_of(kind, 72, 48, seed) for seed in range(4)]
     floats = kernels.experts([in_floats(w, torch.bfloat16) for w in weights], activation)
@@ -125,7 +125,7 @@ def test_a_packed_expert_is_as_small_as_stored() -> None:
 def test_columns_may_be_shared_out(
     kind: Kind, rows: int, hidden: int, data: st.DataObject, products: LowBitProducts
 ) -> None:
-    """A layer's outputs in two parts, and an MLP in halves of some columns each."""
+    """A layer's outputs are computed in two parts, and an MLP in halves of some columns each."""
     kernels, width = native(torch.bfloat16, products), 96
     matrix, x_TK = kind.matrix(130, width), rows_of(rows, width, torch.bfloat16)
     end = data.draw(st.integers(1, 129))
@@ -152,8 +152,8 @@ def test_columns_may_be_shared_out(
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", WHOLE, ids=lambda kind: kind.name)
 def test_whole_numbers_have_the_bits_of_the_reference(kind: Kind, dtype: torch.dtype) -> None:
-    """Any number of rows, and a row's bits whatever is beside it. A group of zeros, one with the
-    largest and one with the smallest numbers, and one that is not finite."""
+    """The bits of a row do not depend on the number of rows or on its neighbours. Groups hold
+    zeros, the largest or the smallest numbers, or one that is not finite."""
     kernels, reference = native(dtype, "int8"), TorchKernels(low_bit_products="int8")
     for n, k in ((64, 128), (40, 256), (17, 96), (100, 768)):
         matrix, x_TK = kind.matrix(n, k), rows_of(31, k, dtype)

@@ -38,7 +38,7 @@ class Sequence:
 
 
 class Scene:
-    """Sequences with pages of their own; the keys before `start` are random and already there."""
+    """Sequences with pages of their own; the keys before `start` are random and stored already."""
 
     def __init__(
         self, name: KernelsName, spans: list[tuple[int, int]], shape: AttentionShape,
@@ -78,14 +78,14 @@ class Scene:
         )
 
     def _rotary(self, has_query_scale: bool) -> RotaryTable:
-        """Real angles: what is rotated where must agree between calls."""
+        """Returns real angles, so that calls must agree on what is rotated where."""
         half = self.shape.num_rotated // 2
         table = rotary_table(torch.arange(600).float()[:, None] * torch.logspace(0, -3, half)[None])
         scale = 1.0 + torch.arange(600).float() / 300 if has_query_scale else None
         return replace(table, query_scale=scale)
 
     def run(self, sequences: list[Sequence], pages: KVPages | None = None) -> list[Tensor]:
-        """Attend on a copy of the pages (or on those given)."""
+        """Attends on a copy of the pages, or on the given ones."""
         pages = pages or self.copy_pages()
         lens = [len(s.qkv) for s in sequences]
         step = StepRows(
@@ -113,7 +113,8 @@ class Scene:
         return KVPages(self.original.keys.clone(), self.original.values.clone())
 
     def expected(self, sequence: Sequence, pages: KVPages) -> Tensor:
-        """By the definition, from the keys and values that the kernels stored in `pages`."""
+        """Computes attention by definition, from the keys and values that the kernels stored in
+        `pages`."""
         shape = self.shape
         q_size, k_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         v_size = shape.num_kv_heads * shape.value_width
@@ -203,6 +204,7 @@ def check_scene(scene: Scene, dtype: torch.dtype, what: str) -> None:
         assert error < TOLERANCE[dtype], f"{what}, {sequence.start=}, {error=}"
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("heads", [(4, 2), (16, 4), (8, 8), (6, 2), (32, 2)])
 @pytest.mark.parametrize("window", [None, 40])
@@ -213,6 +215,7 @@ def test_matches_the_definition(
     check_scene(Scene(name, SPANS, shape_of(heads, window), dtype), dtype, f"{name}, {heads=}")
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -223,6 +226,7 @@ def test_every_shape_matches_the_definition(
     check_scene(scene, dtype, f"{name}, {kind}")
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize(
     "shape", [*(shape_of(h) for h in ((4, 2), (16, 4), (6, 2), (4, 4))), *SHAPES.values()], ids=str
@@ -238,6 +242,7 @@ def test_a_row_is_bitwise_the_same_alone_and_in_company(
         assert torch.equal(alone, together[index]), f"{name}, {SPANS[index]=}"
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize(
     "shape",

@@ -1,4 +1,4 @@
-"""Matrices of few bits: parts of them, turned over, and in memory of their own."""
+"""Matrices of few bits: their parts, their transpose, and copies in memory of their own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_blocks_are_turned_over_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_quantised_mlp_has_the_bits_of_its_floats(dtype: torch.dtype) -> None:
-    """And is not touched by what becomes of the matrices that it was made of."""
+    """It keeps copies, so later changes of its source matrices do not affect it."""
     matrices = [SHUFFLED.matrix(*shape, i) for i, shape in enumerate([(64, 96)] * 2 + [(96, 64)])]
     weights = ExpertWeights(*matrices)
     floats = ExpertMLP.from_weights(weights, GatedActivation(), dtype)

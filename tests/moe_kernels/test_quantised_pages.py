@@ -25,7 +25,7 @@ SHAPES = {
 
 
 class Scene(grouped.Scene):
-    """Makes the step of the other tests, over pages of a form."""
+    """Makes the step of the other tests, over pages of a given form."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Scene(grouped.Scene):
         return KVPages(*(part.clone() for part in parts), self.original.form)
 
     def expected(self, sequence: grouped.Sequence, pages: KVPages) -> Tensor:
-        """By the definition, from the rows that the stored ones stand for."""
+        """Computes attention by definition, from the rows that the stored ones represent."""
         keys, values = (rows.floats() for rows in _quantised_rows(pages))
         keys = rotated(keys, pages.form.rotation(keys.shape[-1]))  # its own inverse
         return super().expected(sequence, KVPages(keys, values))
@@ -109,7 +109,7 @@ def test_a_row_is_bitwise_the_same_alone_and_in_company(
 def test_a_row_is_bitwise_the_same_however_the_prompt_is_cut(
     name: KernelsName, kind: str, form: str, chunk: int, dtype: torch.dtype
 ) -> None:
-    """The bytes of the pages are equal too: prefix sharing and the tiers rely on them."""
+    """The bytes of the pages are equal too, because prefix sharing and the tiers rely on them."""
     scene = Scene(name, form, SHAPES[kind], dtype, [(0, 260)])
     (sequence,), whole_pages, pages = scene.sequences, scene.copy_pages(), scene.copy_pages()
     (whole,) = scene.run([sequence], whole_pages)
@@ -139,7 +139,7 @@ def test_what_lies_behind_a_sequence_in_its_page_is_not_seen(name: KernelsName, 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_set_stores_the_same_bytes(form: str) -> None:
-    """The keys are at position 0, where the rotation leaves them alone."""
+    """The keys are at position 0, where the rotation does not change them."""
     shape = AttentionShape(num_heads=2, num_kv_heads=2, head_dim=64)
     sets: tuple[KernelsName, ...] = ("torch", "native")
     scenes = [Scene(name, form, shape, torch.float32, [(0, 1)]) for name in sets]
@@ -151,13 +151,14 @@ def test_every_set_stores_the_same_bytes(form: str) -> None:
     assert torch.equal(copies[0].value_scales, copies[1].value_scales)
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("sizes", [(4, 64, 16), (128, 512, 64), (20, 40, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_latents_in_8_bits(
     name: KernelsName, sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """The latent and the shared key have a scale each; cutting the prompt changes no bit."""
+    """The latent and the shared key have a scale each; a cut of the prompt changes no bit."""
     scene = latent.Scene(name, latent.shape_of(*sizes), dtype)
     pages = latent_pages(scene)
     out = scene.run(0, latent.LENGTH, pages)

@@ -12,7 +12,7 @@ from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 
 
 def make_logits(num_rows: int, num_experts: int) -> Tensor:
-    """A permutation in every row: no two logits are equal, so the choice is unique."""
+    """Returns a permutation in every row: no two logits are equal, so the choice is unique."""
     generator = torch.Generator().manual_seed(num_experts)
     order = [torch.randperm(num_experts, generator=generator) for _ in range(num_rows)]
     return (torch.stack(order) - num_experts / 2) / num_experts * 8
@@ -21,7 +21,7 @@ def make_logits(num_rows: int, num_experts: int) -> Tensor:
 def definition(
     logits: Tensor, shape: RouterShape, bias: Tensor | None
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Row by row, in plain Python on float64."""
+    """Computes the choice row by row, in plain Python on float64."""
     all_ids, all_weights = [], []
     for row in logits.double():
         scores = (row.sigmoid() if shape.scoring == "sigmoid" else row.softmax(-1)).tolist()

@@ -83,7 +83,7 @@ def test_router_linear(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_weight_may_be_a_view(dtype: torch.dtype) -> None:
-    """Checkpoints hold transposed and interleaved matrices; packing reads them where they lie."""
+    """Checkpoints hold transposed and interleaved matrices; packing reads them in place."""
     both = torch.randn(64, 2 * 40, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = both[:, ::2].t()  # [40, 64], no stride is 1
     x = torch.randn(7, 64).to(dtype)
@@ -140,7 +140,8 @@ def test_the_choice_says_why() -> None:
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("width", [1, 15, 16, 33, 4096])
 def test_largest(kernels: KernelsName, width: int) -> None:
-    """The first of equal values; NaN wins; rows without a finite value say so."""
+    """The first of equal values wins, NaN wins over all, and rows without a finite value report
+    it."""
     own = make_kernels(kernels, torch.float32)
     x = torch.randint(-3, 4, (9, width), generator=torch.Generator().manual_seed(width)).float()
     x[1] = float("-inf")

@@ -1,4 +1,4 @@
-"""A value of a product does not depend on the columns beside it: shards may share them out."""
+"""A value of a product does not depend on the columns beside it, so shards may divide them."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_adapters_are_a_mapping(tiny: str) -> None:
 
 
 def test_prompts_of_an_urgent_tier_go_first(llm: LLM, tiny: str) -> None:
-    """With one seat the order is the tiers'; the tokens are those of an LLM without tiers."""
+    """With one seat, the tiers give the order; the tokens are those of an LLM without tiers."""
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     prompts = ["abc", "bcd", "cde"]
     plain = llm.generate(prompts, params, use_progress_bar=False)
@@ -181,7 +181,7 @@ def test_wrong_settings(tiny: str) -> None:
 def test_without_a_tokenizer_no_rank_is_started(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has the LLM then, and could close it: its ranks would run as long as the process."""
+    """The caller gets no LLM to close, so its ranks would run as long as the process."""
     shutil.copy(Path(tiny) / "config.json", tmp_path)
 
     def build(_: EngineConfig) -> BuiltEngine:

@@ -1,4 +1,4 @@
-"""All layers in one call give the bits of the layers run one by one, and keep the same records."""
+"""All layers in one call have the bits and the records of the layers run one by one."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def piece(sequence: int, start: int, end: int, num_logits: int) -> SequenceSlice
 
 
 def plans() -> list[StepPlan]:
-    """Prompts of which one is cut, a step that decodes and reads, several rows of one sequence, and
-    a step of two micro-batches."""
+    """Returns prompts (one of them cut), a step that decodes and reads, several rows of one
+    sequence, and a step of two micro-batches."""
     ask = RouteAsk(frozenset([0, 2]), has_weights=True)
     steps = [
         [piece(0, 0, 33, 1), piece(1, 0, 17, 0)],
@@ -63,7 +63,7 @@ def plans() -> list[StepPlan]:
 
 
 class Run:
-    """A pipeline over a cache of its own, and what it is asked to keep."""
+    """A pipeline over its own cache, and the records that it keeps."""
 
     def __init__(self, loader: ModelLoader, is_stacked: bool) -> None:
         stage, experts = loader.attention_stage(64), loader.expert_stage()

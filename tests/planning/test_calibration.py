@@ -1,4 +1,5 @@
-"""A calibration of the demonstration model: everything measured, nothing negative, and a plan."""
+"""A calibration of the demonstration model: all values are measured, none is negative, and a
+plan."""
 
 from __future__ import annotations
 
@@ -151,7 +152,7 @@ def test_the_knee_is_found() -> None:
 
 
 def test_whole_steps_are_fitted_and_their_scatter_kept() -> None:
-    """Steps that follow the law take its coefficients; a tenth that is slow is left out."""
+    """The fit finds the coefficients of steps that follow the law; the slow tenth is left out."""
     true = WholeStep(
         alpha_s=1e-3, row_s=1e-4, kv_token_s=5e-7, pair_s=1e-7, expert_s=2e-5, sequence_s=2e-4
     )

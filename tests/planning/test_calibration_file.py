@@ -1,4 +1,4 @@
-"""Calibrations on disk: there and back, and what is refused."""
+"""Calibrations on disk: the round trip and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: a case that disaggregation wins, one that it loses, and what is refused."""
+"""Plans: a case in which separate pools win, one in which they lose, and refusals."""
 
 from __future__ import annotations
 

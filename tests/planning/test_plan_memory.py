@@ -1,4 +1,4 @@
-"""What memory a server will take, before it reads a weight."""
+"""The planned memory of a server, computed before a weight is read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GIB = 2**30
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """So many bytes are free on this machine."""
+    """Returns a function that sets the number of free bytes of this machine."""
 
     def set_free(count: int) -> None:
         monkeypatch.setattr(module, "free_bytes", lambda _: count)
@@ -58,7 +58,7 @@ def published(tmp_path: Path) -> Callable[[str], ModelConfig]:
 
 
 def test_one_process_is_as_planned() -> None:
-    """The pages are those that the engine then has, and the weights those of the files."""
+    """The plan has the engine's number of pages and the files' size of the weights."""
     config = EngineConfig(model=CPU, cache=CacheConfig(num_pages=300))
     plan, built = plan_memory(config), build_engine(config)
     (server,) = plan.processes
@@ -72,7 +72,7 @@ def test_one_process_is_as_planned() -> None:
 
 @pytest.mark.parametrize("name", ["Kimi-K2-Thinking", "Mixtral-8x7B-Instruct-v0.1-AWQ"])
 def test_packed_weights_are_as_large_as_stored(name: str, tmp_path: Path) -> None:
-    """Those of experts and of attention, each once; without a dtype in the config, too."""
+    """Weights of experts and of attention are counted once, even without a dtype in the config."""
     folder, _ = write_pair(tmp_path, CASES[name])
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"dtype": None, "torch_dtype": None}
@@ -89,7 +89,7 @@ def test_packed_weights_are_as_large_as_stored(name: str, tmp_path: Path) -> Non
 def test_a_layer_that_drafts_is_counted(
     published: Callable[[str], ModelConfig], free: Callable[[int], None]
 ) -> None:
-    """DeepSeek-V3's has 11.5 B parameters of its own, and the 62nd part of the keys and values."""
+    """DeepSeek-V3's has 11.5 B parameters of its own and 1/62 of the keys and values."""
     free(2**50)
     model, cache = published("DeepSeek-V3"), CacheConfig(num_pages=10_240)
     for cluster in (ClusterConfig(), ClusterConfig(attention_ranks=1, expert_ranks=1)):
@@ -126,7 +126,7 @@ def test_ranks_share_out_the_model(free: Callable[[int], None]) -> None:
 
 
 def test_slots_for_experts_that_move_are_planned(free: Callable[[int], None]) -> None:
-    """Each expert rank of two has 16 of 32 experts in 6 layers, and room for more."""
+    """Each of two expert ranks has 16 of 32 experts in 6 layers, and spare slots."""
     free(64 * GIB)
     cluster = ClusterConfig(attention_ranks=1, expert_ranks=2)
 
@@ -151,7 +151,7 @@ def test_slots_for_experts_that_move_are_planned(free: Callable[[int], None]) ->
 def test_published_models(
     path: Path, published: Callable[[str], ModelConfig], free: Callable[[int], None]
 ) -> None:
-    """From their configs alone; on 16 GiB either it fits or it is refused in one sentence."""
+    """The plan needs only their configs. On 16 GiB a model fits or is refused in one sentence."""
     free(16 * GIB)
     model = replace(published(path.stem), max_model_len=4096)
     plan = plan_memory(EngineConfig(model=model, cache=CacheConfig(memory_bytes=64 * GIB)))

@@ -1,4 +1,4 @@
-"""Tiny checkpoints to quantise, and texts for them."""
+"""Tiny checkpoints to quantise, and texts for calibration."""
 
 from __future__ import annotations
 

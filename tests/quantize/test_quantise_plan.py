@@ -1,4 +1,4 @@
-"""The plan: what is quantised, how, and what is refused."""
+"""The plan: the quantised modules, their schemes, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs: what is written loads again, with the weights that were chosen."""
+"""Whole runs: a written model loads again, with the chosen weights."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ def _run(folder: Path, out: Path, rules: QuantiseRules, **more: object) -> Quant
 
 @pytest.mark.parametrize("family", sorted(_FAMILIES))
 def test_every_family_is_read_back(family: str, tmp_path: Path) -> None:
-    """In int8, most logits are near the original's (a router may choose others for a token). The
-    groups are as small as the models.
-    """
+    """In int8, most logits are near the original's (a router may choose other experts for a token).
+    The groups are as small as the models."""
     case: Case = CASES[_FAMILIES[family]]
     folder = write_checkpoint(tmp_path / "plain", case)
     _run(folder, tmp_path / "out", QuantiseRules(experts=Storage(8, 4)))

@@ -1,4 +1,5 @@
-"""A run that is killed at any moment leaves no folder that loads, and does not block the next."""
+"""A run that is killed at any moment leaves no folder that loads and does not block the next
+run."""
 
 from __future__ import annotations
 

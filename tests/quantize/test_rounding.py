@@ -1,4 +1,4 @@
-"""Rounding to nearest and GPTQ, and the words that are stored."""
+"""Rounding to nearest and GPTQ, and the stored words."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_gptq_beats_nearest_on_correlated_inputs() -> None:
 
 
 def test_gptq_with_uncorrelated_inputs_is_nearest() -> None:
-    """H is a multiple of the identity: no column can make up for another."""
+    """H is a multiple of the identity, so no column can compensate another."""
     weight, storage = _matrix(7), Storage(4, 32)
     result = gptq_rounded(weight, 3.0 * torch.eye(128), storage, torch.float32)
     nearest = rounded(weight, storage, torch.float32)

@@ -1,5 +1,5 @@
-"""transformers with the packages compressed-tensors and accelerate reads what is written; skipped
-without these packages, which are not in the test extra."""
+"""transformers, with compressed-tensors and accelerate, reads a written model. Without these
+packages, which the test extra does not have, the tests are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files as the engines and scripts write them, read back as traces and loads."""
+"""Files as other engines and scripts write them, read as traces and loads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_sglang_per_pass_adds_up_ranks() -> None:
 
 
 def test_sglang_per_token() -> None:
-    """Two prompts of 3 and 2 tokens, and then a token of each; layer 0 is dense, k is 2 of 8."""
+    """Two prompts of 3 and 2 tokens, then a token of each; layer 0 is dense, and k is 2 of 8."""
     found = trace(DATA / "sglang_per_token.pt")
     assert found.layers == (1, 2) and found.num_experts == 4 and found.top_k == 2
     assert found.request_ids == ("0-5-0", "0-5-1", "0-6-0", "0-6-1")

@@ -1,4 +1,4 @@
-"""The guard that switches a predictor off and on, and learning from what happens."""
+"""The guard that switches a predictor off and on, and online learning."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_guard_waits_for_enough_measurements() -> None:
 
 
 class _Constant:
-    """Predicts the same for everybody."""
+    """Predicts the same for every token."""
 
     horizon = 4
 

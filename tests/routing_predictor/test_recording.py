@@ -1,4 +1,4 @@
-"""Recordings: parts of the wanted size, the oldest dropped, and a disk that fails or is slow."""
+"""Recordings: parts of the requested size, the oldest dropped, and a disk that fails or is slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADER = TraceHeader(num_experts=8, layers=(0, 2), model="tiny", has_tokens=True
 
 
 def tokens(request: str, start: int, count: int) -> TracedTokens:
-    """Expert and token ids that say which request and position they are of."""
+    """Returns expert and token ids that identify their request and position."""
     position = np.arange(start, start + count)
     ids = (position[:, None, None] + np.arange(4).reshape(1, 2, 2)) % 8
     return TracedTokens(
@@ -122,7 +122,7 @@ def test_a_slow_disk_loses_tokens_and_never_waits(
 
 
 def test_the_end_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last part is written even if as many as may wait are waiting."""
+    """The last part is written even if the queue of parts is full."""
     write, is_busy, is_free = recording.write_trace, threading.Event(), threading.Event()
 
     def slow(*arguments: object) -> int:

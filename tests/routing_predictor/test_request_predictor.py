@@ -1,4 +1,4 @@
-"""The request predictor: pools, cuts, training, its files, and whom it refuses."""
+"""The request predictor: pools, cuts, training, its files, and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CARD = PredictorCard(
 
 
 def routed_texts(num_texts: int = 12, length: int = 60) -> RoutedTexts:
-    """Texts whose tokens are all even or all odd; the parity decides the experts."""
+    """Returns texts whose tokens are all even or all odd; the parity decides the experts."""
     rng = np.random.default_rng(0)
     parity = np.arange(num_texts) % 2
     token = (rng.integers(0, 20, (num_texts, length)) * 2 + parity[:, None]).reshape(-1)

@@ -1,4 +1,4 @@
-"""Foreign .pt files: plain data is read, and whatever could run is refused by its name.
+"""Foreign .pt files: plain data is read, and anything executable is refused by its name.
 
 The files under data/ were written by torch.save; the others are made here, opcode by opcode.
 """
@@ -49,7 +49,7 @@ def tensor(
     key: str = "0",
     kind: str = "IntStorage",
 ) -> bytes:
-    """A tensor as torch.save describes it."""
+    """Returns a tensor as torch.save describes it."""
 
     def numbers(values: tuple[int, ...]) -> bytes:
         return b"(" + b"".join(b"J" + v.to_bytes(4, "little", signed=True) for v in values) + b"t"
@@ -185,7 +185,7 @@ def test_a_zip_with_damaged_names(tmp_path: Path) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_bytes_are_data_or_a_sentence(data: st.DataObject) -> None:
-    """Whatever bytes of a real pickle are changed, it is read or refused."""
+    """A real pickle with any changed bytes is read or refused."""
     with zipfile.ZipFile(DATA / "sglang_per_token.pt") as archive:
         content = bytearray(archive.read("sglang_per_token/data.pkl"))
     for _ in range(data.draw(st.integers(1, 4))):

@@ -1,4 +1,4 @@
-"""A trace's file: what is written is read, and what is damaged is said in a sentence."""
+"""The file of a trace reads back, and a damaged one gives one sentence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_any_cut_is_said(tmp_path: Path) -> None:
 def rewritten(
     path: Path, tensors: dict[str, object], facts: object, metadata: dict[str, str]
 ) -> None:
-    """The file with other tensors and facts."""
+    """Returns the file with other tensors and facts."""
     content = path.read_bytes()
     head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
     kept = {k: v for k, v in (load(content) | tensors).items() if v is not None}

@@ -1,4 +1,4 @@
-"""Figures of traces, against numbers that are worked out on paper."""
+"""Figures of traces, against numbers worked out on paper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.support.routing.traces import make_trace
 
 
 def constant(choices: list[int], num_tokens: int = 8, num_requests: int = 2) -> RoutingTrace:
-    """Every token of a request chooses the same expert: `choices` by request."""
+    """Makes a trace in which every token of a request chooses one expert; `choices` is by
+    request."""
     request = np.repeat(np.arange(num_requests), num_tokens // num_requests)
     return RoutingTrace(
         expert_ids_NLK=np.array(choices, np.uint8)[request][:, None, None],
@@ -44,7 +45,8 @@ def test_balancedness_of_nothing_is_even() -> None:
 
 
 def test_drift_is_seen() -> None:
-    """The first half goes to expert 1, the second to 3: windows are disjoint, 0.5 from all."""
+    """The first half goes to expert 1, the second to 3: windows are disjoint, each 0.5 from the
+    whole."""
     first, second = drifts(windows(constant([1, 3]), 2))
     assert first.to_previous is None and second.to_previous == second.to_previous_worst == 1.0
     assert first.to_all == second.to_all == 0.5
@@ -52,7 +54,7 @@ def test_drift_is_seen() -> None:
 
 
 def test_activated_experts() -> None:
-    """One request's tokens touch one expert, those of two requests two."""
+    """The tokens of one request touch one expert, those of two requests two."""
     by_size = {each.batch_size: each for each in activations(constant([1, 3]))}
     assert set(by_size) == {1, 2, 4, 8}
     assert by_size[2].one_per_request == 2.0 and by_size[2].one_request == 1.0

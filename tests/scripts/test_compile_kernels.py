@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for GPUs that are not here, and its code is as it should be."""
+"""Every Triton kernel compiles for GPUs that are not here, and the code follows the rules."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ CASE = CompileCase(
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_every_kernel_compiles_by_the_rules() -> None:
-    """Those that have every switch, size and type of each kernel: all combinations would take too
-    long where nothing is cached."""
+    """The cases cover every switch, size and type of each kernel; all combinations would take too
+    long without a cache."""
     done = subprocess.run(
         [sys.executable, "scripts/compile_kernels.py", "--quick"],
         cwd=ROOT,
@@ -61,8 +61,8 @@ def test_every_kernel_compiles_by_the_rules() -> None:
 
 
 def test_a_cover_has_everything_once() -> None:
-    """3 x 2 tiles and two types for three chips: 36 jobs, of which three have all but the size in
-    the middle; and a kernel without matrices, for one of its chips."""
+    """3 x 2 tiles and two types for three chips are 36 jobs, of which three have everything but the
+    middle size; a kernel without matrices has one chip."""
     cases = {
         f"gemm/{m}x{n}-{kind}": dataclasses.replace(
             CASE,

@@ -1,4 +1,4 @@
-"""The scripts that make the demonstration model and random checkpoints; no training, no corpus."""
+"""The scripts that make the demonstration model and random checkpoints, without training."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_evaluation_windows_cover_everything_once() -> None:
 
 
 def test_expert_use_of_disjoint_and_of_equal_domains() -> None:
-    """Two domains, four experts: layer 0 splits them, layer 1 does not, expert 3 is dead there."""
+    """Two domains, four experts: layer 0 separates the domains, layer 1 does not and never uses
+    expert 3."""
     choices = {
         "a": torch.tensor([[5, 5, 0, 0], [1, 1, 2, 0]]),
         "b": torch.tensor([[0, 0, 8, 8], [2, 2, 4, 0]]),

@@ -1,4 +1,4 @@
-"""The documentation builds without a warning and says all of the program."""
+"""The documentation builds without a warning and covers the whole program."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_page_is_in_the_menu_twice() -> None:
 
 
 def test_no_sentence_stands_twice_on_a_page() -> None:
-    """What a merge that went wrong leaves behind."""
+    """A wrong merge leaves doubled sentences."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         lines = [line for line in page.read_text("utf-8").splitlines() if len(line) > 60]
         prose = [line for line in lines if line[0] not in " |"]

@@ -1,4 +1,4 @@
-"""Copies of a template process behave as processes of their own."""
+"""Copies of a template process behave like ordinary processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVE = [sys.executable, "-m", "moe_serve", "serve", "--port", "0", "--num-threa
 
 @pytest.fixture(autouse=True, scope="module")
 def template() -> Iterator[None]:
-    """A template in the environment of now, whatever other tests have made of it."""
+    """A template in the current environment, whatever other tests have changed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "_fork_exec", popen.ORIGINAL)
         popen.use(popen.Template())
@@ -40,7 +40,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 
 def stat_of(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name."""
+    """Returns the fields of /proc/PID/stat after the name."""
     return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
 
 

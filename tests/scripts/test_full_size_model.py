@@ -28,7 +28,8 @@ def _num_bytes(model: str, group: int) -> int:
 
 
 def test_sizes() -> None:
-    """`total_size` of the published index of gpt-oss-20b; int4 as computed by hand."""
+    """The sizes are `total_size` of the published index of gpt-oss-20b, and int4 computed by
+    hand."""
     assert _num_bytes("gpt-oss-20b", 32) == 13_761_264_768
     embedding_and_head, norms = 2 * 151936 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048
     router = 48 * 128 * 2048

@@ -1,4 +1,4 @@
-"""docs/guide/glossary.md names classes, and each exists in the folder that the page gives."""
+"""Each class that docs/guide/glossary.md names exists in the folder that the page gives."""
 
 from __future__ import annotations
 

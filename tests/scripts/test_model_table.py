@@ -1,4 +1,4 @@
-"""docs/guide/models.md says what the families do, and they give published models their sizes."""
+"""docs/guide/models.md agrees with the families, and they give published models their sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sample of a test's cases has every value, or every pair of values, and is always the same."""
+"""The sample of a test's cases has every value, or every pair of values, and never changes."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_acceptance_counts_positions_in_turn() -> None:
 def test_generated_states_are_those_of_the_text(
     target: TargetModel, pieces: list[TextPiece]
 ) -> None:
-    """A text that is read again has the hidden states with which it was generated."""
+    """A text that is read again has the hidden states of its generation."""
     prompts = [piece.tokens[:length] for piece, length in zip(pieces, (5, 9, 20), strict=True)]
     for prompt, made in zip(prompts, target.generate(prompts, 12, [0.0, 0.7, 1.0], 1), strict=True):
         whole = np.concatenate((prompt[:-1], made.tokens))

@@ -1,4 +1,4 @@
-"""The generated tables of the docs are those that the code gives."""
+"""The generated tables of the docs equal those of the code."""
 
 from __future__ import annotations
 

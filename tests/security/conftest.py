@@ -17,6 +17,7 @@ def shared_server() -> Iterator[RealServer]:
 
 @pytest.fixture
 def server(shared_server: RealServer) -> Iterator[RealServer]:
-    """Every test that uses it also asserts that the next client finds everything as it was."""
+    """The shared server. After each test that uses it, the next client must find everything
+    unchanged."""
     yield shared_server
     shared_server.check_unharmed()

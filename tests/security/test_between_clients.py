@@ -1,4 +1,4 @@
-"""What one client does must not reach another: ids, cached prefixes, aborts, pages, salts."""
+"""Clients do not affect each other: ids, cached prefixes, aborts, pages, salts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHERS_ROUTES = (
 
 
 def stream_lines(server: RealServer, stop_after: int | None = None, **request: Any) -> list[str]:
-    """The lines of a text completion as a stream; leaves after so many."""
+    """Streams a text completion and leaves after some lines; returns them."""
     headers = request.pop("headers", {})
     body = {"prompt": "hi", "stream": True, "ignore_eos": True, **request}
     lines: list[str] = []
@@ -51,7 +51,7 @@ def stream_lines(server: RealServer, stop_after: int | None = None, **request: A
 
 def test_insides_are_not_on_the_public_port(server: RealServer) -> None:
     """CVE-2026-105754, PYSEC-2026-4353, CVE-2026-92972 (`PUT /route`), vLLM's open admin routes:
-    what ranks say to each other, or an operator to a server, is no route here."""
+    messages between ranks, and from an operator to a server, have no route here."""
     for path in OTHERS_ROUTES:
         for method in ("GET", "POST", "PUT", "DELETE"):
             response = server.client.request(method, path)
@@ -80,8 +80,8 @@ def test_short_and_equal_ids_abort_nobody_else(server: RealServer) -> None:
 
 
 def test_ids_are_the_servers_own(server: RealServer) -> None:
-    """CVE-2026-112266: a client's ids are shown and logged, nothing is looked up by them: two
-    requests of one id run beside each other, and the leaving of one does not end the other."""
+    """CVE-2026-112266: a client's ids are shown and logged, but never looked up: two requests with
+    one id run beside each other, and the end of one does not end the other."""
     same = {"request_id": "same", "user": "same", "headers": {"x-request-id": "same"}}
     with ThreadPoolExecutor(4) as threads:
         stays = [threads.submit(stream_lines, server, max_tokens=80, **same) for _ in range(3)]
@@ -95,7 +95,7 @@ def test_ids_are_the_servers_own(server: RealServer) -> None:
 
 
 def test_one_request_id_from_two_clients(server: RealServer) -> None:
-    """CVE-2026-105755: the X-Request-Id is the key of nothing."""
+    """CVE-2026-105755: the X-Request-Id is no key of any table."""
     headers = {"x-request-id": "one-id"}
     prompts = ["Once upon a time", "The king of the"] * 4
     alone = [server.text_of(prompt=prompt, temperature=0) for prompt in prompts]
@@ -110,7 +110,7 @@ def test_one_request_id_from_two_clients(server: RealServer) -> None:
 
 
 def test_many_prompts_and_choices_left_behind_give_all_pages_back(server: RealServer) -> None:
-    """CVE-2026-94627: prompts of one request that share something, and an abort in the middle."""
+    """CVE-2026-94627: prompts of one request share pages, and the request is aborted midway."""
     for n, stop_after in ((4, 0), (4, 3), (1, 9), (7, 1)):
         prompts = ["Once upon a time there was a king " * 9, "Once upon a time", "x"]
         stream_lines(server, stop_after, prompt=prompts, n=n, max_tokens=300)
@@ -120,7 +120,7 @@ def test_many_prompts_and_choices_left_behind_give_all_pages_back(server: RealSe
 def test_the_prompts_log_probabilities_are_never_old_memory(
     server: RealServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CVE-2026-116180: with a cached prefix, and where memory that nobody wrote holds NaN."""
+    """CVE-2026-116180: this holds with a cached prefix, and if unwritten memory holds NaN."""
     real = torch.empty
 
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -143,7 +143,8 @@ def cached_tokens(server: RealServer, **fields: Any) -> int:
 
 
 def test_a_salt_hides_what_was_asked(server: RealServer) -> None:
-    """CVE-2025-46570: the time of an answer tells what others asked; with a salt it does not."""
+    """CVE-2025-46570: the time of an answer reveals the prompts of others; with a salt it does
+    not."""
     secret = "the password of the house by the sea is long " * 4
     cached_tokens(server, prompt=secret, cache_salt="tenant a")
     assert cached_tokens(server, prompt=secret, cache_salt="tenant a") > 16
@@ -172,7 +173,7 @@ def test_names_of_pages_do_not_collide(server: RealServer) -> None:
 
 def test_batches_that_change_at_every_step(server: RealServer) -> None:
     """GHSA-v97p-wpxp-px84, GHSA-fpch-3xrf-7q96: requests join, leave and end at any step; each gets
-    what it gets alone, tokens and log probabilities to the bit."""
+    the tokens and log probabilities that it gets alone, to the bit."""
     rng = random.Random(11)
     bodies = [
         {
@@ -224,7 +225,7 @@ def test_a_failing_neighbour_takes_nobody_with_it(server: RealServer) -> None:
 
 def test_only_text_is_taken_and_nothing_is_fetched(server: RealServer) -> None:
     """CVE-2026-24779, CVE-2026-25960, CVE-2026-34753 (SSRF by media URL), CVE-2026-109229
-    (decompression bombs): parts that are no text are refused, and nobody is called."""
+    (decompression bombs): parts other than text are refused, and no address is contacted."""
     with socket.create_server(("127.0.0.1", 0)) as victim:
         victim.settimeout(0.2)
         port = victim.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A checkpoint is data: nothing in its folder runs, nothing is fetched while it loads."""
+"""A checkpoint is data: no code in its folder runs, and nothing is fetched while it loads."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_pickled_weights_are_refused(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("route", BOTH)
 def test_a_request_chooses_no_code(server: RealServer, route: str) -> None:
-    """CVE-2026-114053, CVE-2026-27893: no request names a repository, a revision or a folder."""
+    """CVE-2026-114053, CVE-2026-27893: no field of a request names a repository, revision or
+    folder."""
     for name in ("trust_remote_code", "revision", "code_revision", "tokenizer_revision", "repo_id"):
         assert refused(server.post(route, **{name: "main"}), 400)["code"] == "unknown_parameter"
     for model in ("org/model", "../..", "file:///etc", "demo@main", "demo:main", "demo\x00"):

@@ -32,7 +32,7 @@ HELD = 25  # pages that the prompt takes at least
 
 
 class Turns:
-    """What the engine's thread saw after each step, and at which step somebody was let go."""
+    """Records the free pages after each step, and the step at which a request was aborted."""
 
     def __init__(self, server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free: list[tuple[int, int]] = []  # steps so far, free pages

@@ -1,4 +1,4 @@
-"""Patterns and schemas that cost their compiler much: refused in time, and kept in bounds."""
+"""Patterns and schemas that are expensive to compile are refused in time and kept in bounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATTERNS = (
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern[:20])
 def test_a_pattern_ends_or_is_refused(server: RealServer, pattern: str) -> None:
-    """CVE-2026-55574, PYSEC-2026-3933 (the second engine had no limit): by every way in."""
+    """CVE-2026-55574, PYSEC-2026-3933 (the second engine had no limit): on every route."""
     schema = {"type": "string", "pattern": pattern}
     ways: list[tuple[str, dict[str, Any]]] = [
         (TEXT, {"structured_outputs": {"regex": pattern}}),
@@ -80,7 +80,7 @@ def test_schemas_that_are_never_the_same_are_not_all_kept(server: RealServer) ->
     ids=lambda tags: str(tags)[:30],
 )
 def test_tags_end_or_are_refused(server: RealServer, tags: dict[str, Any]) -> None:
-    """Many, long and nested ones; the server goes on."""
+    """Tags are many, long or nested; the server goes on."""
     whole = {"triggers": ["a"], "structures": [{"begin": "a(", "schema": {}, "end": ")"}], **tags}
     for route in (TEXT, CHAT):
         for fields in (

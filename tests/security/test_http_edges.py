@@ -1,4 +1,4 @@
-"""Ten thousand odd paths, methods and names; bytes that are no HTTP; what errors tell."""
+"""Ten thousand odd paths, methods and names; bytes that are no HTTP; contents of errors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ NUM_ODD = 10_000
 
 
 def pickle_that_writes(path: Path) -> bytes:
-    """What `builtins.open(path, "w")` is as a pickle, written by hand."""
+    """Returns `builtins.open(path, "w")` as a pickle, written by hand."""
     return b"\x80\x04cbuiltins\nopen\n(V" + str(path).encode() + b"\nVw\ntR."
 
 
 async def ask_oddly(app: Any, method: str, path: str, body: bytes) -> int:
-    """One request straight into the application: no socket, so that ten thousand are quick."""
+    """Sends one request straight into the application, without a socket, so that ten thousand are
+    quick."""
     statuses: list[int] = []
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -130,7 +131,8 @@ def test_no_range_and_no_multipart(server: RealServer) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/openapi.json", "/nothing"])
 def test_keys_of_every_length_are_compared_in_full(server: RealServer, path: str) -> None:
-    """CVE-2025-59425, CVE-2026-23996: a key is wrong as a whole, whatever its beginning."""
+    """CVE-2025-59425, CVE-2026-23996: a key is wrong as a whole, even if it begins like a right
+    one."""
     key = "k" * 40
     client = TestClient(create_app(server.engine, server.model, ServerConfig(api_keys=(key,))))
     for wrong in ("", "k", key[:-1], key + "k", key.upper(), key + " k", "\x00", "k" * 100_000):

@@ -1,4 +1,4 @@
-"""Numbers of thousands of digits in files: Python refuses to print what they come to."""
+"""Numbers of thousands of digits in files, which Python refuses to convert."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_files_of_a_checkpoint(tmp_path: Path, digits: int) -> None:
 
 
 def test_a_number_of_31_digits_is_read(tmp_path: Path) -> None:
-    """`model_max_length` of many published tokenizers."""
+    """Many published tokenizers have such a `model_max_length`."""
     path = tmp_path / "tokenizer_config.json"
     path.write_text('{"model_max_length": 1000000000000000019884624838656}')
     assert read_json_file(path) == {"model_max_length": 1000000000000000019884624838656}

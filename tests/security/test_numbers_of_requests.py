@@ -1,4 +1,4 @@
-"""Numbers, lists and ids that no model can follow: a 4xx each, and the next client is unharmed."""
+"""Numbers, lists and ids that no model can follow give a 4xx, and the next client is unharmed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def is_fine(field: str, value: Any) -> bool:
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_odd_numbers_in_any_field(server: RealServer, field: str) -> None:
-    """CVE-2026-34756 (`n` without a bound), CVE-2026-21869 (negative numbers): all fields alike."""
+    """CVE-2026-34756 (`n` without a bound), CVE-2026-21869 (negative numbers): in every field."""
     for route, value in itertools.product(FIELDS[field], ODD):
         extra = {"logprobs": True} if field == "top_logprobs" else {}
         response = server.post(route, **extra, **{field: value})
@@ -76,7 +76,7 @@ def test_odd_numbers_in_any_field(server: RealServer, field: str) -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "0x10", "1e308", "9" * 400])
 def test_numbers_that_are_none(server: RealServer, number: str) -> None:
-    """CVE-2026-34756, CVE-2026-93989: NaN and infinity are no JSON, also deep in a field."""
+    """CVE-2026-34756, CVE-2026-93989: NaN and infinity are not JSON, even deep in a field."""
     for field in ("n", "max_tokens", "temperature", "seed"):
         raw = b'{"prompt": "hi", "%s": %s}' % (field.encode(), number.encode())
         refused(server.post_raw(TEXT, raw), 400)
@@ -158,8 +158,8 @@ def test_long_lists_of_everything(server: RealServer) -> None:
 
 def test_fields_of_other_servers_insides(server: RealServer) -> None:
     """CVE-2026-94622 (`kv_transfer_params` that lacks a key), CVE-2025-62164, CVE-2026-56340,
-    CVE-2026-73557, PYSEC-2026-2303 (tensors in requests), CVE-2026-114053 (`code_revision`): what
-    another server hands on to its inside is unknown here, whole or in part."""
+    CVE-2026-73557, PYSEC-2026-2303 (tensors in requests), CVE-2026-114053 (`code_revision`):
+    internal fields of other servers are unknown here, whole or in part."""
     partial = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [[1]]}
     values: list[Any] = [{}, [], "x", "gASV", 1, True, {"a": {}}]
     values += [{name: partial[name]} for name in partial] + [partial]
@@ -178,7 +178,7 @@ def test_fields_of_other_servers_insides(server: RealServer) -> None:
 
 
 def test_one_field_twice_is_one_field(server: RealServer) -> None:
-    """Parser differences (CVE-2026-25960): the field that was checked is the one that is used."""
+    """Parser differences (CVE-2026-25960): the value that was checked is the value that is used."""
     raw = b'{"prompt": "hi", "max_tokens": 3, "n": 1000, "n": 1}'
     response = server.post_raw(TEXT, raw)
     assert response.status_code == 200 and len(response.json()["choices"]) == 1
@@ -186,14 +186,14 @@ def test_one_field_twice_is_one_field(server: RealServer) -> None:
 
 
 def test_the_same_answer_is_what_a_null_gives(server: RealServer) -> None:
-    """CVE-2026-34756: null is no value of its own that would slip past a bound."""
+    """CVE-2026-34756: null means the default, and does not bypass a bound."""
     fields = whole_body(TEXT, dict.fromkeys(SAMPLING, None) | {"seed": 3})
     answer = server.client.post(TEXT, json=fields)
     assert json.loads(server.text_of(seed=3)) == answer.json()["choices"]
 
 
 def test_a_body_of_a_million_requests_is_cheap(server: RealServer) -> None:
-    """CVE-2026-34756: nobody waits for a hostile body while it is judged."""
+    """CVE-2026-34756: other clients do not wait while a hostile body is checked."""
     with ThreadPoolExecutor(4) as threads:
         bodies = [{"prompt": [1] * 900_000}, {"prompt": [[1]] * 400_000}]
         hostile = [threads.submit(server.client.post, TEXT, json=body) for body in bodies]

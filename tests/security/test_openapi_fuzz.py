@@ -1,4 +1,4 @@
-"""Requests drawn from our own openapi.json, good and bad: no 5xx, and answers as the document says.
+"""Requests drawn from our own openapi.json, good and bad: no 5xx, and answers as documented.
 
 `scripts/fuzz_api` runs the same with 200 examples for each operation.
 """
@@ -35,7 +35,7 @@ CHECKS = (
 
 @pytest.mark.timeout(60 + 40 * NUM_EXAMPLES)
 def test_the_document_is_true(server: RealServer) -> None:
-    """Every operation is tried before any failure is told."""
+    """Every operation runs before any failure is reported."""
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     failures: dict[str, str] = {}
     num_operations = 0

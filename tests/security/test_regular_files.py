@@ -96,7 +96,7 @@ def put(kind: str, path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def never_hangs() -> Iterator[None]:
-    """A hang in open() is a failure of this test, and not of the whole suite."""
+    """Turns a hang in open() into a failure of this test alone."""
 
     def give_up(*_: object) -> None:
         raise AssertionError("it waits for a file that is not a regular one")

@@ -1,4 +1,4 @@
-"""What a request brings to be compiled or rendered: refused, or within limits."""
+"""Schemas and templates of requests are refused or stay within limits."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def schema_format(schema: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BAD_SCHEMAS)
 def test_schemas_that_nobody_can_follow(server: RealServer, name: str) -> None:
-    """CVE-2025-48942, PYSEC-2025-54, GHSA-vrq3-r879-7m65, CVE-2026-105757: a bad schema is the
-    fault of its request, in `response_format` and in a tool."""
+    """CVE-2025-48942, PYSEC-2025-54, GHSA-vrq3-r879-7m65, CVE-2026-105757: a bad schema fails its
+    own request, in `response_format` and in a tool."""
     schema = BAD_SCHEMAS[name]
     refused(server.post(CHAT, response_format=schema_format(schema)), 400)
     tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
@@ -98,7 +98,7 @@ def test_templates_of_a_request_are_not_rendered(server: RealServer, route: str)
     ],
 )
 def test_a_single_expression_makes_no_giant(expression: str) -> None:
-    """CVE-2026-115911, CVE-2025-62426: the limit of the output is looked at between pieces, so one
+    """CVE-2026-115911, CVE-2025-62426: the output's limit is checked between pieces, so one
     expression that makes ten gigabytes, or a number without end, must be refused by itself."""
     template = ChatTemplate("{{ " + expression + " }}")
     clock = time.process_time()
@@ -125,8 +125,8 @@ def test_a_single_expression_makes_no_giant(expression: str) -> None:
     ],
 )
 def test_a_models_own_template_is_in_a_sandbox(source: str) -> None:
-    """CVE-2026-5760 (unsandboxed Jinja of a checkpoint): no attribute, module or file. What is not
-    refused is undefined, and prints nothing."""
+    """CVE-2026-5760 (unsandboxed Jinja of a checkpoint): no attribute, module or file. A name that
+    is not refused is undefined and prints nothing."""
     try:
         assert ChatTemplate(source).render([{"role": "user", "content": "hi"}]).strip() == ""
     except InvalidRequestError as error:
@@ -145,7 +145,7 @@ def test_a_models_own_template_is_in_a_sandbox(source: str) -> None:
     ],
 )
 def test_a_loop_that_prints_nothing_ends_too(source: str) -> None:
-    """CVE-2026-115911, CVE-2025-62426: the time is looked at in every turn, not only at output."""
+    """CVE-2026-115911, CVE-2025-62426: the time is checked in every turn, not only at output."""
     clock = time.process_time()
     with pytest.raises(InvalidRequestError, match=r"took longer than 0\.1 s"):
         ChatTemplate(source, max_seconds=0.1).render([{"role": "user", "content": "hi"}])

@@ -1,4 +1,4 @@
-"""docs/operate/security.md names a test for every advisory: each of them must exist."""
+"""docs/operate/security.md names a test for every advisory, and each of these tests exists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_test_that_the_table_names_exists() -> None:
 
 
 def test_every_advisory_that_a_test_names_is_in_the_table() -> None:
-    """Ids are shortened in a row after the first one of their year: the number is looked for."""
+    """A row shortens ids after the first one of a year, so the number alone is searched."""
     table = (ROOT / "docs" / "operate" / "security.md").read_text("utf-8")
     ids = {
         found

@@ -1,4 +1,4 @@
-"""What lies in the folder where the server is started is not run by the processes it starts."""
+"""A server's processes run no code from the folder in which the server is started."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.support.server.server_process import ServerProcess
 
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., ServerProcess]]:
-    """Start servers with flags; all are stopped at the end."""
+    """Yields a function that starts servers with flags; all are stopped at the end."""
     started: list[ServerProcess] = []
 
     def start(*flags: str) -> ServerProcess:

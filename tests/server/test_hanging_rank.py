@@ -1,7 +1,7 @@
-"""A rank that hangs, in the real server: found, reported once with everybody's stacks, survived.
+"""A rank that hangs in the real server: it is found and reported once with all stacks, and requests
+survive.
 
-Also what only a whole start can show: the phases on the port, and a log that is JSON to its last
-line.
+Other checks need a whole start: the phases on the port, and a log that is JSON to its last line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTINGS = {
 
 
 class Server:
-    """The process, asked from its first moment on."""
+    """The server's process, polled from its first moment on."""
 
     def __init__(self, folder: Path) -> None:
         port = port_of_ones_own()
@@ -63,7 +63,7 @@ class Server:
         )
 
     def answers_until_ready(self) -> list[dict[str, Any]]:
-        """What /health/ready said while it was not."""
+        """Returns the answers of /health/ready before it was ready."""
         deadline, seen = time.monotonic() + 200, list[dict[str, Any]]()
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
@@ -106,7 +106,8 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def step_of(report: Path) -> int:
-    """How many steps were behind the engine. A starved machine may hang again in a later one."""
+    """Returns the number of steps before the report. A busy machine may hang again in a later
+    step."""
     found = re.search(r"-step(\d+)\.txt$", report.name)
     assert found is not None, report.name
     return int(found[1])

@@ -30,7 +30,7 @@ def client_of(server: Any, **options: Any) -> openai.AsyncOpenAI:
 async def stream_tokens(
     client: openai.AsyncOpenAI, prompt: list[int], max_tokens: int, **extra: Any
 ) -> int:
-    """Reads one stream to its end; -> completion tokens as the server counts them."""
+    """Reads one stream to its end and returns the completion tokens that the server counts."""
     chunks = await client.completions.create(
         model=MODEL,
         prompt=prompt,
@@ -94,7 +94,7 @@ def test_four_times_overload_is_refused_politely(start_server: StartServer) -> N
 def test_sigterm_with_100_streams_lets_all_finish(
     start_server: StartServer, tmp_path: Path
 ) -> None:
-    """Those that run and those that wait for a seat: nobody is cut, and the status is 0."""
+    """Running and waiting streams all finish, and the exit status is 0."""
     config = tmp_path / "patient.yaml"
     config.write_text("server: {drain_timeout_s: 500}\n", "utf-8")  # for slow machines
     server = start_server("--config", str(config))
@@ -120,7 +120,7 @@ def test_sigterm_with_100_streams_lets_all_finish(
 async def one_disorderly_client(
     url: str, rng: random.Random, seen: Counter[str], is_enough: Callable[[], bool]
 ) -> None:
-    """Requests of all kinds, many of them abandoned at a random moment."""
+    """Sends requests of all kinds and abandons many of them at a random moment."""
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
         while not is_enough():
             body = {
@@ -168,7 +168,7 @@ def test_disorder_leaves_nothing(start_server: StartServer) -> None:
     seen, end = Counter[str](), time.monotonic() + DISORDER_S
 
     def is_enough() -> bool:
-        """However slow the machine is, there was some of everything."""
+        """Returns True once every kind has happened, on a machine of any speed."""
         has_all = min(seen[key] for key in ("200", "400", "abandoned")) > 20
         return has_all and time.monotonic() > end
 

@@ -1,1 +1,1 @@
-"""What tests of several folders share: fakes, small models and drivers of processes."""
+"""Code that tests of several folders share: fakes, small models and drivers of processes."""

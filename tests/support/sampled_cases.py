@@ -1,6 +1,6 @@
 """Runs a sample of a test's parametrised cases, unless every case is asked for.
 
-A test marked `sampled` runs cases in which every value of every parameter comes; marked
+A test marked `sampled` runs cases that together have every value of every parameter; with
 `sampled(pairs=True)`, every pair of values of two parameters. The sample is the same in every run.
 `make test-all` sets MOE_TESTS=all, and then every case runs.
 """
@@ -38,7 +38,7 @@ def drop_unsampled(items: list[pytest.Item], config: pytest.Config) -> None:
 
 
 def values_of(item: pytest.Function) -> dict[str, Hashable]:
-    """Returns the value of each parameter of a case; names that are parametrised together are one
+    """Returns the value of each parameter of a case. Names that are parametrised together are one
     parameter, and so is a fixture with `params`."""
     named = [
         [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
@@ -54,8 +54,8 @@ def sample(
 ) -> set[int]:
     """Chooses cases that together have every value of every parameter, or every pair.
 
-    Takes the case with most of what is missing; of equal ones, that with the rarest values so far,
-    the first from `start` on.
+    Each time it takes the case with most of the missing values; of equal ones, the one with the
+    values that are rarest so far, and of those the first from `start` on.
     """
     features = [
         {*case.items()} if not pairs else {*combinations(sorted(case.items(), key=str), 2)}

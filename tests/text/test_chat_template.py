@@ -1,4 +1,4 @@
-"""Templates render as in transformers, and within limits."""
+"""Templates render as in transformers, within limits."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def test_a_slow_template_is_stopped() -> None:
 
 
 def continued(template: ChatTemplate, chat: list[dict[str, Any]]) -> str:
-    """The prompt up to the end of the last message's content."""
+    """Returns the prompt up to the end of the last message's content."""
     return asyncio.run(template.render_order(template.order(chat, continues=True)))
 
 
 @pytest.mark.parametrize("content", ["I am", "<", "m", "im_end", "a ", "assistant", "user\n\n"])
 def test_a_message_goes_on_where_its_content_ends(content: str) -> None:
-    """Also where the template has the same text behind it, or trims it."""
+    """The template may repeat the same text behind it, or trim it."""
     chat = [*CHAT, {"role": "assistant", "content": content}]
     before = "<|im_start|>user\nlast<|im_end|>\n<|im_start|>assistant\n"
     template = ChatTemplate(TEMPLATES["chatml"])

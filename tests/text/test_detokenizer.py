@@ -1,4 +1,4 @@
-"""Incremental text equals the text of all ids, however characters are split over tokens."""
+"""Incremental text equals the text of all ids, however tokens split characters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Mixtral's: "▁" is a space, unknown characters are byte tokens."""
+    """Makes a tokenizer like Mixtral's: "▁" is a space, and unknown characters are byte tokens."""
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["▁", "▁the", "a", "b", "é", "▁Hi", "\n"]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -69,8 +69,8 @@ def test_pieces_join_to_the_whole_text(name: str, data: st.DataObject) -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_text_goes_on_behind_its_last_token(data: st.DataObject) -> None:
-    """The decoder strips the first space of a text only; bytes make a character with those in front
-    of them only where they are one."""
+    """The decoder drops only the first space of a text. Bytes join those in front of them only if
+    both make one character."""
     tokenizer = TOKENIZERS["byte-fallback"]
     ids = st.integers(0, tokenizer.vocab_size - 2)  # but for the special token
     last = data.draw(ids.filter(lambda i: tokenizer.token_bytes(i).isascii()))
@@ -95,7 +95,7 @@ def test_where_a_text_begins_its_first_space_goes() -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_first_space_that_is_kept(data: st.DataObject) -> None:
-    """And nothing else changes. Of whole characters, as a grammar has them."""
+    """No other character changes. The text has whole characters, as a grammar gives them."""
     tokenizer = TOKENIZERS["byte-fallback"]
     parts = {i for i in range(tokenizer.vocab_size) if tokenizer.is_byte_token(i)}
     parts = {i for i in parts if not tokenizer.token_bytes(i).isascii()}
@@ -140,7 +140,7 @@ def test_an_id_outside_the_vocabulary_has_no_text() -> None:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_cost_of_a_token_does_not_grow(name: str) -> None:
-    """20 000 byte tokens that never become a character: quadratic work would take minutes."""
+    """20 000 byte tokens never become a character; quadratic work would take minutes."""
     tokenizer = TOKENIZERS[name]
     token = tokenizer.encode("\u00ff")[0] if name == "byte-level" else 1 + 0xFF
     detokenizer = make_detokenizer(tokenizer)

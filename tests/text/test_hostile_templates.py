@@ -1,4 +1,4 @@
-"""A template ends or is ended, within its time and memory, and the next chat is rendered."""
+"""A template stays within its time and memory or is stopped, and the next chat is rendered."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def chat(content: str) -> list[dict[str, Any]]:
 
 
 def worker_ids(of: int | None = None) -> list[int]:
-    """The processes that a process (this one) renders chats with, without their children."""
+    """Returns the processes that render chats for a process (by default this one), without their
+    children."""
     found = []
     for name in os.listdir("/proc"):
         try:
@@ -90,7 +91,7 @@ def worker_ids(of: int | None = None) -> list[int]:
 
 @pytest.fixture(scope="module")
 def template() -> Iterator[ChatTemplate]:
-    """All hostile sources in one template, with limits that are soon reached."""
+    """All hostile sources in one template, with low limits."""
     made = ChatTemplate(BRANCHES + "fine", max_seconds=0.1, max_bytes=48 * MIB)
     yield made
     made.close()
@@ -98,7 +99,7 @@ def template() -> Iterator[ChatTemplate]:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_expression_is_ended(template: ChatTemplate, name: str) -> None:
-    """Issue 17: in this process these took gigabytes, or ran for 25 s and more."""
+    """In the server's process, these took gigabytes or ran for 25 s and more."""
     with pytest.raises(InvalidRequestError) as caught:
         template.render(chat(name))
     assert caught.value.param == "messages"
@@ -108,7 +109,7 @@ def test_a_hostile_expression_is_ended(template: ChatTemplate, name: str) -> Non
 
 
 def test_all_processes_together_stay_small() -> None:
-    """The bound of issue 17 for a template that takes all it can: 512 MiB."""
+    """A template that takes all it can stays below 512 MiB."""
     an_empty_process = 25 * MIB
     total = 0
     for lane in (QUICK, SLOW):
@@ -173,7 +174,7 @@ def test_workers_end_with_a_server_that_is_killed() -> None:
 
 
 def test_others_are_rendered_while_a_chat_runs_away() -> None:
-    """Neighbours wait for the quick lane's 0.2 s at most, not for the hostile chat's end."""
+    """Other chats wait at most the quick lane's 0.2 s, not until the hostile chat ends."""
     template = ChatTemplate(ENDLESS, max_seconds=20.0).check()
     (slow,) = template._renderer._slow._idle
     ended = threading.Event()
@@ -231,7 +232,7 @@ def test_a_client_that_leaves_gives_its_place_back() -> None:
 
 
 def test_every_value_arrives_as_it_is() -> None:
-    """The same text as in this process, also of values that JSON itself does not know."""
+    """The text equals that of this process, even for values that JSON lacks."""
     source = (
         "{% for m in messages %}{{ m }}|{{ m.content | length }}|{{ m | tojson(indent=1) }}"
         "{% endfor %}{{ tools | tojson }}{{ x }}{{ y * 2 }}{{ z }}{{ bos_token }}{{ nothing }}"

@@ -1,4 +1,4 @@
-"""The matcher gives the same text whatever the pieces are."""
+"""The matcher gives the same text for every cut into pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=4)
 
 
 def reference(text: str, stops: list[str], includes_stop: bool) -> tuple[str, str | None]:
-    """The first stop string to be complete wins; of two that end together, the longer."""
+    """Finds the first stop string to be complete; of two that end together, the longer one."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

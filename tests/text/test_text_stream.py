@@ -89,7 +89,7 @@ def test_grouping_changes_nothing(
 
 
 def test_a_grammar_gets_the_first_space_that_it_asks_for() -> None:
-    """SentencePiece's decoder takes it away; what comes before a grammar's part is as ever."""
+    """SentencePiece's decoder drops it; text before a grammar's part does not change."""
     backend = Backend(models.BPE({"<unk>": 0, "▁yes": 1, "▁": 2, "y": 3}, [], unk_token="<unk>"))
     strip = decoders.Strip(" ", 1, 0)
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), strip])

@@ -1,4 +1,4 @@
-"""`min_num_tokens` never says more than `encode` gives, whatever the text."""
+"""`min_num_tokens` is never more than the number of tokens that `encode` gives."""
 
 from __future__ import annotations
 

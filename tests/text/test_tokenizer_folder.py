@@ -1,4 +1,4 @@
-"""Loading a tokenizer from a checkpoint folder, and what the API shows of a token."""
+"""Loading a tokenizer from a checkpoint folder, and the form of a token in the API."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_bad_folders_name_the_file(tmp_path: Path, folder: Path) -> None:
 
 
 def test_long_texts_give_the_same_tokens(folder: Path) -> None:
-    """They take another way through the library, which releases the interpreter."""
+    """Long texts use another function of the library, which releases the interpreter."""
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.no_truncation()
     backend.no_padding()
@@ -117,7 +117,8 @@ def test_long_texts_give_the_same_tokens(folder: Path) -> None:
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(folder: Path) -> None:
-    """Issue 17: nothing else ran. Counted, not timed: with the interpreter held it is 1 or 2."""
+    """Other threads once stood still. Turns are counted, not timed: with the interpreter held there
+    are 1 or 2."""
     tokenizer = Tokenizer.load(folder)
     num_turns, is_over = 0, threading.Event()
 

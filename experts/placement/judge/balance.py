@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 
 def device_loads(problem: PlacementProblem, copies_LED: NDArray[np.int64]) -> Array:
-    """[S, L, D]: the load of a device over its speed; 1 if all loads were even.
+    """Returns [S, L, D]: the load of a device over its speed; 1 if all loads were even.
 
     A token goes to each copy of its expert with equal probability.
     """
@@ -84,8 +84,8 @@ def memory_bytes(copies_LED: NDArray[np.int64], bytes_per_expert: int) -> list[i
 
 
 def activated_experts(problem: PlacementProblem, copies_LED: NDArray[np.int64]) -> Array:
-    """[S, L, D]: the expected number of experts whose weights a device reads in a step of the
-    problem's batch size, if tokens choose independently. Needs `top_k`."""
+    """Returns [S, L, D]: the expected number of experts whose weights a device reads in a step of
+    the problem's batch size, if tokens choose independently. Needs `top_k`."""
     assert problem.top_k is not None, "activated experts of a step need top_k"
     load = CopyLoad(
         shares_SLE=problem.loads.shares_SLE(),

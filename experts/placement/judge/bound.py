@@ -90,7 +90,7 @@ def lower_bound(problem: PlacementProblem) -> Bound:
 
 
 def _most_copies(problem: PlacementProblem) -> int:
-    """Number of devices that may hold one expert."""
+    """Returns the number of devices that may hold one expert."""
     grouping = problem.grouping
     nodes_D = [device.node for device in problem.devices.devices]
     if grouping is None:
@@ -99,8 +99,8 @@ def _most_copies(problem: PlacementProblem) -> int:
 
 
 def _groups(problem: PlacementProblem, alone_SLE: Floats, speed_D: Floats) -> Floats:
-    """[S, L]: the load of a group over its nodes; if each group has one node, also that of groups
-    that must share a node."""
+    """Returns [S, L]: the load of a group over its nodes; if each group has one node, also that of
+    groups that must share a node."""
     grouping = problem.grouping
     assert grouping is not None, "the problem has no groups"
     num_scenarios, num_layers, _ = alone_SLE.shape
@@ -166,11 +166,11 @@ class FewestPeaks:
         )
 
     def last(self) -> Floats:
-        """[S, L]: the peak with all replicas of a layer."""
+        """Returns [S, L]: the peak with all replicas of a layer."""
         return np.asarray(self.peak_HSL[-1])
 
     def copies(self, num_replicas: int, scenario: int, row: int) -> Ints:
-        """[E]: copies of each expert with `num_replicas` replicas."""
+        """Returns [E]: copies of each expert with `num_replicas` replicas."""
         experts_H = self.expert_HSL[:num_replicas, scenario, row]
         return 1 + np.bincount(experts_H[experts_H >= 0], minlength=self.num_experts)
 
@@ -178,9 +178,10 @@ class FewestPeaks:
 def companions(
     load: CopyLoad, peaks: FewestPeaks, slots_L: Ints, fastest: float, known_SL: Floats
 ) -> Floats:
-    """[S, L]: if every slot is used, a bound from the heaviest copy and the copies beside it. It is
-    the least over h, the number of replicas that hot experts get, of the heaviest copy with h plus
-    the `slots_L` - 1 lightest copies of distinct experts that the other replicas can make.
+    """Returns [S, L]: if every slot is used, a bound from the heaviest copy and the copies beside
+    it. It is the least over h, the number of replicas that hot experts get, of the heaviest copy
+    with h plus the `slots_L` - 1 lightest copies of distinct experts that the other replicas can
+    make.
 
     Zero where the bound is not above `known_SL`. Proof: let x be a plan's heaviest copy. Making all
     copies at most as heavy as x takes at least the h replicas with which x is the least peak, so
@@ -205,8 +206,8 @@ def companions(
 
 
 def _at_most(load: CopyLoad, peaks: FewestPeaks, slots_L: Ints, fastest: float) -> Floats:
-    """[S, L]: an upper bound of the sum, as if all replicas went to hot experts and companions had
-    none."""
+    """Returns [S, L]: an upper bound of the sum, as if all replicas went to hot experts and
+    companions had none."""
     alone_SLE = np.sort(load.each(load.shares_SLE, 1), axis=2)
     beside_SLE = np.pad(np.cumsum(alone_SLE, axis=2), ((0, 0), (0, 0), (1, 0)))
     rows_L = np.arange(len(slots_L))
@@ -236,8 +237,8 @@ def _lightest(load: CopyLoad, shares_E: Floats, copies_E: Ints, count: int, spar
 
 
 def crowded(loads_Sn: Floats, slots_m: Ints, speed_m: Floats) -> Floats:
-    """[S]: a lower bound of the largest load over speed of any place, if every thing is in one
-    place: hot things cannot all be alone, nor all with the coldest."""
+    """Returns [S]: a lower bound of the largest load over speed of any place, if every thing is in
+    one place: hot things cannot all be alone, nor all with the coldest."""
     down_Sn = -np.sort(-loads_Sn, axis=1)
     together_S = _pigeonholes(down_Sn, slots_m) / speed_m.max()
     return np.asarray(np.maximum(together_S, _apart_or_together(down_Sn, slots_m, speed_m)))

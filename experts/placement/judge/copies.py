@@ -29,8 +29,8 @@ def copies_of(placement: Placement, layers: Sequence[int]) -> NDArray[np.int64]:
 
 
 def copies_in_slots(slots_LDC: NDArray[np.int64], num_experts: int) -> NDArray[np.int64]:
-    """[L, E, D]: copies from the expert in each slot; -1 is an empty slot. An expert that is twice
-    on a device counts twice."""
+    """Returns [L, E, D]: copies from the expert in each slot; -1 is an empty slot. An expert that
+    is twice on a device counts twice."""
     num_layers, num_devices, _ = slots_LDC.shape
     copies_LED = np.zeros((num_layers, num_experts, num_devices), dtype=np.int64)
     layer, device, slot = np.nonzero(slots_LDC >= 0)
@@ -50,7 +50,7 @@ def placement_of(copies_LED: NDArray[np.int64], layers: Sequence[int]) -> Placem
 
 
 def num_layers_with_repeats(copies_LED: NDArray[np.int64]) -> int:
-    """Number of layers in which a device holds an expert twice."""
+    """Returns the number of layers in which a device holds an expert twice."""
     return int((copies_LED > 1).any(axis=(1, 2)).sum())
 
 

@@ -93,7 +93,7 @@ def _split(copies_LED: NDArray[np.int64], rows_WLE: NDArray[np.int64]) -> float:
 
 
 def _counted(choices: TokenChoices, tokens_B: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[L, E]: rows of each expert in a step."""
+    """Returns [L, E]: rows of each expert in a step."""
     num_layers, num_experts = len(choices.layers), choices.num_experts
     cells = choices.expert_ids_NLK[tokens_B] + (np.arange(num_layers) * num_experts)[:, None]
     counts = np.bincount(cells.ravel(), minlength=num_layers * num_experts)

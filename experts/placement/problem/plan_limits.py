@@ -76,8 +76,8 @@ def slots_by_layer(
 
 
 def _held(current: Placement | None, loads: ExpertLoads, device: int) -> NDArray[np.int64]:
-    """[L]: copies of the current plan on a device; 0 for layers it lacks, which another check
-    reports."""
+    """Returns [L]: copies of the current plan on a device; 0 for layers it lacks, which another
+    check reports."""
     if current is None or not 0 <= device < current.num_ranks:
         return np.zeros(len(loads.layers), dtype=np.int64)
     return np.array(

@@ -65,7 +65,7 @@ class PlacementProblem:
         return self.devices.num_slots - self.loads.num_experts
 
     def slots_by_layer(self) -> NDArray[np.int64]:
-        """[L, D]: copies that a device may hold: its slots, or fewer if memory is short."""
+        """Returns [L, D]: copies that a device may hold: its slots, or fewer if memory is short."""
         current = None if self.move is None else self.move.current
         return slots_by_layer(self.loads, self.devices, self.bytes_per_expert, current)
 

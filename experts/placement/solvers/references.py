@@ -36,8 +36,8 @@ Ints = NDArray[np.int64]
 def eplb_slots(
     load_LE: Floats, *, num_slots: int, num_groups: int, num_nodes: int, num_devices: int
 ) -> Ints:
-    """[L, P]: the expert in each slot, devices in order. If the groups do not divide over the nodes
-    they are ignored, as if there were one group and one node."""
+    """Returns [L, P]: the expert in each slot, devices in order. If the groups do not divide over
+    the nodes they are ignored, as if there were one group and one node."""
     num_experts = load_LE.shape[1]
     if num_groups % num_nodes:
         num_groups, num_nodes = 1, 1

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: built once with the C++ compiler that is there, then cached.
+"""The compiled CPU kernels, which are built once with the installed C++ compiler and then cached.
 
 No torch headers and no build system: a few plain C++ files, called through ctypes, which takes
 seconds to compile. Where there is no compiler (or it fails), `load` says why and the torch kernels
@@ -81,7 +81,8 @@ class CpuLibrary:
 
 @functools.lru_cache(maxsize=1)
 def load_cpu_library() -> CpuLibrary:
-    """Build if needed and load; the outcome is the same for the life of the process."""
+    """Builds the library if needed and loads it; the outcome is the same for the life of the
+    process."""
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:
         return CpuLibrary(None, "no C++ compiler was found (install g++ for faster CPU kernels)")
@@ -95,7 +96,7 @@ def load_cpu_library() -> CpuLibrary:
 
 
 def instruction_set(library: ctypes.CDLL) -> str:
-    """The vector instructions that a loaded library is built for."""
+    """Returns the vector instructions that a loaded library is built for."""
     name: bytes = library.moe_instruction_set()
     return name.decode("ascii")
 
@@ -118,7 +119,8 @@ def cache_folder() -> Path:
 
 
 def _build(compiler: str) -> Path:
-    """The library for this source, compiler and processor, built if it is not in the cache."""
+    """Returns the library for this source, compiler and processor. Builds it if it is not in the
+    cache."""
     folder = Path(__file__).parent / "source"
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".cpp", ".h"))
     sources = [path for path in files if path.suffix == ".cpp"]
@@ -150,13 +152,14 @@ def _build(compiler: str) -> Path:
 
 
 def _math_flags(path: Path) -> tuple[str, ...]:
-    """Every processor has the same bits of products with quantised rows: nothing is fused there."""
+    """Returns the compiler's flags: products with quantised rows use no fused operations, so that
+    they have the same bits on every processor."""
     return (*_MATH_FLAGS, "-ffp-contract=off") if path.name == "int8_rows.cpp" else _MATH_FLAGS
 
 
 @contextlib.contextmanager
 def _told_progress(num_files: int) -> Iterator[None]:
-    """Says that a build is under way, at once and every few seconds until it ends."""
+    """Reports that a build is in progress, at once and every few seconds until it ends."""
     done, begin = threading.Event(), time.monotonic()
     _LOGGER.info("building the CPU kernels for this processor, once: %d files", num_files)
 
@@ -196,7 +199,7 @@ def _run(command: list[str]) -> None:
 
 
 def _processor() -> str:
-    """Describes the CPU: everything that -march=native may depend on."""
+    """Returns a description of the CPU with everything that -march=native may depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -230,7 +233,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """`threads` is the number that every call may use."""
+    """The functions of the library. `threads` is the number that every call may use."""
 
     library: ctypes.CDLL
     dtype: torch.dtype
@@ -238,17 +241,17 @@ class NativeLibrary:
     low_bit_products: LowBitProducts = "exact"
 
     def function(self, name: str) -> ctypes._NamedFuncPointer:
-        """The library's function for this dtype."""
+        """Returns the library's function for this dtype."""
         found: ctypes._NamedFuncPointer = getattr(self.library, f"{name}_{SUFFIXES[self.dtype]}")
         return found
 
     def packed_size(self, panels: int, width: int, dtype: torch.dtype | None = None) -> int:
-        """32-bit units of a packed matrix."""
+        """Returns the 32-bit units of a packed matrix."""
         per_unit = _UNIT_BYTES // (dtype or self.dtype).itemsize
         return panels * _PANEL * -(-width // per_unit)
 
     def empty_packed(self, *sizes: int) -> Tensor:
-        """Fresh memory of 32-bit units, in huge pages where they are to be had."""
+        """Returns fresh memory of 32-bit units, in huge pages if the system has some."""
         tensor = torch.empty(sizes, dtype=torch.int32)
         self.library.moe_advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
         return tensor

@@ -90,12 +90,12 @@ class ExpertPanels:
 
     @property
     def sizes(self) -> list[int]:
-        """32-bit units of gate and up, and of down."""
+        """The 32-bit units of gate and up, and of down."""
         up_panels, down_panels = 2 * num_panels(self.f), num_panels(self.d)
         return [self.gate_up.num_units(up_panels), self.down.num_units(down_panels)]
 
     def pack(self, expert: ExpertWeights, memory: Tensor) -> PackedExpert:
-        """Into memory of `sum(sizes)` units."""
+        """Packs an expert into memory of `sum(sizes)` units."""
         f, d = expert.gate.shape
         assert (f, d) == (self.f, self.d), f"an expert is {f} x {d}, others {self.f} x {self.d}"
         gate_up, packed_down = memory.split(self.sizes)
@@ -169,13 +169,13 @@ class ExpertTable:
 
 
 def absence(absent: int) -> str:
-    """Explain what a kernel returned: 1 plus the number of an expert that is not held."""
+    """Explains a kernel's return value: 1 plus the number of an expert that is not held."""
     return f"rows were sent for expert {absent - 1}, which this rank does not hold"
 
 
 @runtime_checkable
 class LazyExperts(Protocol):
-    """A sequence of experts that reads one when it is asked for it, and knows how many it has."""
+    """A sequence of experts with a known length, which reads an expert when it is accessed."""
 
     @property
     def num_held(self) -> int: ...
@@ -193,8 +193,8 @@ def native_experts(
     experts: Sequence[ExpertWeights | None],
     activation: GatedActivation,
 ) -> ExpertTable:
-    """A bank of experts that stay. `experts` is read once, in order, so it may read its tensors
-    when it is asked for them; memory for all is reserved at once, and taken when it is written."""
+    """Builds a bank of experts that stay. `experts` is read once, in order, so it may read tensors
+    on demand. Memory for all experts is reserved at once, and used when it is written."""
     most, slot = _num_held(experts), 0
     assert most, "a bank without experts has nothing to compute"
     for expert_id, expert in enumerate(experts):

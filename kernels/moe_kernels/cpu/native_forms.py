@@ -63,7 +63,8 @@ class _StoredStruct(ctypes.Structure):
 
 
 def native_layout(form: MatrixForm, products: LowBitProducts) -> PackedLayout | str:
-    """Returns the layout of matrices of this form, or why they are not held in few bits."""
+    """Returns the layout of matrices of this form, or the reason why they are not held in few
+    bits."""
     if form.is_shuffled:
         return "their groups are shuffled (activation order)"
     if form.group % _EIGHT:
@@ -87,14 +88,14 @@ class NativeForm:
 
     @classmethod
     def of(cls, native: NativeLibrary, weight: Weight) -> NativeForm:
-        """The form of a matrix [N, K]."""
+        """Returns the form of a matrix [N, K]."""
         width = weight.shape[1]
         if isinstance(weight, Tensor):
             return cls(native, FormStruct(values=_FLOATS), width)
         return cls(native, _form_struct(native, weight), width, weight.form)
 
     def num_units(self, panels: int) -> int:
-        """32-bit units of a packed matrix."""
+        """Returns the 32-bit units of a packed matrix."""
         if self.form is None:
             return self.native.packed_size(panels, self.width)
         function = self.native.library.moe_low_bit_bytes
@@ -139,7 +140,8 @@ def _form_struct(native: NativeLibrary, matrix: QuantisedMatrix) -> FormStruct:
 
 
 def _stored(matrix: QuantisedMatrix) -> tuple[_StoredStruct, tuple[Tensor, ...]]:
-    """The matrix as the library reads it, and the tensors that must live until it has."""
+    """Returns the matrix as the library reads it, and the tensors that must live until it was
+    read."""
     num_rows, width = matrix.shape
     bytes_NB = matrix.bytes_NB if matrix.bytes_NB.stride(1) == 1 else matrix.bytes_NB.contiguous()
     scales_NG = matrix.scales_NG.expand(num_rows, -1)

@@ -50,7 +50,7 @@ class CompileCase:
 
 
 def find_cases() -> tuple[CompileCase, ...]:
-    """The cases of every kernel folder beside this file, sorted by name."""
+    """Returns the cases of every kernel folder beside this file, sorted by name."""
     found: list[CompileCase] = []
     for folder in pkgutil.iter_modules([str(Path(__file__).parent)]):
         path = Path(__file__).parent / folder.name / "compile_cases.py"

@@ -60,7 +60,7 @@ class GroupedExpertBank:
 def stacked_experts(
     experts: Sequence[ExpertWeights | None], activation: GatedActivation
 ) -> tuple[GroupedExperts, Tensor | None]:
-    """The experts that are here, and the places of all ids (see GroupedExpertBank).
+    """Returns the experts that are here, and the places of all ids (see GroupedExpertBank).
 
     `experts` is read once, in order, so it may read its tensors when it is asked for them.
     """
@@ -132,7 +132,7 @@ class GroupedSlots:
 
 
 class GroupedSlotBank(GroupedExpertBank):
-    """Implements SlotBank: places change."""
+    """Implements SlotBank. The places of experts change."""
 
     def __init__(self, stacked: GroupedExperts, num_experts: int, chip: Chip) -> None:
         device = stacked.down.values.device
@@ -158,7 +158,7 @@ def _one_expert(weights: ExpertWeights, activation: GatedActivation) -> GroupedE
 
 
 def _parts(experts: GroupedExperts) -> list[Tensor]:
-    """All tensors, in one order; the first dimension is the expert's."""
+    """Returns all tensors in a fixed order; the first dimension is the expert's."""
     weights = (experts.gate_up, experts.down)
     parts = [part for w in weights for part in (w.values, w.scales, w.zeros)]
     parts += [experts.gate_up_bias, experts.down_bias]

@@ -30,11 +30,11 @@ class ExpertLayerSizes:
 
     @property
     def num_choices(self) -> int:
-        """Choices per row here."""
+        """Choices per row on this rank."""
         return self.top_k if self.num_ranks == 1 else 1
 
     def num_rows(self, num_tokens: int) -> int:
-        """Rows that come here of `num_tokens` tokens."""
+        """Returns the rows that this rank gets for `num_tokens` tokens."""
         if self.num_ranks == 1:
             return num_tokens
         return max(1, round(num_tokens * self.top_k / self.num_ranks))

@@ -101,8 +101,9 @@ class TritonKernels:
         return made
 
     def router_linear(self, weight_ED: Tensor, bias_E: Tensor | None = None) -> GroupedRouterLinear:
-        """In the model's dtype where that holds the weight exactly: products of two such numbers
-        are exact in fp32, so only fp32's sum is rounded, as if all had been converted before."""
+        """Keeps the weight in the model's dtype if that holds it exactly: products of two such
+        numbers are exact in fp32, so only fp32's sum is rounded, as if all had been converted
+        before."""
         lowered_ED = weight_ED.to(self._dtype)
         is_exact = torch.equal(lowered_ED.float(), weight_ED.float())
         weight_ED = lowered_ED if is_exact else weight_ED.float()
@@ -240,5 +241,5 @@ class TritonKernels:
 
 
 def make_triton_kernels(device: torch.device, dtype: torch.dtype) -> TritonKernels:
-    """The set for a device that `choice.triton_refusal` has nothing against."""
+    """Builds the set for a device that `choice.triton_refusal` accepts."""
     return TritonKernels(device, dtype)

@@ -54,7 +54,7 @@ def load_tuned(device: str, triton_version: str, folder: Path = FOLDER) -> Tuned
 
 
 def slug(device: str) -> str:
-    """A device's name as a file's: "NVIDIA H200" -> "nvidia-h200"."""
+    """Returns a device's name as a file's: "NVIDIA H200" -> "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 

@@ -51,7 +51,7 @@ class GraphSizes:
         return tuple(sorted({context for each in self._contexts.values() for context in each}))
 
     def choose(self, num_rows: int, num_keys: int) -> GraphSize | None:
-        """The fewest rows that hold `num_rows`, and with them the least context that holds
+        """Returns the fewest rows that hold `num_rows`, and with them the least context that holds
         `num_keys` over all rows; None if nothing recorded does.
 
         Rows of padding are copies of the row with the fewest keys, so they do not raise the mean.
@@ -83,6 +83,6 @@ def context_buckets(max_positions: int) -> tuple[int, ...]:
 
 
 def smallest(buckets: list[int] | tuple[int, ...], number: int) -> int | None:
-    """The first of ascending buckets that holds `number`; None if none does."""
+    """Returns the first of ascending buckets that holds `number`; None if none does."""
     index = bisect_left(buckets, number)
     return buckets[index] if index < len(buckets) else None

@@ -57,11 +57,11 @@ class ExpertBank(Protocol):
     """
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The sum [T, D], rounded to fp32."""
+        """Returns the sum [T, D], rounded to fp32."""
         ...
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The sum [T, D] in fp64, to be added to other banks' and then rounded once."""
+        """Returns the sum [T, D] in fp64, to be added to other banks' and then rounded once."""
         ...
 
 
@@ -143,7 +143,7 @@ Plan = TypeVar("Plan")
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall(Generic[Plan]):
-    """Where the rows of one attention stand, and where their keys and values are stored."""
+    """The positions of one attention's rows, and the places of their keys and values."""
 
     rotary: RotaryTable
     positions: Tensor  # int64 [T]
@@ -281,7 +281,7 @@ class Kernels(Protocol):
     def fixed_attention(
         self, room: DecodeRoom, shape: AttentionShape, device: torch.device
     ) -> FixedAttention | None:
-        """A plan for any decode step that the room holds; None: not for this room."""
+        """Returns a plan for any decode step that the room holds; None: not for this room."""
         ...
 
     def attend(
@@ -321,20 +321,22 @@ class Kernels(Protocol):
         ...
 
     def layer_front(self, parts: LayerFrontParts) -> LayerFront | None:
-        """The parts as one call, with the same results bit for bit; None: not in this set."""
+        """Returns the parts as one call, with the same results bit for bit; None: not in this
+        set."""
         ...
 
     def layer_stack(self, parts: StackParts) -> LayerStack | None:
-        """All layers as one call, with the same results bit for bit; None: not in this set."""
+        """Returns all layers as one call, with the same results bit for bit; None: not in this
+        set."""
         ...
 
     def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest value of each fp32 row, and the first place (int64) that has it. A row with
-        a NaN has the value NaN, and any place."""
+        """Returns the largest value of each fp32 row, and the first place (int64) that has it. A
+        row with a NaN has the value NaN, and any place."""
         ...
 
     def drafting(self, parts: DraftingParts) -> HeadDrafting | None:
-        """The head as one call, with the same tokens; None: not in this set."""
+        """Returns the head as one call, with the same tokens; None: not in this set."""
         ...
 
     def token_sampler(self) -> TokenSampler | None:

@@ -66,7 +66,7 @@ def transposed_bytes(words_KN: Tensor) -> Tensor:
 
 
 def _halves(values_16: npt.NDArray[np.float32], offset: int = 0) -> ByteTable:
-    """Two values in a byte: its low four bits, then its high ones."""
+    """Returns two values in a byte: its low four bits, then its high ones."""
     byte = np.arange(256)
     return ByteTable(np.stack([values_16[byte & 15], values_16[byte >> 4]], axis=1), offset)
 
@@ -136,7 +136,7 @@ class MatrixForm:
         return f"{self.values} {sharing}{zeros}"
 
     def transposed(self) -> MatrixForm | None:
-        """The form of the transposed matrix; None if transposing would need repacking.
+        """Returns the form of the transposed matrix; None if transposing would need repacking.
 
         Blocks are turned over too, and rows with a scale each would be columns with one.
         """
@@ -228,7 +228,7 @@ class QuantisedMatrix:
         return weight_NK
 
     def float_scales(self) -> Tensor:
-        """The scales in float32."""
+        """Returns the scales in float32."""
         if self.scales_NG.dtype == torch.uint8:
             return E8M0.decode(self.scales_NG)
         return self.scales_NG.float()
@@ -263,7 +263,7 @@ class QuantisedMatrix:
     def _each(
         self, change: Callable[[Tensor], Tensor], *, of_groups: bool = False
     ) -> QuantisedMatrix:
-        """The same with other tensors."""
+        """Returns the same with other tensors."""
         group_of_K = self.group_of_K
         return replace(
             self,
@@ -293,7 +293,7 @@ def selected_rows(weight: Weight, wanted: slice | Tensor) -> Weight:
 
 
 def joined_rows(parts: Sequence[Weight]) -> Weight:
-    """The rows of all parts, one after the other: all tensors, or quantised matrices of one
+    """Returns the rows of all parts, one after the other: all tensors, or quantised matrices of one
     form."""
     first = parts[0]
     if isinstance(first, Tensor):
@@ -310,7 +310,7 @@ def joined_rows(parts: Sequence[Weight]) -> Weight:
 
 
 def as_floats(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """A quantised matrix in `dtype`, a tensor as it is."""
+    """Returns a quantised matrix in `dtype`, a tensor as it is."""
     return weight if isinstance(weight, Tensor) else weight.dequantised(dtype)
 
 

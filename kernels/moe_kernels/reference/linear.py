@@ -132,7 +132,7 @@ def _is_row_invariant(dtype: torch.dtype) -> bool:
 
 
 def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None) -> FastLinear:
-    """The fastest row-invariant linear for this weight. May keep or replace `weight_NK`."""
+    """Returns the fastest row-invariant linear for this weight. May keep or replace `weight_NK`."""
     if weight_NK.device.type == "cpu" and packing_refusal(weight_NK.dtype) is None:
         return PackedLinear(weight_NK, bias_N)
     return PlainLinear(weight_NK.contiguous(), bias_N)

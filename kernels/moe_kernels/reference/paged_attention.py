@@ -258,7 +258,7 @@ def _width(rows: Tensor | QuantisedRows) -> int:
 
 
 def _gather(cache: Tensor | QuantisedRows, page_rows: Tensor) -> Tensor:
-    """The blocks' keys or values, [P * Hkv, 128, D] in fp32."""
+    """Returns the blocks' keys or values, [P * Hkv, 128, D] in fp32."""
 
     def taken(part: Tensor) -> Tensor:
         rows = part.flatten(0, 1).index_select(0, page_rows)  # latent values lie in strided rows

@@ -45,7 +45,7 @@ class ArenaView:
             self._slots[slot] = self._pages.read(page)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slots into pages, given as (slot, page)."""
+        """Copies slots into pages, given as (slot, page)."""
         for slot, page in pairs:
             self._pages.write(page, self._slots[slot])
 
@@ -66,7 +66,7 @@ class ArenaIndex:
     """The pages in an arena's slots, for all attention ranks. Used on the engine's thread."""
 
     def __init__(self, num_bytes: int, slot_bytes: int) -> None:
-        """Raises ConfigError if not even some pages fit."""
+        """Raises ConfigError if too few pages fit."""
         self._num_slots, self._slot_bytes = num_bytes // slot_bytes, slot_bytes
         if self._num_slots < 4:
             raise ConfigError(
@@ -119,8 +119,8 @@ class ArenaIndex:
         return slot
 
     def enter(self, key: bytes, slot: int) -> None:
-        """Makes a page visible, as its copy is complete. A page that is known gives its new slot
-        back."""
+        """Makes a page visible, because its copy is complete. If the page is known already, its new
+        slot is freed."""
         if key in self._slot_of:
             self.give_back(slot)
             return
@@ -134,7 +134,7 @@ class ArenaIndex:
         self._free.append(slot)
 
     def pin(self, slot: int) -> None:
-        """Keeps a slot until `unpin`, as a rank copies from it."""
+        """Keeps a slot until `unpin`, because a rank copies from it."""
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:

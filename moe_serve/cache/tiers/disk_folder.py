@@ -1,4 +1,4 @@
-"""The folder of a disk tier: who may use it, its secret keys, and the space it takes.
+"""The folder of a disk tier: its permissions, its secret keys, and the space it takes.
 
     DIR/  0700            lock (held while a server runs), written.json (bytes written today)
       <identity>/         mac.key (32 random bytes, 0600), meta.json, 00000000.kv, 00000001.kv, ...
@@ -30,7 +30,7 @@ _NAME_DIGITS = 16  # of an identity, in hexadecimal
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """The identity of the pages that a store may hold, and what it was made of."""
+    """The identity of the pages that a store may hold, and the parts it was computed from."""
 
     digest: bytes
     meta: Mapping[str, Any]
@@ -70,7 +70,7 @@ class DiskFolder:
 
     @classmethod
     def claim(cls, path: Path) -> DiskFolder:
-        """Makes or checks the folder and lock it. Raises ConfigError if it cannot be trusted."""
+        """Makes or checks the folder, and locks it. Raises ConfigError if it cannot be trusted."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(path)
@@ -92,13 +92,13 @@ class DiskFolder:
         return cls(path, lock)
 
     def release(self) -> None:
-        """Unlock the folder."""
+        """Unlocks the folder."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
 
     def open_identity(self, identity: StoreIdentity) -> IdentityFolder:
-        """Open or make the folder of an identity. Raises OSError.
+        """Opens or makes the folder of an identity. Raises OSError.
 
         A damaged secret makes the old pages worthless: they are removed and a new secret is made.
         """
@@ -149,7 +149,7 @@ class DiskFolder:
 
 
 def check_folder(path: Path) -> None:
-    """Raises ConfigError if others could read or replace what is in the folder."""
+    """Raises ConfigError if another user could read or replace files in the folder."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"cache.disk_path {path} is a link or a file: give a folder.")
@@ -166,7 +166,7 @@ def check_folder(path: Path) -> None:
 
 
 def identity_folders(path: Path) -> list[IdentityFolder]:
-    """Returns the folders of identities whose secret can be read."""
+    """Returns the folders of the identities with a readable secret."""
     found = []
     for folder in sorted(path.iterdir()):
         is_ours = len(folder.name) == _NAME_DIGITS and folder.is_dir() and not folder.is_symlink()

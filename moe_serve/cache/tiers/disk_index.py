@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moe_serve.cache.tiers.segment import Entry, Segment
@@ -18,7 +18,7 @@ _SLOT_BITS = 24
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a page is, and the generation that its header must have."""
+    """The file and slot of a page, and the generation that its header must have."""
 
     segment: Segment
     slot: int
@@ -49,12 +49,13 @@ class DiskIndex:
     def num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
 
-    def num_held(self, keys: Sequence[bytes]) -> int:
+    def num_held(self, keys: Iterable[bytes]) -> int:
         """Returns how many keys are known, from the first on."""
-        for count, key in enumerate(keys):
+        count = 0
+        for count, key in enumerate(keys, 1):
             if key not in self._places:
-                return count
-        return len(keys)
+                return count - 1
+        return count
 
     def find(self, key: bytes) -> Place | None:
         """Returns a page's place, and notes that it was used."""
@@ -67,8 +68,8 @@ class DiskIndex:
             return Place(segment, slot, segment.generations[slot])
 
     def add_segment(self, segment: Segment, entries: Iterable[Entry], now: float) -> None:
-        """Adds a file with the slots that it has already. A page that is known stays where it is;
-        an expired one is left out."""
+        """Adds a file with its written slots. A known page keeps its place; an expired one is left
+        out."""
         with self._lock:
             self._segments[segment.number] = segment
         for entry in entries:
@@ -89,7 +90,7 @@ class DiskIndex:
                 place.segment.keys.pop(place.slot, None)
 
     def remove_segment(self, segment: Segment) -> int:
-        """Removes a file and its pages; return how many."""
+        """Removes a file and its pagesand returns their number."""
         with self._lock:
             del self._segments[segment.number]
             for key in segment.keys.values():

@@ -1,4 +1,4 @@
-"""Reads runs of pages from a disk on threads of its own, and proves every page.
+"""Reads runs of pages from a disk on its own threads, and verifies every page.
 
 A run is divided among the threads. It ends at the first page that is missing, expired or not
 proven; the pages before it are handed over.
@@ -19,8 +19,9 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.tiers.disk_index import DiskIndex
-from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader
+from moe_serve.cache.tiers.disk_index import DiskIndex, Place
+from moe_serve.cache.tiers.page_cipher import PageCipher
+from moe_serve.cache.tiers.slot import StoredPage
 from moe_serve.cache.tiers.store import LoadDone
 
 _log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class DiskReader:
     ) -> None:
         self._index, self._page_bytes, self._geometry = index, page_bytes, geometry
         self._wall_clock, self._secret = wall_clock, b""
+        self._cipher: PageCipher | None = None
         self._queue: SimpleQueue[tuple[_Run, int] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._done: deque[LoadDone] = deque()
@@ -68,12 +70,13 @@ class DiskReader:
             for number in range(_NUM_THREADS)
         ]
 
-    def open(self, secret: bytes) -> None:
-        """Begins to read, with the secret that proves headers. Measures the disk, if it has pages.
+    def open(self, secret: bytes, cipher: PageCipher | None) -> None:
+        """Begins to read, with the secret that proves headers and what decrypts pages. Measures
+        the disk, if it has pages.
 
         A failure of the disk is left to the loads that follow.
         """
-        self._secret = secret
+        self._secret, self._cipher = secret, cipher
         keys, begin = self._index.some_keys(_PROBED), time.perf_counter()
         pages = self._read_some(keys)
         if pages:
@@ -105,7 +108,7 @@ class DiskReader:
         self._wake = wake
 
     def end(self) -> None:
-        """Lets the threads end after the parts that are queued."""
+        """Ends the threads after the queued parts."""
         for _ in self.threads:
             self._queue.put(None)
 
@@ -157,24 +160,29 @@ class DiskReader:
         place = self._index.find(key)
         if place is None:
             return None
-        data = place.segment.read(place.slot)
-        header = SlotHeader.unpack(data[:ALIGNMENT].tobytes(), self._secret)
-        payload = data[ALIGNMENT : ALIGNMENT + self._page_bytes]
-        if (
-            header is None
-            or (header.key, header.generation) != (key, place.generation)
-            or header.geometry != self._geometry
-            or not header.proves(payload.data)
-        ):
+        stored = StoredPage.of(place.segment.read(place.slot), self._secret)
+        page = None if stored is None else self._proven(stored, key, place)
+        if stored is None or page is None:
             self.num_pages["corrupt"] += 1
-        elif header.expires_at > self._wall_clock():
-            return payload
+        elif stored.header.expires_at > self._wall_clock():
+            return page
         self._index.drop(key, place)
         return None
 
+    def _proven(self, stored: StoredPage, key: bytes, place: Place) -> NDArray[np.uint8] | None:
+        """Returns the bytes of a page if they are those that the index means."""
+        header = stored.header
+        if (header.key, header.generation) != (key, place.generation):
+            return None
+        if header.geometry != self._geometry or header.num_bytes != self._page_bytes:
+            return None
+        if self._cipher is None:
+            return stored.payload
+        return self._cipher.decrypt(stored.payload, header.context, stored.seal)
+
 
 def be_nice() -> None:
-    """Lets the calling thread give way to those that compute, where the system can."""
+    """Lowers the priority of the calling thread below those that compute, if the system can."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 

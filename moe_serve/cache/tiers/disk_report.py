@@ -1,4 +1,4 @@
-"""Describes, verifies and clears the folder of a disk tier, without a server."""
+"""Describes, verifies and clears the folder of a disk tier, without a server and without a key."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from moe_serve.cache.tiers.disk_folder import (
     check_folder,
     identity_folders,
 )
+from moe_serve.cache.tiers.page_cipher import forget_key
 from moe_serve.cache.tiers.segment import Segment, slot_size
 from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader
 from moe_serve.errors import ConfigError
@@ -29,13 +30,14 @@ class IdentityReport:
     num_bytes: int
     num_pages: int  # proven headers that have not expired
     num_tokens: int
+    is_encrypted: bool
     num_wrong: int | None = None  # proven headers whose bytes are not proven; None: not verified
 
 
 def report(path: Path, *, now: float, verifies: bool = False) -> list[IdentityReport]:
     """Reports on every identity in a folder. `verifies` reads every byte.
 
-    Raises ConfigError if the folder is none of this user's, or cannot be read.
+    Raises ConfigError if the folder belongs to another user or cannot be read.
     """
     try:
         check_folder(path)
@@ -48,7 +50,7 @@ def report(path: Path, *, now: float, verifies: bool = False) -> list[IdentityRe
 
 
 def clear(path: Path) -> int:
-    """Removes all pages in a folder; return the bytes that they took.
+    """Removes all pages in a folderand returns the bytes that they took.
 
     Raises ConfigError if a server uses the folder.
     """
@@ -65,6 +67,7 @@ def clear(path: Path) -> int:
         for each in identity_folders(path):
             taken += sum(file.stat().st_size for file in each.segments)
             shutil.rmtree(each.path)
+        forget_key(path)
         return taken
     except OSError as error:
         raise ConfigError(f"{path} cannot be cleared: {error.strerror or error}.") from None
@@ -86,6 +89,7 @@ def _report_one(
         num_bytes=sum(file.stat().st_size for file in files),
         num_pages=len(alive),
         num_tokens=sum(header.num_tokens for header, _ in alive),
+        is_encrypted="encryption" in meta,
         num_wrong=sum(not is_proven for _, is_proven in alive) if verifies else None,
     )
 

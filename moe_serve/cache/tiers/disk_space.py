@@ -13,13 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moe_serve.cache.tiers.disk_folder import DiskFolder, IdentityFolder
 from moe_serve.cache.tiers.disk_index import DiskIndex
 from moe_serve.cache.tiers.segment import SUFFIX, Segment, segment_bytes
-from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader
+from moe_serve.cache.tiers.slot import ALIGNMENT, StoredPage
 from moe_serve.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -39,14 +36,6 @@ class DiskLimits:
     min_free_bytes: int = 2**30
     ttl_s: float = 86400.0
     write_bytes_per_day: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Survivor:
-    """A page of a removed file that gets a second chance."""
-
-    header: SlotHeader
-    payload: NDArray[np.uint8]
 
 
 def num_slots_of(limits: DiskLimits, slot_bytes: int) -> int:
@@ -111,10 +100,12 @@ class DiskSpace:
         self._left -= num_bytes
         return True
 
-    def new_segment(self) -> tuple[Segment, list[Survivor]] | None:
+    def new_segment(self) -> tuple[Segment, list[StoredPage]] | None:
         """Makes a file, and returns it with pages of removed files that go into it. None if there
-        is no space. Raises OSError."""
-        survivors: list[Survivor] = []
+        is no space, or no budget left. Raises OSError."""
+        if not self.may_write(ALIGNMENT):  # its head
+            return None
+        survivors: list[StoredPage] = []
         while True:
             others = self._max_bytes - self._index.num_bytes - self._size
             others_taken = self._folder.shrink_others(self._own, max(0, others))
@@ -123,11 +114,18 @@ class DiskSpace:
             if taken <= self._max_bytes and has_free:
                 segment = self._make()
                 if segment is not None:
-                    return segment, survivors
+                    return segment, self._affordable(survivors)
             if not self._index.segments:
                 return None
             survivors += self._evict(self._index.segments[0])
+            self.num_evicted += max(0, len(survivors) - self._num_slots // 2)
             del survivors[self._num_slots // 2 :]
+
+    def _affordable(self, survivors: list[StoredPage]) -> list[StoredPage]:
+        """Returns the survivors that the day's budget has room for."""
+        kept = [each for each in survivors if self.may_write(self._slot_bytes)]
+        self.num_evicted += len(survivors) - len(kept)
+        return kept
 
     def _make(self) -> Segment | None:
         path = self._own.path / f"{self._next_number:08d}{SUFFIX}"
@@ -144,16 +142,13 @@ class DiskSpace:
         self._next_number += 1
         return segment
 
-    def _evict(self, segment: Segment) -> list[Survivor]:
-        survivors, now = list[Survivor](), self._clock()
+    def _evict(self, segment: Segment) -> list[StoredPage]:
+        survivors, now = list[StoredPage](), self._clock()
         used = [slot for slot in segment.keys if segment.was_used[slot]]
         for slot in used[: self._num_slots // 2]:
-            data = segment.read(slot)
-            header = SlotHeader.unpack(data[:ALIGNMENT].tobytes(), self._own.secret)
-            if header is not None and header.expires_at > now:
-                payload = data[ALIGNMENT : ALIGNMENT + header.num_bytes]
-                if header.proves(payload.data):
-                    survivors.append(Survivor(header, payload))
+            page = StoredPage.of(segment.read(slot), self._own.secret)
+            if page is not None and page.header.expires_at > now:
+                survivors.append(page)
         self.num_evicted += self._index.remove_segment(segment) - len(survivors)
         segment.delete()
         return survivors

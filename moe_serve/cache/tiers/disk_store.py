@@ -1,4 +1,4 @@
-"""Keeps KV pages on a disk. A new server finds the pages of the one before.
+"""Keeps KV pages on a disk, where a later server finds them.
 
     engine thread                 writer thread                     reader threads
     save: queue (bounded) ----->  slot behind slot, then the index
@@ -19,17 +19,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import sha256
-
-import numpy as np
-from numpy.typing import NDArray
 
 from moe_serve.cache.tiers.disk_folder import DiskFolder, IdentityFolder, StoreIdentity
 from moe_serve.cache.tiers.disk_index import DiskIndex
 from moe_serve.cache.tiers.disk_reader import DiskReader, be_nice
 from moe_serve.cache.tiers.disk_space import DiskLimits, DiskSpace, num_slots_of
+from moe_serve.cache.tiers.page_cipher import DiskKey, PageCipher, check_key
 from moe_serve.cache.tiers.segment import Entry, Segment
-from moe_serve.cache.tiers.slot import SlotHeader, slot_bytes
+from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader, StoredPage, slot_bytes
 from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
 
 _log = logging.getLogger(__name__)
@@ -49,13 +48,18 @@ class DiskStore:
         page_bytes: int,
         geometry: bytes,
         identify: Callable[[], StoreIdentity],
+        key: DiskKey | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Raises ConfigError if the bounds are too small for the pages."""
+        """`key`: encrypts the pages; None: they are not. Raises ConfigError if the bounds are too
+        small for the pages, or the folder has pages of another key."""
         self._folder, self._limits, self._geometry = folder, limits, geometry
         self._page_bytes, self._slot_bytes = page_bytes, slot_bytes(page_bytes)
         num_slots_of(limits, self._slot_bytes)  # refuses a bound that is too small
+        check_key(folder.path, key)
         self._identify, self._wall_clock = identify, wall_clock
+        self._key = key
+        self._cipher: PageCipher | None = None  # known once the folder is open
         self._index = DiskIndex()
         self._space: DiskSpace | None = None
         self._own: IdentityFolder | None = None
@@ -78,11 +82,11 @@ class DiskStore:
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """See `PageStore.num_held`."""
-        return 0 if self._state else self._index.num_held(keys)
+        return 0 if self._state else self._index.num_held(map(self._name, keys))
 
     def has(self, key: bytes) -> bool:
         """See `PageStore.has`."""
-        return key in self._index or key in self._queued
+        return key in self._queued or self._name(key) in self._index
 
     @property
     def room(self) -> int:
@@ -110,7 +114,7 @@ class DiskStore:
 
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         """See `PageStore.load`."""
-        self._reader.load(job, keys)
+        self._reader.load(job, [self._name(key) for key in keys])
 
     def take_done(self) -> list[LoadDone]:
         """See `PageStore.take_done`."""
@@ -149,7 +153,7 @@ class DiskStore:
         )
 
     def close(self, seconds: float) -> None:
-        """See `PageStore.close`. A thread that hangs is left behind."""
+        """See `PageStore.close`. It does not wait for a thread that hangs."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -184,7 +188,8 @@ class DiskStore:
             if not segment.is_sealed:
                 self._open = segment  # the newest is filled further
         self._own = own
-        self._reader.open(own.secret)
+        self._cipher = None if self._key is None else self._key.cipher(own.secret)
+        self._reader.open(own.secret, self._cipher)
         self._space = DiskSpace(
             self._folder, own, self._index, self._limits, self._slot_bytes, self._wall_clock
         )
@@ -203,11 +208,11 @@ class DiskStore:
         result = "failed"
         try:
             assert self._space is not None, "the folder is open"
-            if page.key in self._index:
+            if self._name(page.key) in self._index:
                 result = "saved"
             elif not self._space.may_write(self._slot_bytes):
                 result = "over_budget"
-            elif self._append(self._header(page, self._wall_clock()), page.data):
+            elif self._append(self._stored(page, self._wall_clock())):
                 result, self._num_failures = "saved", 0
             else:
                 result = "dropped"
@@ -220,20 +225,29 @@ class DiskStore:
                 self._queued.discard(page.key)
             self._num_saves[result] += 1
 
-    def _header(self, page: SavedPage, now: float) -> SlotHeader:
-        return SlotHeader(
+    def _stored(self, page: SavedPage, now: float) -> StoredPage:
+        """Returns a page as it is written: with its header, and encrypted if there is a key."""
+        header = SlotHeader(
             num_tokens=page.num_tokens,
             generation=secrets.randbits(64),
-            key=page.key,
-            parent_key=page.parent_key,
+            key=self._name(page.key),
+            parent_key=self._name(page.parent_key),
             geometry=self._geometry,
             num_bytes=len(page.data),
-            digest=sha256(page.data.data).digest(),
+            digest=b"",
             written_at=now,
             expires_at=now + self._limits.ttl_s,
         )
+        data, seal = page.data, b""
+        if self._cipher is not None:
+            data, seal = self._cipher.encrypt(data, header.context)
+        return StoredPage(replace(header, digest=sha256(data.data).digest()), data, seal)
 
-    def _append(self, header: SlotHeader, payload: NDArray[np.uint8]) -> bool:
+    def _name(self, key: bytes) -> bytes:
+        """Returns the key under which a page is in the index and on the disk."""
+        return key if self._cipher is None else self._cipher.name(key)
+
+    def _append(self, page: StoredPage) -> bool:
         """Writes a slot, into a new file if the open one is full. False if there is no space."""
         assert self._space is not None and self._own is not None, "the folder is open"
         if self._open is None or self._open.is_full:
@@ -245,19 +259,25 @@ class DiskStore:
                 return False
             self._open, survivors = made
             self._index.add_segment(self._open, (), 0.0)
+            self._written_bytes += ALIGNMENT  # its head
             for survivor in survivors:
-                self._put(self._open, survivor.header, survivor.payload)
-        self._put(self._open, header, payload)
+                self._put(self._open, survivor)
+        self._put(self._open, page)
         return True
 
-    def _put(self, segment: Segment, header: SlotHeader, payload: NDArray[np.uint8]) -> None:
+    def _put(self, segment: Segment, page: StoredPage) -> None:
         assert self._own is not None, "the folder is open"
-        slot = segment.write(header, payload, self._own.secret)
-        self._index.add(header.key, segment, slot)
+        slot = segment.write(page, self._own.secret)
+        self._index.add(page.header.key, segment, slot)
         self._written_bytes += self._slot_bytes
 
     def _seal(self, segment: Segment) -> None:
-        assert self._own is not None, "the folder is open"
+        """Writes the footer, if the day's budget has room for it: a start can do without."""
+        assert self._space is not None and self._own is not None, "the folder is open"
+        if not self._space.may_write(segment.footer_bytes):
+            segment.sync()
+            return
+        self._written_bytes += segment.footer_bytes
         headers = segment.headers(self._own.secret)
         entries = [Entry(slot, h.generation, h.key, h.expires_at) for slot, h in headers]
         segment.seal(entries, self._own.secret)

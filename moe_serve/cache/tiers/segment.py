@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.tiers.slot import ALIGNMENT, HEADER_BYTES, SlotHeader
+from moe_serve.cache.tiers.slot import ALIGNMENT, HEADER_BYTES, SlotHeader, StoredPage
 
 SUFFIX = ".kv"
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, bytes of a slot
@@ -92,17 +92,21 @@ class Segment:
         return cls(path, descriptor, head[0], slot_bytes)
 
     @property
+    def footer_bytes(self) -> int:
+        return self.num_bytes - self._offset(self.num_slots)
+
+    @property
     def is_full(self) -> bool:
         return self.num_written == self.num_slots
 
-    def write(self, header: SlotHeader, payload: NDArray[np.uint8], secret: bytes) -> int:
+    def write(self, page: StoredPage, secret: bytes) -> int:
         """Writes the next slot and returns its number. Raises OSError."""
         slot = self.num_written
-        head = header.pack(secret).ljust(ALIGNMENT, b"\0")
-        written = os.pwritev(self._descriptor, [head, payload.data], self._offset(slot))
-        if written != ALIGNMENT + len(payload):
-            raise OSError(f"{self.path} took {written} of {ALIGNMENT + len(payload)} bytes")
-        self.generations[slot] = header.generation
+        head = (page.header.pack(secret) + page.seal).ljust(ALIGNMENT, b"\0")
+        written = os.pwritev(self._descriptor, [head, page.payload.data], self._offset(slot))
+        if written != ALIGNMENT + len(page.payload):
+            raise OSError(f"{self.path} took {written} of {ALIGNMENT + len(page.payload)} bytes")
+        self.generations[slot] = page.header.generation
         self.num_written += 1
         return slot
 
@@ -144,7 +148,7 @@ class Segment:
                 yield slot, header
 
     def close(self) -> None:
-        """Closes the file; nothing may read it any more."""
+        """Closes the file. It cannot be read afterwards."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):

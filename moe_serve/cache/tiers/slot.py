@@ -1,10 +1,12 @@
 """The layout of one page on a disk: a header that proves it, and the page's bytes.
 
-    slot     | header, 4 KiB | payload, filled up to the next 4 KiB |
+    slot     | header, seal; 4 KiB | payload, filled up to the next 4 KiB |
 
 The header names the page by its key and holds the SHA-256 of the payload. An HMAC with the
 folder's secret key proves the header. A write that was torn or lost therefore reads as "no page",
-and so does a slot that another program wrote. Neither token ids nor salts are on the disk.
+and so does a slot that another program wrote. Neither token ids nor salts are on the disk. An
+encrypted page has its nonce and tag in the seal, a keyed name instead of its key, and the digest of
+the encrypted bytes.
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ import struct
 from dataclasses import dataclass
 from hashlib import sha256
 
+import numpy as np
+from numpy.typing import NDArray
+
 ALIGNMENT = 4096
 _MAGIC = b"moe-kv\r\n"
 _VERSION = 1
 _FIELDS = struct.Struct("<8sIIQ32s32s32sQ32sdd")
 _MAC_BYTES = 32
 HEADER_BYTES = _FIELDS.size + _MAC_BYTES
+_SEAL_BYTES = 28  # nonce and tag; zeros if the payload is not encrypted
+_NO_DIGEST = bytes(32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +45,16 @@ class SlotHeader:
 
     def pack(self, secret: bytes) -> bytes:
         """Returns the header's bytes with their HMAC, [HEADER_BYTES]."""
-        fields = _FIELDS.pack(
+        fields = self._fields(self.digest)
+        return fields + hmac.digest(secret, fields, "sha256")
+
+    @property
+    def context(self) -> bytes:
+        """The fields that an encrypted payload is bound to: all but its digest."""
+        return self._fields(_NO_DIGEST)
+
+    def _fields(self, digest: bytes) -> bytes:
+        return _FIELDS.pack(
             _MAGIC,
             _VERSION,
             self.num_tokens,
@@ -47,11 +63,10 @@ class SlotHeader:
             self.parent_key,
             self.geometry,
             self.num_bytes,
-            self.digest,
+            digest,
             self.written_at,
             self.expires_at,
         )
-        return fields + hmac.digest(secret, fields, "sha256")
 
     @classmethod
     def unpack(cls, data: bytes, secret: bytes) -> SlotHeader | None:
@@ -81,6 +96,27 @@ class SlotHeader:
     def proves(self, payload: memoryview) -> bool:
         """Returns whether the payload is the one that was written."""
         return len(payload) == self.num_bytes and sha256(payload).digest() == self.digest
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """A page as it is on the disk: encrypted if the tier is."""
+
+    header: SlotHeader
+    payload: NDArray[np.uint8]
+    seal: bytes = b""
+
+    @classmethod
+    def of(cls, slot: NDArray[np.uint8], secret: bytes) -> StoredPage | None:
+        """Returns the page in a slot's bytes; None if they do not prove one."""
+        header = SlotHeader.unpack(slot[:HEADER_BYTES].tobytes(), secret)
+        if header is None:
+            return None
+        payload = slot[ALIGNMENT : ALIGNMENT + header.num_bytes]
+        if not header.proves(payload.data):
+            return None
+        seal = slot[HEADER_BYTES : HEADER_BYTES + _SEAL_BYTES].tobytes()
+        return cls(header, payload, seal)
 
 
 def slot_bytes(payload_bytes: int) -> int:

@@ -45,7 +45,7 @@ SaveResult = Literal["saved", "dropped", "failed", "over_budget"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """A snapshot of a tier. Filled by the store and by those who use it."""
+    """A snapshot of a tier. Filled by the store and by its users."""
 
     name: str  # disk
     where: str  # the folder
@@ -80,12 +80,12 @@ class PageStore(Protocol):
         ...
 
     def has(self, key: bytes) -> bool:
-        """Returns whether a page is stored, or waits to be. Never touches the disk."""
+        """Returns whether a page is stored, or queued for it. Never touches the disk."""
         ...
 
     @property
     def room(self) -> int:
-        """Number of pages that `save` takes now without dropping one."""
+        """Number of pages that `save` accepts now without dropping another."""
         ...
 
     @property
@@ -114,7 +114,7 @@ class PageStore(Protocol):
         ...
 
     def stop_reading(self, why: str) -> None:
-        """Answers that nothing is held, until the process ends."""
+        """Makes the store report that it holds no pages, until the process ends."""
         ...
 
     def stats(self) -> TierStats:
@@ -122,5 +122,5 @@ class PageStore(Protocol):
         ...
 
     def close(self, seconds: float) -> None:
-        """Writes what is queued, at most for a time, and ends the threads."""
+        """Writes the queued pages, at most for a time, and ends the threads."""
         ...

@@ -29,7 +29,7 @@ T = TypeVar("T")
 @bench.callback()
 @with_options(BenchOptions)
 def run(context: typer.Context, options: BenchOptions) -> None:
-    """Sends load to an OpenAI-compatible server and measure latency, throughput and errors.
+    """Send load to an OpenAI-compatible server and measure latency, throughput and errors.
 
     Choose the load with --concurrency (a fixed number of requests in progress), --rate (a fixed
     number of requests per second) or --trace (a replay). The exit code is 1 if the server cannot be

@@ -29,6 +29,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 _PACKAGES = (  # (label, package, extra that installs it)
     ("deepspeed", "deepspeed", "moe-serve[deepspeed]"),
     ("llguidance", "llguidance", "llguidance>=1.9,<2"),
+    ("cryptography", "cryptography", "moe-serve[encryption]"),
     ("opentelemetry", "opentelemetry-exporter-otlp-proto-http", "moe-serve[otel]"),
 )
 

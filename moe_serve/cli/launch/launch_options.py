@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from moe_serve.cli.options import argument, option, setting_flags, settings
+from moe_serve.cli.serve.event_options import EventOptions
 from moe_serve.cli.serve.server_options import (
     BatchOptions,
     HttpOptions,
@@ -150,6 +151,7 @@ class LaunchOptions:
         rich_help_panel="HTTP",
     )
     http: HttpOptions
+    events: EventOptions
     run: RunOptions
 
 
@@ -198,7 +200,7 @@ class LaunchRequest:
         if placed != wanted:
             raise ConfigError(
                 f"{self.command.cluster_file} places {placed[0]} attention and {placed[1]} "
-                f"expert ranks, but the settings request {wanted[0]} and {wanted[1]}: leave the "
+                f"expert ranks, but the flags request {wanted[0]} and {wanted[1]}: leave the "
                 "flags out, or make the numbers equal."
             )
         return layout

@@ -14,6 +14,7 @@ import typer
 
 from moe_serve.cli.options import argument, option, settings, with_options
 from moe_serve.cli.serve.adapter_options import AdapterOptions
+from moe_serve.cli.serve.event_options import EventOptions
 from moe_serve.cli.serve.server_options import (
     HTTP,
     BatchOptions,
@@ -112,6 +113,7 @@ class ServeOptions:
         rich_help_panel=HTTP,
     )
     http: HttpOptions
+    events: EventOptions
     run: RunOptions
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.cli.options import option
+from moe_serve.cli.serve.event_options import ENDPOINT, event_settings
 from moe_serve.errors import ConfigError, shortened
 
 MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
@@ -287,7 +288,7 @@ _NUMBERS_OR_WORDS = ("model.expert_memory_bytes", "cache.disk_bytes", "pipeline.
 
 def flag_settings(settings: Mapping[str, object]) -> dict[str, object]:
     """Turns the text of flags into values: numbers of keys that take a number or a word, such as
-    auto, and the JSON of --speculative-config. Raises ConfigError."""
+    auto, and the JSON of --speculative-config and --kv-events-config. Raises ConfigError."""
     values = {
         key: int(value)
         if key in _NUMBERS_OR_WORDS and isinstance(value, str) and value.isdecimal()
@@ -296,6 +297,8 @@ def flag_settings(settings: Mapping[str, object]) -> dict[str, object]:
     }
     if (text := values.pop(_METHOD, None)) is not None:
         values |= speculative_settings(str(text))
+    if (text := values.pop(ENDPOINT, None)) is not None:
+        values |= event_settings(str(text))
     return values
 
 

@@ -102,7 +102,7 @@ class ServiceStart:
         self.startup.begin("loading")
 
     def progress(self, show: LoadProgress | None) -> LoadProgress:
-        """The callback for the loader; clients that ask over HTTP see its progress too."""
+        """Returns the callback for the loader; clients that ask over HTTP see its progress too."""
 
         def note(done: int, total: int) -> None:
             self.startup.note_progress(done, total)
@@ -283,8 +283,9 @@ def _limits(config: Config, layout: EngineFacts) -> str:
 def _tier(config: Config) -> str:
     cache, server = config.engine.cache, config.server
     salts = "; each API key has its own pages" if server.has_api_keys else ""
+    encrypted = "" if cache.disk_key_file is None else "encrypted, "
     return (
-        f"disk: at most {cache.disk_bytes / 2**30:.1f} GiB in {cache.disk_path}, for "
+        f"disk: {encrypted}at most {cache.disk_bytes / 2**30:.1f} GiB in {cache.disk_path}, for "
         f"{cache.disk_ttl_s / 3600:.1f} h{salts if cache.separates_keys else ''}"
     )
 

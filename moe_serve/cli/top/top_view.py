@@ -170,6 +170,10 @@ def _cache(state: StateView) -> Text:
     hit_rate = kv.number("prefix_hit_rate")
     if hit_rate is not None:
         line.append(f"\n{'':9}prefix hits {hit_rate:.0%}")
+    window = kv.at("window")
+    if window.is_there:
+        what = (_count(window.number(name)) for name in ("requests", "dropped_pages"))
+        line.append("\n{:9}kv_window: {} requests gave back {} pages".format("", *what))
     memory = state.at("expert_memory")
     if memory.is_there:
         gib = (memory.number("resident_bytes") or 0) / 2**30

@@ -7,6 +7,9 @@ source was.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
+from moe_serve.clock import Clock
 from moe_serve.cluster.cells.open_moves import OpenMoves
 from moe_serve.cluster.cells.places import Place
 from moe_serve.cluster.cells.rates import StepRates, is_decoding
@@ -15,14 +18,18 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.service.step_model import StepWork
 
 _LEAST_IMBALANCE = 1.2  # of two cells' predicted steps
+_BALANCE_S = 0.1  # between two looks at the balance of a rank
 _LEAST_LEFT = 8  # tokens that an answer may still have, for a move to be worth it
 
 
 class Migration:
     """Begins moves of running requests."""
 
-    def __init__(self, moves: OpenMoves, router: CellRouter, steps: StepRates) -> None:
-        self._moves, self._router, self._steps = moves, router, steps
+    def __init__(
+        self, moves: OpenMoves, router: CellRouter, steps: StepRates, clock: Clock
+    ) -> None:
+        self._moves, self._router, self._steps, self._clock = moves, router, steps, clock
+        self._next_balance: dict[tuple[int, str], float] = {}
 
     def drain(self, place: Place) -> None:
         """Begins to move all running requests off a rank, as far as others have room."""
@@ -38,9 +45,13 @@ class Migration:
         if any(m.source.is_same(place) and m.kind in ("pages", "balance") for m in self._moves):
             return
         running = place.engine.moving.running
-        if len(running) > 1 and place.engine.moving.num_available_pages < len(running):
+        if len(running) < 2:
+            return
+        now = self._clock()
+        if place.engine.moving.num_available_pages < len(running):
             self._relieve_pages(place)
-        elif place.cell.shape.role != "prefill":
+        elif place.cell.shape.role != "prefill" and now >= self._next_balance.get(place.order, now):
+            self._next_balance[place.order] = now + _BALANCE_S
             self._balance(place, running)
 
     def _relieve_pages(self, place: Place) -> None:
@@ -56,10 +67,10 @@ class Migration:
             if has_room and self._moves.begin(victim, "pages", place, target):
                 return
 
-    def _balance(self, place: Place, running: list[Sequence]) -> None:
+    def _balance(self, place: Place, running: Items[Sequence]) -> None:
         """Moves the request that started last to a cell whose steps are shorter with it."""
         movable = [s for s in running if is_decoding(s) and self._may_move(place, s)]
-        if not movable or len(running) < 2:
+        if not movable:
             return
         sequence, own_s = movable[-1], self._steps.step_s(place.cell)
         for target in self._router.targets(sequence, place):

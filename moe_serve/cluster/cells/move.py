@@ -38,6 +38,7 @@ class Move:
     reservation: Reservation
     kept: Reservation | None = None
     departed_at: float = 0.0
+    moved_at: float = 0.0  # when pages were last sent or arrived
     num_steps: int = 0  # of the target's cell, since the departure
     next_place: int = 0  # in the page table: those before it were sent, or need not be
     num_parcels: int = 0
@@ -98,6 +99,7 @@ class Move:
         )
         num_on_way = self.num_on_way + len(places)
         self.on_way[parcel.number] = SentParcel(parcel, places, now, num_on_way)
+        self.moved_at = now
         self.num_parcels += 1
         self.next_place = places.stop
         self.reservation.sent.update(places)
@@ -111,9 +113,11 @@ class Move:
         return sent
 
     def waits_since(self) -> float | None:
-        """Returns since when the oldest parcel has been on its way, or the sequence between its
-        engines; None if neither is."""
+        """Returns since when the oldest parcel has been on its way, the sequence between its
+        engines, or pages without room in the carrier; None if nothing waits."""
         since = [sent.sent_at for sent in self.on_way.values()]
         if self.has_departed:
             since.append(self.departed_at)
+        elif not since and self.next_place < self.sequence.num_full_pages:
+            since.append(self.moved_at)
         return min(since, default=None)

@@ -25,6 +25,7 @@ from moe_serve.engine.schedule.step_service import StepService
 from moe_serve.engine.service.step_model import FittedSteps, StepModel
 
 _MOST_REFUSALS = 4  # of one rank's sequences in a turn, before the others are not tried
+_PAUSE_S = 0.02  # before a rank asks for room again
 
 
 class Moves:
@@ -48,9 +49,10 @@ class Moves:
         links = LinkRates(clock)
         self._router = CellRouter(cells, carrier, config, self._steps, links)
         self._open = OpenMoves(carrier, clock, links, timeout_s)
-        self._migration = Migration(self._open, self._router, self._steps)
+        self._migration = Migration(self._open, self._router, self._steps, clock)
         self._homeless: list[tuple[EngineSequence, StepService | None]] = []
         self._wishes: dict[int, tuple[EngineSequence, Place]] = {}  # to be handed over, by id
+        self._refused_at: dict[tuple[int, str], float] = {}  # by the rank that asked for room
 
     @property
     def has_work(self) -> bool:
@@ -121,9 +123,8 @@ class Moves:
         """Ends the moves from and to a rank that is gone, and gives its sequences, which have left
         their engine, to other ones."""
         self._open.end_lost()
-        for sequence in sequences:
-            self._wishes.pop(sequence.id, None)
-            self._homeless.append((sequence, None))
+        self._wishes = {key: wish for key, wish in self._wishes.items() if wish[1].is_there}
+        self._homeless += [(sequence, None) for sequence in sequences]
         self._place_homeless()
 
     def drain_rank(self, cell: CellLike, rank: str, *, is_draining: bool) -> None:
@@ -151,32 +152,35 @@ class Moves:
             self._hand_over(place)
             if self._config.migrate:
                 self._migration.relieve(place)
-        step_s = self._steps.step_s(place.cell)
+        step_s = self._steps.usual_s(place.cell)
         for move in self._open:
             if move.source.is_same(place) and not move.has_departed:
                 self._open.advance(move, step_s)
 
     def _hand_over(self, place: Place) -> None:
         """Opens leases for the sequences that read their prompts here for another cell."""
-        num_refused = 0
+        num_refused, now = 0, self._clock()
+        if now < self._refused_at.get(place.order, -_PAUSE_S) + _PAUSE_S:
+            return
         for key, (sequence, home) in list(self._wishes.items()):
             if not home.is_same(place):
                 continue
             if not place.engine.moving.has(sequence):
-                del self._wishes[key]
+                if self._open.of(sequence) is None:
+                    del self._wishes[key]  # it is elsewhere, or has ended
             elif sequence.is_running and self._open.may_begin(sequence):
                 if self._begin(sequence, place):
                     place.engine.moving.announce(sequence)
-                    del self._wishes[key]
-                else:
-                    num_refused += 1
+                    continue
+                num_refused += 1
+                self._refused_at[place.order] = now
                 if num_refused == _MOST_REFUSALS:
                     break
 
     def _begin(self, sequence: EngineSequence, place: Place) -> bool:
         if place.engine.stop_rule.num_left(sequence) <= 1 and not is_decoding(sequence):
             return False  # it ends with its first token
-        targets = self._router.targets(sequence, place)
+        targets = self._router.targets(sequence, place, is_hand_over=True)
         return any(self._open.begin(sequence, "hand_over", place, t) for t in targets)
 
     def _drain(self, place: Place) -> None:

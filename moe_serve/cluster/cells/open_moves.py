@@ -18,6 +18,7 @@ from moe_serve.engine.execute.step_executor import ExecutorLostError
 from moe_serve.engine.request.moves_stats import MoveKind, MoveResult, MovesCounter
 from moe_serve.engine.request.sequence import Sequence
 
+_FEW_PAGES = 2  # that may travel between two engines, whatever it takes
 _LEAST_PAUSE_S = 1.0  # between two moves of a sequence
 _MOST_REMEMBERED = 4096
 
@@ -48,7 +49,7 @@ class OpenMoves:
     @property
     def between(self) -> list[Move]:
         """The moves whose sequences belong to no engine."""
-        return [move for move in self._moves.values() if move.has_departed]
+        return [move for move in self if move.has_departed]
 
     def may_begin(self, sequence: Sequence) -> bool:
         """Returns whether a sequence may move: it does not yet, and has not for a second."""
@@ -73,6 +74,7 @@ class OpenMoves:
             lease=lease,
             reservation=reservation,
             next_place=reservation.num_shared,
+            moved_at=self._clock(),
         )
         self._moves[sequence.id] = move
         self.counter.begun(kind)
@@ -83,10 +85,10 @@ class OpenMoves:
         that is all there is to wait for. `step_s`: a predicted step of the source. May raise
         ExecutorLostError, if the source is lost."""
         sequence, moving = move.sequence, move.source.engine.moving
-        if not moving.has(sequence):
-            self.end(move, "ended", keeps_pages=sequence.is_proven)
+        if self._end_with_request(move):
             return
-        if not sequence.is_running or not self._has_room(move):
+        is_wanted = sequence.is_running and not move.target.cell.is_draining
+        if not is_wanted or not self._has_room(move):
             self.end(move, "stayed")
             return
         move.send(self._carrier, self._clock())
@@ -172,9 +174,18 @@ class OpenMoves:
                 self.end(move, "lost")
 
     def step_ended(self, cell: CellLike) -> None:
-        """Notes that a cell has ended a step."""
-        for move in self._moves.values():
+        """Notes that a cell has ended a step, which may have ended requests."""
+        for move in self:
             move.num_steps += move.has_departed and move.target.cell is cell
+            if move.source.cell is cell and not move.has_departed:
+                self._end_with_request(move)
+
+    def _end_with_request(self, move: Move) -> bool:
+        """Ends a move whose request has ended at the source."""
+        has_ended = move.source.is_there and not move.source.engine.moving.has(move.sequence)
+        if has_ended:
+            self.end(move, "ended", keeps_pages=move.sequence.is_proven)
+        return has_ended
 
     def _has_room(self, move: Move) -> bool:
         target = move.target
@@ -185,12 +196,14 @@ class OpenMoves:
         """Returns whether the rest travels in less time than one more step at the source takes, or
         cannot become less."""
         num_unsent = move.num_unsent()
-        if num_unsent > self._carrier.num_free(move.target.at):
+        has_room = num_unsent <= self._carrier.num_free(move.target.at)
+        if not (has_room and move.target.cell.is_live):
             return False
-        if not move.num_on_way and num_unsent <= 1:
-            return True  # only the partly filled page is left, whatever it takes
+        num_left = move.num_on_way + num_unsent
+        if num_left <= _FEW_PAGES:
+            return True  # on a slow link, a page may become full before the one before it is there
         cells = move.source.at.cell, move.target.at.cell
-        return self._links.pages_s(*cells, move.num_on_way + num_unsent) <= step_s
+        return self._links.pages_s(*cells, num_left) <= step_s
 
     def _depart(self, move: Move) -> None:
         now = self._clock()

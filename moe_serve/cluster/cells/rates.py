@@ -13,7 +13,7 @@ from moe_serve.cluster.cells.places import CellLike
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.service.step_model import FittedSteps, StepModel, StepWork
 
-_WEIGHT = 0.2  # of a new parcel in the usual seconds of a page
+_WEIGHT = 0.2  # of a new step or parcel in the usual seconds
 _REST_S = 1.0  # without parcels after a failure; doubled by each further one
 _MOST_REST_S = 60.0
 
@@ -48,6 +48,7 @@ class StepRates:
         self._models = [make_model() for _ in cells]
         self._begun_at = [0.0] * len(cells)
         self._ended_at = [0.0] * len(cells)
+        self._usual_s = [0.0] * len(cells)
         self._progress: list[tuple[int, int]] = [(0, 0)] * len(cells)
         self._tokens = TokenSteps()
 
@@ -63,9 +64,11 @@ class StepRates:
         self._progress[place], self._ended_at[place] = after, now
         num_prompt, num_generated = after[0] - before[0], after[1] - before[1]
         if num_prompt >= 0 and num_generated >= 0 and num_prompt + num_generated > 0:
-            context = work_of(cell).num_context
+            context, seconds = work_of(cell).num_context, now - begun_at
             rows = StepWork(num_generated, num_prompt, context)
-            self._models[place].observe(rows, now - begun_at)
+            self._models[place].observe(rows, seconds)
+            weight = _WEIGHT if self._usual_s[place] else 1.0
+            self._usual_s[place] += weight * (seconds - self._usual_s[place])
 
     def model(self, cell: CellLike) -> StepModel:
         """Returns a cell's own model; until it is measured, that of another cell, if possible of
@@ -78,13 +81,20 @@ class StepRates:
             return self._tokens
         return self._models[min(known, key=lambda c: (c.shape != cell.shape, c.index)).index]
 
-    def prompt_s(self, cell: CellLike, num_tokens: int) -> float:
-        """Predicts the seconds in which a cell reads so many tokens beside its rows."""
+    def prompt_s(self, cell: CellLike, num_tokens: int, work: StepWork) -> tuple[float, float]:
+        """Predicts the seconds in which a cell reads so many tokens beside the rows of `work`, and
+        by how many of them it delays these rows."""
         if num_tokens <= 0:
-            return 0.0
-        work, chunk = work_of(cell), min(self.chunk_tokens, num_tokens)
-        rows = StepWork(work.num_decoding, chunk, work.num_context)
-        return self.model(cell).seconds(rows) * num_tokens / chunk
+            return 0.0, 0.0
+        model, chunk = self.model(cell), min(self.chunk_tokens, num_tokens)
+        num_steps = num_tokens / chunk
+        with_it = model.seconds(StepWork(work.num_decoding, chunk, work.num_context))
+        delay_s = max(0.0, with_it - model.seconds(work))
+        return with_it * num_steps, delay_s * num_steps
+
+    def usual_s(self, cell: CellLike) -> float:
+        """Returns the usual seconds of a step of a cell lately; 0 if it had none."""
+        return self._usual_s[cell.index]
 
     def step_s(self, cell: CellLike, more: StepWork | None = None) -> float:
         """Predicts a step in which the sequences of a cell decode, and `more` rows."""
@@ -123,8 +133,12 @@ class LinkRates:
 
 
 def work_of(cell: CellLike) -> StepWork:
-    """Returns the work of a step in which all sequences of a cell decode that can."""
-    decoding = [s for e in cell.rank_engines.values() for s in e.moving.running if is_decoding(s)]
+    """Returns the work of a step in which all sequences of a cell decode that can, and those that
+    have a seat reserved there."""
+    decoding: list[EngineSequence] = []
+    for engine in cell.rank_engines.values():
+        decoding += [s for s in engine.moving.running if is_decoding(s)]
+        decoding += engine.moving.arriving
     return StepWork(len(decoding), 0, sum([s.num_tokens for s in decoding]))
 
 

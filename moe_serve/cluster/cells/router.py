@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from moe_serve.cluster.cells.parcel import PageCarrier
 from moe_serve.cluster.cells.places import CellLike, Place, places_of
 from moe_serve.cluster.cells.rates import LinkRates, StepRates, work_of
-from moe_serve.config.cells import CellsConfig
+from moe_serve.config.cells import CellRole, CellsConfig
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.service.step_model import StepWork
 
@@ -27,15 +27,34 @@ _LEAST_PAGES = 2  # to be computed, for a hand-over
 @dataclass(frozen=True, slots=True)
 class Route:
     """The rank that reads a prompt, and the one that should generate its answer. A smaller `score`
-    is better."""
+    is better; `load_s` are the seconds of work in front of the prompt."""
 
     reader: Place
     writer: Place
     score: float = 0.0
+    load_s: float = 0.0
 
     @property
     def is_hand_over(self) -> bool:
         return not self.reader.is_same(self.writer)
+
+    @property
+    def order(self) -> tuple[float, bool, tuple[int, str], tuple[int, str]]:
+        """Among equally good routes, one cell goes before two, then numbers and names decide."""
+        return self.score, self.is_hand_over, self.reader.order, self.writer.order
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a rank would do with a sequence. `queue_s`: the seconds until it reads the sequence,
+    `read_s`: in which it reads it, with the delay of the rows that decode there; `more_s`: by which
+    the sequence then delays all rows of a step, its own included."""
+
+    place: Place
+    num_uncached: int
+    queue_s: float
+    read_s: float
+    more_s: float
 
 
 class CellRouter:
@@ -65,93 +84,92 @@ class CellRouter:
     def route(self, sequence: EngineSequence) -> Route | None:
         """Returns where a sequence without an engine should be computed; None if no cell is
         live."""
-        places = self.open_places
-        if not places:
+        offers = self._offers(sequence, self.open_places)
+        if not offers:
             return None
-        cached = {place.at: place.engine.moving.num_cached_tokens(sequence) for place in places}
-        uncached = {at: sequence.num_tokens - count for at, count in cached.items()}
-        writers = _with_role(places, "prefill")
-        routes = self._hand_overs(sequence, places, writers, uncached)
+        writers = _without_role(offers, "prefill")
+        routes = self._hand_overs(sequence, offers, writers)
         if not routes or self._config.hand_over != "always":
-            is_again = sequence.num_output_tokens > 0  # where it was may have its pages
-            alone = places if is_again else writers
-            routes += [self._scored(sequence, place, place, uncached) for place in alone]
-        return self._guarded(sequence, sorted(routes, key=_rank))
+            # Where a sequence was before, its pages may still be.
+            alone = offers if sequence.num_output_tokens else writers
+            routes += [self._route(offer, offer) for offer in alone]
+        return _guarded(sorted(routes, key=lambda route: route.order))
 
-    def targets(self, sequence: EngineSequence, source: Place) -> list[Place]:
-        """Returns the ranks to which a running sequence could move, the best first."""
-        writers = _with_role(self.open_places, "prefill")
-        found = [p for p in writers if self._can_carry(source, p) and not self.is_draining(p)]
-
-        def cost(place: Place) -> tuple[float, tuple[int, str]]:
-            return self._lengthening_s(place, sequence), place.order
-
-        return sorted(found, key=cost)
+    def targets(
+        self, sequence: EngineSequence, source: Place, *, is_hand_over: bool = False
+    ) -> list[Place]:
+        """Returns the ranks to which a running sequence could move, the best first.
+        `is_hand_over`: only to other cells, and to those that generate."""
+        places = self.open_places
+        if is_hand_over:
+            places = [p for p in places if p.cell is not source.cell]
+            places = [p for p in places if p.cell.shape.role != "prefill"]
+        works = self._works(places)
+        found = [
+            (self._more_s(sequence, place, works[place.cell.index]), place)
+            for place in self._writers(places)
+            if self._can_carry(source, place) and not self.is_draining(place)
+        ]
+        return [place for _, place in sorted(found, key=lambda item: (item[0], item[1].order))]
 
     def _hand_overs(
-        self,
-        sequence: EngineSequence,
-        places: list[Place],
-        writers: list[Place],
-        uncached: dict[object, int],
+        self, sequence: EngineSequence, offers: list[_Offer], writers: list[_Offer]
     ) -> list[Route]:
         """Returns the routes on which one cell reads the prompt and another one generates."""
-        is_done = sequence.num_output_tokens > 0  # it is computed again, after a loss
-        if self._config.hand_over == "off" or is_done or sequence.rules.max_tokens == 1:
+        is_again = sequence.num_output_tokens > 0  # after a loss
+        if self._config.hand_over == "off" or is_again or sequence.rules.max_tokens == 1:
             return []
-        routes = []
-        for reader in _with_role(places, "decode"):
-            for writer in writers:
-                is_pair = {reader.cell.shape.role, writer.cell.shape.role} != {"both"}
-                least = max(self._config.min_tokens, _LEAST_PAGES * reader.engine.moving.page_size)
-                if not is_pair or reader.cell is writer.cell or uncached[writer.at] < least:
-                    continue
-                if self._can_carry(reader, writer):
-                    routes.append(self._scored(sequence, reader, writer, uncached))
-        return routes
+        least = max(self._config.min_tokens, _LEAST_PAGES * sequence.page_size)
+        return [
+            self._route(reader, writer)
+            for reader in _without_role(offers, "decode")
+            for writer in writers
+            if writer.num_uncached >= least and self._is_pair(reader.place, writer.place)
+        ]
 
-    def _scored(
-        self,
-        sequence: EngineSequence,
-        reader: Place,
-        writer: Place,
-        uncached: dict[object, int],
-    ) -> Route:
-        num_tokens = uncached[reader.at]
-        own_s = self._steps.prompt_s(reader.cell, num_tokens)
-        num_rows = work_of(reader.cell).num_decoding
-        score = self._queue_s(sequence, reader) + own_s * (1 + num_rows)
-        if not reader.is_same(writer):
-            size = reader.engine.moving.page_size
-            num_last = -(-min(num_tokens, self._steps.chunk_tokens) // size)
-            score += self._links.pages_s(reader.cell.index, writer.cell.index, num_last)
-        return Route(reader, writer, score + self._lengthening_s(writer, sequence))
+    def _is_pair(self, reader: Place, writer: Place) -> bool:
+        """Returns whether one cell may read what the other one generates. Two that do both read
+        their prompts themselves."""
+        roles = {reader.cell.shape.role, writer.cell.shape.role}
+        return (
+            reader.cell is not writer.cell and roles != {"both"} and self._can_carry(reader, writer)
+        )
 
-    def _queue_s(self, sequence: EngineSequence, place: Place) -> float:
-        """Predicts the seconds until a rank begins to read a sequence."""
-        num_tokens = place.engine.moving.num_tokens_before(sequence.request.priority)
-        return self._steps.prompt_s(place.cell, num_tokens)
+    def _route(self, reader: _Offer, writer: _Offer) -> Route:
+        source, target = reader.place, writer.place
+        score = reader.queue_s + reader.read_s + writer.more_s
+        if source is not target:
+            num_last = min(reader.num_uncached, self._steps.chunk_tokens)
+            num_pages = -(-num_last // source.engine.moving.page_size)
+            score += self._links.pages_s(source.at.cell, target.at.cell, num_pages)
+        return Route(source, target, score, reader.queue_s)
 
-    def _lengthening_s(self, place: Place, sequence: EngineSequence) -> float:
-        """Predicts by how many seconds one more sequence delays all rows of a step, its own
-        included."""
-        cell, row = place.cell, StepWork(1, 0, sequence.num_tokens)
-        more_s = self._steps.step_s(cell, row) - self._steps.step_s(cell)
-        return more_s * (1 + work_of(cell).num_decoding)
+    def _offers(self, sequence: EngineSequence, places: Sequence[Place]) -> list[_Offer]:
+        works = self._works(places)
+        return [self._offer(sequence, place, works[place.cell.index]) for place in places]
 
-    def _guarded(self, sequence: EngineSequence, routes: list[Route]) -> Route:
-        """Returns the best route, or the second best if the reader of the best one has far more to
-        do than its peers: a popular prefix would draw all requests to it."""
-        best = routes[0]
-        peers = {
-            route.reader.at: route
-            for route in reversed(routes)
-            if route.reader.cell.shape.role == best.reader.cell.shape.role
-        }
-        loads = {at: self._queue_s(sequence, route.reader) for at, route in peers.items()}
-        if loads[best.reader.at] <= _MOST_LOAD * sum(loads.values()) / len(loads):
-            return best
-        return next(r for r in routes if r.reader.at in peers and r.reader.at != best.reader.at)
+    def _offer(self, sequence: EngineSequence, place: Place, work: StepWork) -> _Offer:
+        moving, cell = place.engine.moving, place.cell
+        num_uncached = sequence.num_tokens - moving.num_cached_tokens(sequence)
+        num_before = moving.num_tokens_before(sequence.request.priority)
+        queue_s, _ = self._steps.prompt_s(cell, num_before, work)
+        read_s, delay_s = self._steps.prompt_s(cell, num_uncached, work)
+        read_s += delay_s * work.num_decoding
+        return _Offer(place, num_uncached, queue_s, read_s, self._more_s(sequence, place, work))
+
+    def _more_s(self, sequence: EngineSequence, place: Place, work: StepWork) -> float:
+        model, row = self._steps.model(place.cell), StepWork(1, 0, sequence.num_tokens)
+        return (model.seconds(work + row) - model.seconds(work)) * (1 + work.num_decoding)
+
+    def _works(self, places: Iterable[Place]) -> dict[int, StepWork]:
+        """Returns the rows that decode in the cells of some ranks, by the cells' numbers."""
+        cells = {place.cell.index: place.cell for place in places}
+        return {index: work_of(cell) for index, cell in cells.items()}
+
+    @staticmethod
+    def _writers(places: list[Place]) -> list[Place]:
+        """Returns the ranks of cells that generate, or all if there are no such ones."""
+        return [place for place in places if place.cell.shape.role != "prefill"] or places
 
     def _can_carry(self, source: Place, target: Place) -> bool:
         if source.is_same(target) or self._links.is_resting(source.at.cell, target.at.cell):
@@ -159,12 +177,18 @@ class CellRouter:
         return not self._carrier.can_carry(source.at, target.at)
 
 
-def _with_role(places: Iterable[Place], unwanted: str) -> list[Place]:
-    """Returns the places without those of an unwanted role, unless no other ones are left."""
-    places = list(places)
-    return [place for place in places if place.cell.shape.role != unwanted] or places
+def _guarded(routes: list[Route]) -> Route:
+    """Returns the best route, or the second best if the reader of the best one has far more to do
+    than its peers: a popular prefix would draw all requests to it."""
+    best = routes[0]
+    role = best.reader.cell.shape.role
+    peers = [route for route in routes if route.reader.cell.shape.role == role]
+    loads = {route.reader.at: route.load_s for route in peers}
+    if best.load_s <= _MOST_LOAD * sum(loads.values()) / len(loads):
+        return best
+    return next(route for route in peers if route.reader.at != best.reader.at)
 
 
-def _rank(route: Route) -> tuple[float, bool, tuple[int, str], tuple[int, str]]:
-    """Orders routes; among equal ones, one cell before two, then by number and name."""
-    return route.score, route.is_hand_over, route.reader.order, route.writer.order
+def _without_role(offers: list[_Offer], role: CellRole) -> list[_Offer]:
+    """Returns the offers of cells without a role, unless there are no other ones."""
+    return [offer for offer in offers if offer.place.cell.shape.role != role] or offers

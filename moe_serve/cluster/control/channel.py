@@ -61,7 +61,7 @@ class Channel(Generic[M]):
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         connection.setblocking(False)
-        _set_options(connection)
+        set_options(connection)
         self._socket = connection
         self._decoder = decoder
         self._encoder = msgspec.msgpack.Encoder()
@@ -187,7 +187,8 @@ def connect(
     while True:
         remaining_s = max(0.01, deadline - time.monotonic())
         try:
-            return Channel(_attempt(host, port, secret, min(_ATTEMPT_S, remaining_s)), decoder)
+            connection = connect_once(host, port, secret, min(_ATTEMPT_S, remaining_s))
+            return Channel(connection, decoder)
         except HandshakeError as error:
             reason, is_final = error.reason, error.is_final
         except OSError as error:
@@ -199,7 +200,8 @@ def connect(
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
-def _attempt(host: str, port: int, secret: ClusterSecret, timeout_s: float) -> socket.socket:
+def connect_once(host: str, port: int, secret: ClusterSecret, timeout_s: float) -> socket.socket:
+    """Connects and authenticates; raises OSError and HandshakeError."""
     connection = socket.create_connection((host, port), timeout_s)
     try:
         connect_handshake(connection, secret, timeout_s)
@@ -209,7 +211,8 @@ def _attempt(host: str, port: int, secret: ClusterSecret, timeout_s: float) -> s
     return connection
 
 
-def _set_options(connection: socket.socket) -> None:
+def set_options(connection: socket.socket) -> None:
+    """Sends without delay, and notices a peer that cannot be reached any more."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _LIVENESS.items():

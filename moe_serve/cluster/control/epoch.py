@@ -51,8 +51,14 @@ def wire_of(join: Join, configure: Configure, spec: ModelSpec, dtype: torch.dtyp
 
 
 def split_of(join: Join, configure: Configure, device: torch.device) -> RowSplit:
-    policy = configure.config.cluster.replica_choice
-    return RowSplit(join.ranks_of, len(join.expert_ranks), device, policy)
+    config = configure.config
+    return RowSplit(
+        join.ranks_of,
+        len(join.expert_ranks),
+        device,
+        config.cluster.replica_choice,
+        has_adapters=config.adapters.is_enabled,
+    )
 
 
 def sparse_layers(spec: ModelSpec) -> list[int]:

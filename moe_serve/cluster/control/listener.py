@@ -1,4 +1,4 @@
-"""Accepts control connections on one interface and hands over the authenticated ones.
+"""Accepts connections on one interface and hands over the authenticated ones.
 
 No frame of an unauthenticated peer is ever decoded, and no such peer can keep others out: every
 handshake has its own short-lived thread and a time-out, and when too many are pending the oldest
@@ -65,10 +65,10 @@ def bound_socket(host: str, port: int, *, is_any_allowed: bool = False) -> socke
     return listening
 
 
-class Listener(Generic[M]):
-    """Listens for control connections on a thread of its own.
+class SocketListener:
+    """Listens for connections on a thread of its own.
 
-    `on_channel` is called on the handshake's thread with a channel that is ready to use.
+    `on_connection` is called on the handshake's thread, and owns the socket.
     """
 
     def __init__(
@@ -76,8 +76,7 @@ class Listener(Generic[M]):
         host: str,
         port: int,
         secret: ClusterSecret,
-        decoder: msgspec.msgpack.Decoder[M],
-        on_channel: Callable[[Channel[M]], None],
+        on_connection: Callable[[socket.socket], None],
         *,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         max_pending: int = MAX_PENDING,
@@ -87,8 +86,7 @@ class Listener(Generic[M]):
         self._socket.setblocking(False)
         self.host, self.port = self._socket.getsockname()[:2]
         self._secret = secret
-        self._decoder = decoder
-        self._on_channel = on_channel
+        self._on_connection = on_connection
         self._handshake_timeout_s = handshake_timeout_s
         self._max_pending = max_pending
         self._lock = threading.Lock()
@@ -114,7 +112,7 @@ class Listener(Generic[M]):
             return len(self._pending)
 
     def close(self) -> None:
-        """Stops listening and drops pending handshakes; channels already handed over stay open."""
+        """Stops listening and drops pending handshakes; those already handed over stay open."""
         with self._lock:
             if self._is_closed:
                 return
@@ -174,7 +172,7 @@ class Listener(Generic[M]):
             connection.close()
             self._reject(address, CROWDED_OUT)
             return
-        self._on_channel(Channel(connection, self._decoder))
+        self._on_connection(connection)
 
     def _forget(self, connection: socket.socket) -> bool:
         """Removes the connection from the pending ones; returns whether it was crowded out."""
@@ -192,8 +190,33 @@ class Listener(Generic[M]):
                 return
             self._last_log_s = now_s
             total = self._rejected.total()
-        _log.warning(
-            "refused a control connection from %s: %s (%d refused so far)", address, reason, total
+        _log.warning("refused a connection from %s: %s (%d refused so far)", address, reason, total)
+
+
+class Listener(SocketListener, Generic[M]):
+    """Listens for control connections; `on_channel` gets each one as a channel."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: ClusterSecret,
+        decoder: msgspec.msgpack.Decoder[M],
+        on_channel: Callable[[Channel[M]], None],
+        *,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        max_pending: int = MAX_PENDING,
+        is_any_allowed: bool = False,
+    ) -> None:
+        """Raises ConfigError if it cannot listen there."""
+        super().__init__(
+            host,
+            port,
+            secret,
+            lambda connection: on_channel(Channel(connection, decoder)),
+            handshake_timeout_s=handshake_timeout_s,
+            max_pending=max_pending,
+            is_any_allowed=is_any_allowed,
         )
 
 

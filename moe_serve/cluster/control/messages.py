@@ -10,12 +10,20 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from experts.memory.memory_stats import MemoryStats
+from moe_serve.cluster.control.adapter_messages import AdapterLoaded, DropAdapter, LoadAdapter
 from moe_serve.cluster.control.control_message import ControlMessage
 from moe_serve.cluster.control.parcel_messages import (
     ParcelFacts,
     ParcelOrder,
     ParcelReport,
     ParcelSetup,
+)
+from moe_serve.cluster.control.placement_messages import (
+    DropPlacement,
+    RanksOf,
+    Staged,
+    StagePlacement,
+    SwitchPlacement,
 )
 from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
 from moe_serve.config.sections import EngineConfig
@@ -26,8 +34,6 @@ from moe_serve.engine.sampling.answer_masks import MaskCost
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.model.step_plan import LayerRange, RouteAsk
 from moe_serve.pipeline.exchange.step_shape import RowsOfLayers
-
-RanksOf = Mapping[int, Sequence[Sequence[int]]]  # layer -> expert -> expert ranks of the epoch
 
 
 class Examine(ControlMessage, frozen=True):
@@ -51,6 +57,7 @@ class Configure(ControlMessage, frozen=True):
     num_slots: int = 0  # expert slots for all layers, if experts may move; 0: they stay
     arena: str = ""  # path of the memory tier; empty: none
     parcels: ParcelSetup | None = None  # attention ranks of a server with cells
+    adapters: Sequence[LoadAdapter] = ()
 
 
 class Join(ControlMessage, frozen=True):
@@ -89,6 +96,7 @@ class OpenSequence(msgspec.Struct, frozen=True, array_like=True):
     params: msgspec.Raw  # SamplingParams and DecodingRules, see `pack_params`
     choice: int
     seed: int
+    adapter: int = 0  # its number; 0: the base model
 
 
 class PageWork(msgspec.Struct, frozen=True, array_like=True):
@@ -146,28 +154,6 @@ class TakeExperts(ControlMessage, frozen=True):
 
 class DropExperts(ControlMessage, frozen=True):
     """Tells an expert rank to keep only the experts first configured."""
-
-
-class StagePlacement(ControlMessage, frozen=True):
-    """Tells a rank to prepare a placement beside its steps and report when ready. The mappings hold
-    only layers that change; `held` and `gained` (to be read) are this rank's, empty for an
-    attention rank."""
-
-    placement: int
-    ranks_of: RanksOf
-    held: Mapping[int, Sequence[int]]
-    gained: Mapping[int, Sequence[int]]
-    bytes_per_s: float
-
-
-class DropPlacement(ControlMessage, frozen=True):
-    """Tells a rank to drop the staged placement."""
-
-
-class SwitchPlacement(ControlMessage, frozen=True):
-    """Tells a rank to use the staged placement from the next step on."""
-
-    placement: int
 
 
 class Stop(ControlMessage, frozen=True):
@@ -292,14 +278,6 @@ class TookExperts(ControlMessage, frozen=True):
     why: str | None = None
 
 
-class Staged(ControlMessage, frozen=True):
-    """The rank is ready for a placement and has read `num_bytes` for it; `why`: it failed."""
-
-    placement: int
-    num_bytes: int = 0
-    why: str | None = None
-
-
 class Heartbeat(ControlMessage, frozen=True):
     """The rank is alive. `step`: the last one begun; `clock_ns`: its time.perf_counter_ns().
     `operation`: the current one, begun `operation_s` ago; empty between steps."""
@@ -329,6 +307,8 @@ Order = (
     | DropPlacement
     | SwitchPlacement
     | ParcelOrder
+    | LoadAdapter
+    | DropAdapter
     | Stop
 )
 Report = (
@@ -344,6 +324,7 @@ Report = (
     | TookExperts
     | Staged
     | ParcelReport
+    | AdapterLoaded
     | Heartbeat
     | Unwell
 )

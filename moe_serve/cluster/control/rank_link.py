@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moe_serve.cluster.control.adapter_messages import AdapterLoaded
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.messages import Examined, Heartbeat, Hello, Order, Report
 from moe_serve.cluster.control.parcel_messages import ParcelReport
@@ -45,8 +46,8 @@ Inbox = queue.SimpleQueue[LinkEvent]
 
 
 class RankLink:
-    """Reads messages on a thread of its own; handles heartbeats and puts all others into the
-    inbox."""
+    """Reads messages on a thread of its own; handles heartbeats, passes reports on adapters on,
+    and puts all others into the inbox."""
 
     def __init__(
         self,
@@ -54,8 +55,10 @@ class RankLink:
         inbox: Inbox,
         on_sign: Callable[[RankLink], None],
         on_parcel: Callable[[LinkEvent], None] | None = None,
+        on_adapter: Callable[[RankLink, AdapterLoaded], None] = lambda link, report: None,
     ) -> None:
-        """`on_parcel`: gets the rank's reports on parcels instead of the inbox."""
+        """`on_parcel` and `on_adapter` get the rank's reports on these instead of the inbox."""
+        self._on_adapter = on_adapter
         self._channel, self._inbox, self._on_sign = channel, inbox, on_sign
         self._on_parcel = inbox.put if on_parcel is None else on_parcel
         self.name = ""
@@ -84,6 +87,11 @@ class RankLink:
     def send(self, order: Order) -> None:
         """Sends an order; raises ChannelClosedError, which the reader also reports as an event."""
         self._channel.send(order)
+
+    @property
+    def is_closed(self) -> bool:
+        """Returns True if the rank can no longer be reached."""
+        return self._channel.is_closed
 
     def close(self) -> None:
         self._channel.close()
@@ -116,6 +124,8 @@ class RankLink:
                     self.operation, self.operation_s = report.operation, report.operation_s
                     behind_ns = time.perf_counter_ns() - report.clock_ns
                     self._behind_ns = min(self._behind_ns, behind_ns)
+                elif isinstance(report, AdapterLoaded):
+                    self._on_adapter(self, report)
                 elif isinstance(report, ParcelReport):
                     self._on_parcel(LinkEvent(self.name, self, report))
                 else:

@@ -11,6 +11,7 @@ from experts.placement.placement_error import PlacementError
 from experts.placement.plan_file import read_placement
 from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cache.page_key import model_identity
+from moe_serve.cluster.control.adapter_messages import LoadAdapter
 from moe_serve.cluster.control.epoch import sparse_layers
 from moe_serve.cluster.control.messages import Configure
 from moe_serve.cluster.control.parcel_messages import ParcelSetup
@@ -104,6 +105,7 @@ class ClusterModel:
         in_force: PlacementVersion,
         arena: str = "",
         parcels: ParcelSetup | None = None,
+        adapters: Sequence[LoadAdapter] = (),
     ) -> Configure:
         """Returns the order that tells a rank what to load. `arena`: path of the memory tier;
         `parcels`: how KV pages reach attention ranks, if they do."""
@@ -119,6 +121,7 @@ class ClusterModel:
             num_slots=num_slots(self.placement, self.config, name.index) if is_expert else 0,
             arena="" if is_expert else arena,
             parcels=None if is_expert else parcels,
+            adapters=adapters,
         )
 
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from moe_serve.cluster.control.adapter_messages import AdapterLoaded
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.messages import (
     Configure,
@@ -28,6 +29,7 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_link import Gone, Inbox, LinkEvent, RankLink
 from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.members.cluster_adapters import ClusterAdapters
 from moe_serve.cluster.members.preflight import PreflightRound
 from moe_serve.cluster.members.rank_starter import RankStarter
 from moe_serve.cluster.members.roster import Heartbeats, RankPhase, RankState, Roster
@@ -73,6 +75,7 @@ class Membership:
         self._loading: dict[str, tuple[int, int]] = {}
         self.on_event: Callable[[], None] = lambda: None  # wakes an idle engine
         self.is_due: Callable[[], bool] = lambda: False  # wake without an event?
+        self.adapters: ClusterAdapters | None = None  # set where ranks load adapters
         self.on_parcel: Callable[[LinkEvent], None] = self.inbox.put  # on any thread
         self.num_lost = 0
         self.last_loss = ""
@@ -81,7 +84,8 @@ class Membership:
         """Takes over an authenticated connection. Called on any thread."""
         with self._lock:
             if not self._is_closing.is_set():
-                self._links.add(RankLink(channel, self.inbox, self._beat, self.on_parcel))
+                link = RankLink(channel, self.inbox, self._beat, self.on_parcel, self._note_adapter)
+                self._links.add(link)
                 return
         channel.close()
 
@@ -270,6 +274,12 @@ class Membership:
             self.give_up(str(state.name), objection)
             return
         state.loaded, state.phase, state.ready_at = report, RankPhase.READY, time.monotonic()
+        if self.adapters is not None:
+            self.adapters.ready(str(state.name))
+
+    def _note_adapter(self, link: RankLink, report: AdapterLoaded) -> None:
+        if self.adapters is not None:
+            self.adapters.heard(link, report)
 
     def _beat(self, link: RankLink) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +20,8 @@ from moe_serve import __version__
 from moe_serve.cache.page_key import add_weight_file
 from moe_serve.cluster.control.messages import Examine, Examined, FileMark, Hello
 from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget, probe
-from moe_serve.errors import CheckpointError
+from moe_serve.config.sections import TransportName
+from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.regular_file import is_there, regular_file
 
 Kind = Literal["absent", "unexpected", "version", "file", "port"]
@@ -280,3 +281,26 @@ class PreflightRound:
                 text = f"{name} cannot be examined: {why}"
                 unread.append(Problem(kind="file", text=text, ranks=(name,)))
         return find_problems(self._expected, reports, self._reference, waited_s) + unread
+
+
+def check_transport(wanted: TransportName, gpus: Mapping[str, str]) -> None:
+    """Raises ConfigError if `wanted` is nccl and a rank has no GPU of its own.
+
+    `gpus` maps each loaded rank to its GPU, empty for none. `auto` and `host` always work.
+    """
+    if wanted != "nccl":
+        return
+    without = [name for name, gpu in gpus.items() if not gpu]
+    if without:
+        raise ConfigError(
+            f"cluster.transport is 'nccl', and {', '.join(without)} has no CUDA GPU that NCCL "
+            "reaches: use 'auto' or 'host'."
+        )
+    owners: dict[str, str] = {}
+    for name, gpu in gpus.items():
+        if gpu in owners:
+            raise ConfigError(
+                f"cluster.transport is 'nccl', and {owners[gpu]} and {name} share a GPU, which "
+                "NCCL refuses: use 'auto' or 'host'."
+            )
+        owners[gpu] = name

@@ -22,7 +22,7 @@ def pages_refusal(source: Loaded, target: Loaded) -> str:
         ("shape of pages", ours.geometry[:12], theirs.geometry[:12]),
     ):
         if a != b:
-            return f"their {name} differs: {a} at the source and {b} at the target"
+            return f"they differ in {name}: {a} at the source and {b} at the target"
     return ""
 
 

@@ -8,29 +8,34 @@ from typing import Any
 
 import msgspec
 
+from moe_serve.adapters.adapter_build import AdapterPart
 from moe_serve.cache.kv_cache import check_page_size
+from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.control.messages import (
     Configure,
-    DropPlacement,
     FinitePages,
     Join,
     Loaded,
     QueryPages,
     Report,
     RunStep,
-    Staged,
-    StagePlacement,
     StageSeconds,
     StepDone,
     StepFailed,
-    SwitchPlacement,
 )
 from moe_serve.cluster.control.parcel_messages import ParcelOrder
+from moe_serve.cluster.control.placement_messages import (
+    DropPlacement,
+    Staged,
+    StagePlacement,
+    SwitchPlacement,
+)
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.attention_shards import AttentionShards, ShardStarter, check_can_split
 from moe_serve.cluster.ranks.choice_packing import pack_choices
 from moe_serve.cluster.ranks.mirror import Mirrors, RankPages, tokens_of
+from moe_serve.cluster.ranks.rank_adapters import RankAdapters
 from moe_serve.cluster.ranks.rank_base import RankPlacement, loaded_message, open_rank
 from moe_serve.cluster.ranks.rank_parcels import ParcelMemories, RankHome, RankParcels
 from moe_serve.config.sections import EngineConfig
@@ -42,6 +47,7 @@ from moe_serve.engine.opened_model import AttentionPart
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.sampling_backend import make_sampler
 from moe_serve.model.load.weight_reader import LoadProgress
+from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.step_shape import StepShape
@@ -69,6 +75,7 @@ class AttentionRank:
         shard_starter: ShardStarter,
         home: RankHome,
     ) -> None:
+        """`home.tell` may be called on another thread than the one that handles orders."""
         clock = time.monotonic()
         self._name, self._configure = name, configure
         config = configure.config
@@ -76,7 +83,7 @@ class AttentionRank:
         self._loader, self._spec = self._model.loader, self._model.spec
         check_page_size(config.cache.page_size, self._loader.kernels)
         num_shards = config.cluster.attention_tp
-        check_can_split(self._loader, num_shards)
+        check_can_split(self._loader, num_shards, has_adapters=config.adapters.is_enabled)
         setup, self._parcels = configure.parcels, None
         memories = None if setup is None else ParcelMemories(setup)
         self._shards: AttentionShards | None = None
@@ -99,6 +106,11 @@ class AttentionRank:
         self._sampler = make_sampler(eos, self._loader.kernels)
         self._masks = AnswerMasks(self._spec.vocab_size, eos, self._model.grammars())
         self._mirrors, self._parked = Mirrors(), ParkedStates()
+        self._adapters: RankAdapters | None = None
+        if config.adapters.is_enabled:
+            part = AdapterPart(shard=TensorShard(0, num_shards), experts={})
+            parts = (config.adapters, configure.adapters, part)
+            self._adapters = RankAdapters(self._loader, *parts, home.tell)
         self._placement = RankPlacement(configure.placement)
         self._last_done = 0  # the last step whose tokens were reported
         self._log = StageLog(configure.is_recording)
@@ -115,8 +127,17 @@ class AttentionRank:
         return part
 
     def _open_parcels(self, memories: ParcelMemories, home: RankHome) -> RankParcels:
-        num_heads = self._spec.attention.num_kv_heads
-        return RankParcels(memories, self._part.cache, num_heads, self._shards)
+        model, part = self._model, self._part
+        report = model.report(part)
+        return RankParcels(
+            memories,
+            part.cache,
+            self._spec.attention.num_kv_heads,
+            self._shards,
+            home,
+            model.page_identity(report) + report.build.encode(),
+            self._configure.config.cluster.timeout_s,
+        )
 
     @property
     def loaded(self) -> Loaded:
@@ -147,6 +168,7 @@ class AttentionRank:
             sparse_layers=sparse_layers(self._spec),
             log=self._log,
             layout=layout_of(group, loader.device),
+            num_experts=0 if self._adapters is None else self._spec.router.num_experts,
         )
         self._placement.joined(split, self._transport.use)
         transport: Transport = self._transport
@@ -155,7 +177,13 @@ class AttentionRank:
         part, tap = self._part, RouteTap(self._spec.router.num_experts)
         beside = (self._log, tap, self._next_layer)
         pipeline = Pipeline(
-            part.stage, transport, part.cache, loader.device, *beside, parked=self._parked
+            part.stage,
+            transport,
+            part.cache,
+            loader.device,
+            *beside,
+            parked=self._parked,
+            adapters=self._adapters,
         )
         self._executor = LocalExecutor(
             pipeline,
@@ -183,6 +211,8 @@ class AttentionRank:
         self.leave()
         if self._parcels is not None:
             self._parcels.close()
+        if self._adapters is not None:
+            self._adapters.close()
         if self._shards is not None:
             self._shards.close()
 
@@ -203,6 +233,11 @@ class AttentionRank:
             return None
         if isinstance(order, SwitchPlacement):
             self._placement.switch(order)
+            return None
+        if isinstance(order, LoadAdapter | DropAdapter) and self._adapters is not None:
+            if self._shards is not None:
+                self._shards.adapter(order)
+            self._adapters.handle(order)
             return None
         raise AssertionError(f"an attention rank got {type(order).__name__}")
 

@@ -11,26 +11,32 @@ from typing import Any
 from torch import Tensor
 
 from experts.expert_stage import RoutedRows
+from experts.virtual_experts import VirtualExperts
+from moe_serve.adapters.adapter_build import AdapterPart
+from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.control.messages import (
     Configure,
     DropExperts,
-    DropPlacement,
     Join,
     Loaded,
     Report,
     ServeStep,
-    Staged,
-    StagePlacement,
     StageSeconds,
     StepFailed,
     StepServed,
-    SwitchPlacement,
     TakeExperts,
     TookExperts,
 )
+from moe_serve.cluster.control.placement_messages import (
+    DropPlacement,
+    Staged,
+    StagePlacement,
+    SwitchPlacement,
+)
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.choice_packing import unpack_needed
+from moe_serve.cluster.ranks.rank_adapters import RankAdapters
 from moe_serve.cluster.ranks.rank_base import RankPlacement, loaded_message, open_rank
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 from moe_serve.errors import MoeServeError
@@ -74,6 +80,11 @@ class ExpertRank:
         if self._stage.room is not None:
             read = self._loader.live_experts().read
             self._copies = ExpertCopies(str(name), self._stage.room, read, tell)
+        self._adapters: RankAdapters | None = None
+        if config.adapters.is_enabled:
+            self._stage.adapters = experts = VirtualExperts(self._spec.router.num_experts)
+            parts = (config.adapters, configure.adapters, self._adapter_part)
+            self._adapters = RankAdapters(self._loader, *parts, tell, experts)
         self._routers = self._loader.routers() if configure.router_on_experts else None
         self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None
@@ -88,6 +99,14 @@ class ExpertRank:
     def operation(self) -> Operation | None:
         """Returns the current operation, on any thread; None between steps."""
         return self._log.operation
+
+    @property
+    def _adapter_part(self) -> AdapterPart:
+        """The experts that rows may need of adapters here: if experts move, any."""
+        if self._configure.config.cluster.rebalance != "off":
+            return AdapterPart(has_attention=False)
+        held = {layer: self._stage.held(layer) for layer in self._stage.sparse_layers}
+        return AdapterPart(has_attention=False, experts=held)
 
     def join(self, join: Join, store: Any, host: str) -> None:
         """Enters an epoch; raises PeerLostError."""
@@ -124,6 +143,8 @@ class ExpertRank:
     def close(self) -> None:
         """Ends the rank."""
         self.leave()
+        if self._adapters is not None:
+            self._adapters.close()
         if self._copies is not None:
             self._copies.close()
         if self._stage.memory is not None:
@@ -145,6 +166,9 @@ class ExpertRank:
             return None
         if isinstance(order, SwitchPlacement):
             self._switch(order)
+            return None
+        if isinstance(order, LoadAdapter | DropAdapter) and self._adapters is not None:
+            self._adapters.handle(order)
             return None
         raise AssertionError(f"an expert rank got {type(order).__name__}")
 
@@ -206,6 +230,8 @@ class ExpertRank:
             RuntimeError,
         ) as error:  # torch's out-of-memory
             return TookExperts(why=str(error))
+        if self._adapters is not None:
+            self._adapters.hold(self._adapter_part)
         return TookExperts()
 
     def _route(self, layer: int, x_TD: Tensor) -> RoutedRows:

@@ -28,13 +28,17 @@ class Mirrors:
 
     def __init__(self) -> None:
         self.sequences: dict[int, Sequence] = {}
+        self._adapters: dict[int, bytes] = {}  # of sequences that have one
 
     def update(self, order: RunStep) -> StepPlan:
         """Opens and closes sequences and extends their page tables; returns the plan to compute."""
         for sequence_id in order.closed:
             self.sequences.pop(sequence_id, None)
+            self._adapters.pop(sequence_id, None)
         for opened in order.opened:
             self.sequences[opened.sequence_id] = _sequence(opened)
+            if opened.adapter:
+                self._adapters[opened.sequence_id] = adapter_key(opened.adapter)
         return StepPlan(
             tuple(
                 MicroBatch(tuple(self._slice(piece) for piece in batch))
@@ -64,8 +68,14 @@ class Mirrors:
             piece.num_logits,
             len(drafted),
             piece.layers,
+            self._adapters.get(piece.sequence_id, b""),
             num_dropped=piece.num_dropped,
         )
+
+
+def adapter_key(number: int) -> bytes:
+    """Returns the name of an adapter in the plans of a rank."""
+    return number.to_bytes(4, "little")
 
 
 def tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:

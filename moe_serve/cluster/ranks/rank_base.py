@@ -11,15 +11,8 @@ from pathlib import Path
 import torch
 
 from moe_serve.cache.page_key import model_identity
-from moe_serve.cluster.control.messages import (
-    Configure,
-    Join,
-    Loaded,
-    RunStep,
-    ServeStep,
-    StagePlacement,
-    SwitchPlacement,
-)
+from moe_serve.cluster.control.messages import Configure, Join, Loaded, RunStep, ServeStep
+from moe_serve.cluster.control.placement_messages import StagePlacement, SwitchPlacement
 from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.opened_model import AttentionPart, OpenedModel, device_of
 from moe_serve.model.load.weight_reader import LoadProgress

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
+
+import msgspec
 
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.transfer.parcel_memory import ParcelMemory, open_parcel_memory
 from moe_serve.cache.transfer.wire_pages import WirePages, checksum
 from moe_serve.cluster.control.messages import Report
 from moe_serve.cluster.control.parcel_messages import (
-    ExpectPages,
     ForgetPages,
     MemoryPath,
     PagesSent,
@@ -24,6 +26,8 @@ from moe_serve.cluster.control.parcel_messages import (
 )
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.ranks.attention_shards import AttentionShards
+from moe_serve.cluster.ranks.parcel_port import ParcelPort
+from moe_serve.cluster.ranks.parcel_senders import ParcelSenders
 from moe_serve.cluster.ranks.shard_parcels import ShardParcels
 from moe_serve.errors import ConfigError
 
@@ -72,8 +76,12 @@ class RankParcels:
         cache: KVCache,
         num_heads: int,
         shards: AttentionShards | None,
+        home: RankHome,
+        computed_by: bytes,
+        timeout_s: float,
     ) -> None:
-        """`num_heads`: key/value heads of the whole model."""
+        """`num_heads`: key/value heads of the whole model. `computed_by` digests the weights and
+        how they are computed. Raises ConfigError."""
         self._memories, self._shards = memories, shards
         num_shards = 1 if shards is None else shards.group.shard.count
         wire = WirePages(cache, num_heads, 0, num_shards)
@@ -83,7 +91,15 @@ class RankParcels:
             page_bytes=wire.num_bytes,
             geometry=wire.geometry.hex(),
             has_memory=memories.common is not None,
+            host=home.host,
         )
+        self._port: ParcelPort | None = None
+        self._senders: ParcelSenders | None = None
+        if (own := self._parcels.own) is not None:
+            identity = sha256(computed_by + wire.geometry).digest()
+            self._port = ParcelPort(home.host, home.secret, identity, own, timeout_s, home.tell)
+            self._senders = ParcelSenders(home.secret, identity, own, timeout_s, home.tell)
+            self.facts = msgspec.structs.replace(self.facts, port=self._port.port)
 
     def handle(self, order: ParcelOrder) -> ParcelReport | None:
         """Handles an order between two steps. Raises ShardLostError."""
@@ -91,20 +107,32 @@ class RankParcels:
             return self._send(order)
         if isinstance(order, TakePages):
             return self._take(order)
-        assert isinstance(order, ExpectPages | ForgetPages), f"a {type(order).__name__}"
+        assert self._port is not None, f"{type(order).__name__} for a rank without a port"
+        if isinstance(order, ForgetPages):
+            return self._port.forget(order)
+        self._port.expect(order)
         return None
 
     def close(self) -> None:
+        """Ends the links to other ranks, also in the middle of a parcel."""
+        if self._senders is not None:
+            self._senders.close()
+        if self._port is not None:
+            self._port.close()
         self._memories.close()
 
-    def _send(self, order: SendPages) -> PagesSent:
+    def _send(self, order: SendPages) -> PagesSent | None:
         if self._shards is not None:
             self._shards.parcel(order)
         self._parcels.save(order)
         if self._shards is not None:
             self._shards.all_set([True])
-        slots = self._parcels.slots(is_common=not order.port)
-        return PagesSent(ticket=order.ticket, checksum=checksum(order.slots, slots))
+        crc = checksum(order.slots, self._parcels.slots(is_common=not order.port))
+        if not order.port:
+            return PagesSent(ticket=order.ticket, checksum=crc)
+        assert self._senders is not None, "a rank that sends to a port has slots of its own"
+        self._senders.send(order, crc)
+        return None
 
     def _take(self, order: TakePages) -> PagesTaken:
         if self._shards is not None:

@@ -11,7 +11,7 @@ import torch
 
 from experts.slot_room import SlotRoom
 from moe_kernels.interface.kernels import ExpertWeights
-from moe_serve.cluster.control.messages import Staged
+from moe_serve.cluster.control.placement_messages import Staged
 from moe_serve.errors import ChannelClosedError
 
 _log = logging.getLogger(__name__)

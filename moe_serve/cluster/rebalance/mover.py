@@ -18,9 +18,9 @@ import numpy as np
 
 from experts.placement.problem.placement import Placement
 from moe_serve.clock import REAL_CLOCK, Clock
-from moe_serve.cluster.control.messages import (
+from moe_serve.cluster.control.messages import Order
+from moe_serve.cluster.control.placement_messages import (
     DropPlacement,
-    Order,
     Staged,
     StagePlacement,
     SwitchPlacement,

@@ -12,10 +12,10 @@ from dataclasses import replace
 from moe_serve.cluster.control.messages import (
     FinitePages,
     QueryPages,
-    Staged,
     StepDone,
     StepFailed,
 )
+from moe_serve.cluster.control.placement_messages import Staged
 from moe_serve.cluster.control.rank_link import LinkEvent
 from moe_serve.cluster.members.current_placement import CurrentPlacement
 from moe_serve.cluster.members.membership import Membership

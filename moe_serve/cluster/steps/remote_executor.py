@@ -161,7 +161,7 @@ def as_outcome(done: StepDone) -> StepOutcome:
 
 
 def _opened(sequence: Sequence) -> OpenSequence:
-    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    prompt, adapter = sequence.token_ids[: sequence.num_prompt_tokens], sequence.request.adapter
     return OpenSequence(
         sequence.id,
         pack_tokens(prompt),
@@ -169,4 +169,5 @@ def _opened(sequence: Sequence) -> OpenSequence:
         pack_params(sequence.request.params, sequence.rules),
         sequence.request.choice,
         sequence.seed,
+        0 if adapter is None else adapter.weights.number,
     )

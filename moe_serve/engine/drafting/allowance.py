@@ -60,7 +60,7 @@ class DraftingAllowance:
         return max(0, int(self._lookups.left_s / self._lookup_s))
 
     def pay_lookups(self, num: int, seconds: float) -> None:
-        """Pay for lookups that took so many seconds. What is far beyond the average was no lookup:
+        """Pays for lookups that took so many seconds. What is far beyond the average was no lookup:
         the process had to wait for its turn."""
         seconds = min(seconds, max(1, num) * _MOST_SLOWER * self._lookup_s)
         self._lookups.left_s -= seconds
@@ -68,14 +68,15 @@ class DraftingAllowance:
             self._lookup_s += _WEIGHT * (seconds / num - self._lookup_s)
 
     def earn(self, seconds: float) -> None:
-        """Earn from a step that read a prompt."""
+        """Earns from a step that read a prompt."""
         if self._step_s is not None:
             self._rows.add(_ROW_SHARE * seconds, self._step_s)
             self._lookups.add(_LOOKUP_SHARE * seconds, self._step_s)
 
     def settle(self, num_steps: int, step_s: float, saved_s: float, lost_s: float) -> None:
-        """Earn from decode steps, and pay for their drafts. `step_s` is the time of a step without
-        drafts, `saved_s` what accepted tokens saved, and `lost_s` the time of refused tokens."""
+        """Earns from decode steps, and pays for their drafts. `step_s` is the time of a step
+        without drafts, `saved_s` what accepted tokens saved, and `lost_s` the time of refused
+        tokens."""
         if self._step_s is None:
             self._rows.left_s = _ROW_STEPS * step_s
             self._lookups.left_s += _FIRST_LOOKUP_STEPS * step_s

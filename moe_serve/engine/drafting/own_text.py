@@ -68,7 +68,7 @@ class OwnText:
             self._texts.pop(sequence_id, None)
 
     def _follow(self, text: _Text, tokens: list[int], prefix: Prefix) -> None:
-        """Moves the place behind the sequence's new tokens, or find a better one."""
+        """Moves the place behind the sequence's new tokens, or finds a better one."""
         num_tokens = len(tokens)
         num_new = num_tokens - text.num_seen
         if text.agreed:

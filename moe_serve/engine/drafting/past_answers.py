@@ -153,7 +153,7 @@ class PastAnswers:
             self._places.pop(sequence_id, None)
 
     def _follow(self, place: _Place, store: AnswerStore, sequence: Sequence) -> None:
-        """Moves the place behind the sequence's new tokens, or find a better one."""
+        """Moves the place behind the sequence's new tokens, or finds a better one."""
         tokens = sequence.token_ids
         if place.store is not store:  # the owner's store has grown, or is a new one
             place.store, place.agreed = store, 0

@@ -30,8 +30,9 @@ _PAUSE = 16  # steps: one of so many then guesses, so that drafting can begin ag
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """Rows of a step whose next tokens are known: those tokens at the rows' positions. `last` is
-    the last of the rows, counted over all sequences; `is_sampled`: a token was sampled there."""
+    """The rows of a step whose next tokens are known, and these tokens at the rows' positions.
+    `last` is the last of the rows, counted over all sequences; `is_sampled` means that a token was
+    sampled there."""
 
     piece: SequenceSlice
     last: int
@@ -91,7 +92,7 @@ class MTPDrafter:
         }
 
     def _note_use(self, plan: StepPlan) -> None:
-        """Counts the decode steps in a row that verified no draft, as no gain was expected."""
+        """Counts the consecutive decode steps without a draft, in which no gain was expected."""
         before = self._num_unused
         self._num_unused = {
             piece.sequence_id: 0
@@ -101,7 +102,7 @@ class MTPDrafter:
         }
 
     def _may_draft(self, each: _Followed, sequences: Mapping[int, Sequence]) -> bool:
-        """Returns whether tokens behind the rows are wanted, and have positions."""
+        """Returns whether drafts behind the rows are wanted and fit the context."""
         piece = each.piece
         num_unused = self._num_unused[piece.sequence_id]
         if not each.is_sampled or (num_unused > _PATIENCE and num_unused % _PAUSE):
@@ -111,7 +112,7 @@ class MTPDrafter:
         return request.drafts and end <= self._part.max_positions
 
     def _guesses(self, drafting: list[_Followed], state_SD: Tensor, most: int) -> list[list[int]]:
-        """Returns `most` tokens for each sequence, each the likeliest behind the one before."""
+        """Returns `most` tokens for each sequence, each the likeliest after the one before it."""
         stage, cache = self._part.stage, self._part.cache
         pieces = [self._with_pages(i, each.piece, most) for i, each in enumerate(drafting)]
         tokens_S, guesses = stage.logits(state_SD).argmax(-1), list[Tensor]()

@@ -29,8 +29,8 @@ def has_next_layer(config: EngineConfig) -> bool:
 
 
 def num_foreseen(config: EngineConfig, spec: ModelSpec) -> int:
-    """Number of experts whose need in the next layer attention ranks send with a layer's rows; 0 if
-    they send none."""
+    """Returns the number of experts whose need in the next layer attention ranks send with a
+    layer's rows; 0 if they send none."""
     return spec.router.num_experts if has_next_layer(config) else 0
 
 

@@ -1,4 +1,4 @@
-"""Drafts where tokens are sampled: what grammars force, and what a network expects."""
+"""Drafts on the rank that samples: tokens that a grammar forces or a network expects."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class StepDrafter:
         mtp: MTPPart | None = None,
         by_self: SelfDrafter | None = None,
     ) -> StepDrafter | None:
-        """Builds what `config.speculation` needs beside the engine's own drafters; None: nothing.
+        """Builds the drafter that `config.speculation` needs beside the engine's own ones; None if
+        it needs none.
 
         `mtp` and `by_self` are there if the method needs them. Raises ConfigError or
         CheckpointError if a head is wanted and cannot be used.

@@ -177,8 +177,8 @@ class LocalExecutor:
         """See `StepExecutor.finish_page_work`."""
 
     def _sample(self, logits: Tensor, points: list[SamplingPoint]) -> list[Sampled | RowFailure]:
-        """Samples one token per point. If that raises, sample row by row, so that only the faulty
-        row fails."""
+        """Samples one token per point. If that raises, it samples row by row, so that only the
+        faulty row fails."""
         try:
             return self._sample_together(logits, points)
         except Exception as error:

@@ -51,8 +51,8 @@ class _Walk:
     def goes_on(self, token: Sampled | RowFailure) -> bool:
         """Notes the next token and returns whether the row behind it counts.
 
-        A row that is not finite may be so because of a drafted token behind it, as attention may
-        multiply hidden values by 0. The next step computes it again, without drafts.
+        A row may be not finite because of a drafted token behind it, because attention multiplies
+        hidden values by 0. The next step computes it again, without drafts.
         """
         if isinstance(token, RowFailure):
             self.failure = token
@@ -88,7 +88,7 @@ class _Rows:
         self.owners.append(owner)
 
     def add_walk(self, walk: _Walk, looks_ahead: bool) -> None:
-        """Adds the next row of a sequence, or all if it `looks_ahead`."""
+        """Adds the next row of a sequence, or all of its rows if it `looks_ahead`."""
         done = len(walk.run)
         for place in range(done, 1 + (len(walk.draft) if looks_ahead else done)):
             self.add(walk.first + place, SamplingPoint(walk.sequence, walk.begin + place), walk)

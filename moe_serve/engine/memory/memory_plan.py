@@ -41,7 +41,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Free bytes of one memory, and the processes that share it."""
+    """The free bytes of one memory, and the processes that share it."""
 
     name: str
     free: int

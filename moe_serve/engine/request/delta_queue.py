@@ -42,7 +42,7 @@ class DeltaQueue:
         return len(self._deltas) == 1
 
     def tell(self) -> None:
-        """Wake the reader, as there are deltas to take."""
+        """Wakes the reader, because there are deltas to take."""
         reader = self._reader
         if reader is None or reader.done():  # the reader will check by itself
             return

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from moe_serve.adapters.adapter import Adapter
+from moe_serve.cache.events.change_record import PageOrigin
 from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.service_terms import NO_SERVICE, Service
@@ -80,6 +81,11 @@ class GenerationRequest:
     def adapter_digest(self) -> bytes:
         """The content of the adapter; empty: the base model."""
         return b"" if self.adapter is None else self.adapter.version.digest
+
+    @property
+    def page_origin(self) -> PageOrigin:
+        """What its pages depend on beside the tokens."""
+        return PageOrigin(None if self.adapter is None else self.adapter.name, self.cache_salt)
 
     @property
     def drafts(self) -> bool:

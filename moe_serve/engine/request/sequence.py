@@ -231,7 +231,7 @@ class Sequence:
         self.prompt_logprobs = []
 
     def leave_engine(self) -> None:
-        """Restart without any state of the engine that it ran on."""
+        """Restarts the sequence without any state of the engine that it ran on."""
         self.restart()
         self.page_table, self.page_keys, self.awaited_key = [], [], None
         self.is_running, self.is_sound = False, True

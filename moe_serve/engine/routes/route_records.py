@@ -100,7 +100,7 @@ class RouteListeners:
 
 
 def _records(schedule: Schedule, choices: StepChoices, runs: Runs) -> list[RouteRecord]:
-    """Build records as views of the step's arrays. Sequences that ended during the step are left
+    """Builds records as views of the step's arrays. Sequences that ended during the step are left
     out, and so are rows of tokens that were not kept."""
     spans: list[tuple[Sequence, int, int]] = []  # the sequence, its first row, its rows kept
     tokens: list[int] = []

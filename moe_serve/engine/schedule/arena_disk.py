@@ -51,7 +51,7 @@ class ArenaDisk:
         return bool(self._filled) and self._store.room > 0
 
     def step_times(self) -> RecentSteps:
-        """Returns what measures the steps of one rank's engine."""
+        """Returns the object that measures the steps of one rank's engine."""
         return RecentSteps(self._loads.rule, self._clock)
 
     def filled(self, key: bytes, parent_key: bytes) -> None:
@@ -71,7 +71,7 @@ class ArenaDisk:
         return self._loads.begin(sequence, num_found, keys)
 
     def update(self) -> None:
-        """Takes what was loaded, and hand over filled slots."""
+        """Takes the loaded pages, and hands over filled slots."""
         self._loads.take(self._enter)
         for _ in range(min(_PAGES_PER_TURN, len(self._filled), self._store.room)):
             key, parent_key = self._filled.popleft()
@@ -83,18 +83,18 @@ class ArenaDisk:
                 self._store.save(SavedPage(key, parent_key, self._page_size, data))
 
     def wait(self) -> None:
-        """Waits a moment if a sequence waits for pages, as no rank has anything to compute."""
+        """Waits a moment if a sequence waits for pages while no rank has work."""
         self._loads.wait()
 
     def close(self) -> None:
-        """Stores what is in filled slots, at most for some seconds."""
+        """Stores the pages of filled slots, for at most some seconds."""
         close_store(
             self._store, self._clock, has_rest=lambda: bool(self._filled), store_more=self.update
         )
 
     def stats(self) -> TierStats:
-        """Returns the store's figures, with those of the arena beside. What was asked and found
-        counts for both together."""
+        """Returns the store's figures together with those of the arena. The counts of requested and
+        found pages are for both together."""
         stats, memory = self._loads.stats(), self._arena.stats()
         dropped = self._num_dropped + stats.saves.get("dropped", 0)
         return replace(
@@ -107,7 +107,7 @@ class ArenaDisk:
         )
 
     def _enter(self, load: StoreLoad, done: LoadDone) -> int:
-        """Puts loaded pages into slots, as far as there are some. Returns how many."""
+        """Puts loaded pages into slots while there are free ones. Returns their number."""
         run: list[tuple[bytes, int]] = []
         for key, page in zip(load.keys, done.pages, strict=False):
             slot = self._arena.reserve()

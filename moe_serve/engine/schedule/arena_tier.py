@@ -1,10 +1,10 @@
 """Keeps copies of one rank's pages in an arena, and starts sequences with pages from there.
 
-Copies are made by the rank, in the order of its messages: what is saved is copied before the page
-is used again, and what is loaded is there before a step reads it. Nothing waits. A copy counts once
-a later step of the rank has ended. With a disk behind the arena, a sequence may wait until pages
-are read into slots, and a rank without a step is told to copy at once, so that nothing that was
-computed stays in its pages only.
+Copies are made by the rank, in the order of its messages: a saved page is copied before it is used
+again, and a loaded one is there before a step reads it. Nothing waits. A copy counts once a later
+step of the rank has ended. A rank without a step is told to copy at once, so that nothing that was
+computed stays in its pages only. With a disk behind the arena, a sequence may wait until pages are
+read into slots.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.arena_disk import ArenaDisk
 from moe_serve.engine.schedule.kv_tier import KVTier
 
-_PAGES_PER_STEP = 32  # copied in a step
+_PAGES_PER_STEP = 32  # copied in a step; more if the step before filled more
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ArenaTier(KVTier):
         give_after_s: float,
         disk: ArenaDisk | None = None,
     ) -> None:
-        """`give_after_s`: how often running sequences give their full pages. `disk`: what is
+        """`give_after_s`: how often running sequences give their full pages. `disk`: the store
         behind the arena, for all ranks."""
         self._disk, self._times = disk, None if disk is None else disk.step_times()
         self._cache, self._arena, self._copies, self._clock = cache, arena, copies, clock
@@ -64,19 +64,23 @@ class ArenaTier(KVTier):
         self._fresh: deque[tuple[int, bytes, bytes]] = deque()  # page, key, parent key
         self._saving: list[_Saving] = []  # the rank may not have copied yet
         self._loading: list[int] = []  # slots, likewise
+        self._most_copied = _PAGES_PER_STEP  # in the next step
         self._is_sound = True  # as far as known, the step that was scheduled last
 
     @property
     def has_work(self) -> bool:
-        """See `KVTier.has_work`: with a disk, all pages go there although the rank has no step."""
-        if self._disk is None:
-            return False
-        return bool(self._fresh or self._saving) or self._disk.has_work
+        """See `KVTier.has_work`: all pages are copied, also those of a rank without a step."""
+        return bool(self._saving) or self.is_behind
 
     @property
     def is_due(self) -> bool:
         """See `KVTier.is_due`."""
         return self._clock() >= self._next_give
+
+    @property
+    def is_behind(self) -> bool:
+        """See `KVTier.is_behind`."""
+        return bool(self._fresh) or (self._disk is not None and self._disk.has_work)
 
     def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
         """See `KVTier.entered`."""
@@ -110,17 +114,18 @@ class ArenaTier(KVTier):
             self._loading.append(slot)
             parent_key, key = sequence.page_keys[index : index + 2]
             tokens = token_array(sequence.token_ids[index * size : (index + 1) * size])
-            found.append(cache.enter(page, key, parent_key, tokens))
+            origin = sequence.request.page_origin
+            found.append(cache.enter(page, key, parent_key, tokens, origin))
         cache.release(found)
         arena.counts.num_loaded += len(found) - num_found
         arena.counts.num_hit_tokens += (len(found) - num_found) * size
         return False
 
     def update(self) -> None:
-        """See `KVTier.update`. Has fresh pages copied."""
+        """See `KVTier.update`. Orders copies of fresh pages."""
         if self.is_due:
             self._next_give = self._clock() + self._give_after_s
-        for _ in range(min(_PAGES_PER_STEP, len(self._fresh))):
+        for _ in range(min(self._most_copied, len(self._fresh))):
             page, key, parent_key = self._fresh.popleft()
             if self._cache.tree.find(key) != page or key in self._arena:
                 continue
@@ -132,19 +137,21 @@ class ArenaTier(KVTier):
             self._disk.update()
 
     def step_begins(self, schedule: Schedule) -> None:
-        """See `KVTier.step_begins`. A rank without a step makes its copies now, for the disk."""
+        """See `KVTier.step_begins`. A rank without a step makes its copies now."""
         self._is_sound = True
+        num_tokens = sum(count for _, count in schedule.values())
+        self._most_copied = max(_PAGES_PER_STEP, num_tokens // self._cache.page_size)
         if self._times is not None:
             self._times.begins(list(schedule.values()))
-            if not schedule:
-                self._finish_copies()
+        if not schedule:
+            self._finish_copies()
 
     def step_failed(self) -> None:
         """See `KVTier.step_failed`. A shard of the rank may be behind with its copies."""
         self._is_sound = False
 
     def step_ended(self) -> None:
-        """Notes that the rank has done all copies that it was told before."""
+        """Notes that the rank has made all copies that were ordered before."""
         if self._times is not None:
             self._times.ended()
         if self._is_sound:
@@ -173,14 +180,14 @@ class ArenaTier(KVTier):
         return self._arena.stats() if self._disk is None else self._disk.stats()
 
     def close(self) -> None:
-        """See `KVTier.close`. Fills slots with what is only in pages yet; the disk is closed by
-        its owner, as other ranks use it too. Raises ExecutorLostError."""
+        """See `KVTier.close`. Fills slots with pages that have no copy yet. The disk's owner closes
+        the disk, because other ranks use it too. Raises ExecutorLostError."""
         while self._disk is not None and (self._fresh or self._saving):
             self.update()
             self._finish_copies()
 
     def _finish_copies(self) -> None:
-        """Have the rank make the copies that it was told of, and wait for that. Raises
+        """Makes the rank do the copies that were ordered, and waits for their end. Raises
         ExecutorLostError."""
         if self._saving:
             self._copies.finish(self._saving[-1].page)

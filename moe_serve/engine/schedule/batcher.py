@@ -52,8 +52,8 @@ def _joining(sequence: Sequence, count: int, layers: LayerRange) -> SequenceSlic
 
 
 def make_next_plan(schedule: Schedule, max_micro_batches: int, policy: BatchPolicy) -> StepPlan:
-    """Plans the step after one whose tokens are not known yet. It computes of each sequence the
-    token about to be sampled, which the executor fills in; here it is 0."""
+    """Plans the step after one whose tokens are not known yet. It computes one token of each
+    sequence, which is about to be sampled. The executor fills it in; here it is 0."""
     slices = [_piece(s, s.num_tokens, _UNKNOWN, 1) for s, _ in schedule.values()]
     return _plan(slices, max_micro_batches, policy)
 

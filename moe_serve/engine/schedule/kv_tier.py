@@ -10,12 +10,12 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 
 
 class KVTier:
-    """The tier of an engine that keeps pages in its cache only, and the base class of the others.
+    """The tier of an engine that keeps pages only in its cache, and the base class of other tiers.
     It is used on the engine's thread; only `stats` may be called from any thread."""
 
     @property
     def has_work(self) -> bool:
-        """Returns whether `update` has something to do although no request is there."""
+        """Returns whether `update` has work even without any request."""
         return False
 
     @property
@@ -23,8 +23,14 @@ class KVTier:
         """Returns whether running sequences should give their full pages now."""
         return False
 
+    @property
+    def is_behind(self) -> bool:
+        """Returns whether `update` has pages to hand over. The next step is then scheduled and not
+        sent ahead, as `update` comes with a schedule only."""
+        return False
+
     def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
-        """Notes a full page that the prefix cache has now."""
+        """Notes a full page that has entered the prefix cache."""
 
     def awaits(self, sequence: Sequence) -> bool:
         """Returns whether pages are being read that the sequence would start with."""
@@ -32,11 +38,11 @@ class KVTier:
 
     def begin_load(self, sequence: Sequence, found: list[int]) -> bool:
         """Begins to load the pages behind those that the cache has for a sequence that could start.
-        Returns whether it should wait for them. Pages that are there at once join `found`."""
+        Returns whether it should wait for them. Pages that need no load join `found`."""
         return False
 
     def update(self) -> None:
-        """Takes what was done, and hand over fresh pages. Called before each schedule."""
+        """Takes finished loads, and hands over fresh pages. It is called before each schedule."""
 
     def step_begins(self, schedule: Schedule) -> None:
         """Notes the step that was scheduled."""
@@ -54,7 +60,7 @@ class KVTier:
         """See `DrivenEngine.set_waker`."""
 
     def close(self) -> None:
-        """Stores what was computed, at most for some seconds."""
+        """Stores computed pages, for at most some seconds."""
 
     def stats(self) -> TierStats | None:
         """Returns a snapshot; None without a tier."""

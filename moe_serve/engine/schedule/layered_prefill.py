@@ -26,8 +26,8 @@ _GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # layers of a step that ar
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The tokens of a sequence that a step computes, what they cost of its budget, and their layers
-    if these are not all."""
+    """The tokens of a sequence that a step computes, their cost in the step's budget, and their
+    layers if they pass some only."""
 
     count: int
     cost: int
@@ -36,8 +36,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A way to read a prompt: how many of its next tokens together, and the predicted cost of the
-    whole prompt with the rows beside it."""
+    """A way to read a prompt: the number of tokens that pass layers together, and the predicted
+    cost of the whole prompt with the rows beside it."""
 
     count: int
     cost: float
@@ -110,7 +110,7 @@ class LayeredPrefill:
             self._ranges, self._spent = {}, {}
 
     def share(self, sequence: Sequence, budget: int, chosen: Schedule) -> Share:
-        """Returns what a sequence gets of the budget that is left. `chosen`: those before it."""
+        """Returns a sequence's share of the remaining budget. `chosen`: the sequences before it."""
         joint = sequence.num_joint_tokens
         count = min(joint, budget)
         is_cut = joint < sequence.num_pending_tokens  # it computes again what hid different pages
@@ -129,7 +129,7 @@ class LayeredPrefill:
         return self._layers(self._costs, 0, together, budget, num_rows) or Share(count, count)
 
     def take(self, sequence: Sequence, share: Share) -> int:
-        """Notes that a sequence is in the step with its share, and returns what it costs."""
+        """Notes that a sequence is in the step with its share, and returns the share's cost."""
         if share.layers is not None:
             self._ranges, self._spent = {sequence.id: share.layers}, {sequence.id: share.cost}
             self._parked = sequence
@@ -142,7 +142,7 @@ class LayeredPrefill:
         return {k: (s, self._spent.get(k, count)) for k, (s, count) in schedule.items()}
 
     def left(self, budget: int, schedule: Schedule) -> int:
-        """Returns what the scheduled sequences leave of a step's budget."""
+        """Returns the part of a step's budget that the scheduled sequences leave."""
         return budget - sum([count for _, count in self.costs(schedule).values()])
 
     def parks(self, sequence: Sequence, count: int) -> bool:
@@ -157,8 +157,8 @@ class LayeredPrefill:
         return True
 
     def give_up(self, schedule: Schedule) -> bool:
-        """Let scheduled sequences pass all layers at once, as their step has failed. Returns
-        whether one of them was to take part in some layers only."""
+        """Makes scheduled sequences pass all layers at once, because their step has failed. Returns
+        whether one of them was planned for some layers only."""
         had_ranges = bool(self._ranges)
         self._ranges, self._spent = {}, {}
         for sequence, _ in schedule.values():
@@ -169,7 +169,7 @@ class LayeredPrefill:
         self, costs: LayeredCosts, sequence: Sequence, budget: int, num_rows: int
     ) -> Share:
         """Returns the next layers of the parked prompt. If the budget is too small for one layer,
-        it waits until the budgets that it had make up for one."""
+        the prompt waits until the budgets so far add up to one."""
         count, first = sequence.num_parked_tokens, sequence.num_parked_layers
         found = self._layers(costs, first, count, budget, num_rows)
         if found is None:

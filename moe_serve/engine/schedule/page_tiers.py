@@ -125,7 +125,7 @@ class PageTiers(KVTier):
         )
 
     def _enter(self, load: StoreLoad, done: LoadDone) -> int:
-        """Puts loaded pages into the cache, as far as it has room. Returns how many."""
+        """Puts loaded pages into the cache while it has room. Returns their number."""
         cache, size, sequence = self._cache, self._cache.page_size, load.sequence
         found = cache.find(sequence.page_keys[1 : load.num_found + 1])
         if len(found) < load.num_found or not sequence.page_keys:
@@ -139,6 +139,6 @@ class PageTiers(KVTier):
             self._pages.write(page, data)
             tokens = token_array(sequence.token_ids[index * size : (index + 1) * size])
             parent_key, key = sequence.page_keys[index : index + 2]
-            run.append(cache.enter(page, key, parent_key, tokens))
+            run.append(cache.enter(page, key, parent_key, tokens, sequence.request.page_origin))
         cache.release([*found, *run])
         return len(run)

@@ -215,12 +215,13 @@ class PrefixSharing:
         sequence.extend_keys(min(span.stop, end // size))
         start = span.start * size
         ids = token_array(sequence.token_ids[start : min(span.stop * size, end)])
+        origin = sequence.request.page_origin
         for index in span:
             tokens = ids[index * size - start :][:size]
             parent_key, is_full = sequence.page_keys[index], len(tokens) == size
             key = sequence.page_keys[index + 1] if is_full else page_key(parent_key, tokens)
             own = sequence.page_table[index]
-            page = self._cache.enter(own, key, parent_key, tokens)
+            page = self._cache.enter(own, key, parent_key, tokens, origin)
             sequence.page_table[index] = page
             if is_full and page == own:
                 self.tier.entered(page, key, parent_key)

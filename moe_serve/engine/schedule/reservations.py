@@ -66,6 +66,11 @@ class Reservations:
         """Returns whether a seat is neither taken nor reserved."""
         return len(self._running) + len(self._open) < self._num_seats
 
+    @property
+    def arriving(self) -> list[Sequence]:
+        """The sequences that have a reservation."""
+        return [reservation.sequence for reservation in self._open.values()]
+
     def open(self, sequence: Sequence) -> Reservation | None:
         """Reserves a seat and pages for a sequence of another engine; None if there is no room.
 
@@ -77,14 +82,20 @@ class Reservations:
             return None
         cache, size = self._cache, self._size
         keys, found = self._sharing.keys_of(sequence), list[int]()
-        if keys and not (sequence.is_detached or 0 in sequence.page_table):
+        is_seen = list(map(bool, sequence.page_table))  # not: behind a window, and given back
+        if keys and not sequence.is_detached and all(is_seen):
             found = cache.find(keys[1 : 1 + sequence.num_plain(sequence.num_tokens - 1) // size])
-        num_missing = -(-(sequence.num_tokens + 1) // size) - len(found)
+        num_pages = -(-(sequence.num_tokens + 1) // size)
+        is_seen += [True] * (num_pages - len(is_seen))
+        num_missing = sum(is_seen[len(found) : num_pages])
         if self._num_spare - cache.num_idle(found) < num_missing:
             return None
         cache.hold(found)
         reservation = Reservation(sequence, found, keys)
-        reservation.table += cache.allocate(num_missing)
+        pages = iter(cache.allocate(num_missing))
+        reservation.table += [
+            next(pages) if seen else 0 for seen in is_seen[len(found) : num_pages]
+        ]
         self._open[sequence.id] = reservation
         return reservation
 
@@ -109,8 +120,10 @@ class Reservations:
         sequence = reservation.sequence
         if keeps_pages and sequence.is_sound and not sequence.is_detached:
             self._enter(reservation, sequence.num_plain(sequence.num_tokens))
-        unproven = {reservation.table[place] for place in reservation.sent - reservation.arrived}
-        return [page for page in self._cache.release(reservation.table) if page in unproven]
+        table = reservation.table
+        unproven = {table[place] for place in reservation.sent - reservation.arrived}
+        freed = self._cache.release([page for page in table if page])
+        return [page for page in freed if page in unproven]
 
     def take(self, reservation: Reservation, hidden: Collection[int]) -> list[int]:
         """Ends a reservation as its sequence runs here from now on, with its pages. `hidden`: the

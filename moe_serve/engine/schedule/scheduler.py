@@ -255,7 +255,8 @@ class Scheduler:
         pages for these tokens, and no waiting sequence could start.
         """
         is_open = self.layered.is_busy or self.waiting and self.starter.has_seat
-        if len(schedule) != len(self.running) or is_open or self.tier.is_due:
+        is_copying = self.tier.is_due or self.tier.is_behind
+        if len(schedule) != len(self.running) or is_open or is_copying:
             return None
         if self.service is not None and self.service.is_due(self.running):
             return None

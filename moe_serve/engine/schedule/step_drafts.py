@@ -35,7 +35,7 @@ class StepDrafts:
         return DraftCounts() if self._drafting is None else self._drafting.counts
 
     def use(self, drafting: Drafting | None) -> None:
-        """Drafts by other means from the next step on. To be called between steps."""
+        """Changes the drafting from the next step on. It is called between steps."""
         self._drafting = drafting
 
     def begin(self, schedule: Schedule) -> None:

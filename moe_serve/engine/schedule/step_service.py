@@ -1,4 +1,5 @@
-"""Keeps the targets of service tiers in a scheduler. Without tiers a scheduler has none of it."""
+"""Keeps the targets of service tiers in a scheduler. Without tiers a scheduler has no such
+object."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from moe_serve.engine.service.step_model import StepWork
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step that has begun: its rows, when, and the tokens that it adds to the engine's count."""
+    """A step that has begun: its rows, its start time, and the tokens that it adds to the engine's
+    count."""
 
     rows: StepWork
     at: float
@@ -114,8 +116,8 @@ class StepService:
         return reading[:place], reading[place:], limits[place] if place < len(reading) else 0.0
 
     def seat_victim(self, running: Items[Sequence], share_lost: float) -> Sequence | None:
-        """Returns the running sequence that gives its seat to a waiting one; None: none does.
-        `share_lost`: see `Preemption.for_seat`."""
+        """Returns the running sequence that gives its seat to a waiting one, or None. `share_lost`:
+        see `Preemption.for_seat`."""
         found = self._preemption.for_seat(running, share_lost)
         if found is None:
             return None
@@ -176,7 +178,11 @@ class StepService:
         self.queue.step_ended(running, has_work=has_work)
 
     def got_tokens(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        """Notes that a sequence got tokens, and why it ended, if it did."""
+        """Notes that a sequence got tokens, and why it ended, if it did. Of those between the first
+        and the last token nothing is noted."""
+        standing = sequence.standing
+        if standing is None or (reason is None and standing.first_token_at is not None):
+            return
         now = self.state.clock()
         self.state.got_token(sequence, now)
         if reason is not None:

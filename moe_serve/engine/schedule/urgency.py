@@ -58,8 +58,8 @@ class Urgency:
             yield groups[key]
 
     def groups_before(self, until: float) -> Iterator[Items[Sequence]]:
-        """Yields the groups whose keys are below `until`, in orders by deadlines. This rule has
-        none."""
+        """Yields the groups whose keys are below `until`, in orders by deadlines. This rule has no
+        such groups."""
         return iter(())
 
     def in_step(self, running: Items[Sequence]) -> tuple[list[Sequence], list[Sequence]]:

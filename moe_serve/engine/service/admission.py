@@ -37,8 +37,8 @@ class _Accepted:
 
 
 class Admission:
-    """Implements AdmissionCheck. `publish`, `withdraw` and `entered` are the engine thread's,
-    everything else is the event loop's; `raw_s` may be called by both."""
+    """Implements AdmissionCheck. The engine's thread calls `publish`, `withdraw` and `entered`, and
+    the event loop everything else; both may call `raw_s`."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Admission:
         factors: Callable[[str], Factors],
     ) -> None:
         """`priority_s`: seconds by which one level of priority moves the deadline. `default_s`: the
-        target of a request that has none. `factors`: corrects the forecasts of a tier; read from
-        any thread."""
+        target of a request without one. `factors`: corrects the forecasts of a tier; read from any
+        thread."""
         self._order, self._priority_s, self._default_s = order, priority_s, default_s
         self._factors = factors
         self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
@@ -133,8 +133,9 @@ class Admission:
         return self._order.keys_over_time(slack_s, work_s, service.weight, priority)
 
     def entered(self, turn: int, num_prompt_tokens: int) -> float | None:
-        """Notes that a request has come to an engine in a turn, whose snapshot will have it, and
-        return its forecast without correction; None: it was not accepted here, or long ago."""
+        """Notes that a request has reached an engine in a turn, whose snapshot will include it.
+        Returns its forecast without correction; None if it was not accepted here, or was accepted
+        long ago."""
         for each in tuple(self._accepted):
             if not each.has_entered and each.num_tokens == num_prompt_tokens:
                 each.has_entered, each.turn = True, turn
@@ -142,7 +143,7 @@ class Admission:
         return None
 
     def _refusal(self, forecast: FirstTokenForecast, target_s: float, tier: str) -> Refusal:
-        """Name the time after which the forecast fits, as the queue becomes shorter by a second in
+        """Names the time after which the forecast fits, as the queue becomes shorter by a second in
         each second."""
         excess_s = (forecast.p90_s - target_s) / max(1.0, self._factors(tier).p90)
         return Refusal(

@@ -1,4 +1,5 @@
-"""Measures how much work arrives, by urgency, so that a forecast foresees who will go first."""
+"""Measures the arriving work by urgency, so that a forecast includes the requests that will go
+first."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ class QueueSnapshot:
     def _start_s(
         self, num_more: float, num_more_tokens: float, keys_at: Callable[[Floats], Floats]
     ) -> float:
-        """Returns when all that goes before the newcomer is served, as arrivals continue."""
+        """Returns the time at which everything ahead of the newcomer is served, while arrivals
+        continue."""
 
         def work(waited_s: float, key: float) -> tuple[float, float]:
             requests, tokens = self._ahead(waited_s, key)

@@ -21,6 +21,7 @@ from moe_serve.engine.service.waiting_table import WaitingTable
 from moe_serve.errors import ConfigError
 
 Floats = NDArray[np.float64]
+BY_DEADLINE: tuple[OrderName, ...] = ("edf", "atc")
 MOST_BUCKET_S = 0.25  # keys that differ by at most a bucket are equally urgent
 _BUCKETS = 16  # of a bucket, at least in the strictest target of the tiers
 _MOST_RATIO = 2.0  # of the longest and the shortest reading time that atc tells apart
@@ -31,7 +32,7 @@ _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond 
 def check_order(config: SchedulerConfig) -> None:
     """Raises ConfigError if a key asks for what the order cannot do: it would have no effect."""
     order = resolved_order(config)
-    if order in ("edf", "atc"):
+    if order in BY_DEADLINE:
         return
     for key, value, default in (
         ("preempt", config.preempt, "memory"),

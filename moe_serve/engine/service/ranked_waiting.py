@@ -72,7 +72,7 @@ class RankedWaiting:
             yield group
 
     def _place(self) -> _Place | None:
-        """Returns the next place; sort all that wait if the first ones are used up."""
+        """Returns the next place; sorts all waiting ones if the first ones are used up."""
         if self._next >= len(self._places) and self._is_partial:
             taken = {each.sequence.id for each in self._places}
             self._is_partial = False

@@ -183,7 +183,8 @@ class ServiceQueue:
         return min(first_due_s, standing.last_due_s) <= now_s
 
     def charge(self, places: list[int], counts: list[int]) -> None:
-        """Charge tenants, by their places, for a step that computes `counts` tokens of requests."""
+        """Charges tenants, by their places, for a step that computes `counts` tokens of
+        requests."""
         row_s, token_s = self.state.work.decode_row, self.state.work.prompt_token
         seconds = [row_s if count == 1 else token_s * count for count in counts]
         self.state.shares.charge_all(places, seconds)

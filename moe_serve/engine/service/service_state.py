@@ -6,6 +6,7 @@ of all of them.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from moe_serve.engine.service.forecast_calibration import Factors, ForecastCalib
 from moe_serve.engine.service.ledger import Ledger
 from moe_serve.engine.service.lengths.predicted_lengths import predicted_lengths
 from moe_serve.engine.service.order import (
+    BY_DEADLINE,
     StartOrder,
     bucket_of,
     check_order,
@@ -41,6 +43,8 @@ from moe_serve.engine.service.step_model import (
     work_s,
 )
 from moe_serve.engine.service.workflows import Workflows
+
+_log = logging.getLogger(__name__)
 
 _NOW = np.zeros(1)
 _STEP_WEIGHT = 0.1  # of a new step in the usual seconds
@@ -101,8 +105,18 @@ class ServiceState:
     ) -> ServiceState | None:
         """Returns the state of a server with tiers or an order by deadlines, else None."""
         check_order(config)
-        if not config.tiers and resolved_order(config) == "priority":
-            return None
+        if not config.tiers:
+            if resolved_order(config) == "priority":
+                return None
+            if resolved_order(config) in BY_DEADLINE:
+                _log.warning(
+                    "scheduler.order is %r without scheduler.tiers: a request has a deadline of "
+                    "its own only if it sends slo with a key that may tighten targets "
+                    "(server.key_may_tighten); every other one is due %g s after it arrives "
+                    "(scheduler.max_wait_s).",
+                    config.order,
+                    config.max_wait_s,
+                )
         lengths = predicted_lengths() if config.length_prediction == "on" else None
         return cls(config, clock, model, lengths)
 
@@ -268,7 +282,7 @@ class ServiceState:
         self.refresh(rows)
 
     def refresh(self, rows: StepWork) -> None:
-        """Derive what the order and the forecast need from the model."""
+        """Derives the inputs of the order and the forecast from the model."""
         most, seats = self.config.max_batched_tokens, self.config.max_num_seqs
         if self.model.is_measured:
             num_decoding, num_context = rows.num_decoding, rows.num_context

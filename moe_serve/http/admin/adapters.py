@@ -82,7 +82,7 @@ def _shown(version: AdapterVersion) -> dict[str, Any]:
 
 
 def _strings(body: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, str]:
-    """The fields of a body, all of them strings and none else."""
+    """Returns the fields of a body, which must all be strings."""
     unknown = sorted(body.keys() - set(fields))
     if unknown:
         raise InvalidRequestError(

@@ -1,7 +1,7 @@
 """Routes for the state of the server: health, load, model, start and hang report.
 
     GET /health/live, /health/ready, /health, /ping and /metrics
-    GET /version and /load
+    GET /version, /load and /server_info
     GET /v1/models and /v1/models/{id}
     GET /startup returns the phases of the server's start and the memory plan
     GET /admin/hang returns the hang report of this moment; it needs an admin key
@@ -127,7 +127,7 @@ def health_router(server: ServerContext) -> APIRouter:
 
 
 def _last_error(stats: EngineStats) -> dict[str, Any] | None:
-    """When the last error happened. Its cause is only in the log, because this route needs no
+    """Returns the time of the last error. Its cause is only in the log, because this route needs no
     key."""
     if stats.last_error_age_s is None:
         return None
@@ -151,6 +151,19 @@ def info_router(server: ServerContext) -> APIRouter:
             "server_load": server.generations.num_open,
             **_load(stats.load),
             "ranks": [{"rank": rank.name, **_load(rank.load)} for rank in stats.ranks],
+        }
+
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        """What the SGLang gateway asks a server that it is to send requests to. All attention ranks
+        are one worker for it, as requests do not choose a rank."""
+        model = server.model
+        return {
+            "model_path": model.root or model.name,
+            "served_model_name": model.name,
+            "version": __version__,
+            "max_model_len": model.max_model_len,
+            "dp_size": 1,
         }
 
     return router
@@ -207,7 +220,8 @@ def startup_router(startup: Startup) -> APIRouter:
 
 
 def startup_json(startup: Startup) -> dict[str, Any]:
-    """The start as JSON. `phase` is the current one; `memory` is null until it is planned."""
+    """Returns the start as JSON. `phase` is the current one; `memory` is null until it is
+    planned."""
     phases = startup.phases
     return {
         "phase": phases[-1].name,
@@ -266,7 +280,7 @@ class LoadReportMiddleware:
 
 
 def load_report(stats: EngineStats, wanted: str) -> str:
-    """The value of the header in one of `FORMATS`."""
+    """Returns the value of the header in one of `FORMATS`."""
     metrics = {
         "kv_cache_usage_perc": stats.load.used_share,
         "num_requests_waiting": float(stats.load.num_waiting),

@@ -206,7 +206,8 @@ def _budget_field(budget: int, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_prefill(messages: Sequence[Mapping[str, Any]], param: str) -> bool:
-    """True if the conversation ends with text of the assistant, which the answer continues."""
+    """Returns True if the conversation ends with text of the assistant, which the answer
+    continues."""
     last = messages[-1]
     if last["role"] != "assistant":
         return False

@@ -51,7 +51,8 @@ class ContentReader:
         self._is_strict = is_strict
 
     def system(self, value: Any) -> list[dict[str, Any]]:
-        """The system message for a string or a list of text blocks; no message for an empty one."""
+        """Returns the system message for a string or a list of text blocks; no message for an empty
+        one."""
         text = "" if value is None else _text(self._blocks(value, "system", "system"))
         return [{"role": "system", "content": text}] if text else []
 
@@ -148,7 +149,7 @@ def _text(blocks: Sequence[Block]) -> str:
 
 
 def _are_one_turn(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """True for two user messages, and for two assistant messages that have only text."""
+    """Returns True for two user messages, and for two assistant messages that have only text."""
     if first["role"] != second["role"] or first["role"] not in ("user", "assistant"):
         return False
     return first.keys() == second.keys() == {"role", "content"}

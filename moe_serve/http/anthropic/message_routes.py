@@ -143,7 +143,8 @@ class ContentBlocks:
 
 
 def _signature(thinking: str) -> str:
-    """A signature for thinking blocks. It proves nothing and is not checked when it comes back.
+    """Returns a signature for thinking blocks. It proves nothing and is not checked when it comes
+    back.
 
     Clients expect a signature and send it back, and some drop thinking blocks without one.
     """
@@ -151,7 +152,7 @@ def _signature(thinking: str) -> str:
 
 
 def call_input(arguments: str) -> dict[str, Any]:
-    """The input object of a call. Text that is not an object (a cut call) becomes the field
+    """Returns the input object of a call. Text that is not an object (a cut call) becomes the field
     `_raw`."""
     try:
         value = msgspec.json.decode(arguments or "{}")
@@ -189,7 +190,7 @@ class MessageRun:
         self._reason: dict[str, Any] = _NO_REASON
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The server-sent events. One chunk may hold several."""
+        """Yields the server-sent events. One chunk may hold several."""
         num_tokens = len(self.chat.prompt.token_ids)
         none_yet = Usage(prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
         usage = usage_json(none_yet) | self._tier
@@ -225,7 +226,7 @@ class MessageRun:
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """The usage. In this API, tokens found in the cache do not count as input."""
+    """Returns the usage. In this API, tokens found in the cache do not count as input."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

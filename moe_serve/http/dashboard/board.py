@@ -76,7 +76,7 @@ class Board:
                 await task
 
     async def state(self, since: int) -> bytes:
-        """The state as JSON, with the events after `since`."""
+        """Returns the state as JSON, with the events after `since`."""
         async with self._lock:
             now = time.monotonic()
             if now - self._built_at >= _FRESH_S:
@@ -123,7 +123,7 @@ class Board:
                 "generated_total": stats.counts.num_generated_tokens,
             },
             "latency": latency_part(recent),
-            "kv": kv_part(stats, facts.cache.page_size),
+            "kv": kv_part(stats, recent, facts.cache.page_size),
             "experts": experts_part(load, counts),
             "expert_memory": memory_part(stats),
             "ranks": ranks_part(stats, shares),
@@ -173,8 +173,8 @@ Part = dict[str, Any]
 
 
 def speculation_part(stats: EngineStats, config: SpeculationConfig) -> Part | None:
-    """The counts of all drafts since the start. `tokens_per_step`: those that a sequence gets from
-    one step."""
+    """Returns the counts of all drafts since the start. `tokens_per_step`: those that a sequence
+    gets from one step."""
     if not config.is_on:
         return None
     drafts, num_generated = stats.counts.drafts, stats.counts.num_generated_tokens
@@ -212,10 +212,15 @@ def latency_part(recent: RecentRequests) -> Part:
     }
 
 
-def kv_part(stats: EngineStats, page_size: int) -> Part:
-    """The KV cache. `used`: pages of sequences; `cached`: pages in the prefix cache, in use or
-    not. `store`: copies of pages on a disk or in shared memory. `prompt_tokens`: by where their
-    keys and values came from."""
+def kv_part(stats: EngineStats, recent: RecentRequests, page_size: int) -> Part:
+    """Returns the state of the KV cache. `used`: pages of sequences; `cached`: pages in the prefix
+    cache, in use or not. `store`: copies of pages on a disk or in shared memory. `prompt_tokens`:
+    by where their keys and values came from. `window`: sequences with a `kv_window` that ended, and
+    the pages that they gave back; None until there is one."""
+    window = {
+        "requests": recent.num_windowed,
+        "dropped_pages": recent.num_dropped_tokens // page_size,
+    }
     counts, tier = stats.counts, stats.tier
     queried, loaded = counts.num_queried_tokens, 0 if tier is None else tier.hit_tokens
     memory = {
@@ -234,11 +239,12 @@ def kv_part(stats: EngineStats, page_size: int) -> Part:
             "computed": counts.num_missed_tokens,
         },
         "prefix_hit_rate": counts.num_hit_tokens / queried if queried else None,
+        "window": window if recent.num_windowed else None,
     }
 
 
 def _store_part(tier: TierStats) -> Part:
-    """The tier's state. `memory`: the shared memory through which ranks use a disk."""
+    """Returns the tier's state. `memory`: the shared memory through which ranks use a disk."""
     return {
         "name": tier.name,
         "pages": tier.num_pages,
@@ -278,8 +284,8 @@ def memory_part(stats: EngineStats) -> Part | None:
 
 
 def ranks_part(stats: EngineStats, shares: RankShares | None) -> list[Part]:
-    """The ranks. `load` is an expert rank's share of rows, or an attention rank's share of
-    sequences."""
+    """Returns the state of the ranks. `load` is an expert rank's share of rows, or an attention
+    rank's share of sequences."""
     loads: dict[str, float] = {}
     if shares is not None and shares.shares is not None:
         loads = {f"expert-{rank}": share for rank, share in enumerate(shares.shares)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe_serve.cache.events.publisher import EventStats
 from moe_serve.config.sections import EngineConfig, SpeculationConfig
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.engine_facts import EngineFacts
@@ -36,13 +37,14 @@ class DashboardFacts:
     predictor: PredictorFacts | None = None
     last_step: Callable[[], StepTimeline | None] | None = None
     speculation: SpeculationConfig = SpeculationConfig()
+    kv_events: Callable[[], EventStats | None] = lambda: None
 
 
 NO_FACTS = DashboardFacts()
 
 
 def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
-    """The facts of an engine. Its routing is counted from this call on."""
+    """Returns the facts of an engine. Its routing is counted from this call on."""
     return DashboardFacts(
         layout=layout_line(built.layout),
         max_running=config.scheduler.max_num_seqs * max(1, built.layout.attention_ranks),
@@ -57,11 +59,12 @@ def dashboard_facts(built: BuiltEngine, config: EngineConfig) -> DashboardFacts:
         predictor=_predictor(config),
         last_step=built.last_step,
         speculation=config.speculation,
+        kv_events=lambda: None if built.kv_events is None else built.kv_events.stats(),
     )
 
 
 def layout_line(layout: EngineFacts) -> str:
-    """A short description: `one process`, or `2 attention ranks, 1 expert rank`."""
+    """Returns a short description: `one process`, or `2 attention ranks, 1 expert rank`."""
     if not layout.attention_ranks:
         return "one process"
     if layout.cells:

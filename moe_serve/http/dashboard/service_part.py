@@ -33,7 +33,7 @@ class ServiceWindow:
             self._samples.popleft()
 
     def part(self, stats: ServiceStats | None) -> dict[str, Any] | None:
-        """The tiers and tenants as JSON types; None: the server has neither."""
+        """Returns the tiers and tenants as JSON types; None: the server has neither."""
         if stats is None:
             return None
         forecast = stats.forecast
@@ -79,7 +79,8 @@ class ServiceWindow:
 
 
 def _since(before: TierCounts, now: TierCounts) -> TierCounts:
-    """The counts that were added between two samples. A restarted engine counts from 0 again."""
+    """Returns the counts that were added between two samples. A restarted engine counts from 0
+    again."""
     names = [field.name for field in fields(TierCounts) if field.name != "tier"]
     grown = {name: max(0, getattr(now, name) - getattr(before, name)) for name in names}
     return TierCounts(tier=now.tier, **grown)

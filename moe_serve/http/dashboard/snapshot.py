@@ -81,7 +81,7 @@ class History:
                 self._samples.append(_sample(before, now))
 
     def columns(self) -> dict[str, Any]:
-        """One list per quantity, all of the same length; `kv_used` counts pages."""
+        """Returns one list per quantity, all of the same length; `kv_used` counts pages."""
         with self._lock:
             samples = list(self._samples)
         names = (
@@ -122,8 +122,8 @@ def _num_accepted(stats: EngineStats) -> int:
 
 
 def tokens_per_step(num_generated: int, num_accepted: int) -> float | None:
-    """The mean number of tokens that a sequence got from one step, 1 without drafts; None: there
-    was no step. A step makes one token more than it accepts."""
+    """Returns the mean number of tokens that a sequence got from one step, 1 without drafts; None:
+    there was no step. A step makes one token more than it accepts."""
     num_steps = num_generated - num_accepted
     return round(num_generated / num_steps, 3) if num_steps > 0 else None
 
@@ -159,8 +159,8 @@ class EventLog:
             self._events.append(event)
 
     def since(self, seq: int) -> list[Event]:
-        """The events after `seq`, oldest first. All events if `seq` comes from an earlier server
-        run."""
+        """Returns the events after `seq`, oldest first. All events if `seq` comes from an earlier
+        server run."""
         with self._lock:
             events, newest = list(self._events), self._num_events
         return [event for event in events if event.seq > seq or seq > newest]

@@ -77,14 +77,15 @@ class KeyRing:
         return not self._keys
 
     def find(self, key: bytes) -> bytes | None:
-        """The key's digest if it is in the ring. The time does not depend on which key matches."""
+        """Returns the key's digest if it is in the ring. The time does not depend on which key
+        matches."""
         self._look()
         digest = hashlib.sha256(key).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
         return digest if any(matches) else None
 
     def settings(self, digest: bytes) -> KeySettings:
-        """The settings of a key that `find` has returned."""
+        """Returns the settings of a key that `find` has returned."""
         return self._keys.get(digest, NO_SETTINGS)
 
     def _parsed(self, lines: Iterable[str]) -> dict[bytes, KeySettings]:
@@ -106,7 +107,7 @@ class KeyRing:
 
 
 def _parse(line: str, tiers: Sequence[str] | None) -> tuple[bytes, KeySettings]:
-    """The digest of a line's key, and its settings. Error messages never show the key."""
+    """Returns the digest of a line's key, and its settings. Error messages never show the key."""
     key, settings = split_key(line)
     values = dict(settings)
     if len(values) < len(settings) or values.keys() - set(_SETTINGS):
@@ -164,7 +165,8 @@ def _may_tighten(text: str | None) -> bool | None:
 
 
 def api_keys(config: ServerConfig, scheduler: SchedulerConfig) -> KeyRing:
-    """The keys of clients. Raises ConfigError, also for a key with a tier that does not exist."""
+    """Returns the keys of clients. Raises ConfigError, also for a key with a tier that does not
+    exist."""
     names = [tier.name for tier in scheduler.tiers]
     return KeyRing(config.api_keys, config.api_key_file, names)
 
@@ -177,7 +179,7 @@ KEY_IN_SCOPE = "moe_serve.api_key"  # the scope's entry with the digest of the r
 
 
 def is_admin_path(path: str) -> bool:
-    """True for the routes that need an admin key."""
+    """Returns True for the routes that need an admin key."""
     return path.startswith(ADMIN_PREFIX) or path in ADMIN_PATHS
 
 
@@ -208,8 +210,8 @@ class ApiKeyMiddleware:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """The reason for a refusal. None: the request is allowed, and the scope has its key's
-        digest."""
+        """Returns the reason for a refusal. None: the request is allowed, and the scope has its
+        key's digest."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
             return None
         given = _given_key(Headers(scope=scope))
@@ -231,18 +233,19 @@ class ApiKeyMiddleware:
 
 
 def owner_of(request: Request) -> str:
-    """The owner of a request's data: the digest of its key, or "" if the server has no keys."""
+    """Returns the owner of a request's data: the digest of its key, or "" if the server has no
+    keys."""
     digest: bytes | None = request.scope.get(KEY_IN_SCOPE)
     return "" if digest is None else digest.hex()
 
 
 def current_client() -> Client:
-    """The client of the request that the current task serves."""
+    """Returns the client of the request that the current task serves."""
     return _client.get()
 
 
 def _given_key(headers: Headers) -> bytes:
-    """The key as OpenAI's or Anthropic's clients send it; empty without a key."""
+    """Returns the key as OpenAI's or Anthropic's clients send it; empty without a key."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")

@@ -45,7 +45,7 @@ class Allowance:
         return min(float(self._per_minute), self._left + gained)
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """The time until `amount` is available; 0 if it already is."""
+        """Returns the time until `amount` is available; 0 if it already is."""
         return max(0.0, (amount - self.left(now)) * 60 / self._per_minute)
 
 
@@ -140,7 +140,7 @@ class KeyAccount:
 
 
 def current_account() -> KeyAccount | None:
-    """The account of the request that the current task serves; None: there are no limits.
+    """Returns the account of the request that the current task serves; None: there are no limits.
 
     It lets a generation charge the account without depending on HTTP.
     """
@@ -182,8 +182,8 @@ class KeyLimitMiddleware:
 
 
 def _is_limited(scope: Scope) -> bool:
-    """True if limits apply. Cancelling is always allowed, as it frees capacity; /admin has own
-    keys."""
+    """Returns True if limits apply. Cancelling is always allowed, as it frees capacity; /admin has
+    own keys."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return False
     path = str(scope["path"])

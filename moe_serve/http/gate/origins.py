@@ -63,7 +63,7 @@ class HostMiddleware:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without its port."""
+    """Returns the name in a Host header, without its port."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

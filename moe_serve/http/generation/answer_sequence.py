@@ -39,7 +39,7 @@ _CURRENT: ContextVar[RequestTrace | None] = ContextVar("moe_serve_request_trace"
 
 
 def current_trace() -> RequestTrace | None:
-    """The trace of the current request, or None if none is open."""
+    """Returns the trace of the current request, or None if none is open."""
     return _CURRENT.get()
 
 
@@ -149,11 +149,13 @@ class SequenceProgress:
         if reason is not None:
             self.finished = self._finished(reason, now)
             self._metrics.observe_finished(self.finished)
+            self._count_window()
             self._tell_trace(self.finished)
 
     def abandon(self) -> None:
         """Reports a sequence that was aborted before its end. To be called once."""
         self._metrics.count_abandoned()
+        self._count_window()
         self._tell_trace(self._finished(FinishReason.ABORT, time.monotonic()))
 
     def _finished(self, reason: FinishReason, now: float) -> FinishedSequence:
@@ -168,6 +170,10 @@ class SequenceProgress:
             ended=now,
             drafts=self.drafts,
         )
+
+    def _count_window(self) -> None:
+        if self.request.params.kv_window is not None:
+            self._metrics.count_window(self.num_dropped_tokens)
 
     def _tell_trace(self, finished: FinishedSequence) -> None:
         if self._trace is not None:

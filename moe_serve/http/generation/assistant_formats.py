@@ -78,7 +78,7 @@ class AssistantFormats:
         )
 
     def reasoning_of(self, chat: Chat) -> ReasoningFormat | None:
-        """The reasoning format of the answer, as far as the request determines it."""
+        """Returns the reasoning format of the answer, as far as the request determines it."""
         reasoning = self.reasoning
         if reasoning is not None and chat.is_thinking_off:
             reasoning = replace(reasoning, is_off=True)
@@ -93,7 +93,7 @@ class AssistantFormats:
         reasoning: ReasoningFormat | None,
         prompt: str,
     ) -> GrammarScope | None:
-        """The part of the answer that its grammar describes.
+        """Returns the part of the answer that its grammar describes.
 
         None if there is no grammar, or if the grammar itself describes the reasoning.
         """
@@ -124,7 +124,7 @@ def assistant_formats(model: ServedModel, config: ServerConfig) -> AssistantForm
 def answer_constraint(
     chat: Chat, own: Constraint | None, plan: ParserPlan, special_ids: Mapping[str, int]
 ) -> Constraint | None:
-    """The grammar of the answer: that of a forced call, or the request's `own` one with the
+    """Returns the grammar of the answer: that of a forced call, or the request's `own` one with the
     reasoning that may or must come first."""
     if chat.forces_call:
         return _forced_call(chat, own, plan, special_ids)

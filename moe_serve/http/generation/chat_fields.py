@@ -127,7 +127,8 @@ class ChatFields(StrictSchema):
 
 
 def sampling_params(body: BaseModel, **others: Any) -> SamplingParams:
-    """The sampling parameters that have a value in the field of the same name, and `others`."""
+    """Returns the sampling parameters that have a value in the field of the same name, and
+    `others`."""
     names = [own.name for own in dataclasses.fields(SamplingParams) if own.name not in others]
     given = {name: getattr(body, name) for name in names if name in type(body).model_fields}
     if given.get("kv_window") is not None:
@@ -136,7 +137,7 @@ def sampling_params(body: BaseModel, **others: Any) -> SamplingParams:
 
 
 def extensions(extras: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The extensions among the undeclared fields of a body, as the client sent them."""
+    """Returns the extensions among the undeclared fields of a body, as the client sent them."""
     found = {name: (extras or {}).get(name) for name in EXTENSIONS}
     return {name: value for name, value in found.items() if value is not None}
 

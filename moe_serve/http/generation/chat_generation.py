@@ -145,7 +145,7 @@ class ChatGeneration:
         return self._generation.is_ended
 
     def take(self) -> list[ChatPiece]:
-        """The pieces that are ready, possibly none."""
+        """Returns the pieces that are ready, possibly none."""
         return [self._parsed(piece) for piece in self._generation.take()]
 
     def listen(self, on_step: Callable[[], bool]) -> None:
@@ -186,13 +186,13 @@ class ChatGeneration:
 
 
 def _is_cut(last: Piece) -> bool:
-    """True if a limit or a stop condition ended the answer, not the model itself."""
+    """Returns True if a limit or a stop condition ended the answer, not the model itself."""
     is_stopped = last.delta.stop_reason is not None
     return is_stopped or last.delta.finish_reason is FinishReason.LENGTH
 
 
 def _outcome(parser: AssistantParser, *, has_calls: bool) -> CallOutcome:
-    """The result of parsing a finished message for calls."""
+    """Returns the result of parsing a finished message for calls."""
     if parser.has_spoilt_call:
         return "malformed"
     return "calls" if has_calls else "none"
@@ -264,6 +264,6 @@ async def resolve_chat(
 
 
 def _kept_ids(plan: ParserPlan, tokenizer: Tokenizer) -> frozenset[int]:
-    """The special tokens that stay in the text for the parsers."""
+    """Returns the special tokens that stay in the text for the parsers."""
     special = tokenizer.special_ids
     return frozenset(special[marker] for marker in plan.markers if marker in special)

@@ -71,7 +71,7 @@ class Generation:
         return self._num_running == 0
 
     def take(self) -> list[Piece]:
-        """The pieces that are ready, possibly none."""
+        """Returns the pieces that are ready, possibly none."""
         pieces: list[Piece] = []
         for request_id, deltas in _by_request(self._queue.take()):
             pieces += self._push(request_id, deltas)
@@ -82,7 +82,8 @@ class Generation:
         self._queue.listen(on_step)
 
     def adapters(self, *, has_begun: bool) -> set[str]:
-        """The adapters of unfinished sequences that have begun to answer, or that have not."""
+        """Returns the adapters of unfinished sequences that have begun to answer, or that have
+        not."""
         return {
             each.request.adapter.name
             for each in self._sequences.values()
@@ -114,7 +115,7 @@ class Generation:
         return PredictionUsage(num_accepted=accepted, num_rejected=num_predicted - accepted)
 
     def _timed(self) -> FinishedSequence | None:
-        """The single sequence of the request, once it has ended. Its times are those of the
+        """Returns the single sequence of the request, once it has ended. Its times are those of the
         request."""
         if not self._has_timing or len(self._sequences) != 1:
             return None
@@ -165,7 +166,7 @@ class Generation:
             self._metrics.observe_longest(max(choice.num_tokens for choice in choices))
 
     def _engine_error(self, delta: TokenDelta) -> ApiError:
-        """The client's error for a failed sequence.
+        """Returns the client's error for a failed sequence.
 
         Internal causes go to the log only. The client is told if its own request caused the
         failure.
@@ -203,7 +204,7 @@ class SharedPromptLogprobs:
         self._has_begun: set[int] = set()
 
     def share(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces that can be shown now. The pieces of one choice keep their order."""
+        """Returns the pieces that can be shown now. The pieces of one choice keep their order."""
         if not self._is_needed:
             return pieces
         ready: list[Piece] = []
@@ -313,7 +314,7 @@ class GenerationService:
         return generation
 
     def adapters(self, *, has_begun: bool) -> list[str]:
-        """The adapters of all open generations; see `Generation.adapters`."""
+        """Returns the adapters of all open generations; see `Generation.adapters`."""
         found = (each.adapters(has_begun=has_begun) for each in tuple(self._open))
         return sorted(set().union(*found))
 

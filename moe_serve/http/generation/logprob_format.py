@@ -71,7 +71,8 @@ def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str
 
 
 def _top_by_text(entry: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, float] | None:
-    """The top tokens and the chosen one. If two have the same text, the likelier one is kept."""
+    """Returns the top tokens and the chosen one. If two have the same text, the likelier one is
+    kept."""
     if entry is None:
         return None
     top: dict[str, float] = {}
@@ -88,7 +89,7 @@ def finite(logprob: float) -> float:
 def prompt_logprobs(
     entries: Sequence[TokenLogprob | None] | None, tokenizer: Tokenizer
 ) -> msgspec.Raw | None:
-    """A list with one object per prompt token; null for the first token.
+    """Returns a list with one object per prompt token; null for the first token.
 
     Each object is {"token id": {"logprob", "rank", "decoded_token"}}, with the token itself and the
     likeliest tokens at its position.
@@ -125,7 +126,8 @@ def num_expert_ids(experts: Sequence[TokenExperts] | None) -> int:
 def routed_fields(
     experts: Sequence[TokenExperts], token_ids: Sequence[int], tokenizer: Tokenizer
 ) -> dict[str, msgspec.Raw]:
-    """The fields of a choice, as JSON: as Python lists an answer would be ten times as large."""
+    """Returns the fields of a choice, as JSON: as Python lists an answer would be ten times as
+    large."""
     tokens = [tokenizer.token_text(token) for token in token_ids]
     rows = b",".join(msgspec.json.encode(each.lists()) for each in experts)
     fields = {
@@ -141,7 +143,8 @@ def routed_fields(
 def routed_json(
     experts: Sequence[TokenExperts] | None, token_ids: Sequence[int], tokenizer: Tokenizer
 ) -> bytes:
-    """The fields for a chunk of a stream, as JSON to append to its other fields; empty for None."""
+    """Returns the fields for a chunk of a stream, as JSON to append to its other fields; empty for
+    None."""
     if experts is None:
         return b""
     return b"," + msgspec.json.encode(routed_fields(experts, token_ids, tokenizer))[1:-1]

@@ -233,7 +233,7 @@ def _bad_prompt(param: str) -> InvalidRequestError:
 
 
 def _num_chars(message: ChatMessage) -> int:
-    """The number of characters that a template may write for the message, plus a margin.
+    """Returns the number of characters that a template may write for the message, plus a margin.
 
     Content parts are not counted; such a message is handled like a long text.
     """

@@ -83,7 +83,7 @@ class RequestAdmission:
 
 
 def exceeded(delta: TokenDelta) -> ApiError:
-    """The error of a strict request that was ended because it missed its target."""
+    """Returns the error of a strict request that was ended because it missed its target."""
     message = f"The answer has missed its deadline and was ended: {delta.error}."
     return ApiError(504, message, code=DEADLINE_EXCEEDED, headers=NO_RETRY)
 
@@ -91,7 +91,7 @@ def exceeded(delta: TokenDelta) -> ApiError:
 def _with_honest_retry(
     error: ServerOverloadedError, predicted_s: float | None
 ) -> ServerOverloadedError:
-    """The error of a full queue, with the time until what is in it will have begun."""
+    """Returns the error of a full queue, with the time until what is in it will have begun."""
     if predicted_s is None or error.is_draining:
         return error
     seconds = min(max(predicted_s, error.retry_after_s), _LONGEST_RETRY_S)

@@ -44,7 +44,7 @@ async def resolve_rules(
 
 
 def admit_priority(server: ServerContext, priority: int | None) -> int:
-    """The priority of a request's sequences.
+    """Returns the priority of a request's sequences.
 
     A client may be less urgent than its key allows, but not more urgent; otherwise it could delay
     all other clients.
@@ -75,7 +75,7 @@ def with_entitlement(
 
 
 def client_salt(server: ServerContext, cache_salt: str) -> str:
-    """The salt of a request's pages. If keys are separated, the API key is a part of it."""
+    """Returns the salt of a request's pages. If keys are separated, the API key is a part of it."""
     if not server.separates_keys:
         return cache_salt
     return f"{current_client().name} {cache_salt}"
@@ -198,8 +198,8 @@ def _check_prompt_logprobs(prompts: Sequence[Prompt], options: AnswerOptions) ->
 
 
 def _max_tokens(prompt: Prompt, options: AnswerOptions, limits: EngineLimits) -> int | None:
-    """The limit of an answer, which fits the context and the tier; None: up to the end of the
-    context."""
+    """Returns the limit of an answer, which fits the context and the tier; None: up to the end of
+    the context."""
     most = options.entitlement.max_output_tokens
     limit = _context_limit(prompt, options, limits)
     if most is None:
@@ -215,7 +215,8 @@ def _max_tokens(prompt: Prompt, options: AnswerOptions, limits: EngineLimits) ->
 
 
 def _context_limit(prompt: Prompt, options: AnswerOptions, limits: EngineLimits) -> int | None:
-    """The limit of an answer, which fits the context; None: up to the end of the context."""
+    """Returns the limit of an answer, which fits the context; None: up to the end of the
+    context."""
     asked, min_tokens = options.params.max_tokens, options.params.min_tokens
     count, field = len(prompt.token_ids), options.max_tokens_field
     room = limits.max_model_len - count

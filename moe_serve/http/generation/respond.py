@@ -29,7 +29,8 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """The result of `work`, or None (with `work` cancelled) if the client disconnects first."""
+    """Returns the result of `work`, or None (with `work` cancelled) if the client disconnects
+    first."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(wait_for_disconnect(receive))
     try:
@@ -240,7 +241,7 @@ def _written_events(formatter: StreamFormat[AnyPiece], pieces: Sequence[AnyPiece
 
 
 def _is_long(pieces: Sequence[Countable]) -> bool:
-    """True if the pieces hold so many logprobs that a thread must write them."""
+    """Returns True if the pieces hold so many logprobs that a thread must write them."""
     count = 0
     for piece in pieces:
         count += piece.num_logprobs
@@ -264,7 +265,8 @@ async def whole_response(
 
 
 def request_body_schema(schema: Any) -> dict[str, Any]:
-    """The request schema for openapi.json. FastAPI does not know it, as the routes parse the body.
+    """Returns the request schema for openapi.json. FastAPI does not know it, as the routes parse
+    the body.
 
     `schema`: a pydantic model, or a union of several.
     """
@@ -274,6 +276,6 @@ def request_body_schema(schema: Any) -> dict[str, Any]:
 
 @functools.cache
 def _json_schema(schema: Any) -> str:
-    """The JSON schema as text. Routes with the same body each get a copy, which FastAPI may
+    """Returns the JSON schema as text. Routes with the same body each get a copy, which FastAPI may
     change."""
     return json.dumps(TypeAdapter[Any](schema).json_schema())

@@ -118,12 +118,12 @@ class ServiceTiers:
         return tier
 
     def _allowed(self, client: Client) -> tuple[str, ...]:
-        """The tiers that a client may name. The first one is its default."""
+        """Returns the tiers that a client may name. The first one is its default."""
         every = tuple(tier.name for tier in self._tiers)
         return client.settings.tiers or self._server.key_tiers or every
 
     def _targets(self, wish: ServiceWish, tier: TierConfig, client: Client) -> Targets:
-        """The tier's targets, replaced by those that the client asks for."""
+        """Returns the tier's targets, replaced by those that the client asks for."""
         own = client.settings.may_tighten
         may_tighten = self._server.key_may_tighten if own is None else own
         values: dict[str, float | None] = {name: getattr(tier, name) for name in _TARGETS}
@@ -151,8 +151,8 @@ class ServiceTiers:
         )
 
     def _tenant(self, wish: ServiceWish, client: Client) -> tuple[str, str | None]:
-        """The tenant, and the field that named it, if one did. An API key comes before fields: a
-        client could name any tenant. A colon is in no name that an operator can give."""
+        """Returns the tenant, and the field that named it, if one did. An API key comes before
+        fields: a client could name any tenant. A colon is in no name that an operator can give."""
         if client.settings.tenant is not None:
             return client.settings.tenant, None
         if self._server.has_api_keys:
@@ -170,7 +170,8 @@ class ServiceTiers:
 
 
 def _shown(wish: ServiceWish) -> str | None:
-    """The tier in the answer of a server without tiers. OpenAI shows it if the client named one."""
+    """Returns the tier in the answer of a server without tiers. OpenAI shows it if the client named
+    one."""
     return None if wish.tier is None else _DEFAULT
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
+from moe_serve.cache.events.publisher import EventStats
 from moe_serve.cache.tiers.store import LoadResult, SaveResult, TierStats
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.http.metrics.scrape import MetricRow, Samples, Scrape, ScrapePart
@@ -144,4 +145,20 @@ _TIER_ROWS = (
     ),
 )
 
-CACHE_ROWS: tuple[MetricRow, ...] = (*_CACHE_ROWS, *_TIER_ROWS)
+_events = ScrapePart[EventStats](lambda scrape: scrape.kv_events, "kv_event_")
+_EVENT_ROWS = (
+    _events.counter("batches", "KV event batches that were published.", lambda e: e.num_batches),
+    _events.counter(
+        "pages",
+        "Pages that KV events have told of, by the change: stored or removed.",
+        lambda e: {("stored",): e.num_stored, ("removed",): e.num_removed},
+        "change",
+    ),
+    _events.counter(
+        "replays",
+        "Answered requests of subscribers for KV events that they had missed.",
+        lambda e: e.num_replays,
+    ),
+)
+
+CACHE_ROWS: tuple[MetricRow, ...] = (*_CACHE_ROWS, *_TIER_ROWS, *_EVENT_ROWS)

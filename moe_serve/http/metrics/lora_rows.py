@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from moe_serve.http.metrics.scrape import AdapterScrape, MetricRow, ScrapePart
 
 _adapters = ScrapePart[AdapterScrape](lambda scrape: scrape.adapters, "adapter_")
@@ -9,9 +11,9 @@ _lora = ScrapePart[AdapterScrape](lambda scrape: scrape.adapters, is_vllm=True)
 ADAPTER_ROWS: tuple[MetricRow, ...] = (
     _lora.gauge(
         "lora_requests_info",
-        "1; the labels give the most adapters that can be loaded, and those of open requests: with "
-        "a first token, and without one.",
-        lambda a: {(str(a.max_names), ",".join(a.running), ",".join(a.waiting)): 1.0},
+        "Seconds since 1970; the labels give the most adapters that can be loaded, and those of "
+        "open requests: with a first token, and without one.",
+        lambda a: {(str(a.max_names), ",".join(a.running), ",".join(a.waiting)): time.time()},
         "max_lora",
         "running_lora_adapters",
         "waiting_lora_adapters",

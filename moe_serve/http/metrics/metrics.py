@@ -40,6 +40,7 @@ _ROUTES = frozenset(
         "/detokenize",
         "/version",
         "/load",
+        "/server_info",
         "/health/live",
         "/health/ready",
         "/metrics",
@@ -87,6 +88,8 @@ class ServerMetrics:
         self._http = self._counters["http_requests"]
         self._success = self._counters["request_success"]
         self._rejections = self._counters["admission_rejections"]
+        self._windowed = self._counters["kv_window_requests"].labels(model_name)
+        self._dropped = self._counters["kv_window_dropped_tokens"].labels(model_name)
         self._parsed = self._parsed_messages(tool_parser)
         self.recent = RecentRequests()
 
@@ -129,6 +132,14 @@ class ServerMetrics:
         """Counts a sequence whose client disconnected. Its duration is not observed."""
         self._success.labels(self.model_name, FinishReason.ABORT.value).inc()
 
+    def count_window(self, num_dropped_tokens: int) -> None:
+        """Counts a sequence with a `kv_window` that has ended, and the tokens whose pages it gave
+        back before."""
+        self._windowed.inc()
+        self._dropped.inc(num_dropped_tokens)
+        self.recent.num_windowed += 1
+        self.recent.num_dropped_tokens += num_dropped_tokens
+
     def count_rejection(self, reason: RejectionReason) -> None:
         self._rejections.labels(self.model_name, reason).inc()
         self.recent.num_rejected += 1
@@ -145,7 +156,7 @@ class ServerMetrics:
         self._http_seconds.labels(self.model_name, route).observe(seconds)
 
     def _histogram(self, name: str) -> Histogram:
-        """The series of a histogram without further labels."""
+        """Returns the series of a histogram without further labels."""
         return self._histograms[name].labels(self.model_name)
 
     def _parsed_messages(self, parser: str | None) -> dict[CallOutcome, Counter]:
@@ -180,7 +191,7 @@ def _counters() -> dict[str, Counter]:
 
 
 def route_label(path: str) -> str:
-    """The route of a path for labels. All unknown paths share one label."""
+    """Returns the route of a path for labels. All unknown paths share one label."""
     if path in _ROUTES:
         return path
     for family in ("/v1/models/", "/v1/responses/", "/dashboard/assets/"):

@@ -146,6 +146,7 @@ class RecentRequests:
 
     def __init__(self) -> None:
         self.num_finished = self.num_failed = self.num_rejected = 0
+        self.num_windowed = self.num_dropped_tokens = 0  # see `ServerMetrics.count_window`
         self.first_tokens = RecentTimes()  # from a request to its first token
         self.next_tokens = TokenGaps(
             _GAP_BOUNDS

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from experts.placement.problem.placement import Placement
 from moe_serve.adapters.registry import AdapterRegistry, AdapterStats
+from moe_serve.cache.events.publisher import EventStats
 from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.request.draft_counts import DraftCounts, SourceCounts
@@ -123,6 +124,7 @@ class Scrape:
     experts: ExpertScrape | None
     drafts: DraftCounts | None = None  # with an entry for every source
     adapters: AdapterScrape | None = None
+    kv_events: EventStats | None = None
 
     @property
     def oldest_waiting_s(self) -> float:
@@ -130,7 +132,7 @@ class Scrape:
 
 
 def oldest_waiting_s(stats: EngineStats) -> float:
-    """Seconds that the oldest sequence has waited; 0 if none waits."""
+    """Returns the seconds that the oldest sequence has waited; 0 if none waits."""
     arrival = stats.load.oldest_arrival
     return 0.0 if arrival is None else max(0.0, time.monotonic() - arrival)
 
@@ -158,6 +160,7 @@ class ScrapeSources:
     has_each_expert: bool = False  # a series for each expert of each layer
     drafters: tuple[str, ...] = ()  # sources of drafts; empty: speculation is off
     adapters: AdapterSource | None = None
+    kv_events: Callable[[], EventStats | None] = lambda: None
 
 
 class Scraper:
@@ -181,6 +184,7 @@ class Scraper:
             drafts=_drafts(stats, sources.drafters),
             experts=None if sources.experts is None else self._experts(sources.experts),
             adapters=_adapters(sources.adapters),
+            kv_events=sources.kv_events(),
         )
 
     def _experts(self, load: ExpertLoad) -> ExpertScrape:
@@ -206,7 +210,7 @@ def _adapters(source: AdapterSource | None) -> AdapterScrape | None:
 
 
 def _drafts(stats: EngineStats, drafters: tuple[str, ...]) -> DraftCounts | None:
-    """The counts of drafts. A source that has not drafted yet counts 0."""
+    """Returns the counts of drafts. A source that has not drafted yet counts 0."""
     if not drafters:
         return None
     return DraftCounts(by_source={name: SourceCounts() for name in drafters}) + stats.counts.drafts
@@ -283,5 +287,5 @@ OUTAGE_S = 1.0  # of missing ranks; shorter outages are not reported to clients
 
 
 def is_ready(stats: EngineStats, *, is_draining: bool) -> bool:
-    """True if the server is ready, as /health/ready reports."""
+    """Returns True if the server is ready, as /health/ready reports."""
     return stats.is_alive and not is_draining and stats.outage_s <= OUTAGE_S

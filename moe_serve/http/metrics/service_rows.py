@@ -17,12 +17,12 @@ _TARGETS = ("ttft", "tpot", "e2e")
 
 
 def by_key(tenants: Sequence[TenantCounts]) -> list[TenantCounts]:
-    """The tenants whose names come from the operator or are digests of keys."""
+    """Returns the tenants whose names come from the operator or are digests of keys."""
     return [each for each in tenants if each.tenant and not each.tenant.startswith(CLIENTS_OWN)]
 
 
 def attainment(counts: TierCounts) -> dict[str, float]:
-    """The share of the requests with a target that kept it, by target."""
+    """Returns the share of the requests with a target that kept it, by target."""
     pairs = {name: _of_target(counts, name) for name in _TARGETS}
     return {name: met / total for name, (met, total) in pairs.items() if total}
 

@@ -92,7 +92,7 @@ _HTTP = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
 def _observed(
     name: str, text: str, *labels: str, buckets: Buckets = (), is_vllm: bool = False
 ) -> MetricRow:
-    """A histogram, or without `buckets` a counter, that ServerMetrics observes."""
+    """Returns a histogram, or without `buckets` a counter, that ServerMetrics observes."""
     kind: Kind = "histogram" if buckets else "counter"
     return MetricRow(name, kind, text, labels, buckets=buckets, is_vllm=is_vllm)
 
@@ -103,7 +103,8 @@ def _of_request(
     buckets: Buckets,
     value: Callable[[FinishedSequence], float | None] | None,
 ) -> MetricRow:
-    """A histogram of finished sequences. `value` None: it is not known for one sequence alone."""
+    """Returns a histogram of finished sequences. `value` None: it is not known for one sequence
+    alone."""
     name = f"request_{name}"
     return MetricRow(name, "histogram", text, buckets=buckets, of_request=value, is_vllm=True)
 
@@ -185,6 +186,11 @@ _REQUEST_ROWS = (
         lambda s: s.request.rules.max_tokens,
     ),
     _observed("request_success", "Sequences that ended.", "finished_reason", is_vllm=True),
+    _observed("kv_window_requests", "Sequences with a `kv_window` that ended."),
+    _observed(
+        "kv_window_dropped_tokens",
+        "Tokens whose pages a `kv_window` gave back, of sequences that ended: whole pages.",
+    ),
     _observed("admission_rejections", "Requests that were not accepted.", "reason", is_vllm=True),
     _observed(
         "tool_call_parser_invocations",

@@ -201,8 +201,8 @@ class ChunkWriter:
 
 
 def cached_fields(usage: Usage) -> dict[str, Any]:
-    """The cached tokens of a prompt, by the tier that had them if some were on a disk, and the
-    tokens that a `kv_window` dropped."""
+    """Returns the cached tokens of a prompt, by the tier that had them if some were on a disk, and
+    the tokens that a `kv_window` dropped."""
     fields: dict[str, Any] = {"cached_tokens": usage.cached_tokens}
     if usage.tier_tokens:
         memory = usage.cached_tokens - usage.tier_tokens
@@ -213,7 +213,7 @@ def cached_fields(usage: Usage) -> dict[str, Any]:
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """The `usage` object. Only chats have `completion_tokens_details`: nothing else has
+    """Returns the `usage` object. Only chats have `completion_tokens_details`: nothing else has
     reasoning."""
     fields: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
@@ -230,6 +230,6 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 
 def timing_fields(usage: Usage) -> dict[str, Any]:
-    """The fields `metrics` (vLLM) and `timings` (llama.cpp), if the server reports them."""
+    """Returns the fields `metrics` (vLLM) and `timings` (llama.cpp), if the server reports them."""
     told = {"metrics": usage.timing, "timings": usage.llama_timings}
     return {name: times for name, times in told.items() if times is not None}

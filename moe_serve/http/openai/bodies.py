@@ -154,7 +154,8 @@ class GenerationBody(StructuredFields):
         return ignored + check_extra_fields(self.unknown_parts(), is_strict=is_strict)
 
     def _options(self, **params: Any) -> AnswerOptions:
-        """The options that chats and completions share. `params` are further sampling fields."""
+        """Returns the options that chats and completions share. `params` are further sampling
+        fields."""
         constraint, field = self.constraint()
         return AnswerOptions(
             params=sampling_params(self, constraint=constraint, **params),
@@ -323,7 +324,8 @@ class CompletionBody(GenerationBody):
 
 
 def is_chat(content: Mapping[str, Any]) -> bool:
-    """True if the body has `messages`. A body with both `messages` and `prompt` is an error."""
+    """Returns True if the body has `messages`. A body with both `messages` and `prompt` is an
+    error."""
     has_messages = content.get("messages") is not None
     if has_messages and content.get("prompt") is not None:
         raise InvalidRequestError("Send either prompt or messages, not both.", param="prompt")

@@ -101,7 +101,8 @@ class ChatChunks:
 
 
 def _delta_fields(delta: AssistantDelta) -> dict[str, Any]:
-    """The fields of a delta that have new content. Reasoning is sent under both common names."""
+    """Returns the fields of a delta that have new content. Reasoning is sent under both common
+    names."""
     fields: dict[str, Any] = {}
     if delta.reasoning:
         fields["reasoning"] = fields["reasoning_content"] = delta.reasoning
@@ -134,7 +135,7 @@ def chat_response(
     tokenizer: Tokenizer,
     prompt_token_ids: Sequence[int] | None = None,
 ) -> bytes:
-    """The complete answer as one object.
+    """Returns the complete answer as one object.
 
     With `prompt_token_ids` it has the token ids of the prompt and of the answer.
     """
@@ -173,7 +174,7 @@ def _choice(index: int, choice: ChatChoice, tokenizer: Tokenizer) -> dict[str, A
 
 
 def message_fields(choice: ChatChoice) -> dict[str, Any]:
-    """The assistant's message. If it has only calls, its content is null."""
+    """Returns the assistant's message. If it has only calls, its content is null."""
     content, reasoning = choice.content, choice.reasoning
     message: dict[str, Any] = {
         "role": "assistant",

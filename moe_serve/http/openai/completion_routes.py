@@ -114,7 +114,7 @@ class CompletionFormat:
         self._started: set[int] = set()
 
     def events(self, piece: Piece) -> bytes:
-        """The events for a piece: text, then the finish reason."""
+        """Returns the events for a piece: text, then the finish reason."""
         delta, events = piece.delta, []
         self._writer.count(len(delta.token_ids))
         echo, ids = None, self._new_ids(piece)
@@ -143,7 +143,7 @@ class CompletionFormat:
         return self._writer.usage(usage)
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """The complete answer as one object."""
+        """Returns the complete answer as one object."""
         content = {
             **self._head.fields(),
             "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
@@ -213,7 +213,7 @@ class CompletionFormat:
         echo: EchoedPrompt | None,
         prompt_entries: Sequence[TokenLogprob | None] | None,
     ) -> dict[str, Any]:
-        """The logprobs of the prompt (if echoed with logprobs), followed by the generated ones."""
+        """Returns the logprobs of the echoed prompt, if asked for, and of the generated tokens."""
         if echo is None or prompt_entries is None:
             return completion_logprobs(token_ids, entries, text_offsets, self._tokenizer)
         shift = len(echo.text)

@@ -91,7 +91,7 @@ class DetokenizeBody(StrictSchema):
 
 
 def chat_part(content: Mapping[str, Any]) -> ChatBody:
-    """The body without the fields that only /tokenize has."""
+    """Returns the body without the fields that only /tokenize has."""
     own = {*_OWN, "prompt"}
     return parse_body(ChatBody, {name: v for name, v in content.items() if name not in own})
 
@@ -208,7 +208,7 @@ async def _rendered(
     max_tokens: int | None,
     model: ServedModel,
 ) -> list[dict[str, Any]]:
-    """Each prompt as the engine would get it. The text is decoded from its tokens."""
+    """Returns each prompt as the engine would get it. The text is decoded from its tokens."""
 
     def work() -> list[dict[str, Any]]:
         return [_entry(prompt, model) for prompt in cut]

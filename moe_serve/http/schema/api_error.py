@@ -72,7 +72,7 @@ class ApiError(Exception):
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
     def body(self, path: str = "") -> bytes:
-        """The JSON body in the shape of the API that `path` belongs to; OpenAI's if path is
+        """Returns the JSON body in the shape of the API that `path` belongs to; OpenAI's if path is
         unknown."""
         if is_anthropic(path):
             return _anthropic_body(self)
@@ -92,12 +92,13 @@ class ApiError(Exception):
 
 
 def is_anthropic(path: str) -> bool:
-    """True if the path belongs to Anthropic's API."""
+    """Returns True if the path belongs to Anthropic's API."""
     return path == _ANTHROPIC_PREFIX or path.startswith(_ANTHROPIC_PREFIX + "/")
 
 
 def _anthropic_body(error: ApiError) -> bytes:
-    """The JSON body in Anthropic's shape. `details` holds our own error code and the field."""
+    """Returns the JSON body in Anthropic's shape. `details` holds our own error code and the
+    field."""
     other = "api_error" if error.status >= 500 else "invalid_request_error"
     fields = {
         "type": _ANTHROPIC_TYPES.get(error.status, other),
@@ -108,7 +109,7 @@ def _anthropic_body(error: ApiError) -> bytes:
 
 
 def internal_error() -> ApiError:
-    """A 500 without internal details. The log has them, under the request id."""
+    """Returns a 500 without internal details. The log has them, under the request id."""
     return ApiError(
         500,
         "The server failed to process this request. The server log has the cause under this "
@@ -159,7 +160,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def error_handler(overload_status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """The exception handler that FastAPI calls for every known kind of error.
+    """Returns the exception handler that FastAPI calls for every known kind of error.
 
     `overload_status` is the HTTP status sent when the queue is full.
     """

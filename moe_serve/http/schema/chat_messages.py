@@ -159,7 +159,7 @@ def _plain(message: ChatMessage, has_text_arguments: bool) -> dict[str, Any]:
 
 
 def _content(message: ChatMessage) -> str | list[Any]:
-    """The content for the template. A refusal becomes the text of the earlier answer."""
+    """Returns the content for the template. A refusal becomes the text of the earlier answer."""
     content = message.content
     if message.is_answer and isinstance(content, list):
         return [_said(part) for part in content]
@@ -174,8 +174,8 @@ def _said(part: Any) -> Any:
 
 
 def _arguments(text: str, has_text_arguments: bool) -> Any:
-    """The arguments of a call as an object. If the model wrote invalid JSON, the template gets
-    text."""
+    """Returns the arguments of a call as an object. If the model wrote invalid JSON, the template
+    gets text."""
     if has_text_arguments:
         return text
     try:
@@ -221,8 +221,8 @@ TemplateOptions = Annotated[
 def template_options(
     options: Mapping[str, Any] | None, effort: ReasoningEffort | None
 ) -> dict[str, Any]:
-    """The options that the template sees. Effort "none" switches reasoning off where it is a
-    switch."""
+    """Returns the options that the template sees. Effort "none" switches reasoning off where it is
+    a switch."""
     if effort is None:
         return dict(options or {})
     switches = {"enable_thinking": False, "thinking": False} if effort == "none" else {}

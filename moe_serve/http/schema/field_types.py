@@ -51,7 +51,7 @@ def check_num_fields(value: Any) -> Any:
 
 
 def at_most(noun: str, limit: int, at_least: int = 0) -> BeforeValidator:
-    """A validator for the length of a list. It runs before any item is read."""
+    """Returns a validator for the length of a list. It runs before any item is read."""
 
     def check(value: Any) -> Any:
         return _check_size(value, list, noun, at_least, limit)
@@ -188,7 +188,7 @@ def misfit(details: ErrorDetails) -> InvalidRequestError:
 
 
 def _shown(value: Any) -> str:
-    """The value as JSON, or nothing if it is too long to help."""
+    """Returns the value as JSON, or nothing if it is too long to help."""
     if isinstance(value, str):
         value = value[:60]
     elif isinstance(value, int):

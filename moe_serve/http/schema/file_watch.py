@@ -17,7 +17,8 @@ class FileWatch:
         self._marks = self._look()
 
     def has_changed(self) -> bool:
-        """True if a file has changed since the last call, or since the watch was created."""
+        """Returns True if a file has changed since the last call, or since the watch was
+        created."""
         before, self._marks = self._marks, self._look()
         return before != self._marks
 

@@ -49,6 +49,7 @@ UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "no_stop_trim": (False,),
     "prediction": (),  # chats support it
+    "return_hidden_states": (False,),
     "routed_experts_prompt_start": (),
     "session_id": (),
     "session_params": (),
@@ -111,7 +112,8 @@ def check_extra_message_fields(
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """The header with the ignored names. A name that is not valid in a header becomes "?"."""
+    """Returns the header with the ignored names. A name that is not valid in a header becomes
+    "?"."""
     shown = sorted({name if _HEADER_NAME.fullmatch(name) else "?" for name in names})
     if not shown:
         return {}

@@ -90,7 +90,7 @@ class ServiceWish:
         return names + [name for name in ("workflow", "stage") if getattr(self, name)]
 
     def name_of(self, target: str) -> str:
-        """The name of a target as the client wrote it, such as `slo.ttft_ms`."""
+        """Returns the name of a target as the client wrote it, such as `slo.ttft_ms`."""
         if target in self.from_headers:
             return next(header for header, name in HEADERS.items() if name == target)
         return "slo.deadline_ms" if target == "e2e_s" else f"slo.{target.replace('_s', '_ms')}"
@@ -128,7 +128,7 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 def _header_ms(header: str, text: str) -> float:
-    """The milliseconds of a header; 0, which llm-d sends for a request without a target, is
+    """Returns the milliseconds of a header; 0, which llm-d sends for a request without a target, is
     allowed."""
     value = float(text) if _NUMBER.fullmatch(text.strip()) else None
     if value is None or not (value == 0 or MIN_TARGET_MS <= value <= MAX_TARGET_MS):

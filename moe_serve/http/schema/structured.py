@@ -99,8 +99,8 @@ class StructuredFields(StrictSchema):
     structural_tag: Any = None
 
     def constraint(self) -> tuple[Constraint | None, str | None]:
-        """The constraint and the field it came from. Raises InvalidRequestError if there are
-        two."""
+        """Returns the constraint and the field it came from. Raises InvalidRequestError if there
+        are two."""
         return wished_constraint(self._wishes())
 
     def unknown_parts(self) -> dict[str, Any]:
@@ -135,7 +135,8 @@ class StructuredFields(StrictSchema):
 
 
 def wished_constraint(wishes: Iterable[_Wish]) -> tuple[Constraint | None, str | None]:
-    """The one wish that has a value, and its field. Raises InvalidRequestError if there are two."""
+    """Returns the one wish that has a value, and its field. Raises InvalidRequestError if there are
+    two."""
     found = [wish for wish in wishes if wish[2] is not None]
     if not found:
         return None, None
@@ -152,7 +153,7 @@ def wished_constraint(wishes: Iterable[_Wish]) -> tuple[Constraint | None, str |
 
 
 def is_response_format(field: str | None) -> bool:
-    """True if a constraint that came from this field is a `response_format`."""
+    """Returns True if a constraint that came from this field is a `response_format`."""
     return field is not None and field.partition(".")[0] == "response_format"
 
 

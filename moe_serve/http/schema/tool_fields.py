@@ -129,12 +129,12 @@ def check_depth(value: Any, param: str, limit: int) -> None:
 
 
 def tool_dicts(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
-    """The tools for the chat template, as the client sent them."""
+    """Returns the tools for the chat template, as the client sent them."""
     return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
 def tools_by_name(tools: Sequence[ToolDefinition]) -> dict[str, Tool]:
-    """The tools for parsers and grammars."""
+    """Returns the tools for parsers and grammars."""
     functions = [tool.function for tool in tools]
     return {
         function.name: Tool(function.name)

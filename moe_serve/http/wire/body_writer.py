@@ -47,6 +47,6 @@ def offer_body_writer(scope: Scope, cycle: RequestResponseCycle) -> None:
 
 
 def body_writer_of(scope: Scope) -> BodyWriter | None:
-    """The writer of a request, or None if the server offers none."""
+    """Returns the writer of a request, or None if the server offers none."""
     writer: BodyWriter | None = scope.get("extensions", {}).get(_KEY)
     return writer

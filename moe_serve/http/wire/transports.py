@@ -130,7 +130,7 @@ def late_head_error() -> ApiError:
 
 
 def _response_bytes(error: ApiError, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The complete answer. An invalid request never reaches the ASGI application."""
+    """Returns the complete answer. An invalid request never reaches the ASGI application."""
     body = error.body()
     lines = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
     lines += [name + b": " + value for name, value in headers]
@@ -150,7 +150,8 @@ _LAST_LOOK_S = 1.0  # each check waits twice as long as the one before, up to th
 
 
 def has_arrived(transport: asyncio.Transport) -> bool:
-    """True if the client's machine has everything that was written; False if this is not known.
+    """Returns True if the client's machine has everything that was written; False if this is not
+    known.
 
     Over HTTPS there may be bytes between TLS and the kernel while the kernel's buffer is full.
     """
@@ -165,7 +166,8 @@ def has_arrived(transport: asyncio.Transport) -> bool:
 
 
 def num_arrived(transport: asyncio.Transport) -> int:
-    """Bytes that the client's machine has taken since the connection was opened; 0 if unknown."""
+    """Returns the bytes that the client's machine has taken since the connection was opened; 0 if
+    unknown."""
     connected: socket.socket | None = transport.get_extra_info("socket")
     if connected is None or not hasattr(socket, "TCP_INFO"):
         return 0

@@ -47,7 +47,7 @@ class Tls:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Tls | None:
-        """The configured TLS; None: plain HTTP."""
+        """Returns the configured TLS; None: plain HTTP."""
         if config.ssl_certfile is not None:
             return cls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
         for name, path in (("keyfile", config.ssl_keyfile), ("ca_certs", config.ssl_ca_certs)):

@@ -95,7 +95,8 @@ class HFConfig:
         return names[0]
 
     def dtype(self) -> Literal["float32", "bfloat16", "float16"] | None:
-        """The stated dtype; None if the file states none (GPT-OSS and MiniMax-M2 as published)."""
+        """Returns the stated dtype; None if the file states none (GPT-OSS and MiniMax-M2 as
+        published)."""
         name = self.get("dtype") or self.get("torch_dtype")
         if name is None:
             return None

@@ -99,7 +99,7 @@ def _rotated_layers(config: HFConfig) -> tuple[bool, ...]:
 
 
 def _sparse_layers(config: HFConfig) -> tuple[bool, ...]:
-    """Reads `moe_layers`, or take every `interleave_moe_layer_step`-th layer."""
+    """Reads `moe_layers`, or takes every `interleave_moe_layer_step`-th layer."""
     layers = range(config.positive_int("num_hidden_layers"))
     if config.get("moe_layers") is not None:
         listed = config.whole_numbers("moe_layers")

@@ -89,7 +89,7 @@ class FileDownload:
 
 
 def _hash_of(out: BinaryIO, file: RepoFile) -> tuple[Any, int]:
-    """Hashes the bytes that an earlier download received, and return their number."""
+    """Hashes the bytes that an earlier download received, and returns their number."""
     hasher, start = file.hasher(), 0
     out.seek(0)
     while piece := out.read(_READ_BYTES):

@@ -10,7 +10,7 @@ from moe_serve.errors import HubError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSettings:
-    """Where models come from and where they are kept."""
+    """The hub that models are fetched from, and the folder that keeps them."""
 
     endpoint: str  # HF_ENDPOINT
     cache: Path  # HF_HUB_CACHE, else HF_HOME/hub

@@ -43,7 +43,7 @@ class RepoFolder:
         return self.root / "blobs" / file.digest
 
     def partial(self, file: RepoFile) -> Path:
-        """The bytes of a file received so far."""
+        """Returns the bytes of a file received so far."""
         return self.root / "blobs" / (file.digest + PARTIAL)
 
     def missing_bytes(self, file: RepoFile) -> int:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from experts.virtual_experts import AdapterExperts
 from moe_kernels.interface.kernels import ExpertBank, Linear
 from moe_serve.model.step_plan import MicroBatch
+
+AdapterKind = Literal["lora", "esft"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +37,6 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterExperts:
-    """The experts of a layer that an adapter has in place of the base model's."""
-
-    bank: ExpertBank
-    is_own_E: Tensor  # bool [E + 1]; the last entry is for id -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLayer:
     """The parts of one layer. `linears` are keyed by the field of the attention: qkv, output,
     and of latent attention query_down, query, latent and output."""
@@ -53,18 +48,23 @@ class AdapterLayer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # without slots, for weak references
 class AdapterWeights:
-    """The weights of one adapter. They never change; `digest` names their content."""
+    """The weights of one adapter, or the part of them that is here. They never change; `digest`
+    names their content."""
 
     digest: bytes
     layers: tuple[AdapterLayer, ...]
     num_bytes: int
+    kind: AdapterKind
+    rank: int  # the largest of a LoRA; 0: it has none
+    number: int = 0  # among the adapters of ranks, for virtual expert ids
 
 
 class LoadedAdapters(Protocol):
     """The adapters that steps may use."""
 
     def weights(self, digest: bytes) -> AdapterWeights:
-        """Returns the weights of an adapter, which a request that runs keeps in memory."""
+        """Returns the weights of the adapter that a slice names. A request that runs keeps them in
+        memory."""
         ...
 
 

@@ -1,5 +1,5 @@
-"""The expert side of a step: receive rows from every attention rank, multiply them together, send
-sums back.
+"""The expert side of a step: it receives rows from every attention rank, multiplies them together,
+and sends sums back.
 
 n rows of one attention rank, D model width, K choices.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -115,9 +115,8 @@ class ExpertLoop:
         self._back.clear()
 
     def _post(self, shape: StepShape, layer: int, micro_batch: int) -> None:
-        """Post the receives of an exchange before they are needed,
-        so that senders need not wait.
-        """
+        """Posts the receives of an exchange before they are needed, so that senders need not
+        wait."""
         exchange = Exchange(shape.epoch, shape.step, layer, micro_batch)
         for sender in shape.senders(micro_batch, layer):
             name = self._names[sender]
@@ -156,7 +155,11 @@ class ExpertLoop:
     ) -> Arrival:
         if self._route is None or self._split is None:
             return Arrival(sender, RoutedRows(x_nD, ids_nK.long(), weights_nK), None)
-        part = self._layout.split(self._split, layer, self._route(layer, x_nD))[self._rank]
+        routed, adapters = self._route(layer, x_nD), self._stage.adapters
+        if adapters is not None:  # the frame has the numbers of the rows' adapters
+            ids_nK = adapters.virtual_ids(layer, routed.expert_ids_TK, ids_nK[:, 0])
+            routed = replace(routed, expert_ids_TK=ids_nK)
+        part = self._layout.split(self._split, layer, routed)[self._rank]
         rows = RoutedRows(part.x_nD, part.expert_ids_nK, part.weights_nK)
         if self._layout.is_fixed:
             return Arrival(sender, rows, None)
@@ -165,14 +168,12 @@ class ExpertLoop:
             numbers = torch.arange(len(x_nD), device=self._layout.device)
         return Arrival(sender, rows, numbers)
 
-    def _sums(
-        self, layer: int, micro_batch: int, arrivals: list[Arrival]
-    ) -> list[Tensor] | list[None]:
-        """Computes all arrivals in one product -> sums for each, or None for each if it failed."""
+    def _sums(self, layer: int, micro_batch: int, arrivals: list[Arrival]) -> list[Tensor | None]:
+        """Computes all arrivals in one product -> sums for each, or None for those that failed."""
         parts = [arrival.rows for arrival in arrivals]
         counts = [part.x_TD.shape[0] for part in parts]
         if not sum(counts):
-            return [torch.empty(0, self._wire.width, dtype=torch.float64)] * len(parts)
+            return [torch.empty(0, self._wire.width, dtype=torch.float64) for _ in parts]
         try:
             start = self._log.now()
             whole = parts[0] if len(parts) == 1 else _joined(parts)
@@ -182,7 +183,10 @@ class ExpertLoop:
         except Exception as error:
             _log.exception("layer %d failed with %d rows", layer, sum(counts))
             self.failure = f"layer {layer}, {sum(counts)} rows: {error}"
-            return [None] * len(parts)
+            if len(arrivals) == 1:
+                return [None]
+            each = [self._sums(layer, micro_batch, [arrival]) for arrival in arrivals]
+            return [sums for (sums,) in each]  # rows of other ranks need not fail with it
         self._log.add(Stage.EXPERTS, layer, micro_batch, sum(counts), start)
         return [sums_TD] if len(counts) == 1 else list(sums_TD.split(counts))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from moe_serve.pipeline.exchange.step_shape import (
     dispatch_tag,
     exchange_order,
 )
+from moe_serve.pipeline.exchange.virtual_ids import adapter_numbers, with_virtual_ids
 from moe_serve.pipeline.frames.frame_header import Exchange, Leg
 from moe_serve.pipeline.frames.wire import CombineFrame, WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
@@ -44,9 +46,11 @@ class GroupTransport:
         sparse_layers: Sequence[int],
         log: StageLog,
         layout: FrameLayout | None = None,
+        num_experts: int = 0,
     ) -> None:
-        """`layout` None means the compact layout on a CPU."""
-        self._log = log
+        """`layout` None means the compact layout on a CPU. `num_experts`: of a layer, if rows may
+        have adapters; else 0."""
+        self._log, self._num_experts = log, num_experts
         self._layout = CompactLayout(torch.device("cpu")) if layout is None else layout
         self._group, self._rank, self._experts = group, attention_rank, tuple(expert_ranks)
         self._wire, self._split, self._layers = wire, split, tuple(sparse_layers)
@@ -128,7 +132,7 @@ class GroupTransport:
 
     @torch.inference_mode()  # because the frames were made in it
     def abandon(self) -> None:
-        """Run through the remaining exchanges with no rows, because the step failed on this rank
+        """Runs through the remaining exchanges with no rows, because the step failed on this rank
         alone.
 
         This lets the expert ranks reach the end of the step too. Raises PeerLostError.
@@ -160,9 +164,14 @@ class GroupTransport:
         return Exchange(self._shape.epoch, self._shape.step, layer, micro_batch)
 
     def _parts(self, layer: int, routed: Routed) -> list[RankRows]:
-        if self._split is not None:
-            return self._layout.split(self._split, layer, routed.rows)
         rows = routed.rows
+        if self._split is not None:
+            if routed.adapted:
+                rows = with_virtual_ids(rows, routed.adapted, self._num_experts)
+            return self._layout.split(self._split, layer, rows)
+        if self._num_experts:
+            numbers_TK = adapter_numbers(rows.expert_ids_TK, routed.adapted)
+            rows = replace(rows, expert_ids_TK=numbers_TK)
         everything = RankRows(None, routed.x_TD, rows.expert_ids_TK, rows.weights_TK)
         return [everything] * len(self._experts)
 
@@ -177,7 +186,7 @@ class GroupTransport:
             exchange,
             planned,
             part.x_nD,
-            part.expert_ids_nK if is_routed else None,
+            part.expert_ids_nK if is_routed or self._num_experts else None,
             part.weights_nK if is_routed else None,
             foreseen_E,
         )

@@ -45,12 +45,15 @@ class RowSplit:
         num_ranks: int,
         device: torch.device | None = None,
         policy: ReplicaPolicy = "round-robin",
+        *,
+        has_adapters: bool = False,
     ) -> None:
         """`ranks_of[layer][expert]`: the ranks, numbered 0 .. num_ranks - 1, that hold the expert.
 
-        `device`: where the ids are; None means the CPU.
+        `device`: where the ids are; None means the CPU. `has_adapters`: ids may be virtual, and
+        an adapter's expert is where the base model's is.
         """
-        self._num_ranks, self._policy = num_ranks, policy
+        self._num_ranks, self._policy, self._has_adapters = num_ranks, policy, has_adapters
         self._device = device = device or torch.device("cpu")
         self._turns = {layer: _Turns.of(layer, each, device) for layer, each in ranks_of.items()}
         is_choosing = policy != "round-robin" and device.type == "cpu"
@@ -62,7 +65,13 @@ class RowSplit:
 
     def with_layers(self, ranks_of: Mapping[int, Sequence[Sequence[int]]]) -> RowSplit:
         """Returns a split with new tables for these layers; the other tables are shared."""
-        split = RowSplit(ranks_of, self._num_ranks, self._device, self._policy)
+        split = RowSplit(
+            ranks_of,
+            self._num_ranks,
+            self._device,
+            self._policy,
+            has_adapters=self._has_adapters,
+        )
         kept = {layer: choice for layer, choice in self._choices.items() if layer not in ranks_of}
         split._turns, split._choices = self._turns | split._turns, kept | split._choices
         return split
@@ -85,7 +94,7 @@ class RowSplit:
         return [part(rows, rank_TK == rank) for rank in range(self._num_ranks)]
 
     def masked(self, layer: int, rows: RoutedRows) -> list[RankRows]:
-        """Splits as `split` does, but give every rank every row; it never waits for the device."""
+        """Splits as `split` does, but gives every rank every row; it never waits for the device."""
         if self._num_ranks == 1:
             return self.split(layer, rows)
         rank_TK = self._ranks(layer, rows.expert_ids_TK)
@@ -100,6 +109,8 @@ class RowSplit:
         ]
 
     def _ranks(self, layer: int, expert_ids_TK: Tensor) -> Tensor:
+        if self._has_adapters:
+            expert_ids_TK = expert_ids_TK % len(self._turns[layer].counts_E)
         choice = self._choices.get(layer)
         if choice is None:
             return self._turns[layer].ranks(expert_ids_TK)

@@ -144,7 +144,9 @@ class DispatchFrame(_Frame):
         weights_TK: Tensor | None,
         foreseen_E: Tensor | None = None,
     ) -> Tensor:
-        """Fills in n rows -> the bytes to send. Without ids, the expert side routes the rows."""
+        """Fills in n rows -> the bytes to send. Without weights, the expert side routes the rows,
+        and ids are the numbers of their adapters, if there are any.
+        """
         num_rows = x_TD.shape[0]
         self._header.write(exchange, num_rows, 0)
         end = self.offset_of_rows(wire, planned)
@@ -153,10 +155,11 @@ class DispatchFrame(_Frame):
         if wire.num_foreseen:
             foreseen = self.foreseen(wire)
             foreseen.zero_() if foreseen_E is None else foreseen.copy_(foreseen_E)
-        if expert_ids_TK is not None and weights_TK is not None:
+        if expert_ids_TK is not None:
             ids, weights = self.choices(wire, planned, num_rows)
             ids.copy_(expert_ids_TK)
-            weights.copy_(weights_TK)
+            if weights_TK is not None:
+                weights.copy_(weights_TK)
         rows = self._section(end, num_rows, wire.width, wire.row_dtype)
         if wire.has_scales:
             scales = fp8_scales(x_TD)
@@ -168,9 +171,8 @@ class DispatchFrame(_Frame):
     def write_nobody(
         self, wire: WireFormat, exchange: Exchange, planned: int, is_fixed: bool
     ) -> Tensor:
-        """Fills in no rows: a header alone, or (fixed sizes) the planned rows with experts that no
-        rank has.
-        """
+        """Fills in a frame without rows: a header alone, or (fixed sizes) the planned rows with
+        experts that no rank has."""
         self._header.write(exchange, 0, 0)
         if not is_fixed:
             return self.first(HEADER_BYTES)

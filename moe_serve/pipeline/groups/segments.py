@@ -65,7 +65,7 @@ class SegmentRows:
         return torch.cat(parts)  # a copy, as the parked states stay as they are
 
     def leave(self, segment: LayerSegment, hidden_TD: Tensor) -> None:
-        """Divides the rows at a segment's end, and park those that leave the step here."""
+        """Divides the rows at a segment's end, and parks those that leave the step here."""
         slices = segment.batch.slices
         parts = hidden_TD.split([len(piece.token_ids) for piece in slices])
         self._rows = {piece.sequence_id: part for piece, part in zip(slices, parts, strict=True)}

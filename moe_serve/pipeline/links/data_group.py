@@ -44,7 +44,7 @@ class DataGroup:
         delay_s: float = 0.0,
         transport: TransportName = "host",
     ) -> None:
-        """Meet the other members; raises PeerLostError if not all arrive in time."""
+        """Meets the other members; raises PeerLostError if not all arrive in time."""
         self.epoch, self.members = epoch, tuple(members)
         index = {name: place for place, name in enumerate(members)}
         meeting_s = min(timeout_s, MEETING_TIMEOUT_S)

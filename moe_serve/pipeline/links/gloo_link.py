@@ -46,7 +46,7 @@ class ProcessGroup:
         meeting_s: float,
         timeout_s: float,
     ) -> None:
-        """Meet the other members; raises RuntimeError if not all arrive within `meeting_s`."""
+        """Meets the other members; raises RuntimeError if not all arrive within `meeting_s`."""
         self._group: Any = make_group(store, rank, size, host, meeting_s)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 

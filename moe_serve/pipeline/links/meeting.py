@@ -1,6 +1,4 @@
-"""Lets the members of an epoch find each other: which share a host,
-and Unix sockets between those.
-"""
+"""Lets the members of an epoch find each other, and connects those of one host by Unix sockets."""
 
 from __future__ import annotations
 
@@ -128,7 +126,7 @@ def meet(
     share: bool,
     gpu: str = "",
 ) -> Met:
-    """Exchange whereabouts and connect to peers on this host; the member with the lower index
+    """Exchanges whereabouts and connects to peers on this host; the member with the lower index
     connects.
 
     Raises RuntimeError (torch's, from the store) or OSError if a member does not arrive in time.
@@ -169,7 +167,8 @@ def _whereabouts(store: Any, index: int, deadline: float) -> Whereabouts:
 
 
 def _listen() -> socket.socket:
-    """Listen on an abstract name: it leaves no file, and other network namespaces do not see it."""
+    """Listens on an abstract name: it leaves no file, and other network namespaces do not see
+    it."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(f"\0moe-serve-{secrets.token_hex(16)}")
     listening.listen(256)
@@ -177,7 +176,7 @@ def _listen() -> socket.socket:
 
 
 def _connect(peer: Whereabouts, me: int, deadline: float) -> socket.socket:
-    """Connect to a peer and send it its token; raises OSError.
+    """Connects to a peer and sends it its token; raises OSError.
 
     Another user may have taken the name after the peer left: that user gets no token. Another user
     may also fill the peer's queue with connections, which the peer refuses one by one.
@@ -213,7 +212,7 @@ def _is_our_user(connection: socket.socket) -> bool:
 def _accept(
     listening: socket.socket, mine: Whereabouts, expected: set[int], deadline: float, store: Any
 ) -> dict[int, socket.socket]:
-    """Accepts the connections of the expected members and refuse all others."""
+    """Accepts the connections of the expected members and refuses all others."""
     found: dict[int, socket.socket] = {}
     while expected - found.keys():
         remaining_s = deadline - time.monotonic()

@@ -127,7 +127,7 @@ class NcclGroups:
         self._last.clear()
 
     def abort(self) -> None:
-        """End kernels that wait for a peer; the groups cannot be used afterwards."""
+        """Ends kernels that wait for a peer; the groups cannot be used afterwards."""
         groups, self._groups = self._groups, []
         self._last.clear()
         for group in groups:

@@ -172,7 +172,7 @@ class SharedLink:
         self._descriptors = []
 
     def _read(self, deadline: float, operation: object) -> None:
-        """Reads the notices that have arrived; wait for one if there are none."""
+        """Reads the notices that have arrived; waits for one if there are none."""
         remaining_ms = (deadline - time.monotonic()) * 1000
         if remaining_ms <= 0 or not self._poll.poll(remaining_ms):
             raise PeerLostError(self._peer, operation, f"silent for {self._timeout_s:g} s")
@@ -212,5 +212,5 @@ class SharedLink:
 
 
 def _mapped(descriptor: int, capacity: int) -> Bytes:
-    """Map shared memory; it is unmapped when the array is freed."""
+    """Maps shared memory; it is unmapped when the array is freed."""
     return np.frombuffer(mmap.mmap(descriptor, capacity), np.uint8)

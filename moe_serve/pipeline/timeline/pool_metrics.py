@@ -84,7 +84,7 @@ class TimelineMetrics:
         return next((pool for pool in self.pools if pool.role is role), None)
 
     def busy_ratios(self) -> dict[Track, float]:
-        """The share of the steps' time in which each rank of a pool was busy."""
+        """Returns the share of the steps' time in which each rank of a pool was busy."""
         busy_ns: dict[Track, int] = {}
         for total in self.stages:
             if total.track.role is not Role.COORDINATOR:

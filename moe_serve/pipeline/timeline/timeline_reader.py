@@ -43,7 +43,7 @@ class Timeline:
     is_cut: bool  # the writer was stopped before it ended the file
 
     def steps(self) -> list[int]:
-        """The numbers of all steps, in order."""
+        """Returns the numbers of all steps, in order."""
         numbers = [np.unique(records["step"]) for records in self.tracks.values()]
         found: list[int] = np.unique(np.concatenate(numbers)).tolist() if numbers else []
         return found

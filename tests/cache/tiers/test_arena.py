@@ -1,4 +1,5 @@
-"""Slots of the memory that ranks share: copied whole, and never taken while a rank uses them."""
+"""Slots of the memory that ranks share: a copy is whole, and no slot is taken while a rank uses
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pages on a disk: found again, bounded, and never wrong, whatever happens to the files."""
+"""Pages on a disk are found again, stay within a bound, and are never wrong, even in damaged
+files."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def filled(folder: Path) -> Iterator[Path]:
-    """A folder with 5 pages, and its only file of slots."""
+    """Makes a folder with 5 pages and returns its only file of slots."""
     store = open_store(folder)
     save(store, range(5))
     store.close(5)

@@ -122,3 +122,17 @@ def test_many_requests_share_a_carrier_with_little_room() -> None:
         world.add(f"r{index}", prompt(40 + 9 * index, index), max_tokens=5 + index)
     world.run()
     assert world.moves.stats().ended[("hand_over", "done")] > 6
+
+
+def test_pages_that_a_failed_request_left_are_wiped_before_others_arrive_in_them() -> None:
+    world = CellsWorld()
+    runner = world.cells[1].coordinator.ranks["attention-0"].runner
+    runner.nan_after_token = 48
+    world.add("bad", [48] * 25, max_tokens=4)
+    world.run()
+    assert world.deltas["bad"][-1].error is not None
+    runner.nan_after_token = None
+    world.add("a", prompt(100), max_tokens=12)
+    world.run()
+    assert world.answer("a") == world.expected("a")
+    assert world.moves.stats().ended == {("hand_over", "done"): 1}

@@ -136,3 +136,21 @@ def test_a_request_moves_at_most_once_in_a_second() -> None:
             cell.is_draining = cell.index == turn // 5 % 2
         world.turn()
     assert world.moves.stats().begun["drain"] <= 1 + 40 * 2 * world.step_s
+
+
+def test_a_request_can_come_back_to_a_rank_that_had_it_before() -> None:
+    world = both()
+    world.add("a", prompt(40), max_tokens=90)
+    first = world.where("a")
+    assert first is not None
+    for turn in range(3):
+        for _ in range(6):
+            world.turn()
+        for cell in world.cells:
+            cell.is_draining = cell.index == (first + turn) % 2
+        world.clock.now += 2.0
+        for _ in range(6):
+            world.turn()
+        assert world.where("a") == (first + turn + 1) % 2
+    world.run()
+    assert world.moves.stats().ended == {("drain", "done"): 3}

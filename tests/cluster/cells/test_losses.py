@@ -130,7 +130,5 @@ def test_a_request_waits_while_no_cell_is_live() -> None:
         world.begin(index)
     world.add("a", prompt(70), max_tokens=10)
     assert world.moves.has_work and list(world.moves.waiting)
-    for cell in world.cells:
-        cell.coordinator.away.clear()
-        cell.coordinator.has_events = True
+    world.come_back()
     world.run()

@@ -184,7 +184,7 @@ def test_refusals_are_logged_once_a_second(
         rejected(cluster, 20)
     lines = [record.getMessage() for record in caplog.records]
     assert 1 <= len(lines) < 20, f"{len(lines)} lines for 20 refusals"
-    assert "refused a control connection from 127.0.0.1:" in lines[0]
+    assert "refused a connection from 127.0.0.1:" in lines[0]
     assert NOT_OURS in lines[0]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +13,7 @@ import pytest
 
 from moe_serve.cluster.control.parcel_messages import TakePages
 from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.members.rank_starter import LocalStarter
 from moe_serve.cluster.ranks.shard_parcels import ShardParcels
 from moe_serve.config.cells import CellsConfig, PageLinkName
 from tests.support.cluster.fault_starter import Faults, FaultStarter
@@ -25,18 +28,19 @@ MEMORY = 8 * 2**20
 def cells_of(
     tp: tuple[int, int],
     link: PageLinkName,
-    make: Callable[[str, int, ClusterSecret, int], object] = ThreadStarter,
-    timeout_s: float = 20.0,
+    *make: Callable[[str, int, ClusterSecret, int], object],
 ) -> Iterator[TwoCells]:
-    configs = [config(1, 1, attention_tp=each, timeout_s=timeout_s) for each in tp]
+    """`make`: the starters of the two cells; threads if left out."""
+    configs = [config(1, 1, attention_tp=each, timeout_s=20.0) for each in tp]
     cells = CellsConfig(link=link, memory_bytes=MEMORY)
-    with two_cells(configs, cells, make) as made:  # type: ignore[arg-type]
+    starters = make or (ThreadStarter, ThreadStarter)
+    with two_cells(configs, cells, starters) as made:  # type: ignore[arg-type]
         yield made
         made.settle()
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (4, 1)])
-@pytest.mark.parametrize("link", ["shared"])
+@pytest.mark.parametrize("link", ["shared", "tcp"])
 def test_pages_arrive(
     monkeypatch: pytest.MonkeyPatch, source: int, target: int, link: PageLinkName
 ) -> None:
@@ -52,18 +56,20 @@ def test_pages_arrive(
         assert end.is_sound, end.why
         assert [content(theirs, page) for page in (8, 4, 7)] == wanted
         assert content(theirs, 9) == kept
+        cells.settle()
         free = cells.carrier.num_free(cells.place(1))
         parcels = [cells.parcel([page, page + 1], [page, page + 1]) for page in range(20, 40, 2)]
         for parcel in parcels:
             cells.carrier.send(parcel)
         assert [end.parcel for end in cells.wait(10)] == parcels
+        cells.settle()
         assert cells.carrier.num_free(cells.place(1)) == free
         assert [content(theirs, page) for page in range(20, 40)] == [
             content(ours, page) for page in range(20, 40)
         ]
 
 
-@pytest.mark.parametrize("link", ["shared"])
+@pytest.mark.parametrize("link", ["shared", "tcp"])
 def test_a_wrong_checksum_reaches_no_page(
     monkeypatch: pytest.MonkeyPatch, link: PageLinkName
 ) -> None:
@@ -91,7 +97,7 @@ def test_a_wrong_checksum_reaches_no_page(
         assert not any(content(theirs, 3))
 
 
-@pytest.mark.parametrize("link", ["shared"])
+@pytest.mark.parametrize("link", ["shared", "tcp"])
 @pytest.mark.parametrize(
     ("owner", "moment", "gone"),
     [
@@ -107,7 +113,7 @@ def test_a_rank_that_dies(
     def make(host: str, port: int, secret: ClusterSecret, num_threads: int) -> FaultStarter:
         return FaultStarter(faults, host, port, secret, num_threads)
 
-    with cells_of((1, 1), link, make) as cells:
+    with cells_of((1, 1), link, make, make) as cells:
         faults.at(owner, moment, faults.die, rank=RANK)
         parcels = [cells.parcel([page], [page]) for page in (1, 2, 3)]
         for parcel in parcels:
@@ -119,3 +125,26 @@ def test_a_rank_that_dies(
         while cells.carrier.can_carry(cells.place(0), cells.place(1)):
             cells.listen(0.05)
         assert cells.send([1], [2]).is_sound
+
+
+def test_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages go to a rank of two processes and come back as they were. One that is killed ends
+    its parcels, and the next one takes part."""
+    caches = SeenCaches(monkeypatch)
+    with cells_of((1, 2), "shared", ThreadStarter, LocalStarter) as cells:
+        ours = caches.of(0, 1, 0)
+        fill(ours, 1)
+        wanted = [content(ours, page) for page in (3, 200, 5)]
+        assert cells.send([3, 200, 5], [8, 4, 7]).is_sound
+        assert cells.send([7, 8, 4], [1, 2, 6], source=1).is_sound
+        assert [content(ours, page) for page in (2, 6, 1)] == wanted
+        starter = cells.cells[1]._starter
+        assert isinstance(starter, LocalStarter)
+        os.killpg(starter._processes.pid(RANK) or 0, signal.SIGSTOP)
+        parcel = cells.parcel([1, 2], [3, 4])
+        cells.carrier.send(parcel)
+        cells.listen(0.2)
+        assert not cells.carrier.take_ended()
+        os.killpg(starter._processes.pid(RANK) or 0, signal.SIGKILL)
+        assert [end.why for end in cells.wait(1)] == ["attention-0 of cell 1 is lost"]
+        cells.settle()

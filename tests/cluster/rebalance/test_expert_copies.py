@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_serve.cluster.control.messages import Staged
+from moe_serve.cluster.control.placement_messages import Staged
 from moe_serve.cluster.rebalance import expert_copies
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 

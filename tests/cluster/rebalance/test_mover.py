@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from experts.placement.placement_error import PlacementError
 from experts.placement.problem.placement import Placement, contiguous
-from moe_serve.cluster.control.messages import (
+from moe_serve.cluster.control.messages import Order
+from moe_serve.cluster.control.placement_messages import (
     DropPlacement,
-    Order,
     Staged,
     StagePlacement,
     SwitchPlacement,

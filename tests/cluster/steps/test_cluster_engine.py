@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moe_serve.cache.events.change_record import ChangeRecord, StoredPage, update
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.step_in_flight import MAX_MOVES, StepCoordinator
 from moe_serve.engine.request.request import FinishReason
@@ -68,6 +69,29 @@ def test_requests_of_a_lost_rank_move_with_their_tokens(num_steps: int, is_back:
     stats = engine.stats()
     assert stats.num_lost_ranks == 1 and stats.last_loss == "attention-0: the test took it"
     assert len(stats.ranks) == (2 if is_back else 1)
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_pages_of_each_rank_are_told_and_those_of_a_lost_one_taken_back(is_back: bool) -> None:
+    coordinator = FakeCoordinator(2)
+    records = {name: ChangeRecord(lambda: None, lambda: None) for name in coordinator.names}
+    engine = fake_cluster(coordinator, listeners=records)
+    told: dict[str, dict[bytes, StoredPage]] = {name: {} for name in records}
+    found = add_all(engine)
+    for turn in range(NUM_STEPS):
+        if turn == 5:
+            coordinator.lose("attention-0", is_back=is_back)
+        if not engine.has_work:
+            break
+        step(engine, found)
+        for name, record in records.items():
+            if (changes := record.take()) is not None:
+                assert (turn == 5 and name == "attention-0") == changes.is_cleared or turn == 0
+                update(told[name], changes)
+            tree = engine._engines[name]._scheduler.cache.tree if name in engine._engines else None
+            full = () if tree is None else [p for p in tree if tree.is_full(p)]
+            assert set(told[name]) == {tree.key_of(page) for page in full if tree is not None}
+    assert found == EXPECTED and told["attention-1"]
 
 
 def test_requests_wait_while_no_rank_is_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.cache.tiers.disk_report import IdentityReport, report
+from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import CacheConfig, EngineConfig
@@ -108,6 +110,22 @@ def test_damaged_pages_are_computed(tmp_path: Path) -> None:
     answers, tier = life(of)
     assert answers == expected
     assert tier.loads["corrupt"] > 0 and tier.loads.get("hit", 0) == 0
+
+
+def test_a_disk_that_fails_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "it fails")
+
+    of = with_disk(config(1, 1), tmp_path / "kv")
+    expected, _ = life(of)
+    monkeypatch.setattr(Segment, "read", fail)
+    answers, tier = life(of)
+    assert answers == expected
+    assert tier.loads["failed"] > 0 and tier.loads.get("hit", 0) == 0
+    monkeypatch.setattr(Segment, "write", fail)
+    answers, tier = life(with_disk(config(1, 1), tmp_path / "other"))
+    assert answers == expected
+    assert not tier.saves.get("saved") and not stored(tmp_path / "other")[0].num_pages
 
 
 def test_pages_of_another_layout_are_not_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is drafted follows from what it costs and how often it is accepted."""
+"""The number of drafted tokens follows from their cost and their acceptance rate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_no_other_choice_makes_the_requests_much_faster(
     chosen = choose_lengths(dict(enumerate(drafts)), rows, 16, lambda n: times[n - rows])
 
     def rate(lengths: tuple[int, ...]) -> float:
-        """The geometric mean of the requests' tokens per second."""
+        """Returns the geometric mean of the requests' tokens per second."""
         tokens = [1.0 + sum(d[:n]) for d, n in zip(drafts, lengths, strict=True)]
         return float(math.prod(tokens) ** (1 / rows) / times[sum(lengths)])
 
@@ -145,8 +145,7 @@ def test_certain_drafts_become_long_before_long_ones_were_tried() -> None:
 
 
 def test_drafts_that_are_never_right_cost_a_small_share_of_the_time() -> None:
-    """Whatever is believed of them: verified whenever it is allowed, each makes its step twice as
-    long."""
+    """Each draft makes its step twice as long, and is verified whenever the budget allows it."""
     allowance, num_drafts, num_steps = DraftingAllowance(), 0, 20_000
     for _ in range(num_steps):
         has_draft = allowance.has_rows

@@ -59,7 +59,7 @@ def test_an_index_finds_the_newest_occurrence_of_the_longest_end(text: list[int]
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=60), st.integers(0, 60), st.integers(1, 9))
 def test_hashes_are_those_of_the_tokens_alone(text: list[int], cut: int, size: int) -> None:
-    """Also of texts that grow by one token or by many."""
+    """A hash is the same if the text grew by one token or by many at once."""
     hashes, prefix = TextHashes(), new_prefix()
     hashes.extend(prefix, text[:cut])
     hashes.extend(prefix, text[cut:])

@@ -1,4 +1,5 @@
-"""Requests served with recorded decode steps are those served without; when nothing is recorded."""
+"""Recorded decode steps give the same answers as steps without a recording; when none is
+recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> EagerRecorder:
-    """What every engine of the test records with, whatever its device and kernels."""
+    """The recorder of every engine of the test, whatever its device and kernels."""
     made = EagerRecorder()
     monkeypatch.setattr(cuda_graphs, "capture_refusal", lambda *_: None)
     monkeypatch.setattr(cuda_graphs, "make_recorder", lambda _: made)
@@ -36,7 +37,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> EagerRecorder:
 def test_joins_leaves_and_preemptions(
     tiny: str, kernels: KernelsName, recorder: EagerRecorder
 ) -> None:
-    """21 requests over 9 seats: batches of all sizes, prompts between, and a pool that is small."""
+    """21 requests share 9 seats and a small pool: batches have all sizes, with prompts in
+    between."""
     prompts, params = prompts_and_params(21)
     params = [dataclasses.replace(p, max_tokens=4 + i % 17) for i, p in enumerate(params)]
     results = []
@@ -60,7 +62,7 @@ def test_joins_leaves_and_preemptions(
 
 
 class FailingRecording(EagerRecording):
-    """Fails at its third replay, and would from then on."""
+    """Fails at its third replay, and at every later one."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -98,7 +100,7 @@ def test_a_fault_in_a_replay_is_the_last(
 
 
 class NoMemory(EagerRecorder):
-    """Cannot record more than one."""
+    """Fails to record a second graph."""
 
     def record(self, function: Callable[[], None], fixed: Addresses) -> EagerRecording:
         if self.num_recordings:

@@ -1,4 +1,4 @@
-"""The timeline of the newest step, from the records of ranks that hand over at their own times."""
+"""The timeline of the newest step, from records that ranks hand over at different times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTENTION, EXPERT, OTHER = (
 
 
 def records(*rows: tuple[int, int, int, int, Stage, int]) -> Records:
-    """(start ms, end ms, step, layer, stage, micro-batch), of 3 rows each."""
+    """Returns records of (start ms, end ms, step, layer, stage, micro-batch) with 3 rows each."""
     packed = [
         (start * 10**6, end * 10**6, step, 3, layer, stage, batch)
         for start, end, step, layer, stage, batch in rows
@@ -97,7 +97,7 @@ def test_a_step_of_too_many_spans_keeps_its_first_layers(monkeypatch: pytest.Mon
 
 
 class LoggingRunner:
-    """A layer of attention and one of experts; may fail in between."""
+    """Runs a layer of attention and one of experts, and may fail between them."""
 
     def __init__(self, log: StageLog) -> None:
         self.log, self.fails = log, False

@@ -1,4 +1,4 @@
-"""Large blocks that were freed are kept."""
+"""The allocator keeps large blocks that were freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that forget the middle of their context: the same bits however they are computed, and
+"""Answers that forget the middle of their context have the same bits in every batch, and equal
 those of a dense model with the same mask."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_TOKENS = 56
 
 
 def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests with windows of several sizes, and one without."""
+    """Returns requests with windows of several sizes, and one without a window."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 300, n).tolist() for n in (5, 33, 70, 90)]
     windows = [WINDOW, None, KVWindow(window=33, sinks=20), KVWindow(window=27, sinks=0)]
@@ -48,6 +48,7 @@ def content(output: RequestOutput) -> tuple[object, object]:
     return output.outputs[0].token_ids, output.outputs[0].logprobs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize(
     ("variant", "kv_dtype"), [("qwen3_moe", "auto"), ("mixtral-window", "auto"), ("olmoe", "int8")]

@@ -1,4 +1,4 @@
-"""The size of a page changes no token: whatever shares pages, computes them, or lies on ranks."""
+"""The page size changes no token, with shared pages, recomputed pages, and pages on ranks."""
 
 from __future__ import annotations
 
@@ -44,19 +44,21 @@ def test_sharing_and_preemption_by_pages_of_any_size(page_size: int) -> None:
 
 
 def of_size(of: EngineConfig, page_size: PageSize) -> EngineConfig:
-    """Few pages, so that sequences are put back; one of them may fill the cache."""
+    """Returns a configuration with few pages, so that sequences are preempted; one may fill the
+    cache."""
     model = replace(of.model, max_model_len=128)
     cache = replace(of.cache, page_size=page_size, num_pages=512 // page_size)
     return replace(of, model=model, cache=cache)
 
 
 def answers(of: EngineConfig) -> dict[str, Answer]:
-    """The answers to requests, and to a prompt that finds its pages in the cache."""
+    """Returns the answers to requests, and to a prompt whose pages are in the cache."""
     engine, wanted = build_engine(of).engine, requests(9, 300, num_tokens=20)
     found = serve(engine, wanted)
     return found | serve(engine, [replace(wanted[-1], request_id="again")])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_and_logprobs_of_a_model(tiny: str, kernels: KernelsName, dtype: str) -> None:

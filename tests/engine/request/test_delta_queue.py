@@ -61,7 +61,7 @@ def test_a_reader_that_is_cancelled_loses_nothing(has_come: bool) -> None:
 
 
 class Listener:
-    """Takes steps in the reader's place."""
+    """Takes deltas in the reader's place."""
 
     def __init__(self, queue: DeltaQueue) -> None:
         self._queue = queue
@@ -137,7 +137,7 @@ def test_a_reader_that_was_woken_is_not_overtaken() -> None:
     ],
 )
 def test_ends_and_log_probabilities_are_the_readers(fields: dict[str, Any]) -> None:
-    """Ends are told in the request's own task; long log probabilities are written in a thread."""
+    """The end is told in the request's own task; long log probabilities are written in a thread."""
 
     async def scenario(queue: DeltaQueue, listener: Listener) -> None:
         reading = await waiting(queue)

@@ -1,4 +1,4 @@
-"""Taking an answer's tokens back leaves a sequence as if they had never been there."""
+"""A sequence whose last tokens were taken back is as if they had never been there."""
 
 from __future__ import annotations
 

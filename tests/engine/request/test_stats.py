@@ -1,4 +1,4 @@
-"""Statistics of several engines add up, and the flat names of 0.2 still read."""
+"""Statistics of several engines add up, and the flat field names of version 0.2 still work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a thinking budget forces, token by token."""
+"""The tokens that a thinking budget forces, step by step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ CHANNELS = ThinkingMarkers(
 
 
 def forced(of: ThinkingMarkers, budget: int, answer: list[int]) -> list[int | None]:
-    """After each beginning of the answer, read token by token, and at once: as after a loss."""
+    """Returns the forced token after each beginning of the answer, counted token by token and at
+    once."""
     counter, found = ThoughtCounter(of, budget, len(PROMPT)), []
     for count in range(len(answer) + 1):
         tokens = PROMPT + answer[:count]
@@ -79,7 +80,7 @@ def test_forced(
 
 
 def test_a_token_that_was_forced_in_vain_is_asked_for_again() -> None:
-    """A grammar may want a character to be complete first."""
+    """A grammar may require the bytes of a character to be complete first."""
     assert forced(LONG, 1, [4, 4, 7, 4, 7, 8]) == [N, 7, 7, 8, 7, 8, 9]
     answer = [20, 30, 21, 22, 23, 4, 4]
     assert forced(CHANNELS, 0, answer) == [N, N, N, 22, 23, 24, N, N]
@@ -124,7 +125,7 @@ def test_what_contradicts_the_end_is_refused() -> None:
 def test_it_can_be_asked_at_any_position(
     of: ThinkingMarkers, budget: int, answer: list[int], stops: list[tuple[int, bool]]
 ) -> None:
-    """Also if the answer goes on in another way from a position that it went back to."""
+    """The count is right even if the answer changes after a position it went back to."""
     counter, tokens = ThoughtCounter(of, budget, len(PROMPT)), PROMPT + answer
     for stop, is_other in stops:
         position = len(PROMPT) + min(stop, len(answer))

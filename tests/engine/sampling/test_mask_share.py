@@ -1,4 +1,4 @@
-"""Sequences whose masks cost much are left out of steps, so that the others go on; tokens stay."""
+"""Sequences with costly masks skip some steps, so that others go on; their tokens stay the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sequence(number: int, pattern: str | None) -> Sequence:
 def steps(
     share: MaskShare, clock: Clock, running: list[Sequence], costs: dict[int, float], count: int
 ) -> tuple[dict[int, int], float]:
-    """-> how often each of them ran, and the seconds of the longest step."""
+    """Returns how often each sequence ran, and the seconds of the longest step."""
     ran, longest = dict.fromkeys((s.id for s in running), 0), 0.0
     for _ in range(count):
         chosen = share.affordable(running, is_alone=True)
@@ -115,7 +115,7 @@ def test_ended_sequences_are_forgotten(clock: Clock) -> None:
 
 
 def test_a_busy_machine_makes_no_grammar_dear(clock: Clock) -> None:
-    """A mask that waited for the processor took long, and cost little."""
+    """A mask that waited for the processor took long but cost little CPU time."""
     share = MaskShare(1.0, clock)
     running = [sequence(i, f"cheap{i}") for i in range(64)]
     for _ in range(100):

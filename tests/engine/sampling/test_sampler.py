@@ -43,7 +43,7 @@ def sample(one: Sequence, logits: torch.Tensor = LOGITS) -> Sampled:
 
 
 def draws(count: int = 4000, **params: object) -> list[float]:
-    """Frequencies of the five tokens over many positions."""
+    """Returns the frequencies of the five tokens over many positions."""
     made = [sequence(prompt=(0,) * (i + 1), temperature=1.0, **params) for i in range(count)]
     tokens = [
         s.token_id for s in Sampler(frozenset()).sample(LOGITS.repeat(count, 1), ends_of(made))
@@ -122,7 +122,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_logprobs_of_given_tokens() -> None:
-    """The chosen token comes first, then those that were named, in their order and once each."""
+    """The chosen token comes first, then the named ones in their order, each once."""
     expected = torch.log_softmax(LOGITS, -1)
     given = sequence(logprobs=2, logprob_token_ids=(0, 3, 1, 0), logit_bias={1: 50.0})
     others = [sequence(logprobs=3), sequence(), sequence(logprobs=0, logprob_token_ids=(4,))]
@@ -157,8 +157,9 @@ def test_tiny_temperatures_are_greedy(temperature: float) -> None:
 
 
 def naive_kept(probs: list[float], params: SamplingParams) -> set[int]:
-    """The definition, token by token, ties at the cut included."""
-    kept = {i for i, p in enumerate(probs) if p >= params.min_p * max(probs)}
+    """Computes the kept tokens by definition, one by one, with ties at the cut."""
+    least = params.min_p * max(probs)
+    kept = {i for i, p in enumerate(probs) if p >= least}
     order = sorted(kept, key=lambda i: -probs[i])
     if params.top_k > 0:
         order = order[: params.top_k]

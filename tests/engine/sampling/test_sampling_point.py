@@ -1,4 +1,4 @@
-"""A token depends on the tokens before its position only, whatever the sequence has behind them."""
+"""A token depends only on the tokens before its position, not on later tokens of the sequence."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def logits_at(position: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Made:
-    """All that samplers and masks make of a point."""
+    """Everything that samplers and masks compute at a point."""
 
     failures: dict[int, str]
     bits: list[list[int]]
@@ -106,7 +106,7 @@ def sampled(of: Sequence, position: int) -> Made:
 
 
 def answer_of(params: dict[str, Any], count: int) -> list[int]:
-    """The tokens that are sampled one after the other."""
+    """Samples tokens one after the other and returns them."""
     grown: list[int] = []
     one = sequence([], params)
     while len(grown) < count and EOS not in grown:
@@ -143,7 +143,7 @@ def test_several_positions_of_one_sequence_together(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PARAMS)
 def test_other_tokens_after_some_were_taken_back(kind: str) -> None:
-    """Drafts that were not accepted leave nothing behind, in no sampler's state."""
+    """Drafts that were not accepted leave nothing behind in any sampler's state."""
     params = PARAMS[kind]
     answer, drafts = answer_of(params, 10), [0, 1, 2, CLOSE]
     one, grown = sequence([], params), list[int]()

@@ -1,4 +1,4 @@
-"""What the sequences of a step become for the kernels' sampler."""
+"""The sequences of a step become inputs of the kernels' sampler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sequence(
 
 
 def row_of(entries: TokenEntries, row: int) -> list[tuple[int, float, int, bool]]:
-    """(token, bias, count, is seen) of one row."""
+    """Returns (token, bias, count, is seen) of one row."""
     columns: tuple[NDArray[np.generic], ...] = (
         entries.tokens_M,
         entries.biases_M,
@@ -56,7 +56,7 @@ def test_the_worked_example() -> None:
 
 
 def test_tokens_of_one_kind() -> None:
-    """Only what a penalty asks for is looked up: the order is nobody's."""
+    """Only tokens that a penalty needs are looked up; their order does not matter."""
     repeated = sequence((5, 3), (3, 7), repetition_penalty=1.5)
     counted = sequence((5, 3), (3, 7, 3), frequency_penalty=0.5)
     entries = make_sampling_step(ends_of([repeated, counted]), [0]).entries

@@ -1,5 +1,5 @@
-"""Thinking budgets on the demonstration model: the same tokens in every batch, also with a marker
-of several tokens, behind a preemption, and in harmony's channels."""
+"""Thinking budgets on the demonstration model: the same tokens in every batch, with a marker of
+several tokens, after a preemption, and in harmony's channels."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_choices_count_for_themselves(llm: LLM) -> None:
 
 
 def test_reasoning_that_the_answer_opens(llm: LLM) -> None:
-    """Both markers are text, here written by a grammar; the second one is not at its beginning."""
+    """Both markers are text that a grammar writes; the second one is not at the beginning."""
     of = {"prompt": "assistant:", "ignore_eos": False, "temperature": 0.0}
     opened = Constraint("regex", "\n<think>[a-c]{1,30}</think>[0-9]{3}<think>[0-9]{9}")
     wanted = [limited(llm, n, constraint=opened, max_tokens=60, **of) for n in (3, 50)]
@@ -100,7 +100,7 @@ def test_a_schema_follows(llm: LLM) -> None:
 
 
 def test_a_preemption_keeps_the_count() -> None:
-    """Eight answers of 60 tokens, and pages for two of them."""
+    """Eight answers of 60 tokens share pages for two of them."""
     with LLM(num_pages=12, max_model_len=192, prefix_cache=False) as small:
         wanted = [limited(small, 40 + i, max_tokens=60, temperature=1) for i in range(8)]
         found = [answer.token_ids for answer in answers(small, wanted)]
@@ -161,7 +161,7 @@ def test_the_end_of_harmonys_analysis(can_call: bool, following: str) -> None:
 
 @pytest.mark.parametrize("has_grammar", [False, True])
 def test_harmony_goes_on_to_the_final_channel(has_grammar: bool) -> None:
-    """Any byte may be drawn that is allowed; the parser reads what comes of it."""
+    """Any allowed byte may be drawn; the parser reads the result."""
     tokenizer = harmony_tokenizer()
     size, eos = tokenizer.vocab_size, frozenset({tokenizer.special_ids["<|return|>"]})
     masks = AnswerMasks(size, eos, Grammars(lambda: vocabulary_of(tokenizer, size, eos)))

@@ -20,6 +20,7 @@ from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampler import Sampler
+from moe_serve.engine.schedule import arena_tier
 from moe_serve.engine.schedule.arena_disk import ArenaDisk
 from moe_serve.engine.schedule.arena_tier import ArenaTier, RankCopies
 from moe_serve.model.step_plan import StepPlan
@@ -33,7 +34,7 @@ TORN = 77  # in slots and pages that nothing was copied to
 
 
 class FakeRank(LocalExecutor):
-    """Does work on pages only before its next step, or when it is asked, as a rank does."""
+    """Works on pages only before its next step or when it is asked, as a rank does."""
 
     def __init__(self, runner: FakeRunner, slots: NDArray[np.uint8]) -> None:
         super().__init__(runner, Sampler(frozenset()))
@@ -81,8 +82,14 @@ class World:
     """Ranks that share an arena with a store behind it."""
 
     def __init__(
-        self, store: FakeStore, num_slots: int = 64, clock: Clock | None = None, ranks: int = 1
+        self,
+        store: FakeStore,
+        num_slots: int = 64,
+        clock: Clock | None = None,
+        ranks: int = 1,
+        give_after_s: float = 0.0,
     ) -> None:
+        self._give_after_s = give_after_s
         self.now, self._ids = 1000.0, itertools.count()
         clock = (lambda: self.now) if clock is None else clock
         self.arena = ArenaIndex(num_slots * PAGE_SIZE, PAGE_SIZE)
@@ -99,7 +106,8 @@ class World:
         rank, clock = FakeRank(runner, self._slots), self._clock
 
         def make(cache: PrefixCache) -> ArenaTier:
-            return ArenaTier(cache, self.arena, rank.copies, clock, 0.0, self.disk)
+            give_after_s = self._give_after_s
+            return ArenaTier(cache, self.arena, rank.copies, clock, give_after_s, self.disk)
 
         return Engine(
             rank,
@@ -127,7 +135,7 @@ class World:
 
 
 def filled() -> FakeStore:
-    """A store with the pages of PROMPT and its answer."""
+    """Returns a store with the pages of PROMPT and its answer."""
     store = FakeStore()
     world = World(store)
     assert world.answer(PROMPT) == continuation(PROMPT, 10)
@@ -142,6 +150,27 @@ def test_pages_are_stored_while_a_rank_is_idle() -> None:
     children = {parent: key for key, parent in store.parents.items()}
     roots = store.parents.values() - store.pages.keys()
     assert len(roots) == 1 and len(children) == len(store.pages), "the pages form one chain"
+
+
+def test_a_step_is_not_sent_ahead_while_copies_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are sent ahead have no copies, and a long answer may have no other steps."""
+    monkeypatch.setattr(arena_tier, "_PAGES_PER_STEP", 1)
+    world = World(store := FakeStore(), give_after_s=2.0)
+    (engine,) = world.engines
+    engine.add(request("a", PROMPT, max_tokens=50))
+    engine.step()
+    engine.step()
+    engine.begin_step()
+    assert engine.begin_ahead() and not store.pages, "no page is due"
+    engine.drop_ahead()
+    world.now += 3
+    num_scheduled = 0
+    while len(store.pages) < NUM_FULL:
+        engine.end_step(engine._try(engine.make_plan(), engine._schedule))
+        engine.begin_step()
+        num_scheduled += not engine.begin_ahead()
+        engine.drop_ahead()
+    assert num_scheduled >= NUM_FULL - 1, "the last copy is under way when nothing else waits"
 
 
 @pytest.mark.parametrize("delay", [0, 1, 5])
@@ -191,7 +220,7 @@ def test_copies_of_a_lost_rank_are_not_stored() -> None:
 
 @pytest.mark.faults
 def test_a_failed_step_proves_no_copy() -> None:
-    """A shard of the rank may be behind when the rank reports a failure."""
+    """A shard of the rank may lag behind when the rank reports a failure."""
     store = FakeStore()
     world = World(store)
     (engine,), (runner,) = world.engines, world.runners
@@ -252,7 +281,7 @@ prompts = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 def test_any_order_of_starts_losses_and_restarts(
     jobs: list[tuple[list[int], int, int]], delay: int, num_slots: int, most: int
 ) -> None:
-    """Requests on two ranks with a small arena, and stores that are slow or lose pages. A rank is
+    """Requests run on two ranks with a small arena; stores are slow or lose pages, and a rank is
     lost now and then."""
     store = FakeStore(delay=delay, room=2)
     for _ in range(2):  # the second world finds what the first stored

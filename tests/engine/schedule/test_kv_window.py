@@ -110,7 +110,7 @@ def test_a_preempted_answer_is_computed_again_with_the_same_keys() -> None:
 
 
 def step_until(engine: Engine, name: str, count: int) -> list[int]:
-    """Steps until a request has so many tokens, and returns those it got on the way."""
+    """Steps until a request has `count` tokens, and returns those it got on the way."""
     found: list[int] = []
     while len(found) < count:
         for delta in engine.step():
@@ -141,7 +141,7 @@ def test_others_keep_the_pages_that_one_drops() -> None:
 
 
 def test_a_full_cache_leaves_room_for_few_copies_at_a_time() -> None:
-    """The pages of the window are copied as pages become idle, and every page comes back."""
+    """The window's pages are copied as pages become idle, and every page is freed in the end."""
     prompt, window = [1 + index % 37 for index in range(140)], KVWindow(window=100)
     engine = make_engine(FakeRunner(), num_pages=10)
     engine.add(windowed("a", prompt, 19, window))

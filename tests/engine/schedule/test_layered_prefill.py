@@ -1,4 +1,4 @@
-"""Prompts in groups of layers: the groups of each prompt, its budget, and what interrupts it."""
+"""Prompts in groups of layers: each prompt's groups, its budget, and interruptions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def layered_engine(
 
 
 def groups(plans: list[StepPlan]) -> dict[int, list[tuple[int, LayerRange]]]:
-    """Returns for each sequence the tokens and layers of its groups."""
+    """Returns the tokens and layers of each sequence's groups."""
     found: dict[int, list[tuple[int, LayerRange]]] = {}
     for plan in plans:
         for piece in plan.slices:
@@ -139,7 +139,7 @@ def test_a_step_is_not_sent_ahead_while_a_prompt_is_parked() -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("failing", range(4))
 def test_a_failed_group_fails_no_request(failing: int) -> None:
-    """Each sequence of a failed step is computed alone, then a prompt passes all layers at once."""
+    """Each sequence of a failed step runs alone, and the prompt passes all layers at once."""
     runner = FakeRunner()
     engine = layered_engine(runner)
     prompts = {"a": [1, 2], "b": LONG}
@@ -228,7 +228,7 @@ def sequence_of(num_tokens: int) -> Sequence:
 
 
 def test_a_parked_prompt_lets_others_pass_and_goes_on_when_its_turn_has_come() -> None:
-    """With a small rest of the budget it waits until the rests make up for one of its layers."""
+    """With a small rest of the budget, it waits until the rests add up to one of its layers."""
     layered = LayeredPrefill(COSTS, "on", 1 << 20, 4)
     sequence = sequence_of(1000)
     share = layered.share(sequence, 128, {})

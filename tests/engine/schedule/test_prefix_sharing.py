@@ -1,7 +1,7 @@
-"""Sharing pages on the fake model: who computes what, who waits, and what a fault leaves behind.
+"""Page sharing on the fake model: who computes a page, who waits for it, and faults.
 
-The fake model reads every token back from the pages, so each answer checks the pages it was made
-from.
+The fake model reads every token back from the pages, so each answer checks the pages it was
+computed from.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def step(engine: Engine, result: dict[str, list[TokenDelta]]) -> None:
 
 
 def run(engine: Engine, *requests: GenerationRequest) -> dict[str, list[TokenDelta]]:
-    """Steps until idle, checking integrity after every step."""
+    """Steps until the engine is idle and checks its integrity after every step."""
     result: dict[str, list[TokenDelta]] = {}
     for one in requests:
         engine.add(one)
@@ -205,7 +205,7 @@ def cached_tokens(engine: Engine, runner: FakeRunner) -> list[int]:
 
 @pytest.mark.parametrize("budget", [256, 20])
 def test_pages_of_a_request_with_nan_never_enter(budget: int) -> None:
-    """Also those that were finite and given while it was read: it takes them back."""
+    """The request also takes back finite pages that it shared while its prompt was read."""
     bad = [*prompt_of(40), 49, *prompt_of(30, 1)]
     engine = make_engine(runner := FakeRunner(), budget=budget, seats=3)
     runner.nan_after_token = 49
@@ -223,7 +223,7 @@ def test_pages_of_a_request_with_nan_never_enter(budget: int) -> None:
 
 
 class Forgetful(FakeRunner):
-    """Does not see the pages that hold a NaN, as if they were out of a window's sight."""
+    """Does not see pages that hold a NaN, as if they were out of a window's reach."""
 
     def _rows(self, first: int, end: int, table: tuple[int, ...]) -> list:
         clean = [[0] * 16 if NAN in self.slots[p] else self.slots[p] for p in table]
@@ -234,7 +234,7 @@ class Forgetful(FakeRunner):
 
 
 def test_a_page_found_unsound_is_zeroed_and_keeps_all_behind_it_private() -> None:
-    """Logits need not show it."""
+    """The page is found even if the logits do not show the NaN."""
     prompt = prompt_of(70)
     engine = make_engine(runner := Forgetful())
     runner.nan_after_token = prompt[20] = 49

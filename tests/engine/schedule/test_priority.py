@@ -1,4 +1,4 @@
-"""Urgent requests in an engine: who joins, who gives its pages back, and the same tokens."""
+"""Urgent requests in an engine: who starts, who gives up its pages, and the same tokens."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def running(engine: Engine) -> list[str]:
 
 
 def starts(engine: Engine) -> list[str]:
-    """Steps until idle -> names in the order in which they first ran."""
+    """Steps until the engine is idle and returns the names in the order in which they first ran."""
     names: list[str] = []
     while engine.has_work:
         for delta in engine.step():
@@ -106,8 +106,8 @@ def test_who_runs_is_not_put_back_for_somebody_more_urgent() -> None:
 def test_the_least_urgent_gives_its_pages_back(
     priorities: tuple[int, ...], left: list[str]
 ) -> None:
-    """Of 12 pages each takes 3 and then a fourth, and a fifth that is not there for all. Of
-    several the one that started last gives."""
+    """Each of three takes 3 of 12 pages, then a fourth, and there is no fifth for all. Of several
+    least urgent requests, the one that started last gives up its pages."""
     engine = make_engine(FakeRunner(), max_num_seqs=3, num_pages=12, budget=200)
     wanted = [
         request(name, priority, num_prompt=40, max_tokens=60)
@@ -151,7 +151,8 @@ def test_who_was_put_back_waits_behind_the_more_urgent() -> None:
 
 
 def test_an_urgent_one_that_lacks_pages_keeps_the_others_back() -> None:
-    """There are pages for the small one, which would take them from it again and again."""
+    """There are pages for the small request, but it would take them from the urgent one again and
+    again."""
     engine = make_engine(FakeRunner(), max_num_seqs=4, num_pages=12, budget=200)
     engine.add(request("runs", 0, num_prompt=60, max_tokens=20))
     engine.step()
@@ -173,7 +174,7 @@ def test_who_waited_for_long_is_passed_by_nobody() -> None:
 
 
 def test_an_endless_flow_of_urgent_requests_starves_nobody() -> None:
-    """With no seconds at all, or next to none, for one of priority the order is that of arrival."""
+    """With a bound of 0 s, or nearly 0 s, requests start in the order of arrival."""
     for bound, is_served in ((AN_HOUR, False), (1e-9, True), (0.0, True)):
         engine = make_engine(FakeRunner(), max_wait_s=bound)
         engine.add(request("patient", 1, max_tokens=1))
@@ -185,7 +186,7 @@ def test_an_endless_flow_of_urgent_requests_starves_nobody() -> None:
 
 
 def test_the_expert_aware_policy_chooses_among_the_most_urgent_only() -> None:
-    """And within one priority nobody is passed over more often than allowed."""
+    """Within one priority, no request is passed over more often than allowed."""
     world = World(max_passed_over=1)
     engine = make_engine(FakeRunner(), max_num_seqs=2, policy=world.policy)
     domains = {"runs": 1, "a": 0, "b": 1, "c": 1, "d": 1, "e": 0, "f": 1}
@@ -202,8 +203,8 @@ def test_the_expert_aware_policy_chooses_among_the_most_urgent_only() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_priorities_in_any_batch(seed: int) -> None:
-    """The same tokens as ever; nobody starts while somebody more urgent waits, and nobody gives its
-    pages back while somebody less urgent runs."""
+    """The tokens never change; no request starts while a more urgent one waits, and none gives up
+    its pages while a less urgent one runs."""
     rng = random.Random(seed)
     engine = make_engine(
         FakeRunner(),
@@ -247,7 +248,7 @@ def test_random_priorities_in_any_batch(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_with_all_priorities_equal_every_step_is_the_same(seed: int) -> None:
-    """Whatever the one priority is, and however long they wait."""
+    """This holds for every value of the priority and every waiting time."""
     plans = []
     for priority, bound in ((0, AN_HOUR), (0, 0.0), (7, AN_HOUR), (-(2**31), 5.0)):
         rng, runner = random.Random(seed), FakeRunner()

@@ -97,9 +97,24 @@ def test_with_order_fifo_tiers_and_priorities_change_no_schedule(arrivals: Arriv
 @pytest.mark.parametrize("order", ["auto", "fifo", "priority"])
 @pytest.mark.parametrize("key", [{"preempt": "deadline"}, {"late": "demote"}])
 def test_a_key_that_would_do_nothing_is_refused(key: dict[str, str], order: OrderName) -> None:
-    """vLLM #9272: a priority is ignored without a word where the server does not order by it."""
+    """vLLM #9272: a server that does not order by priority ignores it silently."""
     with pytest.raises(ConfigError, match=f"scheduler.{next(iter(key))} is .* set scheduler.order"):
         TimedEngine(SchedulerConfig(order=order, **key))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("order", "tiers", "is_told"), [("atc", (), True), ("edf", (), True), ("atc", TIERS, False)]
+)
+def test_an_order_by_deadlines_without_tiers_is_told(
+    order: OrderName,
+    tiers: tuple[TierConfig, ...],
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    TimedEngine(SchedulerConfig(order=order, tiers=tiers))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == is_told, told
+    assert not told or f"scheduler.order is '{order}' without scheduler.tiers" in told[0]
 
 
 @settings(deadline=None, max_examples=16)
@@ -156,7 +171,7 @@ def test_a_request_starts_within_the_bound_and_the_work_that_is_older(
 
 
 def test_endless_urgent_stream_does_not_starve_the_patient() -> None:
-    """The same at length, above capacity."""
+    """The same over a longer time and above capacity."""
     config = replace(CONFIG, max_num_seqs=1, max_wait_s=2.0)
     world = TimedEngine(config)
     urgent = [
@@ -199,7 +214,7 @@ def test_short_prompts_are_not_held_up_by_a_long_one_that_is_being_read() -> Non
 
 
 def full_of_patient(preempt: str, **changes: object) -> TimedEngine:
-    """All seats are taken by patient requests with 400 tokens to go, after others ended."""
+    """Returns an engine whose seats are all taken by patient requests with 400 tokens to go."""
     config = replace(CONFIG, preempt=preempt, **changes)  # type: ignore[arg-type]
     world = TimedEngine(config)
     world.run([request(f"w{n}", PATIENT, num_answer=200, token=50 + n) for n in range(8)])
@@ -256,8 +271,8 @@ def test_scheduled_then_preempted_in_the_same_step() -> None:
 
 
 def test_pages_come_from_the_one_whose_delay_costs_least() -> None:
-    """The last to start is interactive with a target for its tokens; without tiers it would give
-    its pages back."""
+    """The last one to start is interactive, with a target for its tokens; without tiers it would
+    give up its pages."""
     strict = TierConfig(name="interactive", weight=50.0, ttft_s=1.0, tpot_s=0.005)
     tiers = (strict, TierConfig(name="flex"))
     config = replace(CONFIG, tiers=tiers, step_budget="fixed", max_batched_tokens=256)
@@ -271,7 +286,7 @@ def test_pages_come_from_the_one_whose_delay_costs_least() -> None:
 
 
 def test_after_a_pause_of_the_process_not_everything_is_late() -> None:
-    """Our own soak: a process that is stopped for 7 s makes everything late at once."""
+    """A process that is stopped for 7 s would otherwise treat every request as late."""
     strict = service_of(TIERS[1], strict=True)  # 5 s
     world = TimedEngine(replace(CONFIG, max_num_seqs=1, late="demote"))
     for number in range(20):

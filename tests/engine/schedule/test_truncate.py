@@ -1,4 +1,4 @@
-"""Pages taken back from running sequences at any length: no answer changes."""
+"""Pages taken back from running sequences at any length change no answer."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_pages_behind_the_length_are_free_and_zeroed_before_their_next_use() -> 
 
 
 def test_a_shared_page_is_not_written_again() -> None:
-    """Its tokens are computed on a page of the sequence's own."""
+    """The sequence computes its tokens on a page of its own."""
     shop = Shop()
     prompt = [3 + i % 40 for i in range(40)]
     shop.add(prompt, 3)
@@ -137,7 +137,7 @@ def test_a_page_of_ones_own_keeps_its_first_tokens() -> None:
 
 @pytest.mark.parametrize("is_truncated", [False, True])
 def test_others_wait_for_no_page_that_was_taken_back(is_truncated: bool) -> None:
-    """Else they wait for the pages that a running sequence computes."""
+    """Other sequences normally wait for pages that a running sequence computes."""
     shop = Shop()
     stem = [7 + i % 30 for i in range(100)]
     shop.add(stem, 5)

@@ -1,4 +1,4 @@
-"""`Urgency` decides as the rule did that was written in three places before: a model of it here."""
+"""`Urgency` decides as the old rule in three places did; the old rule is a model here."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ STEP_S = 5.0
 
 
 class OldRule(Urgency):
-    """The rule as it was, word for word: in the waiting queue's groups, in the scheduler's choice
-    of a victim, and in the order in which a step served running sequences."""
+    """The old rule: the order of the waiting queue's groups, the choice of a victim, and the order
+    in which a step served running sequences."""
 
     def __init__(self, step_s: float) -> None:
         super().__init__(step_s)

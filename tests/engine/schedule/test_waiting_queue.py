@@ -1,4 +1,4 @@
-"""In which order those who wait may start: by urgency, by arrival, and nobody for ever."""
+"""The order in which waiting sequences may start: by urgency, then by arrival, with a bound."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_most_urgent_come_first_and_ties_by_arrival() -> None:
 
 
 def test_with_one_priority_it_is_the_line_itself() -> None:
-    """Nothing is looked at or copied: neither ages nor who was put back change the order."""
+    """The queue itself is returned, unchanged by ages and preemptions."""
     now = [0.0]
     line = line_of(*(waiting(key, 7, float(key)) for key in range(4)), clock=lambda: now[0])
     line.put_back(waiting(9, 7, 3.5))
@@ -71,7 +71,7 @@ def test_each_step_of_waiting_is_worth_one_of_priority() -> None:
 
 
 def test_an_urgent_flow_is_overtaken_by_who_waits() -> None:
-    """Priority 0 comes every second; 3 waits from the beginning, and starts after 15 s at most."""
+    """Priority 0 comes every second; 3 waits from the beginning and starts after 15 s at most."""
     now = [0.0]
     line = line_of(waiting(0, 3), clock=lambda: now[0])
     for key in range(1, 30):

@@ -23,7 +23,7 @@ STRICT = Service(tier="a", targets=Targets(ttft_s=1.0, is_strict=True))
 
 
 def reading(num_tokens: int, key: float = -math.inf) -> dict[str, Any]:
-    """The fields of a snapshot in which one prompt is being read."""
+    """Returns the fields of a snapshot in which one prompt is being read."""
     return {"reading_keys": np.array([key]), "reading_left": np.array([float(num_tokens)])}
 
 
@@ -47,7 +47,8 @@ def test_an_idle_engine_takes_the_time_of_the_prompt() -> None:
 
 
 def test_only_what_is_more_urgent_counts() -> None:
-    """Deadlines of 0.5 s and 3 s wait. The newcomer is due in 1 s, so it passes the second."""
+    """Two requests wait with deadlines of 0.5 s and 3 s. The new one is due in 1 s and passes the
+    second."""
     made = admission()
     queue = replace(IDLE, keys=np.array([0.5, 3.0]), num_left=np.array([200.0, 5000.0]))
     made.publish(0, replace(queue, **reading(100)))
@@ -76,7 +77,7 @@ def test_a_seat_is_waited_for() -> None:
 
 
 def test_arrivals_that_will_go_first_are_foreseen() -> None:
-    """Half of the engine's time goes to later requests that are more urgent, so 10 s become 20."""
+    """Half of the engine's time goes to later, more urgent requests, so 10 s become 20 s."""
     arrivals = RecentArrivals()
     for number in range(64):
         arrivals.note(number * 0.1, -100.0, 50)
@@ -152,7 +153,7 @@ def test_accepted_requests_that_are_less_urgent_do_not_count() -> None:
 
 
 def test_a_request_is_judged_by_the_forecast_with_which_it_was_accepted() -> None:
-    """It comes to the engine while turn 1 is the last that ended: the snapshot of turn 2 has it."""
+    """It reaches the engine after turn 1, so the snapshot of turn 2 includes it."""
     made = admission()
     made.publish(0, IDLE)
     assert made.check(STRICT, 300) is None and made.check(STRICT, 300) is None
@@ -180,7 +181,7 @@ def test_the_step_under_way_ends_first_and_a_short_prompt_takes_a_whole_step() -
 
 
 def test_a_newcomer_passes_those_that_cannot_become_more_urgent() -> None:
-    """One with 5 s of work has the key 0.5 for ever. The newcomer's is 1.0 and falls."""
+    """A request with 5 s of work keeps the key 0.5. The new request has 1.0, which falls."""
     made = admission()
     queue = replace(IDLE, keys=np.array([0.5]), num_left=np.array([5000.0]))
     made.publish(0, replace(queue, floors=np.array([-math.inf])))

@@ -1,4 +1,4 @@
-"""The live window of expert load: what is counted, in which steps, and for how long."""
+"""The live window of expert load: the steps that it counts, the counts, and the window's length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sequence(number: int) -> Sequence:
 
 
 def record(number: int, ids: list[list[list[int]]]) -> RouteRecord:
-    """`ids`: [N][L][K]."""
+    """Returns the routing of a step; `ids` is [N][L][K]."""
     return RouteRecord(
         request_id=f"r{number}",
         sequence_id=number,
@@ -45,7 +45,7 @@ def load_of(clock: Clock, num_layers: int = 2) -> ExpertLoad:
 
 
 def count(load: ExpertLoad, step: int, records: list[RouteRecord]) -> bool:
-    """A step of these sequences -> whether it was counted."""
+    """Counts a step of these sequences and returns True if it was counted."""
     wanted = load.wants(step, {r.sequence_id: sequence(r.sequence_id) for r in records})
     if wanted:
         load.take(records)
@@ -82,7 +82,7 @@ def test_steps_are_counted_at_intervals_and_the_first_after_a_pause_always_is() 
 
 
 def test_engines_that_step_together_are_one_step() -> None:
-    """Two attention ranks: what they activate is joined, and either is asked twice."""
+    """Two attention ranks activate experts together, and each of them is asked twice."""
     clock = Clock()
     load = load_of(clock)
     assert load.wants(7, {1: sequence(1)})
@@ -117,7 +117,7 @@ def test_what_others_asked_for_is_left_out() -> None:
 
 
 def test_choices_that_cannot_be_are_not_counted() -> None:
-    """A rank of another model, or a damaged message: neither an error nor a row."""
+    """A rank of another model or a damaged message gives no error and no row."""
     load = load_of(Clock())
     assert count(load, 0, [record(1, [[[0, 1]]])])  # one layer, not two
     load = load_of(Clock())
@@ -140,7 +140,7 @@ def test_the_window_forgets_and_the_total_does_not() -> None:
 
 
 def test_others_may_look_while_it_counts() -> None:
-    """Rows are never seen halfway: a row of every layer, or of none."""
+    """A reader sees a row of every layer or of none, never a part."""
     load = ExpertLoad([1, 2], 4, 2, interval_s=0.0, stride=1)
     is_done, wrong = threading.Event(), []
 

@@ -1,4 +1,4 @@
-"""An engine that does not come round is reported once; a busy one, and one that waits, never."""
+"""An engine that makes no progress is reported once; a busy or waiting one is never reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATS = EngineStats(
 
 
 class ScriptedEngine:
-    """Only what a watch asks of an engine."""
+    """Has only the members that a watch reads."""
 
     def __init__(self, stats: EngineStats) -> None:
         self.now = stats
@@ -83,7 +83,7 @@ def test_one_report_for_each_hang(
 def test_a_rank_that_is_given_up_and_replaced_in_a_hang_gives_no_second_report(
     engine: ScriptedEngine, watch: HangWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The step that hangs is the same: it waits, is without a rank, and is repeated."""
+    """The same step hangs: it waits, has no rank, and is repeated."""
     for age_s, outage_s in [(4000.0, 0.0), (4500.0, 3.0), (4600.0, 0.0), (9999.0, 0.0)]:
         engine.now = replace(STATS, last_turn_age_s=age_s, outage_s=outage_s)
         watch._look()
@@ -93,7 +93,7 @@ def test_a_rank_that_is_given_up_and_replaced_in_a_hang_gives_no_second_report(
 def test_after_an_outage_time_counts_from_its_end(
     engine: ScriptedEngine, watch: HangWatch, tmp_path: Path
 ) -> None:
-    """The step that ranks were away in is repeated, which takes as long as any step may."""
+    """The step during which ranks were away is repeated, and may take as long as any step."""
     for age_s, outage_s, count in [(4000.0, 1.0, 0), (7500.0, 0.0, 0), (7700.0, 0.0, 1)]:
         engine.now = replace(STATS, last_turn_age_s=age_s, outage_s=outage_s)
         watch._look()
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written(
 
 
 class BlockedRunner(FakeRunner):
-    """Its third step does not end until it is let go."""
+    """Blocks in its third step until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class BlockedRunner(FakeRunner):
 
 
 def test_a_real_engine_whose_step_blocks(tmp_path: Path) -> None:
-    """The report names the function that holds the step, and how large the step is."""
+    """The report names the function that blocks the step, and the size of the step."""
     runner, scheduler = BlockedRunner(), SchedulerConfig(max_num_seqs=4)
     executor, log = LocalExecutor(runner, Sampler(frozenset())), StageLog()
     log.enter(Stage.EXPERTS, layer=3, micro_batch=0)
@@ -169,7 +169,7 @@ def test_a_real_engine_whose_step_blocks(tmp_path: Path) -> None:
     engine = AsyncEngine(BuiltEngine(core, nothing, nothing), scheduler)
 
     def watch() -> None:
-        """While the step is held: it ends before any other may seem slow."""
+        """Watches while the step is blocked, and ends before a later step could seem slow."""
         watching = HangWatch(engine, LocalActivity(executor, log), 0.2, str(tmp_path / "reports"))
         deadline = time.monotonic() + 60
         while not reports(tmp_path):
@@ -216,7 +216,7 @@ def test_a_report_never_goes_where_a_link_points(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The folder may be one that everybody writes to."""
+    """Any user may be able to write to the folder."""
     mine, folder = tmp_path / "mine", tmp_path / "reports"
     mine.write_text("mine")
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The pools' use over the last steps, though ranks hand over at their own times."""
+"""The use of the pools over the last steps, from ranks that report at different times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_before_the_first_step() -> None:
 
 
 def test_the_last_whole_steps_count() -> None:
-    """12 steps, window 4: step 11 may still be on its way, so 7 to 10 count."""
+    """12 steps and a window of 4: step 11 may be incomplete, so steps 7 to 10 count."""
     slow = Track(Role.EXPERT, 1)
     pipeline = SimulatedPipeline(1, 2, 3, StageTimes(slow_ranks={slow: 1.5}))
     recent = RecentPools(num_steps=4)

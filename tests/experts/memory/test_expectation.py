@@ -1,4 +1,4 @@
-"""What is expected: by hand, with distances, and by transitions that are learnt."""
+"""The expected next use of experts: by hand, by distance, and by learnt transitions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from experts.memory.expectation import Expectation, Transitions
 
 
 def test_what_is_sure_comes_by_its_distance() -> None:
-    """Three layers in a circle, after a visit of layer 1: layer 2 is next, then 0, then 1."""
+    """Three layers form a circle. After a visit of layer 1, layer 2 is next, then 0, then 1."""
     expectation = Expectation(3, 4)
     for layer in [0, 1, 2] * 99 + [0, 1]:
         expectation.visit(layer, np.ones(4, dtype=bool))
@@ -18,8 +18,8 @@ def test_what_is_sure_comes_by_its_distance() -> None:
 
 
 def test_half_a_chance_is_a_round_later() -> None:
-    """1 of 2 visits, as nothing is known yet: d + L (1 - p) / p = 1 + 2 visits; who never came in
-    many visits is far away."""
+    """Without history an expert is used in 1 of 2 visits: d + L (1 - p) / p = 1 + 2 visits. One
+    that was not used for many visits is far away."""
     expectation = Expectation(2, 2)
     assert expectation.visits_until()[0].tolist() == [3, 3]
     for layer in [0, 1] * 99:
@@ -60,7 +60,8 @@ def test_a_prediction_that_comes_too_late_is_dropped() -> None:
 
 
 def test_what_is_foreseen_counts_until_its_rows_come() -> None:
-    """Two micro-batches in layer 0 need something of layer 1: together, and then the second's."""
+    """Two micro-batches in layer 0 need something of layer 1: both together, then the second
+    one."""
     expectation = Expectation(3, 2)
     for layer in [0, 1, 2] * 99:
         expectation.visit(layer, np.array([True, False]))
@@ -85,8 +86,8 @@ def test_what_is_foreseen_counts_until_its_rows_come() -> None:
 
 
 def test_who_is_not_needed_now_comes_as_often_as_ever() -> None:
-    """Layer 1 is next, of 2. A popular expert that is not foreseen comes a round later; a strange
-    one that is, at once, and by the half chance that it is not, a round later."""
+    """Layer 1 of 2 is next. A popular expert that is not foreseen comes a round later. A rare one
+    that is foreseen comes at once, or with half the probability a round later."""
     expectation = Expectation(2, 3)
     for layer in [0, 1] * 99 + [0]:
         expectation.visit(layer, np.array([True, False, False]))
@@ -95,7 +96,7 @@ def test_who_is_not_needed_now_comes_as_often_as_ever() -> None:
 
 
 def test_transitions_are_learnt() -> None:
-    """Rows that chose e in layer 0 choose e + 1 in layer 1; the last layer leads nowhere."""
+    """Rows that chose e in layer 0 choose e + 1 in layer 1; the last layer teaches nothing."""
     rng = np.random.default_rng(0)
     transitions = Transitions(2, 8)
     assert transitions.visit(0, np.array([[1, 4]])) is None, "nothing is known"

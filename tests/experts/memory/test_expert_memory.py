@@ -1,4 +1,4 @@
-"""An expert memory by hand: what it evicts, how it passes, what it does with errors."""
+"""An expert memory by hand: evictions, passes and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_LAYERS, NUM_EXPERTS, WIDTH = 3, 6, 8
 
 
 class Store:
-    """Random experts; `broken` ones cannot be read."""
+    """Random experts; those in `broken` cannot be read."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -69,7 +69,7 @@ def rows(ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_lru_evicts_what_was_used_longest_ago() -> None:
-    """Three slots: 0, 1, 2, then 0 again; 3 takes the place of 1, and 1 that of 2."""
+    """Three slots hold 0, 1, 2, and 0 is used again; 3 takes the place of 1, and 1 that of 2."""
     store = Store()
     memory, (layer, *_) = memory_of(store, 3)
     for expert in (0, 1, 2, 0, 3, 1):
@@ -82,7 +82,7 @@ def test_lru_evicts_what_was_used_longest_ago() -> None:
 
 
 def test_frequency_keeps_what_comes_again_and_again() -> None:
-    """Expert 0 comes in every round, one of the others between: LRU would lose 0 each time."""
+    """Expert 0 is used in every round, one of the others in between: LRU would lose 0 each time."""
     store = Store()
     _, (layer, *_) = memory_of(store, 2, "frequency")
     for turn in range(20):
@@ -95,7 +95,7 @@ def test_frequency_keeps_what_comes_again_and_again() -> None:
 @pytest.mark.parametrize("policy", ["lru", "frequency", "prefetch", "predicted", "next-layer"])
 @pytest.mark.parametrize("num_slots", [2, 3, 7, 18])
 def test_passes_change_no_bit(num_slots: int, policy: MemoryPolicyName) -> None:
-    """Also where a layer needs more than fits. The whole memory is the standard."""
+    """A layer may need more experts than fit. The results equal those of the whole memory."""
     store, rng = Store(), np.random.default_rng(num_slots)
     _, whole = memory_of(store, NUM_LAYERS * NUM_EXPERTS)
     memory, layers = memory_of(store, num_slots, policy)
@@ -151,7 +151,7 @@ def test_rows_for_strangers_are_a_bug_and_takeovers_come_and_go() -> None:
 
 
 def test_a_hint_is_read_ahead() -> None:
-    """Two layers' experts are hinted; the thread has them when their rows come."""
+    """Experts of two layers are hinted, and the thread has read them when their rows come."""
     store = Store()
     memory, layers = memory_of(store, 4, "prefetch")
     for _ in range(30):  # history: experts 0 and 1 of layer 0, and no others
@@ -174,7 +174,8 @@ def test_a_hint_is_read_ahead() -> None:
 
 
 def test_what_is_foreseen_is_read_ahead() -> None:
-    """Of the next layer, whatever its history; and counted, when its rows come."""
+    """Foreseen experts of the next layer are read whatever their history, and counted when their
+    rows come."""
     store = Store()
     memory, layers = memory_of(store, 4, "next-layer")
     for _ in range(30):  # four slots for these
@@ -225,7 +226,7 @@ def test_its_thread_ends_with_the_memory() -> None:
 
 
 def test_an_interrupted_read_leaves_no_slot_behind() -> None:
-    """Ctrl-C in the thread that runs stages, while it reads."""
+    """Ctrl-C interrupts the thread that runs stages while it reads."""
     store = Store()
     memory, (layer, *_) = memory_of(store, 2)
     expected = run(layer, [[0, 1]])

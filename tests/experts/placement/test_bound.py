@@ -1,4 +1,4 @@
-"""The bound is below the best of all plans, and where it is sharp it says why."""
+"""The bound is never above the best plan, and reports the reason where it is reached."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_fewer_groups_than_nodes(num_nodes: int) -> None:
 
 
 def test_redundancy_needed() -> None:
-    """6 of 12 on one expert, four devices: even is 3, so one replica is what it takes."""
+    """One expert has 6 of 12 rows on four devices: an even load is 3, so one replica is needed."""
     redundancy = Redundancy.of(problem_of([6, 3, 2, 1], 4, 4))
     assert redundancy.best_H[:2].tolist() == [0.5, 1.0]
     assert (redundancy.needed(0.5), redundancy.needed(0.9)) == (0, 1)
@@ -117,7 +117,7 @@ def test_redundancy_needed() -> None:
 def test_without_replicas_it_is_no_looser_than_the_hottest_expert(
     num_devices: int, exponent: float
 ) -> None:
-    """The simple bound: the hottest expert over the even load, on the fastest device there is."""
+    """The simple bound is the hottest expert over the even load, on the fastest device."""
     random = np.random.default_rng(num_devices)
     weights_E = 1.0 / np.arange(1, 257) ** exponent
     counts_SLE = np.stack([random.multinomial(10**6, weights_E / weights_E.sum(), 3)] * 2)

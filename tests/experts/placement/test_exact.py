@@ -1,4 +1,4 @@
-"""Small layers are planned exactly by default, whatever limits they have."""
+"""Small layers are planned exactly by default, with any limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.placement.tiny import every_plan, faults, tiny_problems
 
 
 def best_of(problem: PlacementProblem) -> float:
-    """Of every plan that keeps the limits."""
+    """Returns the best objective of all plans that keep the limits."""
     layers = problem.loads.layers
     return min(
         objective_of(problem, copies_LED)
@@ -35,7 +35,7 @@ def best_of(problem: PlacementProblem) -> float:
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(problem=tiny_problems(), data=st.data())
 def test_no_plan_is_better(problem: PlacementProblem, data: st.DataObject) -> None:
-    """With replicas, unequal speeds, empty slots, pins and budgets of moves."""
+    """Problems have replicas, unequal speeds, empty slots, pins and budgets of moves."""
     plans = list(every_plan(problem))
     limit = data.draw(st.sampled_from(("none", "moves", "pin")))
     if limit == "moves":
@@ -77,7 +77,7 @@ def test_no_plan_that_keeps_groups_is_better(seed: int) -> None:
 
 
 def drifted() -> PlacementProblem:
-    """Three layers of eight experts on devices of two speeds; two copies may move."""
+    """Returns three layers of eight experts on devices of two speeds; two copies may move."""
     random = np.random.default_rng(3)
     loads = ExpertLoads(
         counts_SLE=np.exp(random.normal(0, 0.9, (1, 3, 8))), layers=(0, 1, 2), scenarios=("a",)

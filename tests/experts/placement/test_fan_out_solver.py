@@ -1,4 +1,4 @@
-"""The fan-out solver: swaps against counting anew, planted groups, limits, early ends."""
+"""The fan-out solver: swaps against a recount, planted groups, limits, early ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_LAYERS, NUM_EXPERTS, NUM_DEVICES = 3, 16, 4
 
 
 class Dealt:
-    """Experts dealt to devices like cards, and replicas of the first experts behind them."""
+    """Deals experts to devices in turn, with replicas of the first experts behind them."""
 
     name = "dealt"
 
@@ -65,8 +65,8 @@ class Dealt:
 
 
 def planted(num_tokens: int = 200, seed: int = 9) -> TokenChoices:
-    """A token of kind 0 or 1 chooses 3 experts of 8 that belong together, by layer in some order;
-    one choice in ten is any expert."""
+    """Returns tokens of two kinds. Each kind chooses 3 of 8 experts that belong together, in
+    another order in each layer; one choice in ten is any expert."""
     rng = np.random.default_rng(seed)
     ids_NLK = np.empty((num_tokens, NUM_LAYERS, 3), dtype=np.int64)
     order_LE = np.array([rng.permutation(NUM_EXPERTS) for _ in range(NUM_LAYERS)])
@@ -113,7 +113,7 @@ def test_a_swaps_change_is_that_of_counting_anew(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("num_slots", [NUM_EXPERTS, NUM_EXPERTS + 4])
 def test_experts_that_go_together_come_to_one_node(num_slots: int) -> None:
-    """Of the tokens a tenth chooses freely, and those use two nodes mostly."""
+    """A tenth of the tokens choose freely and mostly use two nodes."""
     problem = problem_of(num_slots)
     start = Dealt().solve(problem).placement
     options = FanOutOptions(cap=0.1)
@@ -130,7 +130,7 @@ def test_experts_that_go_together_come_to_one_node(num_slots: int) -> None:
 
 
 def test_memory_that_layers_share_unequally_is_kept() -> None:
-    """Devices alike have different slots of a layer then, and trade nothing in it."""
+    """Identical devices then have different numbers of slots in a layer, and swap nothing in it."""
     num_copies = NUM_LAYERS * NUM_EXPERTS // NUM_DEVICES + 2
     devices = tuple(
         Device(node=index // 2, num_slots=NUM_EXPERTS, memory_bytes=10 * num_copies)
@@ -212,7 +212,8 @@ def test_groups_stay_on_few_nodes() -> None:
 
 
 def test_small_layers_are_proved_best_of_all_plans() -> None:
-    """Top 2 of 6 experts on 3 devices of 2 nodes: 15 sets, 90 plans of a layer under the cap."""
+    """Top 2 of 6 experts on 3 devices of 2 nodes: 15 sets, and 90 plans of a layer under the
+    cap."""
     rng = np.random.default_rng(4)
     ids_NLK = np.array([[rng.permutation(6)[:2]] for _ in range(300)])
     ids_NLK[:200, 0] = ids_NLK[:200, 0] // 3 * 3 + rng.permutation(3)[:2]

@@ -1,4 +1,4 @@
-"""What cannot be planned is refused with one sentence and its numbers."""
+"""Impossible problems are refused in one sentence with numbers."""
 
 from __future__ import annotations
 

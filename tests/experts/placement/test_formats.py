@@ -1,4 +1,4 @@
-"""Plans as engines write them, by hand, and back; and what each engine would refuse."""
+"""Plans in the formats of other engines: written by hand, converted back, and refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sglang(*rows: list[int]) -> str:
 
 
 def vllm(**changes: Any) -> str:
-    """As the engine's generator writes it: one line."""
+    """Returns a plan as vLLM's generator writes it: one line."""
     record = {
         "record_type": "eplb_initial_mapping",
         "version": 1,
@@ -40,7 +40,8 @@ def vllm(**changes: Any) -> str:
 
 
 def trtllm(**changes: Any) -> Any:
-    """As its example script writes it: keys sorted, lists inline; parsed."""
+    """Returns a plan as TensorRT-LLM's example script writes it (sorted keys, inline lists),
+    parsed."""
     text = (
         "initial_global_assignments:\n  1: [0, 1, 2, 0]\n  2: [1, 2, 0, 1]\n"
         "layer_updates_per_iter: 0\nnum_slots: 4\n"
@@ -49,7 +50,7 @@ def trtllm(**changes: Any) -> Any:
 
 
 def ascend(*layers: list[list[int]]) -> str:
-    """As the engine records its own: indented by four."""
+    """Returns a plan as vLLM-Ascend records it, indented by four."""
     rows = layers or [[[0, 1], [2, 0]], [[1, 2], [0, 1]]]
     record: dict[str, Any] = {"moe_layer_count": len(rows), "layer_list": []}
     for number, devices in enumerate(rows):
@@ -98,7 +99,7 @@ def test_what_is_written_is_what_engines_take() -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Placement, PlanFacts]:
-    """Equal slots, each used, no expert twice on a device; some layers of the model are dense."""
+    """Draws plans with equal, used slots and no expert twice on a device; some layers are dense."""
     num_devices, per_device = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     num_experts = draw(st.integers(per_device, num_devices * per_device))
     layers = tuple(sorted(draw(st.sets(st.integers(0, 9), min_size=1, max_size=4))))
@@ -147,7 +148,7 @@ def test_our_own_file() -> None:
 
 
 def test_an_expert_twice_on_a_device_is_counted() -> None:
-    """EPLB does that: device 0 holds expert 0 twice."""
+    """EPLB writes such plans: device 0 holds expert 0 twice."""
     found = parse_text(sglang([0, 0, 1, 2], [0, 1, 2, 0]), FACTS)
     assert found.num_doubled == 1 and found.placement.ranks_of[1] == ((0,), (1,), (1,))
     assert found.copies_LED[:, 0].tolist() == [[2, 0], [1, 1]]
@@ -212,7 +213,7 @@ def test_yaml_that_the_engine_would_refuse() -> None:
 
 
 def test_yaml_keys_may_be_anything() -> None:
-    """As of a plan that somebody wrote anew in YAML, where a layer's number is a number."""
+    """A plan that a person rewrote in YAML may have layer numbers that are numbers."""
     ours = {"format": "moe-serve placement", "version": 1, "num_ranks": 2, "num_experts": 3}
     record = json.loads(vllm())
     assignments = record["initial_global_assignments"]

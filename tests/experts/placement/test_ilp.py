@@ -1,4 +1,4 @@
-"""The integer program against all plans of small problems, and how it ends early."""
+"""The integer program against all plans of small problems, and its early ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from experts.placement.solvers.search.search_solver import Search
 
 
 class FirstPlan:
-    """The first plan of all, as a start that leaves everything to do."""
+    """Returns the first plan of all, a start that leaves everything to improve."""
 
     name = "first"
 
@@ -40,7 +40,7 @@ class FirstPlan:
 
 
 def plans(problem: PlacementProblem, index: int) -> Iterator[NDArray[np.int64]]:
-    """Every plan [E, D] of a layer that keeps all limits."""
+    """Yields every plan [E, D] of a layer that keeps all limits."""
     num_experts, layer = problem.loads.num_experts, problem.loads.layers[index]
     slots_D = problem.slots_by_layer()[index].tolist()
     held_by = [
@@ -129,7 +129,7 @@ PROBLEMS = {
 
 
 def best(problem: PlacementProblem) -> float:
-    """Of all plans; layers are independent."""
+    """Returns the best objective of all plans; layers are independent."""
     least = []
     for index, layer in enumerate(problem.loads.layers):
         alone = ExpertLoads(
@@ -159,7 +159,7 @@ def test_it_finds_the_best_of_all_plans_and_proves_it(name: str) -> None:
 
 
 class Cyclic(FirstPlan):
-    """Experts in their order through the slots, and again, for larger problems."""
+    """Puts experts into the slots in order, again and again, for larger problems."""
 
     name = "cyclic"
 
@@ -191,7 +191,7 @@ def test_windows_where_the_whole_does_not_fit() -> None:
     start = Cyclic().solve(LARGER).objective
 
     def report(progress: Progress) -> bool:
-        """However fast the machine is: until this much is won."""
+        """Stops the search once it has won this much, on a machine of any speed."""
         return progress.objective > 0.75 * start
 
     solution = IlpSolver(Cyclic(), options).solve(LARGER, report=report)
@@ -203,7 +203,7 @@ def test_the_search_is_where_it_starts() -> None:
     searched, said = Search().solve(LARGER).objective, list[Progress]()
 
     def report(progress: Progress) -> bool:
-        """Until it has what the search finds; the search has as long as it likes."""
+        """Stops the program once it has the search's result; the search has no time limit."""
         said.append(progress)
         return progress.objective > searched + 1e-9
 

@@ -26,7 +26,7 @@ def cases(draw: st.DrawFn) -> tuple[Ranks, list[int]]:
 
 
 def loads_of(ranks_of: Ranks, counts: list[int]) -> list[int]:
-    """Of each rank, under the split."""
+    """Returns the load of each rank under the split."""
     quotas = LpSplit(ranks_of).quotas(np.array(counts))
     loads = [0] * (1 + max(rank for ranks in ranks_of for rank in ranks))
     for expert, ranks in enumerate(ranks_of):
@@ -38,7 +38,8 @@ def loads_of(ranks_of: Ranks, counts: list[int]) -> list[int]:
 
 
 def least_by_sets(ranks_of: Ranks, counts: list[int]) -> int:
-    """Rows that must be on a set of ranks, over its ranks, rounded up: the most of all sets."""
+    """For each set of ranks, divides the rows that must be on it by its size, rounded up; returns
+    the largest quotient."""
     num_ranks = 1 + max(rank for ranks in ranks_of for rank in ranks)
     sets = (
         set(chosen)
@@ -70,7 +71,7 @@ def test_by_hand() -> None:
 
 
 def test_rows_go_along_a_path_of_copies() -> None:
-    """Rank 0 is full, and only through ranks 1 and 2 can rows of it end on rank 3."""
+    """Rank 0 is full, and its rows can reach rank 3 only through ranks 1 and 2."""
     ranks_of = [[0], [0, 1], [1], [1, 2], [2], [2, 3]]
     assert loads_of(ranks_of, [8, 8, 0, 8, 0, 8]) == [8, 8, 8, 8]
 

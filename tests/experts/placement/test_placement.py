@@ -1,4 +1,4 @@
-"""Placements by hand and drawn: takeovers, replicas by turns, and what is refused."""
+"""Placements by hand and drawn: takeovers, alternating replicas, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distinct devices and nodes of tokens, by hand; other devices for the same bundles."""
+"""Distinct devices and nodes of tokens, by hand, and for other devices with the same bundles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def choices_of(rows: list[list[list[int]]], num_experts: int) -> TokenChoices:
 
 
 def some_choices(num_layers: int, num_experts: int, top_k: int = 2) -> TokenChoices:
-    """Tokens of two kinds, which choose of one half of the experts, by layers in another order."""
+    """Returns tokens of two kinds; each kind chooses from one half of the experts, in another order
+    per layer."""
     rng = np.random.default_rng(3)
     order_LE = np.array([rng.permutation(num_experts) for _ in range(num_layers)])
     half = num_experts // 2
@@ -53,7 +54,7 @@ def test_by_hand() -> None:
 
 
 def test_copies_take_turns() -> None:
-    """Expert 0 lies on devices 0 and 1: its rows go to one and the other."""
+    """Expert 0 lies on devices 0 and 1, and its rows alternate between them."""
     placement = Placement(num_ranks=2, num_experts=2, ranks_of={0: ((0, 1), (1,))})
     found = measure_fan_out(placement, choices_of([[[0, 1]]] * 4, 2), even_devices(2, 1, 4))
     assert found.devices_per_token == pytest.approx(1.5)

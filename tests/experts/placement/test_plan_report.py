@@ -24,7 +24,7 @@ FOUR = Devices(
 def problem(
     current: RanksOf | None = None, top_k: int | None = None, batch_size: int = 64
 ) -> PlacementProblem:
-    """Four experts, alike, in one layer."""
+    """Returns a problem of four identical experts in one layer."""
     move = None
     if current is not None:
         move = Move(current=Placement(num_ranks=4, num_experts=4, ranks_of={7: current}))
@@ -41,8 +41,8 @@ def problem(
 
 
 def test_by_hand_copies_come_from_the_nearest_holder() -> None:
-    """Expert 0 goes to 1 (from 0, beside it) and 3 (from 0, the other node); expert 1 from 1 to
-    nowhere; 2 from its two holders, the one beside device 3 sends."""
+    """Expert 0 goes to device 1 (from 0, beside it) and 3 (from 0, on the other node). Expert 1
+    leaves device 1. Of the two holders of expert 2, the one beside device 3 sends."""
     now = ((0,), (0, 1), (0, 2), (3,))
     after = Placement(num_ranks=4, num_experts=4, ranks_of={7: ((0, 1, 3), (0,), (0, 2, 3), (3,))})
     moves = count_moves(problem(now), after)
@@ -62,8 +62,8 @@ def test_by_hand_a_plan_that_stays_costs_nothing() -> None:
 
 
 def test_by_hand_the_balance_of_steps() -> None:
-    """Rows 4, 2, 1, 1 of four experts. One on each device: mean 2 of largest 4. With expert 0 on
-    devices 0 and 1 in equal parts: 2, 4, 1, 1; split at dispatch: 3, 3, 1, 1."""
+    """Four experts have the rows 4, 2, 1, 1. With one per device the mean is 2 and the largest 4.
+    With expert 0 in equal parts on devices 0 and 1: 2, 4, 1, 1; split at dispatch: 3, 3, 1, 1."""
     rows_WLE = np.array([[[4, 2, 1, 1]]])
     asked = problem(top_k=2)
     single = contiguous((7,), 4, 4)

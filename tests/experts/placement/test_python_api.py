@@ -1,4 +1,4 @@
-"""The example of the Python API runs as the page has it, and prints what the page says."""
+"""The example of the Python API runs as the page shows it and prints the page's output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRACE = ROOT / "configs/placement/demo-model.safetensors"
 
 
 def example() -> tuple[str, str]:
-    """The code of the page's section, and the lines below it."""
+    """Returns the code of the page's section and the output below it."""
     page = (ROOT / "docs/guide/python-api.md").read_text("utf-8")
     section = page[page.index("## Placement") :]
     blocks, block = list[str](), ""
@@ -35,7 +35,7 @@ def example() -> tuple[str, str]:
 
 
 def test_the_example_of_the_page_prints_what_the_page_says(tmp_path: Path) -> None:
-    """In a process of its own, which must not load moe_serve or torch."""
+    """It runs in its own process, which must not load moe_serve or torch."""
     code, printed = example()
     code = code.replace('Path("configs', f'Path({str(ROOT)!r}, "configs')
     code += "\nimport sys; assert not {'torch', 'moe_serve'} & sys.modules.keys()"

@@ -1,4 +1,4 @@
-"""What others do: the published EPLB's own example, and plans without loads."""
+"""Reference planners: the published EPLB's own example, and plans without loads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_eplb_as_a_solver_keeps_groups_on_nodes() -> None:
 
 
 def test_eplb_may_put_an_expert_twice_on_a_device_and_says_so() -> None:
-    """One hot expert, two devices of two slots: its copies fill a device before the cold ones."""
+    """One hot expert on two devices of two slots: its copies fill a device before the cold ones."""
     problem = problem_of(np.array([[100.0, 1.0, 1.0]]), even_devices(1, 1, 4), fill=False)
     solution = Eplb().solve(
         PlacementProblem(loads=problem.loads, devices=even_devices(2, 1, 6), fill=True)

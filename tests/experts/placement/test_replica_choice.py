@@ -1,4 +1,4 @@
-"""Copies of experts by policy: by hand, and against what any choice must be."""
+"""The choice of copies by policy: by hand, and against properties of every valid choice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> tuple[Ranks, NDArray[np.int64]]:
 
 
 def activated(ids_TK: NDArray[np.int64], ranks_TK: NDArray[np.int64], num_ranks: int) -> list[int]:
-    """Activated experts of each rank."""
+    """Returns the activated experts of each rank."""
     pairs = {(int(e), int(r)) for e, r in zip(ids_TK.flat, ranks_TK.flat, strict=True) if e >= 0}
     return [sum(rank == r for _, r in pairs) for rank in range(num_ranks)]
 
@@ -56,7 +56,7 @@ def test_a_choice_goes_to_a_holder(
 @settings(max_examples=60, derandomize=True)
 @given(case=cases())
 def test_fewest_activated_is_near_the_least(case: tuple[Ranks, NDArray[np.int64]]) -> None:
-    """The least of all choices, by trying them; greedy is at most one above it here."""
+    """The greedy choice is at most one above the least of all choices."""
     ranks_of, ids_TK = case
     num_ranks = 1 + max(rank for ranks in ranks_of for rank in ranks)
     ranks_TK = FewestActivated(ranks_of).ranks(ids_TK)

@@ -1,4 +1,4 @@
-"""The search keeps every limit, reaches the best plan where that is known, and ends when told."""
+"""The search keeps every limit, finds the best plan where it is known, and stops when told."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_tiny_plans_are_the_best_there_are(problem: PlacementProblem) -> None:
 
 @st.composite
 def limited_problems(draw: st.DrawFn) -> PlacementProblem:
-    """Twelve experts in two layers, with any mixture of limits."""
+    """Draws problems of twelve experts in two layers, with any mixture of limits."""
     seed = draw(st.integers(0, 10_000))
     num_scenarios = draw(st.integers(1, 2))
     loads = skewed(num_scenarios, 2, 12, seed)
@@ -164,7 +164,7 @@ def test_one_device_has_nothing_to_move() -> None:
 
 
 def test_without_a_budget_devices_keep_what_they_can() -> None:
-    """Two devices with each other's experts: a fresh plan is the old one with the names changed."""
+    """Two devices hold each other's experts: a fresh plan is the old one with swapped names."""
     loads = ExpertLoads(
         counts_SLE=np.array([[[8.0, 4, 2, 1, 1, 2]]]), layers=(0,), scenarios=("a",)
     )
@@ -196,7 +196,7 @@ def test_pins_and_groups_that_leave_no_place_are_told() -> None:
 
 
 class TestEnding:
-    """Whatever ends it, the plan is valid."""
+    """The plan is valid, whatever stops the search."""
 
     problem = PlacementProblem(loads=skewed(3, 6, 48), devices=even_devices(8, 1, 56))
 
@@ -243,7 +243,7 @@ class TestEnding:
 def test_groups_go_where_memory_and_pins_leave_slots(
     slots: tuple[tuple[int, int], ...], nodes: tuple[int, ...], pins: tuple[tuple[int, int], ...]
 ) -> None:
-    """`slots`: of each device, and for how many of them it has memory."""
+    """`slots` are (slots of each device, slots that it has memory for)."""
     devices = tuple(
         Device(node=node, num_slots=most, memory_bytes=10 * fitting, speed=4.0 - 3.0 * node)
         for node, (most, fitting) in zip(nodes, slots, strict=True)
@@ -261,7 +261,7 @@ def test_groups_go_where_memory_and_pins_leave_slots(
 
 
 def test_a_group_without_a_node_is_called_one() -> None:
-    """No expert and no device: memory leaves no node a whole group."""
+    """The message names no expert or device, because memory leaves no node a whole group."""
     devices = tuple(Device(node=node, num_slots=4, memory_bytes=30) for node in range(3))
     problem = PlacementProblem(
         loads=skewed(1, 1, 8, seed=0),
@@ -276,7 +276,7 @@ def test_a_group_without_a_node_is_called_one() -> None:
 
 
 class TestManyDevices:
-    """More than 64: a device that changed is held against all others."""
+    """With more than 64 devices, a changed device is compared with all others."""
 
     @pytest.mark.parametrize(("num_scenarios", "speed"), [(1, 1.0), (2, 1.0), (1, 1.5)])
     def test_as_even_as_the_bound_allows(self, num_scenarios: int, speed: float) -> None:
@@ -312,7 +312,7 @@ class TestManyDevices:
         assert 128 < looks < 40_000
 
     def test_limits_are_kept(self) -> None:
-        """Pins and a budget of moves, and groups on nodes."""
+        """The limits are pins, a budget of moves, and groups on nodes."""
         loads = skewed(1, 2, 128, seed=2)
         devices = even_devices(128, 4, 256)
         current = Search().solve(PlacementProblem(loads=loads, devices=devices)).placement

@@ -1,4 +1,4 @@
-"""What the search's moves say they change is what they change."""
+"""The moves of the search change the load by exactly the amount that they report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def state_of(
 
 
 def linear_part(state: State, before: State) -> np.ndarray:
-    """[N], by its definition, with the weights that loads had before."""
+    """Computes [N] by definition, with the weights of the loads before the move."""
     peak_N1S = before.loads_NDS.max(axis=1, keepdims=True)
     sums = [np.exp(SHARPNESS * (each.loads_NDS - peak_N1S)).sum(axis=1) for each in (state, before)]
     return np.asarray((sums[0] / sums[1]).sum(axis=1) - len(sums[0][0]))

@@ -1,4 +1,4 @@
-"""The routes of live balancing: with an admin key, and with a reason where nothing can move."""
+"""The routes of live balancing: an admin key is needed, and a refusal gives the reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ IDLE = PlacementStatus(
 
 
 class FakeControl:
-    """Plans for two looks, and then it is done."""
+    """A control whose plan ends after some calls of `status`."""
 
     def __init__(self) -> None:
         self.left = 0

@@ -92,7 +92,7 @@ def test_all_of_them_need_the_key(make_app: Callable[..., FastAPI]) -> None:
     with TestClient(make_app(api_keys=("k",))) as client:
         for path in ("/tokenize", "/v1/detokenize"):
             assert client.post(path, json={}).status_code == 401
-        for path in ("/version", "/load"):
+        for path in ("/version", "/load", "/server_info"):
             assert client.get(path).status_code == 401
 
 
@@ -105,6 +105,18 @@ def test_version_and_load(client: TestClient) -> None:
         "kv_cache_usage": 0.0,
         "num_kv_pages": 10,
         "ranks": [],
+    }
+
+
+def test_server_info_names_the_model_for_the_sglang_gateway(client: TestClient) -> None:
+    """Without `served_model_name` its workers serve an unknown model."""
+    (model,) = client.get("/v1/models").json()["data"]
+    assert client.get("/server_info").json() == {
+        "model_path": model["root"],
+        "served_model_name": model["id"],
+        "version": __version__,
+        "max_model_len": model["max_model_len"],
+        "dp_size": 1,
     }
 
 
@@ -150,6 +162,17 @@ def test_prompts_are_rendered(client: TestClient, engine: Any) -> None:
     (ids,) = client.post("/v1/completions/render", json={"prompt": [64, 65]}).json()
     assert ids["token_ids"] == [64, 65] and not engine.submitted
     assert client.post("/v1/completions/render", json={"prompt": []}).status_code == 400
+
+
+def test_llm_d_s_token_producer_gets_token_ids(client: TestClient, engine: Any) -> None:
+    """The bodies are those that it sends to a vLLM."""
+    body: dict[str, Any] = {"model": "tiny", "prompt": "abc"}
+    (entry,) = client.post("/v1/completions/render", json=body).json()
+    assert entry["token_ids"] == engine.tokenizer.encode("abc")
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "tiny", "messages": messages, "add_generation_prompt": True}
+    answer = client.post("/v1/chat/completions/render", json=body)
+    assert answer.json()["token_ids"] == engine.tokenizer.encode("<user>hi\n<assistant>")
 
 
 def test_the_document_knows_both_forms(client: TestClient) -> None:

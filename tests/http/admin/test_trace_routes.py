@@ -1,4 +1,4 @@
-"""The admin routes: closed without a key of their own, and what they answer with one."""
+"""The admin routes are closed without a key of their own; their answers with one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_start_status_stop(admin: TestClient, tmp_path: Path) -> None:
 def test_a_configuration_that_is_wrong_by_now_is_told(
     engine: EngineClient, model: ServedModel, tmp_path: Path
 ) -> None:
-    """The placement's file is gone, say: 400, and nothing is recorded."""
+    """If the placement's file is gone, the answer is 400, and nothing is recorded."""
 
     def gone() -> TraceHeader:
         raise ConfigError("plan.json cannot be read: No such file or directory.")

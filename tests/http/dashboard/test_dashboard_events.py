@@ -1,4 +1,4 @@
-"""Events are found by comparing snapshots; the history and the times that it shows are bounded."""
+"""Events are found by comparing snapshots; the history and the shown times are bounded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rank(phase: RankPhase) -> RankStatus:
 
 
 def after(*snapshots: Snapshot) -> list[tuple[str, str]]:
-    """The events that a watch finds in these, one a second."""
+    """Returns the events that a watch finds in these snapshots, one a second."""
     log = EventLog()
     watch = EventWatch(log)
     for number, snapshot in enumerate(snapshots):

@@ -1,4 +1,4 @@
-"""GET /dashboard/state: what is there is told, what is not is null, and nobody waits for it."""
+"""GET /dashboard/state shows the parts that exist, null for the others, and never waits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def state(client: TestClient, **params: Any) -> dict[str, Any]:
 
 
 def counted_load() -> ExpertLoad:
-    """Layers 1 and 2 of a model; 4 experts; expert 0 of layer 1 has three rows of four."""
+    """Layers 1 and 2 of a model with 4 experts; expert 0 of layer 1 has three rows of four."""
     load = ExpertLoad([1, 2], 4, 1)
     request = GenerationRequest(request_id="r", prompt_token_ids=(1,) * 4, params=SamplingParams())
     load.wants(0, {7: Sequence(7, request)})
@@ -77,14 +77,14 @@ def counted_load() -> ExpertLoad:
 
 
 class Control:
-    """Expert 0 lies on both ranks, the others on rank 0, 0 and 1."""
+    """A placement in which expert 0 lies on both ranks, and the others on ranks 0, 0 and 1."""
 
     def brief(self) -> PlacementBrief:
         last = LastPlan(outcome="gain", text="too little")
         return PlacementBrief(state="idle", version=3, age_s=12.0, last=last, num_plans={})
 
     def status(self) -> PlacementStatus:
-        """For the metrics of live balancing, which are another test's matter."""
+        """Not used here: it serves the metrics of live balancing."""
         return PlacementStatus(
             mode="off", state="idle", version=3, age_s=12.0, num_counted_tokens=0,
             balance=BalanceFigures(), last=None, num_plans={}, num_copies=0, num_bytes=0,
@@ -112,7 +112,7 @@ STEP = StepTimeline(
 
 @pytest.fixture
 def ranks_client(engine: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> TestClient:
-    """Of a server that has everything."""
+    """A client of a server that has every part."""
     member = RankStatus(
         name="expert-0", pool="expert", phase="serving", num_restarts=2, busy_ratio=0.5
     )
@@ -166,6 +166,7 @@ def test_a_server_that_has_little_says_null(client: TestClient) -> None:
         "store": None,
         "prompt_tokens": {"prefix_cache": 30, "store": 0, "computed": 40},
         "prefix_hit_rate": 30 / 70,
+        "window": None,
     }
     (started,) = found["events"]
     assert (started["seq"], started["kind"]) == (1, "started")

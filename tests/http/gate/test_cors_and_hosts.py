@@ -1,4 +1,4 @@
-"""Web pages of other origins, and pages that call themselves by our address."""
+"""Web pages of other origins, and pages whose host name resolves to our address."""
 
 from __future__ import annotations
 

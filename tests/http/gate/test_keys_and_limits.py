@@ -1,4 +1,4 @@
-"""Keys from a file that changes, and how much one key may ask for."""
+"""Keys from a file that changes, and the limits of one key."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MakeApp = Callable[..., FastAPI]
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is looked at for every key."""
+    """Makes the gate look at the file for every request."""
     monkeypatch.setattr(auth, "_LOOK_S", 0.0)
 
 
 def write(path: Path, text: str) -> None:
-    """As an editor does: another file takes the name."""
+    """Writes as an editor does: a new file replaces the old one."""
     new = path.with_suffix(".new")
     new.write_text(text)
     os.replace(new, path)
@@ -85,7 +85,7 @@ def test_keys_of_any_length_are_compared(make_app: MakeApp) -> None:
 
 @pytest.mark.parametrize("key", ["clé", "voilà", "Å"])
 def test_keys_may_be_any_text(make_app: MakeApp, key: str) -> None:
-    """In a header they are UTF-8: "à" and "Å" end with bytes that are blanks in Latin-1."""
+    """Headers carry keys in UTF-8: the last bytes of "à" and "Å" are blanks in Latin-1."""
     client = TestClient(make_app(api_keys=(key,)))
     for headers in ({"Authorization": f"Bearer  {key} "}, {"X-Api-Key": f" {key}"}):
         sent = {name: value.encode() for name, value in headers.items()}
@@ -184,7 +184,8 @@ def test_tokens_are_charged_when_an_answer_ends(make_app: MakeApp) -> None:
 
 
 def test_open_requests_of_a_key(make_app: MakeApp, engine: Any) -> None:
-    """Two streams are open; a third waits for nobody. Afterwards there is room again."""
+    """Two streams are open, so a third request is refused at once. When they end, there is room
+    again."""
     engine.gate = asyncio.Event()
     app = make_app(key_max_concurrent=2)
 
@@ -221,7 +222,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 def test_choices_and_prompts_count_for_a_key(
     make_app: MakeApp, engine: Any, path: str, body: dict[str, Any]
 ) -> None:
-    """What no key may ever have at once is said to be wrong, not to be tried again."""
+    """A request above the key's limit is told that it is wrong, not that it may try again later."""
     client = TestClient(make_app(key_max_concurrent=3))
     refused = client.post(path, json=body)
     error = refused.json()["error"]
@@ -236,7 +237,7 @@ def test_choices_and_prompts_count_for_a_key(
 def test_sequences_of_a_key_are_given_back(
     make_app: MakeApp, engine: Any, has_failed: bool
 ) -> None:
-    """Also by a stream whose client leaves, and by what the engine had no room for."""
+    """A stream whose client leaves and a request that the engine refuses give them back too."""
     app = make_app(key_max_concurrent=4)
     three = {"prompt": "hi", "n": 3, "stream": True}
 
@@ -306,7 +307,7 @@ def test_keys_are_never_logged(make_app: MakeApp, caplog: pytest.LogCaptureFixtu
 def test_a_client_cannot_pass_the_others(
     make_app: MakeApp, engine: Any, path: str, body: dict[str, Any]
 ) -> None:
-    """It may be less urgent than they are."""
+    """A client may make its own requests less urgent, never more."""
     client = TestClient(make_app())
     for priority in (-1, -(2**31)):
         refused = client.post(path, json={**body, "priority": priority})
@@ -326,7 +327,7 @@ def test_priorities_by_key(make_app: MakeApp, engine: Any, tmp_path: Path, eager
     client = TestClient(make_app(**config, api_key_file=str(file)))
 
     def used(key: str, priority: int | None) -> int | None:
-        """The priority in the engine; None: refused."""
+        """Returns the priority in the engine, or None if the request is refused."""
         body = {"prompt": "hi", "priority": priority}
         answer = client.post("/v1/completions", json=body, headers=bearer(key))
         assert answer.status_code in (200, 400), answer.text

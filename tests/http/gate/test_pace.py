@@ -1,4 +1,4 @@
-"""Hundreds of requests at once do not keep the event loop to themselves."""
+"""Hundreds of simultaneous requests leave the event loop time for other work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_serve.http.edge import PER_TURN, Pace
 
 
 async def turns_of(pace: Pace, count: int) -> list[int]:
-    """In which turn of the loop each of so many requests began, in the order of their coming."""
+    """Returns the turn of the loop in which each request began, in order of arrival."""
     turn, began = 0, [0] * count
 
     async def request(i: int) -> None:

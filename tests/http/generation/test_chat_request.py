@@ -1,4 +1,4 @@
-"""A chat is the same whichever API it came from; the user's wishes stay apart from the rules."""
+"""A chat is the same from every API; user preferences are kept apart from rules."""
 
 from __future__ import annotations
 

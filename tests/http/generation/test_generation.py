@@ -1,4 +1,4 @@
-"""Generations: pieces of text in order, ends and aborts, and what a client that leaves does."""
+"""Generations: pieces of text in order, ends and aborts, and clients that leave."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def requests_for(num_prompts: int = 1, **params: Any) -> list[GenerationRequest]
 
 
 async def texts_of(generation: Generation) -> dict[int, str]:
-    """Reads all pieces, by the index of their sequence."""
+    """Reads all pieces and returns them by the index of their sequence."""
     texts: dict[int, str] = {}
     async for pieces in generation:
         for piece in pieces:

@@ -31,7 +31,7 @@ def post(client: TestClient, route: tuple[str, dict[str, Any]], **fields: Any) -
 
 
 def streamed(client: TestClient, route: tuple[str, dict[str, Any]], **fields: Any) -> Any:
-    """The chunks' choices that carry experts, and the others."""
+    """Returns the chunks' choices with experts, and the others."""
     events = post(client, route, stream=True, **fields).text.split("\n\n")
     choices = [json.loads(e[6:])["choices"][0] for e in events if e.startswith("data: {")]
     return [c for c in choices if "routed_experts" in c], [
@@ -64,7 +64,7 @@ def test_drafted_tokens_name_their_drafter(tokenizer: Tokenizer) -> None:
 
 
 def test_a_token_without_text_has_its_chunk(client: TestClient, engine: Any) -> None:
-    """The bytes of a character that come one by one."""
+    """The bytes of one character arrive one by one."""
     engine.script = lambda request: "é"
     carrying, _ = streamed(client, COMPLETION)
     assert [e for c in carrying for e in c["routed_experts"]] == [experts(i) for i in range(3)]

@@ -1,4 +1,4 @@
-"""Deltas of several tokens: every route answers as if its tokens had come one by one."""
+"""Deltas of several tokens: every route answers as if the tokens came one by one."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ _PARTS = ("delta", "text", "partial_json", "thinking", "content", "arguments", "
 
 
 def of_one_answer(value: Any) -> Any:
-    """Without what is new in every answer."""
+    """Removes the fields that are new in every answer."""
     if isinstance(value, dict):
         return {key: of_one_answer(item) for key, item in value.items() if key not in _NEW}
     return [of_one_answer(item) for item in value] if isinstance(value, list) else value
 
 
 def fold(found: dict[Any, Any], place: tuple[Any, ...], value: Any) -> None:
-    """Adds an event to what the events before it said: parts of texts and lists are joined."""
+    """Adds an event to the earlier ones: parts of texts and lists are joined."""
     if isinstance(value, dict):
         names = ("type",) if not place else ("output_index", "content_index", "index")
         index = [value[name] for name in names if name in value]
@@ -165,7 +165,7 @@ def fold(found: dict[Any, Any], place: tuple[Any, ...], value: Any) -> None:
 
 
 def answers(client: TestClient, route: str, fields: dict[str, Any]) -> tuple[Any, Any]:
-    """The whole answer, and the stream."""
+    """Returns the whole answer and the stream."""
     whole = client.post(route, json=fields)
     options = {"stream_options": {"include_usage": True}} if "completions" in route else {}
     streamed = client.post(route, json={**fields, "stream": True, **options})

@@ -1,4 +1,4 @@
-"""The service that a client gets: tiers and targets that it may have, its tenant, and refusals."""
+"""The service of a client: the tiers and targets that it may have, its tenant, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The response of a stream when it ends in an unlucky moment."""
+"""The response of a stream that ends while a send is pending."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def never(*_: object) -> Any:
 
 
 class Server:
-    """What uvicorn does: sends may wait for a reader, and nothing may follow the end."""
+    """A stand-in for uvicorn: sends may wait for a reader, and nothing may follow the end."""
 
     def __init__(self) -> None:
         self.is_ended = False
@@ -41,7 +41,7 @@ async def one_event(delay_s: float) -> AsyncIterator[bytes]:
 def test_no_ping_follows_the_end(
     delay_s: float, num_pings: int, run_in_virtual_time: Callable[..., Any]
 ) -> None:
-    """The reader stops; a ping comes before the event or finds it waiting; the reader goes on."""
+    """The reader stops, a ping comes before the event or while it waits, and the reader goes on."""
 
     async def scenario() -> list[bytes]:
         server = Server()

@@ -61,7 +61,7 @@ def test_counts_of_ranks_that_were_lost_or_started_again_stay() -> None:
 
 
 def found(startup: Startup) -> dict[str, float]:
-    """{name{what it is of}: value} of the rows that read the start."""
+    """Returns {name{labels}: value} of the rows that read the start."""
     samples = {}
     for family in text_string_to_metric_families(metrics_text(full_stats(), startup=startup)):
         name = family.name.removeprefix("moe_serve:")

@@ -1,4 +1,4 @@
-"""The lag of the event loop: every missed tick counts, and the server has it in /metrics."""
+"""The lag of the event loop: every missed tick counts, and /metrics shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where requests spend their time, vLLM's names, and a page that does not grow."""
+"""The times of requests by stage, under vLLM's names, and a page of bounded size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Samples = dict[str, float]
 
 
 def samples(text: str) -> Samples:
-    """{name{labels without the model's}: value} of all but buckets."""
+    """Returns {name{labels without the model's}: value} of all samples but buckets."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -37,7 +37,7 @@ def samples(text: str) -> Samples:
 
 
 def observed(metrics: ServerMetrics) -> Samples:
-    """{name{}: value} of the histograms of requests, and the counters."""
+    """Returns {name{}: value} of the histograms of requests and the counters."""
     return {
         f"{sample.name}{{{sample.labels.get('finished_reason', '')}}}": sample.value
         for row in METRICS
@@ -195,7 +195,7 @@ def test_the_page_does_not_grow_with_10000_odd_paths(make_app: Callable[..., Fas
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            """Nobody reads."""
+            """Drops the message."""
 
         for i in range(start, start + count):
             path = (f"/odd/{i}", f"/v1/models/{i}", f"/v1/chat/completions/{i}", f"/{i}%00")[i % 4]

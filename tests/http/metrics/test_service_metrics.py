@@ -47,7 +47,7 @@ STATS = ServiceStats(
 
 
 def lines(stats: EngineStats) -> list[str]:
-    """The samples of tiers, tenants and forecasts, without the model's label."""
+    """Returns the samples of tiers, tenants and forecasts, without the model's label."""
     kinds = ("order_decision", "tier_", "tenant", "first_token_forecast")
     page = metrics_text(stats)
     for label in ('model_name="m",', ',model_name="m"', '{model_name="m"}'):

@@ -1,4 +1,4 @@
-"""The histogram that is counted for every token, held to the library's own."""
+"""The histogram that counts every token equals the library's own."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_readers_on_other_threads_lose_nothing() -> None:
 
 
 def _page(gaps: TokenGaps) -> dict[str, float]:
-    """The samples as /metrics shows them."""
+    """Returns the samples as /metrics shows them."""
     histogram = gaps.snapshot()
     buckets = cumulative(histogram.bounds, histogram.counts)
     return {

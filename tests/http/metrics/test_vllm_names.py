@@ -1,5 +1,5 @@
-"""Names that vLLM's dashboards look for, through /metrics: of a real engine with few pages, and of
-snapshots that are given."""
+"""Metric names that vLLM's dashboards need: of a real engine with few pages, and of given
+snapshots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OF = EngineConfig(
 
 
 def values(text: str, prefix: str = "moe_serve:") -> dict[str, float]:
-    """{name{reason, source or nothing}: value} of all but buckets."""
+    """Returns {name{reason, source or nothing}: value} of all samples but buckets."""
     return {
         sample.name.removeprefix(prefix)
         + (sample.labels.get("reason") or sample.labels.get("source") or ""): sample.value
@@ -109,7 +109,7 @@ def test_of_a_real_engine(real: TestClient, built: BuiltEngine) -> None:
 def test_who_waits_by_reason(
     client: TestClient, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two add up to all who wait, whatever a snapshot caught."""
+    """The two reasons add up to all waiting requests in every snapshot."""
     stats = engine.stats()
     for num_waiting, num_left_aside, expected in ((5, 2, (3, 2)), (1, 2, (0, 1)), (0, 0, (0, 0))):
         load = EngineLoad(num_waiting=num_waiting, num_left_aside=num_left_aside)

@@ -91,7 +91,7 @@ def test_a_cut_call_ends_with_length(served: Any) -> None:
 
 
 def test_messages_that_were_looked_through_are_counted(start_served: Any) -> None:
-    """Once for each choice, whole or streamed; not without tools, and not by what they hold."""
+    """Each choice with tools counts once, whole or streamed, whatever it holds."""
     served = start_served(TEMPLATE)
 
     def counts() -> dict[str, float]:
@@ -139,7 +139,7 @@ def test_tools_and_earlier_calls_reach_the_template(served: Any) -> None:
 
 
 def test_templates_that_join_text_get_arguments_as_text(start_served: Any) -> None:
-    """As DeepSeek's do: an object cannot be joined to a string."""
+    """DeepSeek's templates join arguments to a string, which an object cannot be."""
     template = (
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ '<tool_call>' + c.function.arguments }}{% endfor %}{% endfor %}{{ tools }}"
@@ -314,7 +314,7 @@ def test_what_the_template_does_not_heed_is_named(served: Any) -> None:
 def test_markers_that_are_special_tokens_reach_the_parser(
     start_served: Any, tokenizer: Tokenizer
 ) -> None:
-    """Special tokens are left out of the text, but not those that the parser needs."""
+    """Special tokens are left out of the text, except those that the parser needs."""
     backend = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str())
     backend.add_special_tokens(["<|channel|>", "<|message|>", "<|start|>", "<|x|>", "<|return|>"])
     special = Tokenizer(backend, eos_token_ids=tokenizer.eos_token_ids)

@@ -1,4 +1,4 @@
-"""The official clients come back after a 429, as the answer tells them to."""
+"""The official clients retry after a 429, as the answer tells them to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_serve.errors import ServerOverloadedError
 
 @pytest.fixture
 def refused(live: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The engine refuses the first two requests; the list counts them all."""
+    """Makes the engine refuse the first two requests; the list counts all requests."""
     submit, calls = engine.submit, []
 
     def full_at_first(requests: Any) -> Any:

@@ -142,7 +142,7 @@ def test_stop_token_id_is_the_stop_reason(client: TestClient, engine: Any) -> No
 
 
 def spaced_tokenizer() -> Tokenizer:
-    """As Mixtral's: "▁" is a space, and the first space of a text is not told."""
+    """Makes a tokenizer like Mixtral's: "▁" is a space, and a text's first space is dropped."""
     tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "<|end|>", "▁", *"abHelo"]
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
@@ -155,7 +155,7 @@ def spaced_tokenizer() -> Tokenizer:
 
 
 def test_the_first_space_of_what_goes_on_is_told(start_served: Any) -> None:
-    """A completion continues the prompt's text, and a chat may the last message's."""
+    """A completion continues the prompt's text, and a chat may continue the last message."""
     template = "{% for m in messages %}{{ m.content }}b{% endfor %}"
     client, engine = start_served(template, spaced_tokenizer())
     engine.script = lambda request: " Hello"

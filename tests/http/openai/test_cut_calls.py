@@ -170,7 +170,7 @@ class TestCut:
         assert ask(served, path, is_streamed) == ("", ARGUMENTS, CALLED[path])
 
     def test_one_that_was_not_forced(self, served: Any, path: str, is_streamed: bool) -> None:
-        """The opening marker may be text as long as it is not whole; behind it all is markup."""
+        """An incomplete opening marker may be text; everything behind a whole one is markup."""
         auto: Any = {"tool_choice": None}
         text, arguments, _ = ask(served, path, is_streamed, num_tokens=5, **auto)
         assert (text, arguments) == (CALL[:5], None)

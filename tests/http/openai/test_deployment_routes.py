@@ -1,4 +1,4 @@
-"""What platforms around a server ask for: /invocations, the load in a header, forced usage, and the
+"""Routes for hosting platforms: /invocations, the load in a header, forced usage, and the
 tokenizer's configuration."""
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_the_tokenizer_s_configuration_is_told_where_it_may_be(engine: Any, mode
 
 
 def test_what_the_tokenizer_s_configuration_says(tmp_path: Path) -> None:
-    """All but names of files, which are of the machine that made the checkpoint."""
+    """Everything is shown except file names of the machine that made the checkpoint."""
     folder = tmp_path / "model"
     shutil.copytree(demo_model_folder(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     path = folder / "tokenizer_config.json"

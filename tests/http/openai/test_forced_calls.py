@@ -120,7 +120,7 @@ def test_a_schema_that_cannot_be_compiled(demo: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("num_tokens", [4, 8, 12, 17, 24])
 def test_a_call_that_max_tokens_cuts(demo: openai.OpenAI, num_tokens: int) -> None:
-    """Nothing of its markup is content, and no arguments are made up."""
+    """None of its markup is content, and no arguments are made up."""
     fields: Any = {"messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0}
     fields |= {"model": "demo", "max_tokens": num_tokens}
     whole = ask(demo, tool_choice=NAMED, temperature=0).choices[0].message.tool_calls[0].function

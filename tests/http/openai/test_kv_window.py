@@ -1,4 +1,4 @@
-"""The field `kv_window`: who may send it, what is refused, and what the usage tells."""
+"""The field `kv_window`: permissions, refusals, and the usage."""
 
 from __future__ import annotations
 
@@ -93,3 +93,8 @@ def test_usage_tells_how_many_tokens_were_dropped(
     assert usage["prompt_tokens_details"]["kv_dropped_tokens"] == 64, "32 in each choice"
     plain = allowed.post(route, json=ROUTES[route]).json()["usage"]
     assert "kv_dropped_tokens" not in plain["prompt_tokens_details"]
+    metrics = allowed.get("/metrics").text
+    assert 'kv_window_requests_total{model_name="tiny"} 2.0' in metrics
+    assert 'kv_window_dropped_tokens_total{model_name="tiny"} 64.0' in metrics
+    found = allowed.get("/dashboard/state").json()["kv"]["window"]
+    assert found == {"requests": 2, "dropped_pages": 4}, found

@@ -1,4 +1,4 @@
-"""Large requests: refused by their size, before each item costs time on the event loop."""
+"""Large requests are refused by their size, before their items take time on the event loop."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_one_place_is_kept_for_the_next_token(client: TestClient) -> None:
 def test_many_logprobs_are_written_off_the_event_loop(
     client: TestClient, engine: Any, monkeypatch: Any, route: str, is_stream: bool
 ) -> None:
-    """32 choices x 40 tokens x (2 + 1) numbers; few of them stay on the loop."""
+    """32 choices x 40 tokens x (2 + 1) numbers; small answers stay on the loop."""
     loop_threads, writers = set(), set()
     real_submit, real_token_text = engine.submit, engine.tokenizer.token_text
 
@@ -181,7 +181,7 @@ def test_many_logprobs_are_written_off_the_event_loop(
 def test_long_chats_are_tokenized_off_the_event_loop(
     start_served: Any, fields: dict[str, Any]
 ) -> None:
-    """Wherever in the request their text is."""
+    """The long text may be anywhere in the request."""
     template = "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}<tool_call>"
     client, engine = start_served(template)
     encoders, loops = [], []

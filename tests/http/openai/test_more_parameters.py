@@ -1,4 +1,4 @@
-"""Parameters that peers have and OpenAI does not: ids, prompts' log probabilities, truncation."""
+"""Parameters of other servers that OpenAI lacks: ids, prompt log probabilities, truncation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_usage_so_far_in_every_chunk(client: TestClient, route: str) -> None
 
 @pytest.mark.parametrize("route", BOTH)
 def test_the_usage_so_far_is_that_of_the_tokens_shown(client: TestClient, route: str) -> None:
-    """Also where several choices come at once."""
+    """Several choices may come at once."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"stream": True, "stream_options": options, "n": 3, "return_token_ids": True}
     *chunks, last = events(post(client, route, **body))
@@ -126,7 +126,7 @@ def test_routes_that_know_no_priority(
 ) -> None:
     response = client.post(route, json={**body, "priority": 1})
     assert response.status_code == 400
-    assert "Unknown parameter 'priority'" in response.text
+    assert "priority" in response.text
     assert engine.submitted == []
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_go_on(client: TestClient, last: dict[str, Any], more: dict[
 def test_logprobs_of_given_tokens(
     client: TestClient, engine: Any, route: str, is_streamed: bool
 ) -> None:
-    """In place of the likeliest ones, in every choice."""
+    """Every choice has the given tokens in place of the likeliest ones."""
     is_chat = route == BOTH[0]
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 5} if is_chat else {"logprobs": 5}
     fields |= {"logprob_token_ids": [65, 66], "n": 2, "stream": is_streamed}
@@ -238,7 +238,7 @@ def test_all_logprobs_of_responses(client: TestClient) -> None:
 
 @pytest.mark.parametrize("route", BOTH)
 def test_given_logprobs_of_a_large_whole_answer(client: TestClient, route: str) -> None:
-    """It would be held in memory; a stream holds nothing."""
+    """A whole answer would be held in memory; a stream is not."""
     body = CHAT if route == BOTH[0] else {"prompt": PROMPT}
     fields = {**body, "logprobs": True if route == BOTH[0] else 0, "n": 128, "max_tokens": 200}
     fields["logprob_token_ids"] = [*range(100)]

@@ -1,4 +1,4 @@
-"""`prediction` and `speculation` of requests, and the figures of drafts in answers and /metrics."""
+"""`prediction` and `speculation` of requests, and the counts of drafts in answers and /metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def chat(text: Any = ANSWER, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def client(make_app: MakeApp, engine: Any) -> TestClient:
-    """A server that speculates. Steps of 4 tokens verify 4 drafted ones and accept 3."""
+    """A client of a server that speculates. Steps of 4 tokens verify 4 drafted ones and accept
+    3."""
     engine.script = lambda request: ANSWER
     engine.drafter, engine.tokens_per_step = "prediction", 4
     return TestClient(make_app(ON, request_metrics=True))

@@ -1,4 +1,4 @@
-"""`priority` from the wire to the seat: the real engine behind the real server."""
+"""`priority` from the HTTP field to the scheduler: the real engine behind the real server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 
 
 class OneSeat:
-    """A demonstration model that answers one sequence at a time, and only while `goes`."""
+    """A demonstration model that answers one sequence at a time, and only while `goes` is set."""
 
     def __init__(self) -> None:
         config = EngineConfig(
@@ -98,7 +98,7 @@ def ask(client: httpx.Client, route: str, **fields: Any) -> Any:
 
 
 def test_the_most_urgent_is_answered_first(served: tuple[OneSeat, httpx.Client]) -> None:
-    """All come while the first has the seat; each has the answer that it has alone."""
+    """All requests come while the first one runs; each gets the answer that it gets alone."""
     seat, client = served
     wanted = [(CHAT, 3), (TEXT, None), (TEXT, -7), (CHAT, 2**31 - 1), (CHAT, -7), (TEXT, -(2**31))]
     with ThreadPoolExecutor(len(wanted)) as threads:

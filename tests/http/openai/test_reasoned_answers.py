@@ -1,5 +1,5 @@
 """Structured output of a model that reasons first: the demonstration model with a template that
-opens the reasoning, and a token that closes it."""
+opens the reasoning and a token that closes it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ PATTERNS: list[tuple[dict[str, Any], str]] = [
 def served(
     request: pytest.FixtureRequest, serve_live: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
-    """The closing marker is a token, special or as Qwen3 and DeepSeek R1 have it."""
+    """Serves a closing marker that is a special token, or a plain one as in Qwen3 and DeepSeek
+    R1."""
     folder = tmp_path_factory.mktemp("reasoning") / "demo"
     shutil.copytree(demo_model_folder(), folder, ignore=shutil.ignore_patterns("predictor"))
     content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
@@ -102,7 +103,7 @@ def test_every_kind_after_the_reasoning(
 
 
 def test_tags_in_the_answer_after_the_reasoning(served: httpx.Client) -> None:
-    """The reasoning may hold the trigger, and no tag follows."""
+    """A trigger inside the reasoning opens no tag."""
     tags = {
         "structures": [{"begin": "e<ask>", "schema": SCHEMA, "end": "</ask>"}],
         "triggers": ["e"],

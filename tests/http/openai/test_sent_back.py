@@ -1,4 +1,5 @@
-"""What clients send back of earlier answers, and what a forced call displaces: a scripted model."""
+"""Earlier answers that clients send back, and fields that a forced call overrides: a scripted
+model."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def prompt_of(served: Any) -> str:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """A call as LiteLLM and the OpenAI library keep it, with `more` fields."""
+    """Returns a call as LiteLLM and the OpenAI library keep it, with `more` fields."""
     function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
     return {"id": "call_1", "type": "function", "function": function, "index": 0, **more}
 
@@ -246,7 +247,7 @@ def test_a_context_that_is_too_small(
 def test_a_context_that_is_too_small_for_a_message(
     client: TestClient, route: str, num_chars: int
 ) -> None:
-    """The second text is not even tokenized."""
+    """The second text is not tokenized at all."""
     body: Any = {"messages": [{"role": "user", "content": "a" * num_chars}]}
     if not route:
         body["max_tokens"] = 5
@@ -267,7 +268,7 @@ def test_a_long_text_is_refused_in_the_same_words(client: TestClient) -> None:
 
 @pytest.fixture
 def thinking(start_served: Any, serve_live: Any) -> Any:
-    """A client of a model that thinks, and its engine."""
+    """A client of a model that reasons, and its engine."""
     test_client, engine = start_served(TEMPLATE + "{# </think> #}")
     engine.script = lambda request: "<think>Well, well.</think>Hello"
     with (

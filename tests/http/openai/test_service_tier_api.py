@@ -1,4 +1,4 @@
-"""Tiers, targets and forecasts on every route: what is echoed, refused, and told in headers."""
+"""Tiers, targets and forecasts on every route: echoed fields, refusals, and headers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class FakeAdmission:
-    """Predicts `predicted_s` for everyone, and refuses what may be refused above its target."""
+    """Predicts `predicted_s` for every request, and refuses those above their target."""
 
     predicted_s: float = 0.25
     asked: list[tuple[Service, int, int]] = field(default_factory=list)
@@ -70,7 +70,7 @@ def shared(new_client: Any) -> Iterator[tuple[TestClient, Any]]:
 
 @pytest.fixture
 def engine(shared: Any) -> Any:
-    """One for all tests, as it was in the beginning."""
+    """One engine for all tests, reset before each."""
     engine = shared[1]
     engine.submitted.clear()
     engine.admission = engine.error_after = engine.error_code = None

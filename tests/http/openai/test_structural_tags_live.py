@@ -1,4 +1,4 @@
-"""Tags in the answers of the demonstration model, whose free text soon comes to a trigger."""
+"""Tags in the answers of the demonstration model, whose free text soon contains a trigger."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def test_a_stop_string_ends_it_anywhere(served: httpx.Client) -> None:
 
 
 def test_a_special_token_begins_a_tag_and_is_seen(served: httpx.Client) -> None:
-    """Its id is likely, and its text is what the request calls it. Free text holds no other."""
+    """The token's id is likely, and the request gives its text. Free text holds no special
+    token."""
     name, special_id = "<|im_start|>", 1
     tag = {"begin": f"{name}ask", "schema": SCHEMA, "end": "."}
     form = {"type": "structural_tag", "structures": [tag], "triggers": [name]}

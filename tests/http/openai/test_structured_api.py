@@ -1,4 +1,4 @@
-"""What a request says of its answer's form, in every server's words, and what the engine gets."""
+"""Constraints in every server's spelling, and the constraint that the engine gets."""
 
 from __future__ import annotations
 
@@ -198,7 +198,8 @@ def test_bad_words_and_allowed_tokens(client: TestClient, engine: Any) -> None:
 
 
 def test_what_the_answer_ran_into_is_told(client: TestClient, engine: Any) -> None:
-    """The request's own fault, so not a 500; what the engine says of itself stays in the log."""
+    """The request is at fault, so the status is not 500; the engine's own message stays in the
+    log."""
 
     def deltas(request: GenerationRequest) -> Iterator[TokenDelta]:
         yield TokenDelta(

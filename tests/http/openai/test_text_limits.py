@@ -1,4 +1,4 @@
-"""Long texts, hostile templates and a tokenizer that crashes: each has one answer, and no more."""
+"""Long texts, hostile templates and a tokenizer that crashes: each gets one answer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ CHAT_ROUTES: dict[str, dict[str, Any]] = {
 def test_a_text_that_cannot_fit_is_not_tokenized(
     client: TestClient, engine: Any, route: str, limit: int | None
 ) -> None:
-    """Issue 17: with truncate_prompt_tokens it was, and held the interpreter for 5.5 s."""
+    """With truncate_prompt_tokens such a text was tokenized once, and held the interpreter for 5.5
+    s."""
     longest = 0
     real_encode = engine.tokenizer.encode
 
@@ -93,7 +94,7 @@ def test_a_tokenizer_without_a_bound_has_a_usual_one() -> None:
 
 
 def test_each_size_has_threads_of_its_own() -> None:
-    """A short text does not wait for a giant, and of giants one is tokenized at a time."""
+    """A short text does not wait for a giant one, and giant texts are tokenized one at a time."""
     texts, go_on, running = TextThreads(), threading.Event(), []
 
     def giant() -> str:
@@ -147,7 +148,7 @@ def test_a_hostile_template_on_every_route(hostile_client: TestClient) -> None:
 
 @pytest.fixture
 def broken(tmp_path: Any) -> Tokenizer:
-    """The library panics on it: its post-processor names a token that is not there."""
+    """Makes the tokenizer's library panic: its post-processor names a missing token."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     model = tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, [])
     backend = tokenizers.Tokenizer(model)
@@ -175,7 +176,7 @@ def test_a_panic_of_the_tokenizer_is_one_error(
     caplog: pytest.LogCaptureFixture,
     length: int,
 ) -> None:
-    """Issue 17: it gave a plain 500 and 330 lines of log."""
+    """A panic once gave a plain 500 and 330 lines of log."""
     app = create_app(engine, replace(model, tokenizer=broken), ServerConfig())
     with TestClient(app) as client, caplog.at_level(logging.WARNING):
         body = {"prompt": "a" * length, "truncate_prompt_tokens": 5}
@@ -192,7 +193,7 @@ def test_a_panic_of_the_tokenizer_is_one_error(
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
 def test_truncation_side(client: TestClient, engine: Any, route: str) -> None:
-    """As vLLM has it: "right" keeps the first tokens, "left" and nothing the last."""
+    """ "right" keeps the first tokens, "left" or no value the last, as in vLLM."""
     prompt = "<user>hi\n<assistant>"
     is_chat = "chat" in route
     base: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}

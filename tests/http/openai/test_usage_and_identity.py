@@ -1,4 +1,4 @@
-"""What answers tell beside their text: the system's fingerprint, the model's root, usage."""
+"""Fields of answers beside the text: the system's fingerprint, the model's root, usage."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def thinking(start_served: Callable[..., Any]) -> TestClient:
 )
 @pytest.mark.parametrize("n", [1, 2])
 def test_reasoning_tokens_of_chats(thinking: TestClient, fields: dict[str, Any], n: int) -> None:
-    """Shown, hidden or left in the content: these tokens were made."""
+    """Reasoning counts when it is shown, hidden, or left in the content."""
     body = {**CHAT, **fields, "n": n}
     whole = thinking.post("/v1/chat/completions", json=body).json()["usage"]
     assert whole["completion_tokens_details"] == {"reasoning_tokens": 5 * n}
@@ -84,7 +84,7 @@ def test_reasoning_tokens_of_chats(thinking: TestClient, fields: dict[str, Any],
 
 
 def test_reasoning_tokens_of_channels(start_served: Callable[..., Any]) -> None:
-    """A model that opens its reasoning more than once."""
+    """A model may open its reasoning more than once."""
     client, engine = start_served(THINKING + "{# <|channel|> <|message|> #}")
     engine.script = lambda request: (
         "<|channel|>analysis<|message|>1234<|start|>assistant<|channel|>analysis<|message|>"
@@ -124,7 +124,7 @@ def test_reasoning_tokens_of_responses(thinking: TestClient) -> None:
 
 
 def test_usage_of_messages(thinking: TestClient) -> None:
-    """Both ends of a stream have all counts, also before anything is cached."""
+    """The first and last events of a stream have all counts, even before any page is cached."""
     body = {"max_tokens": 50, "messages": CHAT["messages"]}
     whole = thinking.post("/v1/messages", json=body).json()["usage"]
     assert whole["output_tokens_details"] == {"thinking_tokens": 5}

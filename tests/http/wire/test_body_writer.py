@@ -1,4 +1,4 @@
-"""Events that go straight to the connection: the same answer as through every layer."""
+"""Events written straight to the connection give the same answer as through every layer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_all(raw: socket.socket) -> bytes:
 
 
 def chunks_of(answer: bytes) -> bytes:
-    """The body, whose chunks must be whole and end with an empty one."""
+    """Returns the body, whose chunks must be whole and end with an empty one."""
     head, _, rest = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200"), head
     body, place = b"", 0
@@ -115,7 +115,7 @@ def test_a_stream_is_the_same_bytes(
 
 
 def test_a_reader_that_stops_for_a_while_gets_all(live: Any) -> None:
-    """Its connection takes no more, so events wait, and follow each other when it reads on."""
+    """Its connection is full, so events wait and follow each other when it reads on."""
     live.engine.script = lambda request: "x" * 400
     fields = FIELDS | {"max_tokens": 400, "n": 64, "logprobs": 1}
     with socket.socket() as raw:
@@ -137,7 +137,7 @@ def test_a_reader_that_stops_for_a_while_gets_all(live: Any) -> None:
 
 
 class Cycle(SimpleNamespace):
-    """What a writer looks at of uvicorn's cycle."""
+    """The attributes of uvicorn's cycle that a writer reads."""
 
 
 def open_cycle(written: list[bytes], **fields: Any) -> Any:
@@ -172,7 +172,8 @@ def test_what_cannot_be_taken_at_once_goes_the_other_way(fields: dict[str, Any])
 
 
 def test_a_writer_does_not_keep_what_it_writes_for() -> None:
-    """The request's scope has the writer, and the cycle has the scope."""
+    """The request's scope has the writer, and the cycle has the scope, so a reference back would be
+    a circle."""
     scope: dict[str, Any] = {}
     cycle = open_cycle([], scope=scope)
     offer_body_writer(scope, cycle)

@@ -1,4 +1,5 @@
-"""Heads that are too large, too slow or no HTTP, and readers that do not read: on real sockets."""
+"""Request heads that are too large, too slow or no HTTP, and clients that do not read: on
+sockets."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def guarded(server: Any) -> Any:
 
 @pytest.fixture
 def hasty(guarded: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """It does not wait for heads for long: only for tests whose heads come late, or at once."""
+    """A server with a short timeout for heads, for tests whose heads come late or at once."""
     monkeypatch.setattr(GuardedHttpToolsProtocol, "head_timeout_s", HEAD_TIMEOUT_S)
     return guarded
 
@@ -64,7 +65,7 @@ def read_all(raw: socket.socket) -> bytes:
 
 
 def error_code(answer: bytes, status: int) -> str:
-    """The code of an answer that has the envelope, an id, and an end."""
+    """Returns the code of an answer that has the envelope, an id, and an end."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), answer
     assert b"\r\nx-request-id: req-" in head
@@ -82,7 +83,7 @@ def test_heads_up_to_the_limit_are_served(guarded: Any) -> None:
 
 @pytest.mark.parametrize("piece", [b"x-a: " + b"a" * 1000 + b"\r\n", b"a" * 1000])
 def test_a_large_head_is_refused(guarded: Any, piece: bytes) -> None:
-    """Also one that never ends, as many headers or as one."""
+    """This includes endless heads of many headers or of one."""
     with connection(guarded) as raw:
         raw.sendall(GET + b"x-b: ")
         with contextlib.suppress(ConnectionError):
@@ -105,7 +106,7 @@ def test_a_slow_head_is_refused_and_silence_is_closed(hasty: Any) -> None:
 
 
 def test_a_dripping_head_gains_no_time(hasty: Any) -> None:
-    """It would go on for half an hour."""
+    """Without a limit it would go on for half an hour."""
     start = time.monotonic()
     with connection(hasty) as raw:
         for byte in itertools.chain(GET, b"x-drip: ", itertools.repeat(ord("a"), 60_000)):
@@ -123,7 +124,7 @@ def test_no_http_is_refused(guarded: Any) -> None:
 
 
 def test_idle_connections_and_long_answers_outlive_the_timer(hasty: Any) -> None:
-    """The timer runs while a head is awaited, not between requests and not during an answer."""
+    """The timer runs only while a head is incomplete, not between requests or during an answer."""
     hasty.engine.step_s = 0.3 * HEAD_TIMEOUT_S  # six of them
     connections = hasty.server.server_state.connections
     wait_until(lambda: not connections, "a connection of the test before is left")
@@ -162,7 +163,7 @@ def test_a_request_in_pieces_is_served(guarded: Any) -> None:
 
 
 def test_pipelined_requests_are_served(guarded: Any) -> None:
-    """A large body before a head is not part of that head."""
+    """A large body before a head does not count as part of that head."""
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode().ljust(200_000)
     post = (
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -175,7 +176,7 @@ def test_pipelined_requests_are_served(guarded: Any) -> None:
 
 
 def test_a_reader_that_does_not_read_is_cut(guarded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would keep its generation, and its pages, for as long as it likes."""
+    """It would otherwise keep its generation and its pages for as long as it likes."""
     monkeypatch.setattr(GuardedHttpToolsProtocol, "write_timeout_s", 0.2)
     engine = guarded.engine
     engine.script = lambda request: "x" * 500
@@ -199,7 +200,7 @@ def test_a_reader_that_does_not_read_is_cut(guarded: Any, monkeypatch: pytest.Mo
 def test_a_reader_of_a_large_answer_is_cut_only_if_it_takes_little(
     run_in_virtual_time: Any, less: int, cut_at: float | None
 ) -> None:
-    """It may need an hour for all of it."""
+    """A slow but steady reader may take an hour for the whole answer."""
     cuts: list[float] = []
     unsent = [200 * LEAST_TAKEN_BYTES]
     transport: Any = SimpleNamespace(
@@ -255,7 +256,7 @@ def test_an_upgrade_is_not_heeded(guarded: Any, caplog: pytest.LogCaptureFixture
     "framing", [b"Content-Length: 2\r\n\r\n{}", b"Transfer-Encoding: chunked\r\n\r\n"]
 )
 def test_an_upgrade_beside_a_body_is_said_to_be_one(guarded: Any, framing: bytes) -> None:
-    """The parser takes what follows for another protocol: the body would be empty."""
+    """The parser takes the rest for another protocol, so the body would be empty."""
     with connection(guarded) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + UPGRADE + framing)
         assert error_code(read_all(raw), 400) == "upgrade_with_body"
@@ -265,7 +266,7 @@ def test_an_upgrade_beside_a_body_is_said_to_be_one(guarded: Any, framing: bytes
 def test_the_rest_of_a_body_keeps_no_connection_open(
     guarded: Any, monkeypatch: pytest.MonkeyPatch, rest: bytes
 ) -> None:
-    """It comes behind the answer, and nothing comes behind it."""
+    """The rest of the body comes after the answer, and nothing comes after it."""
     monkeypatch.setattr(guarded.server.config, "timeout_keep_alive", 0.3)
     with connection(guarded) as raw:
         raw.sendall(GET + b"Content-Length: 2\r\n\r\n")
@@ -277,7 +278,7 @@ def test_the_rest_of_a_body_keeps_no_connection_open(
 def test_the_rest_of_a_body_and_the_next_request(
     guarded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of the connection's idle time ends with it."""
+    """The idle timer of the connection ends with the next request."""
     monkeypatch.setattr(guarded.server.config, "timeout_keep_alive", 0.3)
     guarded.engine.step_s = 0.2  # for longer than that
     body = json.dumps({"prompt": "a", "max_tokens": 4}).encode()

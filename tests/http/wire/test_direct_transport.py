@@ -1,4 +1,4 @@
-"""Writes past the event loop's own: the same bytes in the same order, whatever the reader does."""
+"""Writes past the event loop's own: the same bytes in the same order, for every reader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Writer(asyncio.Protocol):
 
 
 async def connected() -> tuple[DirectTransport, Writer, socket.socket]:
-    """A transport, its protocol, and the reader's end; the kernel between them holds little."""
+    """Returns a transport, its protocol, and the reader's end, with small kernel buffers
+    between."""
     listener = socket.create_server(("127.0.0.1", 0))
     reader = socket.socket()
     reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -79,7 +80,7 @@ def test_a_slow_reader_gets_every_byte_in_order(run: Run) -> None:
 
 @both_loops
 def test_what_is_small_is_sent_at_once(run: Run) -> None:
-    """Not in a later turn of the loop."""
+    """A small write is sent in the same turn of the loop."""
 
     async def scenario() -> bytes:
         transport, _, reader = await connected()
@@ -124,7 +125,7 @@ def test_a_closed_transport_does_not_write_to_who_has_its_descriptor_now(run: Ru
 
 @both_loops
 def test_a_reader_that_is_gone_ends_the_connection(run: Run) -> None:
-    """As the transport's own write does: no error for who writes, its protocol is told."""
+    """The caller gets no error, and the protocol is told, as the transport's own write does it."""
 
     async def scenario() -> bool:
         transport, writer, reader = await connected()

@@ -1,4 +1,4 @@
-"""Heads with two readings, and trailers: what comes behind the head is never a header."""
+"""Ambiguous heads are refused, and trailers behind a body never become headers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_all(raw: socket.socket) -> bytes:
 
 
 def ask(server: Any, *segments: bytes) -> bytes:
-    """The answer to a request whose parts are sent one after the other."""
+    """Sends the parts of a request one after the other and returns the answer."""
     with connection(server) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(ConnectionError):  # it may be refused before its end
@@ -120,7 +120,7 @@ def test_a_length_in_a_trailer_is_refused(server: Any, name: bytes) -> None:
 
 
 def endless(server: Any, start: bytes, piece: bytes) -> bytes:
-    """The answer to a request that goes on until the connection is closed."""
+    """Sends a request until the connection is closed and returns the answer."""
     with connection(server) as raw:
         raw.sendall(start)
         with contextlib.suppress(ConnectionError):
@@ -141,7 +141,7 @@ def endless(server: Any, start: bytes, piece: bytes) -> bytes:
     ids=["answered", "awaited"],
 )
 def test_endless_trailers_are_cut(server: Any, start: bytes, piece: bytes) -> None:
-    """Also behind an answer that has been given, and in the middle of a name or of a value."""
+    """They are cut even after an answer was sent, and inside a name or a value."""
     answer = endless(server, start + b"0\r\n", piece)
     if answer.startswith(b"HTTP/1.1 200"):  # it was given before the limit was reached
         assert num_answers(answer) == 1, "the client would take it for the next answer"
@@ -157,14 +157,14 @@ def test_the_extensions_of_a_chunk_have_a_limit_too(server: Any) -> None:
 
 
 def test_many_small_chunks_are_no_trailers(server: Any) -> None:
-    """Each chunk has six bytes around one of the body: more in sum than a head may have."""
+    """Each byte of the body has six bytes of framing: more in sum than a head may have."""
     body = BODY.ljust(2 * MAX_HEAD_BYTES // 5)
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
     assert_answer(ask(server, post(KEY + CHUNKED), chunks + b"0\r\n\r\n"), 200, '"text":"He"')
 
 
 def test_trailers_leave_no_memory(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list of headers, which lives as long as the connection, stays as it was."""
+    """The list of headers, which lives as long as the connection, does not grow."""
     seen: list[int] = []
     complete = GuardedHttpToolsProtocol.on_message_complete
 
@@ -235,7 +235,7 @@ def test_old_and_unknown_versions(server: Any) -> None:
     ],
 )
 def test_bodies_of_doubtful_length_are_refused(server: Any, headers: bytes, status: int) -> None:
-    """With and without a second request in what one of the readings leaves over."""
+    """In one of two readings, the rest of the bytes may be a second request."""
     hidden = get(b"/v1/models", HOST + KEY)
     for rest in (BODY, CHUNKS + b"\r\n", CHUNKS + b"\r\n" + hidden):
         answer = ask(server, post(KEY + headers) + rest)
@@ -256,7 +256,7 @@ def test_a_large_head_with_many_small_headers() -> None:
 
 
 def test_a_stream_over_http_1_0_ends_with_the_connection(server: Any) -> None:
-    """Its clients know no chunks. The events are those of HTTP/1.1."""
+    """HTTP/1.0 clients know no chunks. The events are those of HTTP/1.1."""
     body = b'{"prompt": "a", "max_tokens": 4, "stream": true}'
     request = post(KEY + b"Content-Length: %d\r\n" % len(body), b"1.0") + body
     head, _, events = ask(server, request).partition(b"\r\n\r\n")

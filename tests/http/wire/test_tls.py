@@ -41,7 +41,7 @@ EC = "ec -pkeyopt ec_paramgen_curve:prime256v1"
 
 
 def make_pair(folder: Path, name: str, kind: str = EC) -> tuple[Path, Path]:
-    """A certificate of its own for localhost, and its key."""
+    """Makes a certificate for localhost and its key."""
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
     command = (
         f"openssl req -x509 -newkey {kind} -nodes -days 2 "
@@ -59,7 +59,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
 
 
 def subject(port: int) -> str:
-    """Whose certificate a new connection gets."""
+    """Returns the subject of the certificate that a new connection gets."""
     pem = ssl.get_server_certificate(("127.0.0.1", port))
     text = subprocess.run(
         ["openssl", "x509", "-noout", "-subject"], input=pem, text=True, capture_output=True
@@ -110,7 +110,7 @@ def test_a_new_certificate_is_taken_and_a_broken_one_is_not(
 def test_a_certificate_of_another_kind_takes_the_place_of_the_old_one(
     pairs: list[tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A context has room for one of each kind, and would go on showing the old one."""
+    """A context holds one certificate of each kind, and would go on showing the old one."""
     monkeypatch.setattr(uvicorn_server, "_CERTIFICATE_LOOK_S", 0.0)
     rsa = make_pair(tmp_path, "rsa", "rsa:2048")
     for old, new in ((pairs[0], rsa), (rsa, pairs[0])):
@@ -146,7 +146,7 @@ def test_an_authority_that_is_taken_away_lets_nobody_in(
 def shake_hands(
     context: ssl.SSLContext, trusted: Path, shown: tuple[Path, Path] | None = None
 ) -> None:
-    """A client's handshake, without a socket; raises what the one or the other side minds."""
+    """Makes a client's handshake without a socket; raises the error of either side."""
     trust = ssl.create_default_context(cafile=trusted)
     if shown is not None:
         trust.load_cert_chain(*shown)
@@ -187,7 +187,7 @@ def test_an_idle_connection_delays_no_shutdown(
     live_server: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is in a client's pool: nobody reads there that the server closes it."""
+    """The connection lies in a client's pool, where no reader sees that the server closes it."""
     cert, key = pairs[0]
     config = ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key))
     trust = ssl.create_default_context(cafile=cert)
@@ -243,7 +243,8 @@ def test_an_answer_that_is_being_read_is_not_cut(
     end: str,
     at: int,
 ) -> None:
-    """A client that takes so many bytes in a minute has all after ten; None: it has them."""
+    """A client that reads `taken` bytes a minute has the whole answer after ten; None: it has read
+    it already."""
     ends: list[tuple[str, float]] = []
 
     async def read() -> None:
@@ -277,7 +278,7 @@ def test_a_connection_is_closed_when_its_answer_has_arrived(
     live_server: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """TLS would cut a whole answer that takes longer than its farewell may."""
+    """A whole answer that takes longer than the time for closing would be cut by TLS."""
     has_all, num_looks = threading.Event(), 0
 
     def look(_: object) -> bool:
@@ -310,7 +311,7 @@ def test_a_connection_is_closed_when_its_answer_has_arrived(
 
 
 class Listener:
-    """Waits for all its connections, as those of Python 3.12 and later do."""
+    """Waits for all its connections, as listeners of Python 3.12 and later do."""
 
     def __init__(self, server: asyncio.Server) -> None:
         self.close = server.close

@@ -1,4 +1,4 @@
-"""Wrong values in published configs: one sentence that names the file, and never a traceback."""
+"""Wrong values in published configs give one sentence with the file's name, never a traceback."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_files_that_hold_no_object_are_refused(text: str, tmp_path: Path) -> Non
 
 
 def _with_one_wrong_value(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A config for every key that there is, or might be, and every wrong value."""
+    """Yields a config for every existing or possible key and every wrong value."""
     parts = [(), *((key,) for key in ("text_config", "rope_scaling") if values.get(key))]
     for path in parts:
         for key in (*_part(values, path), *_MORE_KEYS):

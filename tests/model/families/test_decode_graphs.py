@@ -83,6 +83,7 @@ def assert_same_pages(cache: KVCache, other: KVCache) -> None:
             assert not mine[0].any(), "the empty page stays empty"
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("name", CASES)
@@ -132,7 +133,7 @@ def test_padding_copies_the_shortest_row_and_writes_to_scratch(folders: dict[str
 
 
 def test_a_row_of_nan_stays_alone(folders: dict[str, Path]) -> None:
-    """Also where it is the shortest, and all padding copies it."""
+    """The row may be the shortest one, which all padding copies."""
     loader = ModelLoader(folders["gpt_oss"], kernels="torch")
     stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
     results: list[Tensor] = []

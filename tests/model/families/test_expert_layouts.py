@@ -1,4 +1,4 @@
-"""The same experts, stored in the ways that a family's checkpoints have, give the same logits."""
+"""Experts give the same logits in every layout that a family's checkpoints have."""
 
 from __future__ import annotations
 

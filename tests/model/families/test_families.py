@@ -1,4 +1,4 @@
-"""Hold every case of every family against transformers, with every kernel set."""
+"""Compares every case of every family with transformers, with every kernel set."""
 
 from __future__ import annotations
 

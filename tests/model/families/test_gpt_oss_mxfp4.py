@@ -1,4 +1,4 @@
-"""GPT-OSS as it is published, with experts in MXFP4, against transformers' own dequantisation."""
+"""GPT-OSS as published, with experts in MXFP4, against the dequantisation of transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CASE = Case(GptOssConfig(**COMMON | {"hidden_size": 64, "intermediate_size": 96
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same weights: packed, and as transformers unpacks them."""
+    """The same weights in two folders: packed, and unpacked by transformers."""
     torch.manual_seed(0)
     root = tmp_path_factory.mktemp("gpt_oss")
     packed, plain = (write_checkpoint(root / name, _CASE) for name in ("packed", "plain"))
@@ -54,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _random_blocks(weight_EKN: Tensor) -> tuple[Tensor, Tensor]:
-    """Random nibbles in blocks of 32 inputs, and exponents of 2^-5 to 2^-2."""
+    """Returns random nibbles in blocks of 32 inputs, and exponents of 2^-5 to 2^-2."""
     num_experts, num_inputs, num_outputs = weight_EKN.shape
     grid = (num_experts, num_outputs, num_inputs // _BLOCK)
     nibbles = torch.randint(0, 256, (*grid, _BLOCK // 2), dtype=torch.uint8)

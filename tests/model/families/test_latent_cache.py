@@ -46,7 +46,7 @@ def test_values_per_token_are_the_latent_and_the_rotary_key(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_cache_holds_no_more_than_that(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Memory that is really held: keys and values are views of one storage."""
+    """The memory is counted as allocated: keys and values are views of one storage."""
     spec = ModelLoader(write_checkpoint(tmp_path, CASES["deepseek_v3-groups"])).spec
     num_pages = 4
     cache = KVCache(spec, num_pages, PAGE_SIZE, dtype, torch.device("cpu"))

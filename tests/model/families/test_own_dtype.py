@@ -1,4 +1,4 @@
-"""A config that states no dtype (GPT-OSS and MiniMax-M2 as published): that of the weights."""
+"""A config without a dtype (GPT-OSS and MiniMax-M2 as published) gets that of the weights."""
 
 from __future__ import annotations
 

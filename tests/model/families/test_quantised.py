@@ -1,4 +1,4 @@
-"""Quantised checkpoints give bit for bit the logits of the same weights stored in floats."""
+"""Quantised checkpoints have bit for bit the logits of the same weights stored in floats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pair(case: QuantisedCase, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def test_packed_experts_have_the_same_logits(case: QuantisedCase, pair: tuple[Path, Path]) -> None:
-    """The torch set dequantises in every call what it otherwise dequantises at load."""
+    """The torch set then dequantises in every call, not while loading."""
     if case is CASES["Qwen3-VL-30B-A3B-FP8"]:  # tiny: a block of both gate and up
         with pytest.raises(ConfigError, match="128x128 with blocks that gate and up share; use"):
             ModelLoader(pair[0], kernels="torch", expert_weights="packed")
@@ -48,7 +48,7 @@ def test_packed_experts_have_the_same_logits(case: QuantisedCase, pair: tuple[Pa
 
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 def test_logits(pair: tuple[Path, Path], kernels: KernelsName) -> None:
-    """In one dtype for each set of kernels: loading knows nothing of the kernels."""
+    """Each set of kernels runs in one dtype, because loading does not depend on the kernels."""
     (prompt,) = random_prompts((24,))
     dtype = _DTYPES[kernels]
     stored, plain = (model_logits(folder, kernels, prompt, 24, dtype) for folder in pair)

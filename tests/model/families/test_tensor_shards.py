@@ -1,4 +1,4 @@
-"""An attention stage in shards: every logit has the bits that it has in one piece."""
+"""An attention stage in shards: every logit has the bits of the unsharded stage."""
 
 from __future__ import annotations
 

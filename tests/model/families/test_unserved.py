@@ -1,4 +1,4 @@
-"""Architectures that look like ones that are served, and are not."""
+"""Architectures that look like served ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text models beside a vision tower: the same checkpoint under a prefix, with a nested config."""
+"""Text models inside a vision model: the same checkpoint under a prefix, with a nested config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AWQ: the packing as AutoAWQ's `WQLinear_GEMM` defines it, done here value by value."""
+"""AWQ: the packing of AutoAWQ's `WQLinear_GEMM`, done here value by value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compressed-tensors: packed here value by value as `pack_to_int32` defines it."""
+"""compressed-tensors: the packing of `pack_to_int32`, done here value by value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ReaderOf = Callable[..., WeightReader]
 
 
 def config(layout: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
-    """One group for all Linear modules but the head."""
+    """Returns one group for all Linear modules but the head."""
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"} | weights}
     return {
         "quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"],
@@ -144,7 +144,7 @@ def test_an_asymmetric_row(reader_of: ReaderOf) -> None:
 
 
 def test_groups_of_modules(reader_of: ReaderOf) -> None:
-    """An exact name goes before a pattern, and a pattern before `Linear`."""
+    """An exact name wins over a pattern, and a pattern over `Linear`."""
 
     def group(target: str, bits: int) -> dict[str, Any]:
         return {"targets": [target], "weights": {"num_bits": bits, "strategy": "channel"}}

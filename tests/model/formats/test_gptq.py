@@ -1,4 +1,4 @@
-"""GPTQ: the packing as AutoGPTQ's `pack` defines it, done here value by value."""
+"""GPTQ: the packing of AutoGPTQ's `pack`, done here value by value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ V2 = V1 | {"checkpoint_format": "gptq_v2"}
 def packed(
     values_KN: torch.Tensor, zeros_GN: torch.Tensor, scales_GN: torch.Tensor, bits: int, shift: int
 ) -> dict[str, torch.Tensor]:
-    """The tensors of module `m`; `shift` is what the file format takes off the zeros."""
+    """Returns the tensors of module `m`; `shift` is subtracted from the zeros by the file
+    format."""
     stored_zeros = (zeros_GN.long() - shift) % 2**bits
     return {
         "m.qweight": pack_rows(values_KN, bits),

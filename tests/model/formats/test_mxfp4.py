@@ -1,4 +1,4 @@
-"""MXFP4: by hand from the standard's tables, and bit for bit as transformers dequantises."""
+"""MXFP4: by hand from the standard's tables, and bit for bit like transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub with one small model, and a cache of its own."""
+"""A hub with one small model, and its own cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARDS = {f"model-0000{i}-of-00003.safetensors": bytes([i]) * (200_000 + i) for 
 
 
 def small_model() -> dict[str, bytes]:
-    """Three shards with an index. Nothing here reads what is in the weights."""
+    """Three shards with an index. No test reads the contents of the weights."""
     index = {"weight_map": {f"tensor.{i}": name for i, name in enumerate(SHARDS)}}
     return {
         "config.json": json.dumps({"architectures": ["Any"]}).encode(),

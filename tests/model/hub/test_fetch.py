@@ -26,7 +26,7 @@ SHARD = "model-00002-of-00003.safetensors"
 
 
 def served(folder: Path) -> None:
-    """Every config is one of a served family."""
+    """Makes every config one of a served family."""
     assert (folder / "config.json").is_file()
 
 
@@ -269,7 +269,7 @@ def test_offline(hub: FakeHub, settings: HubSettings) -> None:
 
 
 def test_a_snapshot_of_another_tool(hub: FakeHub, settings: HubSettings) -> None:
-    """It has the files that its user read; the rest is fetched, or offline the index counts."""
+    """It has the files that its user read. The rest is fetched; offline, the index decides."""
     folder = fetch_model(NAME, settings, served)
     root = folder.parents[1]
     (root / "moe-serve" / f"{folder.name}.json").unlink()
@@ -309,7 +309,7 @@ FETCH = (
 
 
 def fetching(settings: HubSettings) -> subprocess.Popen[str]:
-    """A process that fetches the model."""
+    """Starts a process that fetches the model."""
     return subprocess.Popen(
         [sys.executable, "-c", FETCH, settings.endpoint, str(settings.cache)],
         env=server_environment({"NO_PROXY": "127.0.0.1"}),

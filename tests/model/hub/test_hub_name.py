@@ -1,4 +1,4 @@
-"""Names of models and how they differ from folders."""
+"""Names of models, as opposed to folders."""
 
 from __future__ import annotations
 

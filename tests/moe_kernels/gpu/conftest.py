@@ -1,6 +1,6 @@
-"""Triton's interpreter where there is no CUDA device, and a skip where there is no triton.
+"""Runs Triton's interpreter if there is no CUDA device, and skips tests if there is no triton.
 
-TRITON_INTERPRET counts when a kernel is decorated: it is set here, before a test imports one.
+TRITON_INTERPRET is read when a kernel is decorated, so it is set here, before a test imports one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Values = NDArray[np.float32]
 
 def remember_builtins() -> None:
     """Makes the interpreter replace the functions of `tl` once per launch, by functions that are
-    made once. It searches for them at every launch and every call of a kernel's own function, which
-    takes a third of its time."""
+    made once. Without this it searches for them at every launch and every call of a kernel's own
+    function, which takes a third of its time."""
     from triton.runtime import interpreter
 
     replaced: dict[object, list[tuple[str, object]]] = {}
@@ -73,7 +73,7 @@ if HAS_TRITON and not HAS_DEVICE:
 
 
 class ModuleWithoutTriton(pytest.Module):
-    """A test file that is not even imported."""
+    """A test file that is skipped without an import."""
 
     def collect(self) -> Iterator[pytest.Item | pytest.Collector]:  # type: ignore[override]
         pytest.skip("triton is not installed")
@@ -89,21 +89,22 @@ def pytest_pycollect_makemodule(
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where the kernels under test run: the card, or the CPU through the interpreter."""
+    """The device of the kernels under test: a GPU, or the CPU through the interpreter."""
     return torch.device("cuda" if HAS_DEVICE else "cpu")
 
 
 @pytest.fixture(autouse=True)
 def _lanes_may_overflow() -> Iterator[None]:
-    """A masked lane may hold inf - inf: numpy warns of it in the interpreter, a GPU does not."""
+    """Silences numpy's warnings about masked lanes that hold inf - inf, which a GPU does not
+    report."""
     with np.errstate(all="ignore"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _minima_pass_over_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's min and max give the other number of a NaN and a number, unless they are asked to
-    keep the NaN; the interpreter always keeps it, and so would hide where a kernel does not."""
+    """Makes the interpreter's min and max ignore NaN, as a GPU does unless it is asked to keep NaN.
+    The interpreter always keeps it, and so would hide a kernel that does not."""
     if HAS_DEVICE or not HAS_TRITON:
         return
     from triton.runtime.interpreter import InterpreterBuilder
@@ -118,8 +119,9 @@ def _minima_pass_over_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rows_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrix instructions add every row in one order. The BLAS behind the interpreter does not: the
-    bits of a row depend on its place among the others. Here a sum over k for all rows at once."""
+    """Computes dots as a sum over k for all rows at once, because the BLAS behind the interpreter
+    gives rows bits that depend on their place. A GPU's matrix instructions add every row in one
+    order."""
 
     def product(a: Values, b: Values, dtype: object = None) -> Values:
         total: Values = np.add.reduce(a.T[:, :, None] * b[:, None, :], axis=0)

@@ -1,4 +1,4 @@
-"""The alignment against plain torch, and its bounds. All of it is exact."""
+"""The alignment equals that of plain torch exactly, and stays within its bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interpreter's bf16, with the shim, against torch's on the CPU; bit for bit where exact."""
+"""The interpreter's bf16, with the shim, against torch on the CPU; bit for bit where exact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def every_operation(x_ptr, y_ptr, out_ptr, N: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def product(a_ptr, b_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a [M, N] and b [N, M] -> their product [M, M] in fp32."""
+    """Multiplies a [M, N] and b [N, M] and returns [M, M] in fp32."""
     m, n = tl.arange(0, M), tl.arange(0, N)
     a = tl.load(a_ptr + m[:, None] * N + n[None, :])
     b = tl.load(b_ptr + n[:, None] * M + m[None, :])

@@ -1,6 +1,6 @@
-"""Whatever the Triton set launches for the models that ship is among the compile cases.
+"""Every launch of the Triton set for the models that ship is among the compile cases.
 
-Nothing is computed: weights and rows are on the meta device, and launches are written down.
+Nothing is computed: weights and rows are on the meta device, and launches are recorded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The widths of a model, and what is special about it."""
+    """The widths of a model and its special features."""
 
     width: int
     vocab: int
@@ -98,7 +98,8 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel, what it was compiled for, and which integers were multiples of 16."""
+    """A kernel, the constants and types it was compiled for, and the integers that were multiples
+    of 16."""
 
     kernel: str
     constants: tuple[tuple[str, object], ...]
@@ -131,7 +132,8 @@ def launch_of(name: str, arguments: dict[str, Any], options: dict[str, Any]) -> 
 
 
 def is_of(case: CompileCase, launch: Launch) -> bool:
-    """Whether the case is what was launched, up to BOUNDS; it may assume fewer multiples of 16."""
+    """Returns True if the case covers the launch, up to BOUNDS; it may assume fewer multiples of
+    16."""
     return (
         case.kernel.__name__ == launch.kernel
         and tuple(sorted((k, v) for k, v in case.constexprs.items() if k not in BOUNDS))
@@ -160,7 +162,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def run_products(kernels: TritonKernels, model: Model, num_rows: int) -> None:
-    """Linears, router, experts, norms, additions."""
+    """Runs linears, the router, experts, norms and additions."""
     width, has_bias = model.width, model.has_bias
     for num_inputs, num_outputs in (*model.linears, (width, model.vocab)):
         bias = empty(num_outputs) if has_bias and num_outputs != model.vocab else None

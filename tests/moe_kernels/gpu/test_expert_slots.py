@@ -1,4 +1,4 @@
-"""Packed experts that come and go, against the same experts resident, bit for bit.
+"""Packed experts in slots against the same experts resident, bit for bit.
 
 T rows, K choices per row, D model width.
 """
@@ -53,7 +53,7 @@ FORMS = {
 def test_packed_experts_in_slots(
     name: str, kernels: KernelsName, tmp_path: Path, device: torch.device
 ) -> None:
-    """Room for two: every layer takes several passes."""
+    """There is room for two, so every layer takes several passes."""
     stored, _ = write_pair(tmp_path, FORMS[name])
     loader = ModelLoader(
         stored, kernels=kernels, dtype=torch.float32, device=device, expert_weights="packed"

@@ -81,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def logits(
     folder: Path, kernels: KernelsName, steps: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Of all tokens, fed in steps of these lengths, in fp32."""
+    """Returns the logits of all tokens in fp32, fed in steps of these lengths."""
     loader = ModelLoader(folder, kernels=kernels, dtype=torch.float32, device=device)
     assert loader.kernels.name.startswith(kernels), f"{loader.kernels.name}, not {kernels}"
     cache = KVCache(loader.spec, 5, 16, torch.float32, device)
@@ -145,7 +145,7 @@ def test_head_linear(num_rows: int, dtype: torch.dtype, device: torch.device) ->
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_router_logits_are_not_rounded(is_exact: bool, device: torch.device) -> None:
-    """Whether or not the router's weight is one that bf16 holds."""
+    """The router's weight may be one that bf16 holds exactly, or not."""
     kernels = choose_kernels(device, torch.bfloat16, "triton")
     dtype = torch.bfloat16 if is_exact else torch.float32
     weight_ED = weight_of(12, 64, dtype=dtype, device=device).float()
@@ -158,7 +158,7 @@ def test_router_logits_are_not_rounded(is_exact: bool, device: torch.device) -> 
 
 
 def test_experts_that_live_elsewhere_add_nothing(device: torch.device) -> None:
-    """Ids of the whole model, weights of two of its experts."""
+    """Rows choose from all experts of the model; only two of them are here."""
     kernels = choose_kernels(device, torch.float32, "triton")
 
     def expert(seed: int) -> ExpertWeights:
@@ -204,7 +204,7 @@ def test_a_larger_batch_than_the_tables_hold(device: torch.device) -> None:
 
 
 def test_tables_that_were_outgrown_are_kept(device: torch.device) -> None:
-    """A CUDA graph may read them."""
+    """A CUDA graph may still read them."""
     tiles = RowTiles(device, num_rows=32)
     before = weakref.ref(tiles.of_rows(32, 16).sorted_slots)
     held = weakref.ref(tiles._numbers)
@@ -222,7 +222,8 @@ def test_the_slots_of_heads(device: torch.device) -> None:
 
 @pytest.mark.parametrize("make", ["linear", "head_linear"])
 def test_linears_are_asked_whether_tiles_are_alike(make: str, device: torch.device) -> None:
-    """The chip's answer is its own; here, that every size of tile runs, and that it is put back."""
+    """Only a real chip gives an answer; here every size of tile runs, and the setting is
+    restored."""
     kernels = choose_kernels(device, torch.float32, "triton")
     widths = (3, 16) if make == "head_linear" else (16,)
     weight = weight_of(*widths[:-1], 20, 16, dtype=torch.float32, device=device)

@@ -1,6 +1,6 @@
-"""Decode steps of the Triton set, replayed launch for launch as recorded.
+"""Recorded decode steps of the Triton set are replayed launch for launch.
 
-In the interpreter from a tape, with a CUDA device as CUDA graphs.
+The interpreter replays from a tape, a CUDA device as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def assert_replayed(recorder: TapeRecorder | CudaRecorder, num_recordings: int) 
 
 
 def read_prompts(plain: Pipeline, caches: tuple[KVCache, KVCache]) -> None:
-    """Into the first cache, and from there into the second."""
+    """Reads the prompts into the first cache and copies it to the second."""
     plain.run(PROMPTS)
     for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
         mine.keys.copy_(theirs.keys)
@@ -88,7 +88,7 @@ def assert_same_steps(plain: Pipeline, other: Pipeline | GraphedPipeline) -> Non
 def test_a_recorded_step_serves_all_that_fit(
     folders: dict[str, Path], name: str, device: torch.device
 ) -> None:
-    """gpt_oss: grouped queries, windows, sinks; deepseek_v3: latents, a shared expert."""
+    """gpt_oss has grouped queries, windows and sinks; deepseek_v3 latents and a shared expert."""
     loader = load(folders[name], device)
     stage, experts = loader.attention_stage(MAX_POSITIONS), loader.expert_stage()
     caches = make_caches(loader)

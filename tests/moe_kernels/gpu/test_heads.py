@@ -1,4 +1,4 @@
-"""Norm, rotation and the write into the pages, against the plain kernels' own steps."""
+"""Norm, rotation and the write into the pages, against the steps of the plain kernels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def reference(
     positions: Tensor,
     shape: AttentionShape,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first lines of TorchKernels.attend."""
+    """Does the first lines of TorchKernels.attend."""
     q, k, v = torch_kernels._split(qkv, norm, shape)
     q, k = (torch_kernels._rotate(x, rotary, positions) for x in (q, k))
     if norm is not None and shape.is_norm_after_rotation:

@@ -1,4 +1,4 @@
-"""Triton over KV pages in few bits: the definition, and equal bits however rows are cut."""
+"""Triton over KV pages in few bits: the definition, and equal bits in every cut of the rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SHAPES = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", SHAPES)
-def test_matches_the_definition_alone_and_cut(form: str, kind: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        scene = Scene("triton", form, SHAPES[kind], dtype, SPANS)
-        check_scene(scene, dtype, f"{form}, {kind}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_matches_the_definition_alone_and_cut(form: str, kind: str, dtype: torch.dtype) -> None:
+    scene = Scene("triton", form, SHAPES[kind], dtype, SPANS)
+    check_scene(scene, dtype, f"{form}, {kind}")
     whole = scene.run(scene.sequences)
     pages, sequence = scene.copy_pages(), scene.sequences[3]
     for start in range(0, 40, 16):

@@ -1,4 +1,4 @@
-"""The search for tiles, without a GPU: what is tried, what is kept, and where it is written."""
+"""The search for tiles, without a GPU: the candidates, the choice, and the written file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_tile_that_does_not_fit_is_not_tried() -> None:
 
 
 def test_the_fastest_tile_is_kept_where_it_gains_enough() -> None:
-    """A device on which only tiles of the first product with 2 stages are faster, by half."""
+    """On this device only tiles of the first product with 2 stages are faster, by half."""
     first = products(LAYER)[0]
 
     def measure(

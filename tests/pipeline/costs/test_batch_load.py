@@ -1,4 +1,4 @@
-"""Loads count what costs time, and split about as the batcher does."""
+"""Loads count the parts of a step that cost time, and split about as the batcher does."""
 
 from __future__ import annotations
 

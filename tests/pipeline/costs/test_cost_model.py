@@ -1,4 +1,4 @@
-"""Costs of stages: terms on paper, and what splitting costs."""
+"""Costs of stages: terms on paper, and the cost of splitting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_activated_experts_as_known(rows: int, activated: int) -> None:
 
 
 def test_two_halves_activate_more_than_the_whole() -> None:
-    """32 rows, 128 experts, top-8: 164 expert weights are read instead of 112."""
+    """32 rows, 128 experts, top-8: the halves read 164 expert weights instead of 112."""
     experts = Experts(num_experts=128, top_k=8, num_effective=128)
     assert 2 * experts.num_activated(16) / experts.num_activated(32) == pytest.approx(
         1.47, abs=0.01

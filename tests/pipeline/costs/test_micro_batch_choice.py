@@ -1,4 +1,4 @@
-"""The choice against brute force in the discrete simulation."""
+"""The choice of micro-batches against brute force in the discrete simulation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_calibrated_is_within_5_percent_of_the_best(name: str, pools: tuple[int,
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_measured_online_is_within_5_percent_in_all(name: str) -> None:
-    """All steps count, also the trials; the clocks are off by 3%."""
+    """All steps count, including trials; the clocks are off by 3%."""
     costs, noise = MACHINES[name], random.Random(0)
     chooser = MicroBatchChooser(
         OnlineCosts(NUM_LAYERS + costs.layers[0].num_layers % NUM_LAYERS), RANKS
@@ -70,7 +70,7 @@ def test_measured_online_is_within_5_percent_in_all(name: str) -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_noisy_machine_costs_little(name: str) -> None:
-    """Steps scatter by 10% and every 50th takes twice as long; trials do not count here."""
+    """Steps scatter by 10% and every 50th takes twice as long; trials do not count."""
     costs, noise = MACHINES[name], random.Random(7)
     total = best = 0.0
     for batch in BATCHES[1:]:
@@ -109,7 +109,7 @@ def test_never_more_than_the_sequences_there_are() -> None:
 
 
 def test_one_where_splitting_costs_more() -> None:
-    """Reading expert weights twice costs more than what overlaps."""
+    """A second read of the expert weights costs more than the overlap saves."""
     chooser = MicroBatchChooser(synthetic_costs(weights=50.0, attention=0.1), RANKS)
     choice = chooser.choose([BatchLoad.decode(4, 50)])
     assert choice.seconds[0] < choice.seconds[1], choice.explain()
@@ -134,7 +134,7 @@ def test_without_calibration_the_first_step_measures() -> None:
 
 
 def test_a_wrong_calibration_is_corrected_by_what_steps_take() -> None:
-    """The file says that splitting doubles the speed; this machine has a slow link."""
+    """The file claims that splitting doubles the speed; this machine has a slow link."""
     real, loads = synthetic_costs(transfer=1.0, weights=30.0), [BatchLoad.decode(16, 100)]
     chooser = MicroBatchChooser(synthetic_costs(transfer=0.0, weights=0.1), RANKS)
     timings = all_timings(real, loads)
@@ -147,7 +147,7 @@ def test_a_wrong_calibration_is_corrected_by_what_steps_take() -> None:
 
 @pytest.mark.parametrize("slower", [1.0, 0.2, 8.0])
 def test_a_first_estimate_that_is_far_off_turns_nobody_away(slower: float) -> None:
-    """All that is known is one step of prompts, in which a row took another time than here."""
+    """The only measured step has prompts, whose rows took another time than rows here."""
     costs = MACHINES["balanced"]
     chooser = MicroBatchChooser(OnlineCosts(NUM_LAYERS), RANKS)
     prompts = BatchLoad(
@@ -167,7 +167,7 @@ def test_a_first_estimate_that_is_far_off_turns_nobody_away(slower: float) -> No
 
 
 def test_what_was_tried_in_a_slow_second_is_tried_again() -> None:
-    """While two micro-batches were tried, steps took 1.45 times as long."""
+    """While two micro-batches were tried, steps took 1.45 times as long as usual."""
     costs, loads = MACHINES["balanced"], [BatchLoad.decode(64, 100)]
     chooser, timings = MicroBatchChooser(OnlineCosts(NUM_LAYERS), RANKS), all_timings(costs, loads)
     best = min(timings, key=lambda m: timings[m].seconds)

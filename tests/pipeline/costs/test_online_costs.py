@@ -1,4 +1,4 @@
-"""Averages by rows, and the stages' times found back from step timings."""
+"""Averages by rows, and stage times derived from step timings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_finds_the_stages_times(num_sequences: int) -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_calibrated_and_measured_costs_predict_the_same_step(num_parts: int) -> None:
-    """Both are read through `StepCosts`: the second has seen steps of the first only."""
+    """Both come through `StepCosts`; the measured ones have seen only steps of the calibrated
+    ones."""
     calibrated, measured = synthetic_costs(weights=0.0), OnlineCosts(NUM_LAYERS)
     models: tuple[StepCosts, ...] = (calibrated, measured)
     loads = [BatchLoad.decode(16, 100)] * 2

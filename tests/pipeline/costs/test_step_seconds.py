@@ -58,7 +58,7 @@ def unequal(low: float, high: float, transfer: float) -> st.SearchStrategy[list[
 def test_nearly_equal_micro_batches_are_within_15_percent(
     parts: list[tuple[float, float, float]], num_layers: int
 ) -> None:
-    """As the batcher cuts them."""
+    """The batcher makes micro-batches this similar."""
     a, e, c = (tuple(column) for column in zip(*parts, strict=True))
     times = LayerTimes(num_layers=num_layers, attention_s=a, experts_s=e, transfer_s=c)
     assert step_seconds([times]) == pytest.approx(simulate_layers([times]), rel=0.15)

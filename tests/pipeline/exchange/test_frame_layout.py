@@ -1,4 +1,4 @@
-"""Both layouts of frames on the CPU's links: sums, failures of either side, and foreign frames."""
+"""Both frame layouts on the CPU's links: sums, failures of either side, and foreign frames."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_attention_rank_that_fails_leaves_the_others_in_step(
 
 
 def test_an_expert_rank_that_fails_is_heard_of(make_layout: Make) -> None:
-    """By the layer's end, or at the latest by the step's."""
+    """The failure is known by the end of the layer, or at the latest of the step."""
     with pair(make_layout, num_experts=2) as ranks:
         transport = ranks.transport
         ranks.stages[1].failing_layer = 1
@@ -89,7 +89,7 @@ def test_an_expert_rank_that_fails_is_heard_of(make_layout: Make) -> None:
 
 @pytest.mark.parametrize("link", list(GROUPS))
 def test_what_is_foreseen_travels_with_the_rows(make_layout: Make, link: str) -> None:
-    """Of each micro-batch; the last layer's says nothing. A step that fails has no rows."""
+    """Each micro-batch has its own; the last layer has none. A step that fails has no rows."""
     said = torch.tensor([7, 0, 255, 1], dtype=torch.uint8)
     with pair(
         make_layout, num_experts=2, make_group=GROUPS[link], num_foreseen=NUM_EXPERTS

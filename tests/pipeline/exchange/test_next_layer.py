@@ -1,4 +1,4 @@
-"""What is said of the next layer: bytes by hand, and a guard that switches it off and on."""
+"""Foreseen experts of the next layer: bytes by hand, and a guard that switches them off and on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NUM_EXPERTS, LAYERS, STEPS = 6, (0, 2, 3), 16
 
 
 def predictors() -> LayerPredictors:
-    """Untrained: a row's logits are its normed values, so the largest two are said."""
+    """Returns untrained predictors: a row's logits are its normed values, so the largest two are
+    chosen."""
     return LayerPredictors(
         [
             RouterResidual(
@@ -49,7 +50,7 @@ def rows(*chosen: tuple[int, int]) -> Tensor:
 
 
 def step(of: NextLayer, hidden_TD: Tensor, chosen: list[list[int]]) -> list[Tensor | None]:
-    """All layers of one micro-batch, whose routers choose the same."""
+    """Runs all layers of one micro-batch, whose routers choose the same."""
     with torch.inference_mode():
         return [of.of(layer, 0, hidden_TD, torch.tensor(chosen)) for layer in LAYERS]
 
@@ -67,7 +68,7 @@ def test_probabilities_of_rows_together() -> None:
 
 
 def test_of_many_rows_some_are_looked_at() -> None:
-    """And count for the others: 64 alike are 64, not 32."""
+    """The sampled rows count for the others: 64 equal rows count as 64, not as 32."""
     hidden_TD = torch.tensor([[1.0, 0.9, 0.6, 0, 0, 0]])
     one, *_ = step(next_layer()[0], hidden_TD, [[0, 1]])
     many, *_ = step(next_layer()[0], hidden_TD.expand(64, -1), [[0, 1]] * 64)
@@ -91,7 +92,7 @@ def test_below_the_floor_it_is_silent_and_comes_back() -> None:
 
 
 def test_one_step_in_sixteen_is_measured() -> None:
-    """Two layers are foreseen, so two measurements of one row each."""
+    """Two layers are foreseen, so there are two measurements of one row each."""
     of, guard = next_layer()
     counts: list[int] = []
     guard.measure = lambda recall, count=1: counts.append(count)  # type: ignore[method-assign]

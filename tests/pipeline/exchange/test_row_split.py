@@ -1,4 +1,4 @@
-"""Layers whose experts have moved, in tables of their own: the rows go as in tables made anew."""
+"""Layers whose experts have moved have their own tables, and send rows as newly made tables do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPREAD = [[0, 1, 2], [0], [1], [1, 2], [2], [2, 0]]
 
 @pytest.mark.parametrize("policy", get_args(ReplicaPolicy))
 def test_with_layers(policy: ReplicaPolicy) -> None:
-    """Layer 0 stays, layer 1 gets replicas, layer 2 loses them."""
+    """Layer 0 stays as it is, layer 1 gets replicas, and layer 2 loses them."""
     before = {0: SPREAD, 1: SINGLE, 2: SPREAD}
     changes = {1: SPREAD, 2: SINGLE}
     changed = RowSplit(before, R, policy=policy).with_layers(changes)

@@ -1,4 +1,4 @@
-"""Prompts that pass groups of layers give the bits of chunks: logits, pages and choices."""
+"""Prompts in groups of layers have the bits of chunks: logits, pages and choices."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plan(*batches: list[SequenceSlice], parked: tuple[int, ...] = ()) -> StepPla
 
 @dataclass(slots=True)
 class Run:
-    """A pipeline over a cache of its own."""
+    """A pipeline over its own cache."""
 
     pipeline: Pipeline
     cache: KVCache
@@ -79,7 +79,7 @@ class Run:
 
 
 def chunked(run: Run) -> tuple[list[Tensor], list[StepChoices | None]]:
-    """Sequence 0 decodes while the prompt is read in three chunks."""
+    """Runs sequence 0, which decodes while the prompt is read in three chunks."""
     found = [run.step(plan([piece(0, 0, 33, 1)]))]
     for number, start in enumerate((0, 15, 30)):
         decoding = piece(0, 33 + number, 34 + number, 1)
@@ -92,7 +92,7 @@ def chunked(run: Run) -> tuple[list[Tensor], list[StepChoices | None]]:
 def layered(
     run: Run, num_layers: int, borders: tuple[int, ...], *, is_split: bool = False
 ) -> tuple[list[Tensor], list[StepChoices | None]]:
-    """The same, in groups of layers. Between two groups there is a step without the prompt."""
+    """Runs the same in groups of layers. A step without the prompt comes between two groups."""
     found, number = [run.step(plan([piece(0, 0, 33, 1)]))], 0
     for first, end in zip(borders, borders[1:], strict=False):
         layers = LayerRange(first, end, num_layers)
@@ -170,8 +170,7 @@ def group(first: int, end: int, total: int) -> SequenceSlice:
 
 
 def test_a_step_can_be_repeated_from_its_states(run: Run) -> None:
-    """States before the last step's layers are kept until a later step shows that they are not
-    needed."""
+    """The states of the last step are kept until a later step shows that they are not needed."""
     total, parked = run.pipeline._stage.spec.num_layers, run.pipeline.parked
     run.step(plan([group(0, 1, total)]))
     size = parked.num_bytes
@@ -200,7 +199,7 @@ def test_a_state_that_is_not_finite_is_noted(run: Run) -> None:
 
 
 def test_choices_of_some_groups_only_are_not_returned(run: Run) -> None:
-    """A listener that began to ask between two groups would get a part of the layers."""
+    """A listener that starts between two groups would get a part of the layers."""
     total = run.pipeline._stage.spec.num_layers
     run.step(replace(plan([group(0, 1, total)]), routes=None))
     _, choices = run.step(plan([group(1, total, total), piece(0, 0, 4, 1)], parked=(PROMPT,)))

@@ -1,4 +1,4 @@
-"""Strangers at a meeting: every user of the host can see and reach the members' abstract names."""
+"""Foreign processes at a meeting: every user of the host can see and reach the abstract names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ while True:
 
 
 class Told:
-    """A store in which somebody has told something, and nobody called the meeting off."""
+    """A store that holds one value and no other key, so that no meeting is called off."""
 
     def __init__(self, value: bytes = b"") -> None:
         self._value = value
@@ -98,7 +98,7 @@ def test_a_name_that_another_user_has_taken_gets_no_token(monkeypatch: pytest.Mo
 
 
 def test_a_full_queue_is_waited_for() -> None:
-    """A member connects as soon as its peer has turned one stranger away."""
+    """A member connects as soon as its peer has refused one foreign process."""
     with contextlib.ExitStack() as strangers, _listen() as listening:
         listening.listen(1)
         with contextlib.suppress(BlockingIOError):
@@ -145,7 +145,7 @@ def test_another_user_that_floods_the_members_names_stops_no_meeting() -> None:
 
 
 def test_a_crowd_of_strangers_does_not_keep_a_meeting_open() -> None:
-    """It ends at its deadline, also if there is always somebody to turn away."""
+    """A meeting ends at its deadline even if foreign processes keep connecting."""
     strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(5)]
     with _listen() as listening:
         for stranger in strangers:

@@ -1,4 +1,4 @@
-"""What surrounds NCCL: order, ends, time-outs. gloo, or a fake, takes NCCL's place."""
+"""The code around NCCL: order, ends, time-outs. gloo or a fake takes NCCL's place."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_cpu_is_no_gpu() -> None:
 
 @dataclass(slots=True)
 class FakeWork:
-    """Ends when it has been asked often enough."""
+    """Ends after some calls."""
 
     polls_left: int
     error: str | None = None
@@ -63,7 +63,7 @@ class FakeWork:
 
 @dataclass(slots=True)
 class FakeGroup:
-    """`works` are given out in their order."""
+    """Gives out `works` in their order."""
 
     works: list[FakeWork]
     is_aborted: bool = False

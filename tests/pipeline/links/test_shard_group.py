@@ -1,4 +1,4 @@
-"""What shards of an attention rank exchange, and how they leave a step or each other."""
+"""The exchange between shards of an attention rank, and how they leave a step or each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def columns(group: ShardGroup, num_rows: int, width: int) -> Tensor:
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (0, 4), (300, 257), (5, 0)])
 def test_everybody_has_all_columns(count: int, num_rows: int, width: int) -> None:
-    """Of unequal widths, many times over: the links' memory is used again."""
+    """Widths differ, and many exchanges follow each other, so the links' memory is used again."""
     widths = tuple(width + index for index in range(count))
 
     def run(group: ShardGroup) -> list[Tensor]:
@@ -44,8 +44,8 @@ def test_everybody_has_all_columns(count: int, num_rows: int, width: int) -> Non
 
 
 def test_nobody_is_further_ahead_of_the_leader_than_a_link_holds() -> None:
-    """It answers nothing that it alone gets: the logits of each micro-batch behind a dense layer.
-    One more, and memory that it has not read would be written to again."""
+    """The leader alone gets the logits of each micro-batch behind a dense layer, and does not
+    answer. One frame more would overwrite memory that it has not read."""
     part = torch.ones(300, 1)  # too long for the notice itself
     with connected(2) as (leader, other), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.everywhere, part, (1, 1))
@@ -65,7 +65,7 @@ def test_nobody_is_further_ahead_of_the_leader_than_a_link_holds() -> None:
 
 @pytest.mark.parametrize("num_done", [0, 1, 3])
 def test_a_step_may_be_given_up_anywhere(num_done: int) -> None:
-    """The others leave it wherever they are, and the next one is not taken for it."""
+    """The others leave it at any point, and do not mistake the next step for it."""
 
     def lead(group: ShardGroup) -> list[float]:
         found = []
@@ -100,7 +100,7 @@ def test_a_step_may_be_given_up_anywhere(num_done: int) -> None:
 
 
 def test_a_step_that_has_ended_here_cannot_be_left() -> None:
-    """The leader failed after the last exchange, in the sampler say."""
+    """The leader failed after the last exchange, for example in the sampler."""
     with connected(2) as (leader, other), ThreadPoolExecutor(1) as pool:
         leader.order(b"a")
         assert other.next_order() == b"a"

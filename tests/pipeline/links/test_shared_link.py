@@ -1,4 +1,4 @@
-"""A link whose peer is slow to read: frames without rows are not answered, so they may pile up."""
+"""A link with a slow reader: frames without rows are not answered, so they may pile up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's recorder: a ring that loses the oldest, and a decoder that trusts nothing."""
+"""A rank's recorder: a ring that drops the oldest records, and a decoder that trusts no input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace file: it reads back, survives its writer's death, and keeps its size."""
+"""The trace file reads back, survives the death of its writer, and keeps its size."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_clock_offsets_bring_ranks_onto_one_clock(tmp_path: Path) -> None:
 
 
 def test_a_file_that_ends_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
-    """Killed in the middle of a write: every prefix after the first two lines is a timeline."""
+    """A writer was killed in a write: every prefix after the first two lines is a timeline."""
     data = written(tmp_path / "t.json", {ATTENTION_0: simulated(1)[ATTENTION_0]}).read_bytes()
     head = data.index(b'"ph":"X"')
     for length in range(data.index(b"\n", head) + 1, len(data) - 2, 37):
@@ -144,8 +144,8 @@ def test_the_file_keeps_its_size(tmp_path: Path) -> None:
 def test_a_disk_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
 ) -> None:
-    """Neither where the backlog has room for one more, nor where it has none. What the disk takes
-    later is a whole file."""
+    """The recorder goes on with room in the backlog and without. The disk later has a whole
+    file."""
     answers, write_batch = threading.Event(), TimelineWriter._write_batch
 
     def hang(writer: TimelineWriter, batch: Any) -> None:

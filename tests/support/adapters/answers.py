@@ -43,11 +43,12 @@ def largest_difference(some: Sequence[RequestOutput], others: Sequence[RequestOu
     return max(
         abs(a - b)
         for one, other in zip(some, others, strict=True)
-        for a, b in zip(_logprobs(one), _logprobs(other), strict=True)
+        for a, b in zip(logprobs_of(one), logprobs_of(other), strict=True)
     )
 
 
-def _logprobs(output: RequestOutput) -> list[float]:
+def logprobs_of(output: RequestOutput) -> list[float]:
+    """Returns the log probabilities of the prompt's tokens but the first."""
     found = output.prompt_logprobs or []
     return [
         described[token].logprob

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from moe_serve.adapters.adapter_build import BuiltAdapter
 from moe_serve.adapters.adapter_files import AdapterFiles
 from moe_serve.adapters.registry import AdapterRegistry
-from moe_serve.config.sections import AdapterConfig
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.model.stage.adapter_rows import AdapterWeights
 from tests.support.adapters.adapter_folders import write_peft
 
@@ -27,6 +26,5 @@ def small_registry(**config: Any) -> AdapterRegistry:
     return AdapterRegistry(AdapterConfig(is_enabled=True, **config), _build)
 
 
-def _build(files: AdapterFiles) -> BuiltAdapter:
-    weights = AdapterWeights(digest=files.digest, layers=(), num_bytes=BYTES)
-    return BuiltAdapter(weights=weights, kind="lora", rank=1)
+def _build(files: AdapterFiles) -> AdapterWeights:
+    return AdapterWeights(digest=files.digest, layers=(), num_bytes=BYTES, kind="lora", rank=1)

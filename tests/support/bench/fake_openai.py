@@ -1,4 +1,4 @@
-"""A server of OpenAI's API that answers as a test says: sockets, no model, no clock."""
+"""A server of OpenAI's API with answers that the test sets: sockets, no model, no clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Handler = Callable[[str, Mapping[str, Any]], "Reply"]
 
 @dataclass(frozen=True)
 class Reply:
-    """`pieces` go out one by one; `is_open` False closes the connection afterwards."""
+    """An answer: `pieces` are sent one by one; `is_open` False closes the connection afterwards."""
 
     pieces: list[bytes]
     is_open: bool = True

@@ -1,4 +1,4 @@
-"""Records and reports with what a test cares for."""
+"""Records and reports with the fields that a test sets."""
 
 from __future__ import annotations
 

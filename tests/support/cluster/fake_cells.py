@@ -148,7 +148,9 @@ class FakeCarrier:
         assert count == len(parcel.target_pages) and 0 not in parcel.source_pages
         assert parcel.lease not in self.closed, "a parcel for a lease that has ended"
         slots = self._slots(parcel.source)
-        assert slots is not None, "a parcel from a rank that is gone"
+        if slots is None:
+            self.ended.append(ParcelEnd(parcel, f"{parcel.source.rank} is lost"))
+            return
         contents = [list(slots[page]) for page in parcel.source_pages]
         self.on_way.append(OnWay(parcel, contents, self._clock.now))
         self.num_sent += 1
@@ -267,6 +269,12 @@ class CellsWorld:
         """Ends a rank's process."""
         self.cells[index].coordinator.lose(rank, is_back=is_back)
 
+    def come_back(self) -> None:
+        """Lets all lost ranks come back."""
+        for cell in self.cells:
+            cell.coordinator.away.clear()
+            cell.coordinator.has_events = True
+
     def begin(self, index: int) -> None:
         """Begins a step of a cell that is not out, if it has work."""
         cell = self.cells[index]
@@ -310,7 +318,8 @@ class CellsWorld:
 
     @property
     def has_work(self) -> bool:
-        return self.moves.has_work or any(c.is_out or c.engine.has_work for c in self.cells)
+        busy = [c for c in self.cells if c.is_out or (c.is_live and c.engine.has_work)]
+        return self.moves.has_work or bool(busy)
 
     def _note(self, deltas: Items[TokenDelta]) -> None:
         for delta in deltas:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from moe_serve.cache.events.change_record import IGNORE_PAGES, PageListener
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.cluster.control.messages import (
     PageWork,
@@ -175,8 +176,11 @@ def fake_cluster(
     is_ahead: bool = True,
     scheduler: SchedulerConfig = PLAIN,
     clock: Clock = REAL_CLOCK,
+    listeners: Mapping[str, PageListener] | None = None,
+    ids: itertools.count[int] | None = None,
 ) -> ClusterEngine:
-    """Returns an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise."""
+    """Returns an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise.
+    `listeners` hear of the pages of the ranks with these names."""
     service = ServiceState.of(scheduler, clock)
 
     def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
@@ -190,9 +194,16 @@ def fake_cluster(
             ids=ids,
             clock=clock,
             service=service,
+            listener=(listeners or {}).get(executor.name, IGNORE_PAGES),
         )
 
     watch = PoolWatch(None, 2, None)
     return ClusterEngine(
-        coordinator, make_engine, watch, lambda: None, is_ahead=is_ahead, service=service
+        coordinator,
+        make_engine,
+        watch,
+        lambda: None,
+        is_ahead=is_ahead,
+        service=service,
+        ids=ids,
     )

@@ -14,6 +14,7 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.parcel_messages import ParcelReport
 from moe_serve.cluster.control.rank_link import Gone
+from moe_serve.cluster.control.secret import new_secret
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.parcels.cell_ranks import RosterRanks
 from moe_serve.cluster.parcels.link_setup import LinkSetup
@@ -28,7 +29,7 @@ _LONGEST_S = 60.0  # of any test
 
 
 class TwoCells:
-    """Pages go from cell 0 to cell 1."""
+    """Parcels go from cell 0 to cell 1 if not told otherwise."""
 
     def __init__(
         self, cells: Sequence[StartedRanks], link: LinkSetup, config: CellsConfig, timeout_s: float
@@ -44,24 +45,20 @@ class TwoCells:
     def place(self, cell: int) -> RankPlace:
         return self.ranks.place_of(cell, RANK)
 
-    def parcel(
-        self, pages: Sequence[int], places: Sequence[int], lease: Lease | None = None
-    ) -> Parcel:
-        if lease is None:
-            self._num_leases += 1
-            lease = Lease(self._num_leases, 7)
+    def parcel(self, pages: Sequence[int], places: Sequence[int], source: int = 0) -> Parcel:
+        self._num_leases += 1
         return Parcel(
-            lease=lease,
+            lease=Lease(self._num_leases, 7),
             number=0,
-            source=self.place(0),
-            target=self.place(1),
+            source=self.place(source),
+            target=self.place(1 - source),
             source_pages=tuple(pages),
             target_pages=tuple(places),
         )
 
-    def send(self, pages: Sequence[int], places: Sequence[int]) -> ParcelEnd:
+    def send(self, pages: Sequence[int], places: Sequence[int], source: int = 0) -> ParcelEnd:
         """Sends a parcel and waits for its end."""
-        self.carrier.send(self.parcel(pages, places))
+        self.carrier.send(self.parcel(pages, places, source))
         return self.wait(1)[0]
 
     def wait(self, count: int) -> list[ParcelEnd]:
@@ -95,14 +92,14 @@ class TwoCells:
 
 @contextmanager
 def two_cells(
-    configs: Sequence[EngineConfig], cells: CellsConfig, make_starter: MakeStarter
+    configs: Sequence[EngineConfig], cells: CellsConfig, starters: Sequence[MakeStarter]
 ) -> Iterator[TwoCells]:
     with ExitStack() as opened:
         link = LinkSetup(cells)
         opened.callback(link.close)
-        started = []
-        for config in configs:
-            ranks = StartedRanks(ClusterModel.read(config), link.setup)
+        started, secret = [], new_secret()
+        for config, make_starter in zip(configs, starters, strict=True):
+            ranks = StartedRanks(ClusterModel.read(config), link.setup, secret=secret)
             opened.callback(ranks.close)
             ranks.start(make_starter, None)
             started.append(ranks)

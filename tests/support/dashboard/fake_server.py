@@ -26,7 +26,8 @@ DRAFTED = (4, 5)  # the places of the answer's tokens that a draft had
 
 
 class FakeServer:
-    """Tests set `make_state(now, started)`, `keys`, `has_experts`, `token_pause_s`, `answer`."""
+    """A server whose `make_state(now, started)`, `keys`, `has_experts`, `token_pause_s` and
+    `answer` a test sets."""
 
     def __init__(self) -> None:
         self.make_state: Callable[[float, float], dict[str, Any]] = fake_state
@@ -103,7 +104,7 @@ class FakeServer:
 
 
 class _Keys:
-    """The real check, with the keys that the test has set by now."""
+    """The real check, with the keys that the test has set so far."""
 
     def __init__(self, app: Any, server: FakeServer) -> None:
         self._app, self._server = app, server

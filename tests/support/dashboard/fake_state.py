@@ -1,4 +1,4 @@
-"""Made-up answers of GET /dashboard/state, for what no real server shows on demand."""
+"""Made-up answers of GET /dashboard/state, for states that are hard to get from a real server."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, A
             },
             "prompt_tokens": {"prefix_cache": 200_000, "store": 60_000, "computed": 390_000},
             "prefix_hit_rate": 0.4,
+            "window": {"requests": 3, "dropped_pages": 1234},
         },
         "experts": _experts(),
         "expert_memory": {"resident_bytes": 3 * 2**30, "hit_rate": 0.91},
@@ -105,6 +106,7 @@ def idle_state(now: float, started: float) -> dict[str, Any]:
         "store": None,
         "prompt_tokens": {"prefix_cache": 0, "store": 0, "computed": 0},
         "prefix_hit_rate": None,
+        "window": None,
     }
     state["experts"]["num_tokens"] = 0
     state["experts"]["load"] = [[0] * NUM_EXPERTS for _ in range(NUM_LAYERS)]

@@ -1,4 +1,4 @@
-"""What the tests ask of a page."""
+"""Checks that tests make on a page."""
 
 from __future__ import annotations
 

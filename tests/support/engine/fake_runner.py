@@ -33,7 +33,7 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeRunner:
-    """Implements StepRunner; remembers the plans; can be told to fail or to give NaN."""
+    """Implements StepRunner, remembers the plans, and can fail or give NaN on demand."""
 
     def __init__(self, page_size: int = PAGE_SIZE) -> None:
         self.page_size = page_size

@@ -1,4 +1,4 @@
-"""A page store in memory that answers when the test says so, or late, or never, or with less."""
+"""A page store in memory whose answers can be late, missing or incomplete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
 
 
 class FakeStore:
-    """Implements PageStore. `delay`: calls of `take_done` after which a load ends."""
+    """Implements PageStore. `delay`: calls of `take_done` until a load ends."""
 
     def __init__(self, *, delay: int = 0, room: int = 1000) -> None:
         self.pages: dict[bytes, NDArray[np.uint8]] = {}

@@ -1,4 +1,4 @@
-"""Requests with prompts of several steps, and what reads them in groups of layers."""
+"""Requests with prompts of several steps, and an engine that reads them in groups of layers."""
 
 from __future__ import annotations
 

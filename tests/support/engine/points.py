@@ -1,4 +1,4 @@
-"""The points at which samplers are asked for the next tokens of sequences."""
+"""The points at which samplers choose the next tokens of sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes an engine's steps give runs of several tokens, as an oracle would that drafts them right.
+"""Makes an engine's steps give runs of several tokens, as right drafts of an oracle would.
 
 A step of such an engine computes several steps of its executor. The answers must be those of single
 tokens.
@@ -26,8 +26,8 @@ from tests.support.engine.fake_runner import PAGE_SIZE
 
 
 class RunExecutor(LocalExecutor):
-    """Runs the steps of another executor, of which each gives runs of 1 to `most` tokens. It leaves
-    the sequences as they are, and does not know where they end."""
+    """Runs the steps of another executor, each of which gives runs of 1 to `most` tokens. It does
+    not change the sequences, and does not know where they end."""
 
     def __init__(self, inner: LocalExecutor, most: int, seed: int = 0) -> None:
         super().__init__(inner.runner, inner._sampler, inner._tap, inner._memory, inner._masks)
@@ -68,7 +68,7 @@ class RunExecutor(LocalExecutor):
 
 
 class RunEngine(Engine):
-    """Gives sequences spare pages for their runs and takes back those that they did not use."""
+    """Gives sequences spare pages for their runs and takes the unused ones back."""
 
     most = 4
 

@@ -70,7 +70,7 @@ def request(
 
 @dataclass
 class Served:
-    """What became of a request, on the virtual clock."""
+    """The times and the result of a request, on the virtual clock."""
 
     arrived_s: float
     first_s: float | None = None
@@ -84,7 +84,7 @@ class Served:
 
 @dataclass
 class TimedEngine:
-    """Runs an engine over arrivals. `served` is by request id."""
+    """Runs an engine over arrivals. `served` holds the results by request id."""
 
     scheduler: SchedulerConfig
     num_pages: int = 4096

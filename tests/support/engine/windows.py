@@ -1,4 +1,4 @@
-"""The definition of `kv_window`: which positions a row sees."""
+"""The definition of `kv_window`: the positions that a row sees."""
 
 from __future__ import annotations
 

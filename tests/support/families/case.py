@@ -27,9 +27,10 @@ TINY: dict[str, Any] = {  # what nearly every config calls the same
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`randomise(name, tensor)` may fill a tensor in place itself, and then returns True.
+    """A model's configuration. `randomise(name, tensor)` may fill a tensor in place, and then
+    returns True.
 
-    `model_class`: where AutoModelForCausalLM does not know the config (text beside vision).
+    `model_class`: for configs that AutoModelForCausalLM does not know (text beside vision).
     """
 
     config: transformers.PreTrainedConfig

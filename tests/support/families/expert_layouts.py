@@ -1,4 +1,4 @@
-"""Fused experts in the other ways that checkpoints store them."""
+"""Converts fused experts to the other layouts that checkpoints have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What every family must show: the same logits and tokens as transformers, however it is run."""
+"""The checks for every family: the same logits and tokens as transformers, however steps are
+cut."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ from tests.support.families.case import VOCAB_SIZE, Case
 def most_likely(
     model: transformers.PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]
 ) -> list[int]:
-    """What transformers finds most likely after the prompt and each of `tokens` but the last. Equal
-    to `tokens` exactly where they are its greedy continuation: each follows from those before."""
+    """Returns the likeliest token by transformers after the prompt and after each of `tokens` but
+    the last. The result equals `tokens` exactly if they are the greedy continuation, because each
+    token follows from those before."""
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0]
     chosen: list[int] = logits[len(prompt) - 1 :].argmax(-1).tolist()

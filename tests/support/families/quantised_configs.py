@@ -1,4 +1,4 @@
-"""`quantization_config` after published checkpoints, with the keys that do not matter here too."""
+"""`quantization_config` of published checkpoints, including keys that do not matter here."""
 
 from __future__ import annotations
 

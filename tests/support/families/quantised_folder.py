@@ -21,7 +21,8 @@ from tests.support.families.stored_forms import Form, StoredMatrix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedCase:
-    """`forms`: how the modules are stored whose whole name fits a pattern, the first that does.
+    """A quantised model. `forms`: patterns of module names and how these are stored; the first that
+    fits counts.
 
     `layout` changes the names or shapes that transformers writes into the published ones; `unread`
     are further tensors of the published files. `inside`: the larger model's architecture, whose

@@ -1,4 +1,4 @@
-"""The logits of a model whose attention stage is shared out to threads, as shards would do it."""
+"""The logits of a model whose attention stage runs in threads, one per shard."""
 
 from __future__ import annotations
 

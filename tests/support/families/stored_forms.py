@@ -1,4 +1,4 @@
-"""The ways to store one matrix in few bits, and what it then is (docs/guide/checkpoints.md).
+"""The ways to store one matrix in few bits, and the values they give (docs/guide/checkpoints.md).
 
 N outputs, K inputs, G groups.
 """
@@ -18,7 +18,8 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """`parts` by their names after the module's; `weight` is what they stand for, in float32."""
+    """A stored matrix. `parts` has the tensors by their names after the module's; `weight` has the
+    values in float32."""
 
     parts: dict[str, Tensor]
     weight_NK: Tensor

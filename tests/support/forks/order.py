@@ -30,7 +30,7 @@ _PROGRAMS = ("moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A Python command, its surroundings, and the numbers that its descriptors get."""
+    """A Python command, its environment and folder, and the numbers of its file descriptors."""
 
     argv: tuple[str, ...]
     environment: dict[str, str]

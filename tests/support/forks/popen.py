@@ -24,8 +24,8 @@ _NUM_ARGUMENTS = 23  # of `_fork_exec` in the versions of Python that are known 
 class Template:
     """A template process of this process, started by its first order. Any thread may call it.
 
-    Where tests change the environment for good, the second order with the new one gets a new
-    template, and the first, a process from the beginning.
+    If tests change the environment for good, the first order with the new one starts an ordinary
+    process, and the second starts a new template.
     """
 
     def __init__(self, connection: socket.socket | None = None) -> None:
@@ -99,9 +99,9 @@ ORIGINAL: Any = getattr(subprocess, "_fork_exec", None)
 
 
 def use(template: Template) -> None:
-    """From now on, `Popen` starts the commands that the template knows as copies of it.
+    """Makes `Popen` start the commands that the template knows as copies of it.
 
-    Nothing changes where the system or this version of Python has other means.
+    This changes nothing on systems and Python versions that have other means.
     """
     if sys.platform != "linux" or ORIGINAL is None or sys.version_info < (3, 11):
         return
@@ -142,7 +142,7 @@ def _start_template() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def _is_plain(given: tuple[Any, ...]) -> bool:
-    """Tells whether the call asks for nothing that a copy cannot have."""
+    """Returns True if the call asks only for features that a copy has."""
     if len(given) != _NUM_ARGUMENTS:
         return False
     process_group, gid, gids, uid, umask, preexec = given[16:22]

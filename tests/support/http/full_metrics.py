@@ -10,7 +10,9 @@ import numpy as np
 from experts.memory.memory_stats import MemoryStats
 from experts.placement.problem.placement import contiguous
 from moe_serve.adapters.registry import AdapterStats
+from moe_serve.cache.events.publisher import EventStats
 from moe_serve.cache.tiers.store import TierStats
+from moe_serve.config.sections import MetricsAlias
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory
 from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.request import FinishReason
@@ -45,7 +47,12 @@ from moe_serve.http.metrics.scrape import AdapterSource, ScrapeSources
 from routing_predictor.traces.recording import RecordingStats
 
 
-def metrics_text(stats: EngineStats, metrics: ServerMetrics | None = None, **parts: Any) -> str:
+def metrics_text(
+    stats: EngineStats,
+    metrics: ServerMetrics | None = None,
+    alias: MetricsAlias = "none",
+    **parts: Any,
+) -> str:
     """Returns the text of /metrics of a server with these parts (see `ScrapeSources`)."""
     engine: Any = SimpleNamespace(stats=lambda: stats)
     metrics = metrics or ServerMetrics("m")
@@ -54,7 +61,7 @@ def metrics_text(stats: EngineStats, metrics: ServerMetrics | None = None, **par
         is_draining=lambda: False,
         **{"startup": Startup(), **parts},
     )
-    return MetricsPage(metrics, sources).render().decode()
+    return MetricsPage(metrics, sources, alias).render().decode()
 
 
 def full_stats() -> EngineStats:
@@ -113,7 +120,7 @@ def full_stats() -> EngineStats:
     )
 
 
-def full_metrics() -> str:
+def full_metrics(alias: MetricsAlias = "none") -> str:
     """Returns the text of such a server's /metrics after one request of each outcome."""
     stats, plan = full_stats(), contiguous((0,), 4, 2)
     status = PlacementStatus(
@@ -152,12 +159,14 @@ def full_metrics() -> str:
     return metrics_text(
         stats,
         metrics,
+        alias,
         startup=_planned_start(),
         tracing=tracing,
         placement=placement,
         experts=_counted_load(),
         has_each_expert=True,
         drafters=("ngram", "grammar"),
+        kv_events=lambda: EventStats(num_batches=1, num_stored=1),
         adapters=AdapterSource(registry=registry, names=lambda has_begun: ["sql"]),
     )
 

@@ -1,4 +1,4 @@
-"""Run as a process by test_live_server.py: the real server over the scripted engine.
+"""A process for test_live_server.py: the real server over the scripted engine.
 
 serve_fake.py STEP_SECONDS DRAIN_SECONDS     prints its port when it is ready
 """

@@ -1,4 +1,4 @@
-"""Waits for what another thread does."""
+"""Waits for the effect of another thread."""
 
 from __future__ import annotations
 

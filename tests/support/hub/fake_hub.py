@@ -19,7 +19,7 @@ _MODELS = "/api/models/"
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one request instead of its answer."""
+    """A fault of one request, in place of its answer."""
 
     status: int = 0  # answered instead of the file
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -47,7 +47,8 @@ class FakeRepo:
 
 @dataclass
 class FakeHub:
-    """The repositories, what was asked, and the faults to come: {file name or "api": faults}."""
+    """The repositories, the requests so far, and the coming faults: {file name or "api":
+    faults}."""
 
     url: str = ""
     repos: dict[str, FakeRepo] = field(default_factory=dict)

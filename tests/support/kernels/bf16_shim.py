@@ -1,8 +1,8 @@
 """bfloat16 in Triton's interpreter, for tests.
 
 The interpreter keeps a bf16 value as its 16 bits in an unsigned integer, and most operations then
-compute on those integers: the results are wrong and nothing is raised. This puts arithmetic on
-values in its place. What is still left out fails: sums of bf16 (upcast first), and atomics.
+compute on those integers: the results are wrong and no error is raised. This shim computes on the
+values instead. Two operations still fail: sums of bf16 (upcast first) and atomics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def down(values: NDArray[Any]) -> Bits:
 
 
 def install() -> None:
-    """Patch the interpreter's builder; a second call does nothing."""
+    """Patches the interpreter's builder; a second call does nothing."""
     builder: Any = interpreter.InterpreterBuilder
     if hasattr(builder, "originals_of_bf16_shim"):
         return
@@ -87,7 +87,7 @@ def _unary_op(self: Any, arg: Any, op: Any) -> Any:
 
 
 def _ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
-    """Clamps by value. A choice between bits (np.where) is correct as it is."""
+    """Clamps by value. A choice between bits (np.where) is correct without a change."""
     if op is np.where or not _is_bf16(other):
         return _original(self, "ternary_op")(lhs, rhs, other, op)
     return _lowered(op(_lifted(lhs), _lifted(rhs), _lifted(other)))

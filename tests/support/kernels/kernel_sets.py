@@ -1,4 +1,4 @@
-"""The sets of kernels that run here, and ids of experts as a router chooses them."""
+"""The kernel sets that run on this machine, and expert ids as a router chooses them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _SCALES: dict[torch.dtype, ScaleFormat] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """`name` for messages; the rest as in a MatrixForm."""
+    """A form of matrix. `name` is for messages; the other fields are those of MatrixForm."""
 
     name: str
     table: ByteTable

@@ -1,8 +1,8 @@
-"""CUDA graphs' semantics on a CPU: launches and torch operations are taped, and replayed as taped.
+"""Semantics of CUDA graphs on a CPU: launches and torch operations are taped and replayed.
 
-Nothing of the host's Python runs again: grids, scalars, shapes and addresses are those of the
-recording. So what a graph would get wrong, a tape gets wrong too; and whatever would wait for the
-device is refused while it is taped.
+No Python code of the host runs in a replay: grids, scalars, shapes and addresses are those of the
+recording. So a tape makes the mistakes that a graph makes, and refuses operations that would wait
+for the device while it is taped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Act = Callable[[], object]
 
 
 class _Tape(TorchDispatchMode):
-    """Runs every operation, and remembers how to run it again into the same tensors."""
+    """Runs every operation and remembers how to run it again into the same tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class Sums:
-    """Stands for an ExpertStage: an expert's output is its number + 1 times the row. Values are
+    """A stand-in for ExpertStage: an expert's output is its number + 1 times the row. Values are
     whole numbers, so sums are exact in any order."""
 
     def __init__(self) -> None:

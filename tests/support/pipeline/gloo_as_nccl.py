@@ -1,4 +1,4 @@
-"""gloo where NCCL is expected: all that surrounds NCCL's calls runs on a CPU."""
+"""gloo in place of NCCL, so that the code around NCCL's calls runs on a CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_serve.pipeline.links.nccl_link import NcclGroups
 
 @dataclass(slots=True)
 class GlooWork:
-    """gloo's own tells nothing before it was waited for, which can be done once."""
+    """Adapts gloo's work, which reports its state only after a wait, and allows one wait."""
 
     work: Any
     has_ended: bool = False
@@ -32,7 +32,7 @@ class GlooWork:
 
 
 class GlooGroup:
-    """gloo where NCCL is expected: no tags but 0."""
+    """Adapts gloo to NCCL's interface: the only tag is 0."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         self._group = make_group(store, rank, size, "127.0.0.1", timeout_s)

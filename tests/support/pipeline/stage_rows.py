@@ -1,4 +1,4 @@
-"""Records written as rows, for worked examples."""
+"""Stage records written as rows, for worked examples."""
 
 from __future__ import annotations
 

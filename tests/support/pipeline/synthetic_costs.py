@@ -1,4 +1,4 @@
-"""A made-up machine for tests: its stage times, and the steps that a simulation of it takes."""
+"""A made-up machine: its stage times, and its steps in a simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems small enough to try every plan, and a checker that shares nothing with the solvers."""
+"""Problems small enough to try every plan, and a checker that shares no code with the solvers."""
 
 from __future__ import annotations
 

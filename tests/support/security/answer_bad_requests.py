@@ -1,11 +1,11 @@
-"""Run as a process by test_optimised_python.py: prints what bad requests are answered, as JSON."""
+"""A process for test_optimised_python.py: prints the answers to bad requests as JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
 
-from tests.support.security.real_server import CHAT, TEXT, running, whole_body
+from tests.support.security.real_server import CHAT, TEXT, RealServer, running, whole_body
 
 BODIES = [
     *({name: value} for name in ("n", "max_tokens", "temperature", "logprobs", "stop", "seed",
@@ -18,20 +18,27 @@ BODIES = [
 RAW = [b"", b"{", b"[]", b"\xff", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b'"x"']
 
 
-def main() -> None:
+def answers_of(server: RealServer) -> list[object]:
+    """Returns the interpreter's level of optimisation and [status, content of an error] of each
+    request."""
     answers: list[object] = [sys.flags.optimize]
+    for route in (TEXT, CHAT):
+        for fields in BODIES:
+            if route == CHAT and "prompt" in fields:
+                fields = {"messages": fields["prompt"]}
+            response = server.client.post(route, json=whole_body(route, fields))
+            is_bad = response.status_code != 200
+            answers.append([response.status_code, response.json() if is_bad else None])
+        for raw in RAW:
+            response = server.post_raw(route, raw)
+            answers.append([response.status_code, response.json()])
+    server.check_unharmed()
+    return answers
+
+
+def main() -> None:
     with running() as server:
-        for route in (TEXT, CHAT):
-            for fields in BODIES:
-                if route == CHAT and "prompt" in fields:
-                    fields = {"messages": fields["prompt"]}
-                response = server.client.post(route, json=whole_body(route, fields))
-                is_bad = response.status_code != 200
-                answers.append([response.status_code, response.json() if is_bad else None])
-            for raw in RAW:
-                response = server.post_raw(route, raw)
-                answers.append([response.status_code, response.json()])
-        server.check_unharmed()
+        answers = answers_of(server)
     sys.stdout.write(json.dumps(answers))
 
 

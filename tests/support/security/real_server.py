@@ -1,4 +1,4 @@
-"""The real server on a real socket over the real engine, all in this process: one for all tests."""
+"""The real server on a real socket over the real engine, in this process, for all tests here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def refused(response: httpx.Response, *statuses: int) -> dict[str, Any]:
 
 
 class RealServer:
-    """`client` talks to it. It is the demonstration model's, with 600 pages and no keys."""
+    """The demonstration model's server with 600 pages and no keys; `client` talks to it."""
 
     def __init__(self) -> None:
         built = build_engine(

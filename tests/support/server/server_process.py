@@ -1,4 +1,4 @@
-"""The real server in a process of its own, with the demonstration model."""
+"""The real server with the demonstration model, in its own process."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ SERVE = (sys.executable, "-m", "moe_serve", "serve")
 
 
 def server_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment of a process of this checkout; of the server's variables it has only
-    `settings`."""
+    """Returns the environment of a process of this checkout; the server's variables are only those
+    in `settings`."""
     environment = {name: value for name, value in os.environ.items() if "MOE_SERVE" not in name}
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
     return environment | dict(settings or {})

@@ -1,4 +1,4 @@
-"""Grammars that force a call: what they allow is what the same format's parser reads."""
+"""Grammars that force a call allow exactly the texts that the format's parser reads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def forced(plan: ParserPlan, called: list[Tool], special_ids: dict[str, int]) ->
 
 
 def random_answer(vocabulary: Vocabulary, constraint: Constraint, seed: int) -> str:
-    """A text that the grammar allows, token by token at random, ended as soon as it may end."""
+    """Returns a random text that the grammar allows, ended as soon as it may end."""
     rng, ids = random.Random(seed), list[int]()
     follower = compile_constraint(constraint, vocabulary)
     while not follower.is_stopped() and len(ids) < 2000:
@@ -88,7 +88,7 @@ def test_a_forced_answer_is_a_call(vocabulary: Vocabulary, name: str) -> None:
 
 @pytest.mark.parametrize("value", ["Oslo\n", "Oslo", "\n", "", "a < b\n</param\n"])
 def test_a_forced_text_ends_where_its_parser_ends_it(vocabulary: Vocabulary, value: str) -> None:
-    """Also where a model leaves out the line break before the marker."""
+    """A model may leave out the line break before the marker."""
     text = Tool("f", {"properties": {"a": {"type": "string"}}, "required": ["a"]})
     plan = ParserPlan(
         tool_format=TOOL_FORMATS["qwen3_coder"], reasoning_format=None, tools={"f": text}
@@ -105,7 +105,7 @@ def test_a_forced_text_ends_where_its_parser_ends_it(vocabulary: Vocabulary, val
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_reasoning_and_special_tokens_fit_every_format(vocabulary: Vocabulary, name: str) -> None:
-    """With markers that are special tokens the grammar names their ids."""
+    """For markers that are special tokens, the grammar names their ids."""
     form = TOOL_FORMATS[name]
     text = {"type": "object", "properties": {"a": {"type": "string"}}}
     for reasoning in (None, ReasoningFormat(), ReasoningFormat(is_open=True)):

@@ -1,4 +1,4 @@
-"""Calls that a limit or a stop string cut, in every format and at every character."""
+"""Calls cut by a limit or a stop string, in every format and at every character."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plan(name: str, *, is_forced: bool) -> ParserPlan:
 def run(
     parser: AssistantParser, pieces: Sequence[str], *, is_cut: bool = True
 ) -> tuple[str, list[list[str]]]:
-    """The content, and [name, arguments] of each call."""
+    """Returns the content, and [name, arguments] of each call."""
     deltas = [*(parser.push(piece) for piece in pieces), parser.finish(is_cut=is_cut)]
     calls: list[list[str]] = []
     for call in (call for delta in deltas for call in delta.calls):
@@ -103,7 +103,8 @@ def test_a_cut_at_every_character(name: str, is_forced: bool) -> None:
 
 
 def check_calls(calls: list[list[str]], parser: AssistantParser, end: int) -> None:
-    """All but the last are whole, and it is what came of it: nothing is made up."""
+    """Checks that all calls but the last are whole, and that the last is a beginning, not made
+    up."""
     for called, arguments in calls[:-1]:
         assert [called, arguments] == ["get_weather", WHOLE]
     if calls:
@@ -117,7 +118,7 @@ def check_calls(calls: list[list[str]], parser: AssistantParser, end: int) -> No
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_what_the_model_ended_itself_is_as_before(name: str) -> None:
-    """An opening marker that nothing follows is content then, and text is not lost."""
+    """An opening marker without anything behind it is content, and no text is lost."""
     text = TEXTS[name]
     marker = next(opening for opening in OPENINGS if text.startswith(opening))
     parser = plan(name, is_forced=False).make()
@@ -143,7 +144,7 @@ def test_arguments_that_came_as_text() -> None:
 
 
 def test_a_call_whose_arguments_are_whole_is_not_cut() -> None:
-    """As a stop string that is the end of the markup leaves it."""
+    """A stop string that is the end of the markup leaves such a call."""
     for end in ("", "\n", "\n</tool"):
         parser = plan("hermes", is_forced=False).make()
         _, calls = run(parser, [f"<tool_call>\n{JSON_CALL}{end}"])

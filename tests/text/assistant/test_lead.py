@@ -1,4 +1,4 @@
-"""Reasoning before an answer that follows a grammar: what may come when, and what is read of it."""
+"""Reasoning before an answer with a grammar: the allowed texts and the parsed result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPENED, UNOPENED, CLOSED = "<a><think>\n", "<a>", "<a><think>\n\n</think>\n\n"
 
 
 class Words:
-    """A model's tokenizer whose markers are special tokens, or are not."""
+    """A model's tokenizer; its markers are special tokens or plain text."""
 
     def __init__(self, *special: str) -> None:
         backend = tokenizers.Tokenizer.from_file(FILE)
@@ -67,7 +67,7 @@ def plan(
 
 
 def accepts(words: Words, constraint: Constraint, ids: list[int]) -> bool:
-    """Whether a whole answer may be these tokens."""
+    """Returns True if these tokens are a whole answer."""
     matcher = compile_constraint(constraint, words.vocabulary)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
@@ -183,7 +183,7 @@ PLANS = {
 def test_the_content_is_what_the_grammar_allows(
     words: Words, family: str, kind: Any, source: str, pattern: str
 ) -> None:
-    """Any thought, then tokens at random; however the text is cut, the same is read."""
+    """Any thought is followed by random tokens; every cut of the text is read the same."""
     prompt, reasoning = PLANS[family].prompt, PLANS[family].reasoning_format
     of = plan(reasoning, prompt, JSON if kind == "json_schema" else ANSWER)
     constraint = Constraint(kind, source, of.answer_lead(words.special_ids))

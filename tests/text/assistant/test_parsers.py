@@ -1,4 +1,4 @@
-"""Every assistant parser: what it finds, broken text, and that the pieces do not matter."""
+"""Every assistant parser: its findings, broken text, and independence of the pieces."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ PARSERS: Mapping[str, Callable[[], AssistantParser]] = {
 
 
 def parse(parser: AssistantParser, pieces: Iterable[str], *, is_cut: bool = False) -> Found:
-    """The whole message: content, reasoning, and (name, arguments) of each call."""
+    """Returns the whole message: content, reasoning, and (name, arguments) of each call."""
     deltas = [*(parser.push(piece) for piece in pieces), parser.finish(is_cut=is_cut)]
     calls: list[list[Any]] = []
     for call in (call for delta in deltas for call in delta.calls):
@@ -332,7 +332,7 @@ ADVERSARIES = {
 
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_a_hostile_answer_costs_what_its_length_says(name: str) -> None:
-    """What stays unread is a part of a marker, so nothing is looked at again and again."""
+    """The unread rest is only a part of a marker, so no text is scanned again and again."""
     for unit in ADVERSARIES[name]:
         parser = PARSERS[name]()
         assert isinstance(parser, ReadingParser)

@@ -131,8 +131,8 @@ def node_of(devices: Devices) -> NDArray[np.int64]:
 
 
 def kinds_of(devices: Devices, slots_LD: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[L, D]: devices with equal numbers may trade all that they hold in a layer. Shared memory may
-    leave identical devices different numbers of slots in a layer."""
+    """Returns [L, D]: devices with equal numbers may trade all that they hold in a layer. Shared
+    memory may leave identical devices different numbers of slots in a layer."""
     alike = [(each.num_slots, each.speed, each.memory_bytes) for each in devices.devices]
     kinds_LD = []
     for slots_D in slots_LD.tolist():

@@ -186,7 +186,7 @@ class LayerState:
         return self.objective <= self.bound * (1.0 + _CLOSED)
 
     def has_gap(self, gap: float) -> bool:
-        """True if more than `gap`, relative to the bound, may remain to be gained."""
+        """Returns True if more than `gap`, relative to the bound, may remain to be gained."""
         return self.objective > self.bound * (1.0 + max(gap, _CLOSED))
 
     @property

@@ -37,7 +37,7 @@ def complete(
 
 
 def _lies(state: State) -> Bools:
-    """[N, E]: experts with a copy."""
+    """Returns [N, E]: experts with a copy."""
     lies_NE = np.zeros(state.copies_NE.shape, dtype=bool)
     lies_NE[np.arange(len(lies_NE))[:, None, None], state.slot_NDC] = True
     return lies_NE[:, :-1]

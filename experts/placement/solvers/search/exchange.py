@@ -85,7 +85,7 @@ def exchange(
 
 
 def promises(weighed_NDS: Floats) -> Floats:
-    """[N, D, D]: upper bound of a pair's gain."""
+    """Returns [N, D, D]: upper bound of a pair's gain."""
     root_NDS = np.sqrt(weighed_NDS)
     if root_NDS.shape[2] == 1:
         return np.asarray(np.square(root_NDS - root_NDS.transpose(0, 2, 1)))
@@ -172,7 +172,7 @@ def allowed_swaps(state: State, pairs: Pairs) -> tuple[Bools, Bools]:
 
 
 def movable(state: State) -> Bools | None:
-    """[N, D, C]: slots that exist and whose copy is not pinned; None if all are."""
+    """Returns [N, D, C]: slots that exist and whose copy is not pinned; None if all are."""
     rules = state.rules
     result = None if rules.open_NDC.all() else rules.open_NDC
     if rules.pinned_NED is None:

@@ -117,7 +117,7 @@ class Effort:
 
     @classmethod
     def usual(cls, num_scenarios: int, num_copies: int, num_devices: int = 1) -> Effort:
-        """The effort until a good plan is found; `num_copies` counts all layers."""
+        """Returns the effort until a good plan is found; `num_copies` counts all layers."""
         if num_scenarios == 1 and num_devices <= MANY:
             return cls(stages=(_FINE,), rounds=12, tries=6, patience=4)
         if num_scenarios == 1:
@@ -128,7 +128,7 @@ class Effort:
 
     @classmethod
     def thorough(cls, num_scenarios: int, num_copies: int, num_devices: int = 1) -> Effort:
-        """The effort until hardly anything more is found; for a search with a deadline."""
+        """Returns the effort until hardly anything more is found; for a search with a deadline."""
         if num_scenarios == 1:
             return cls(stages=(_FINE,), rounds=10_000, tries=8, patience=60, spending_rounds=10_000)
         stages = (_BROAD, _NARROW, _NARROWEST)

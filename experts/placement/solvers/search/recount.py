@@ -141,8 +141,8 @@ def _sum_by_expert(state: State, change_NPS: Floats) -> Floats:
 
 
 def _by_slot(state: State, soft: SoftPeak, change_NES: Floats) -> Floats:
-    """[N, P, S]: change of the load of a slot's device when its expert's copy gets heavier by the
-    given amount."""
+    """Returns [N, P, S]: change of the load of a slot's device when its expert's copy gets heavier
+    by the given amount."""
     row_N1, slot_NP, device_P = _slots(state)
     loads_NPS = state.loads_NDS[:, device_P]
     change_NPS = change_NES[row_N1, slot_NP] / state.speed_D[device_P][None, :, None]
@@ -158,7 +158,8 @@ def _relief(state: State, soft: SoftPeak) -> Floats:
 
 
 def _loss(state: State, soft: SoftPeak) -> Floats:
-    """[N, P]: change on the other devices that hold a slot's expert, when the slot gives it up."""
+    """Returns [N, P]: change on the other devices that hold a slot's expert, when the slot gives it
+    up."""
     row_N1, slot_NP, _ = _slots(state)
     fewer_NES = _each(state, np.maximum(state.copies_NE[:, :-1] - 1, 1)) - state.each_NES
     rise_NPS = _by_slot(state, soft, fewer_NES)
@@ -201,7 +202,7 @@ def _arrival(state: State, soft: SoftPeak, expert_Nq: Ints, place_Np: Ints) -> F
 
 
 def gives(state: State, *, only_empty: bool) -> Bools:
-    """[N, P]: slots that are empty, or whose expert has another copy."""
+    """Returns [N, P]: slots that are empty, or whose expert has another copy."""
     row_N1, slot_NP, _ = _slots(state)
     gives_NP = slot_NP == state.num_experts
     if not only_empty:

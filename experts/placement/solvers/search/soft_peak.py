@@ -43,7 +43,7 @@ class SoftPeak:
         self._up_KNES, self._down_KNES = np.exp(exponent_KNES), np.exp(-exponent_KNES)
 
     def weighed(self, loads_NDS: Floats) -> Floats:
-        """[N, D, S]: exp(beta x load) over its sum in the scenario."""
+        """Returns [N, D, S]: exp(beta x load) over its sum in the scenario."""
         peak_N1S = loads_NDS.max(axis=1, keepdims=True)
         heat_NDS = np.exp(self._beta_N[:, None, None] * (loads_NDS - peak_N1S))
         heat_NDS /= heat_NDS.sum(axis=1, keepdims=True)

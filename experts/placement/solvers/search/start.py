@@ -97,7 +97,8 @@ _GROUP_STAGE = DescentStage(sharpness=100.0, least=1e-4)
 
 
 def group_nodes(problem: PlacementProblem, grouping: Grouping, pinned_LED: Bools) -> Bools:
-    """[L, G, M]: nodes of the current plan if few moves are allowed, otherwise packed by load."""
+    """Returns [L, G, M]: nodes of the current plan if few moves are allowed, otherwise packed by
+    load."""
     is_node_DM = _is_node(problem)
     wanted_LGM = _by_group(pinned_LED, grouping) @ is_node_DM > 0
     if problem.move is not None and problem.move.max_copies_per_layer is not None:
@@ -211,7 +212,7 @@ def _pinned(problem: PlacementProblem) -> Bools:
 
 
 def _nodes(problem: PlacementProblem, pinned_LED: Bools) -> Bools:
-    """[L, E, M]: nodes that an expert may be on."""
+    """Returns [L, E, M]: nodes that an expert may be on."""
     num_layers, num_experts, _ = pinned_LED.shape
     if problem.grouping is None:
         return np.ones((num_layers, num_experts, 1), dtype=bool)

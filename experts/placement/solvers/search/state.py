@@ -129,15 +129,15 @@ class State:
         self.loads_NDS /= self.speed_D[None, :, None]
 
     def peaks(self) -> Floats:
-        """[N, S]: the largest load of a device."""
+        """Returns [N, S]: the largest load of a device."""
         return np.asarray(self.loads_NDS.max(axis=1))
 
     def costs(self) -> Floats:
-        """[N]: the objective of a row."""
+        """Returns [N]: the objective of a row."""
         return np.asarray(self.peaks().mean(axis=1))
 
     def new_copies(self) -> Ints:
-        """[N]: copies that the current plan lacks."""
+        """Returns [N]: copies that the current plan lacks."""
         current = self.rules.current_NED
         assert current is not None, "the rules have no current plan"
         row_N11 = np.arange(len(self.slot_NDC))[:, None, None]

@@ -38,7 +38,7 @@ class Watch:
         self._is_over = True
 
     def stop(self) -> bool:
-        """True if the deadline is over or a report returned False."""
+        """Returns True if the deadline is over or a report returned False."""
         if self._seconds is not None and self.elapsed >= self._seconds:
             self._is_over = True
         return self._is_over

@@ -107,7 +107,7 @@ def _direct(ids_S: Tensor, config: AlignConfig) -> Alignment:
 def _align_chunks(
     ids_S: Tensor, num_experts: int, out: Alignment, config: AlignConfig, starts_CE: Tensor
 ) -> None:
-    """Counts each chunk, add up the chunks, map tiles to experts, place the slots."""
+    """Counts each chunk, adds up the chunks, maps tiles to experts, and places the slots."""
     num_slots, chunks = out.num_slots, (config.num_chunks,)
     bins = config.block_experts
     count_kernel[chunks](

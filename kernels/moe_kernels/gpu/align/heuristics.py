@@ -17,7 +17,8 @@ _BLOCK_SLOTS = 1024  # of one load, however few there are: another size would be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignConfig:
-    """`num_chunks` is 0 where one kernel does it all. Blocks are powers of two."""
+    """The sizes of an alignment. `num_chunks` is 0 if one kernel does everything. Blocks are powers
+    of two."""
 
     block_rows: int
     max_tiles: int
@@ -29,7 +30,8 @@ class AlignConfig:
 
 
 def max_tiles(num_slots: int, num_experts: int, block_rows: int) -> int:
-    """The most tiles that any routing of the slots needs: sum over experts of ceil(count / rows).
+    """Returns the largest number of tiles that a routing of the slots may need: sum over experts of
+    ceil(count / rows).
 
     With A = min(S, E) experts in use the sum is largest, (S - A) // rows + A. Example: 10 slots, 3
     experts, tiles of 4: (10 - 3) // 4 + 3 = 4, as for the counts 1, 4, 5 (1 + 1 + 2).
@@ -44,7 +46,7 @@ def is_direct(num_slots: int, num_experts: int) -> bool:
 
 
 def choose_align(num_slots: int, num_experts: int, block_rows: int) -> AlignConfig:
-    """The configuration for S slots over E experts in tiles of `block_rows`."""
+    """Returns the configuration for S slots over E experts in tiles of `block_rows`."""
     direct = is_direct(num_slots, num_experts)
     has_chunks = not direct and num_slots > _MAX_SLOTS_AT_ONCE
     return AlignConfig(

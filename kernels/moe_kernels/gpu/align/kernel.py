@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _bins(ids, num_experts, BLOCK_EXPERTS: tl.constexpr):
-    """The expert of each slot; the last bin for slots without one."""
+    """Returns the expert of each slot, or the last bin for slots without an expert."""
     return tl.where((ids >= 0) & (ids < num_experts), ids, BLOCK_EXPERTS - 1)
 
 

@@ -21,7 +21,7 @@ class Tiles:
 
 
 def aligned_tiles(expert_ids_TK: Tensor, num_experts: int, block_rows: int) -> Tiles:
-    """Slots by expert, ascending within one, padded with S to whole tiles."""
+    """Returns the slots by expert, ascending within one, padded with S to whole tiles."""
     ids_S = expert_ids_TK.reshape(-1)
     experts: list[int] = []
     slots: list[Tensor] = []

@@ -74,7 +74,7 @@ def grouped_experts(
     block_m: int | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """-> the rows' weighted sums [T, D] in fp64, or rounded once to fp32.
+    """Returns the rows' weighted sums [T, D] in fp64, or rounded once to fp32.
 
     An id outside [0, E) adds nothing. `block_m` forces a tile size.
     """
@@ -231,7 +231,7 @@ def chip_of(device: torch.device, has_equal_tiles: bool = False) -> Chip:
 
 
 def known_capability(capability: int) -> int:
-    """The newest that the heuristics know and that is not newer than this one: 89 -> 80."""
+    """Returns the newest capability that the heuristics know and that is not newer: 89 -> 80."""
     assert capability >= _KNOWN[-1], f"sm_{capability} is older than sm_{_KNOWN[-1]}"
     return next(known for known in _KNOWN if known <= capability)
 
@@ -239,7 +239,7 @@ def known_capability(capability: int) -> int:
 def has_equal_tiles(experts: GroupedExperts, dtype: torch.dtype, chip: Chip) -> bool:
     """Checks that this chip gives a row the same bits in tiles of all sizes.
 
-    Run random rows through these experts in every tile size, and compare the results' bits.
+    It runs random rows through these experts in every tile size and compares the bits.
 
     The kernels add in the same order in every size; the instructions a size compiles to might not
     round alike. Waits for the device, and compiles what serving compiles: not while a CUDA graph

@@ -104,7 +104,7 @@ ROUTERS = {
 
 
 def _cases() -> Iterator[CompileCase]:
-    """Each configuration once, under the first model that has it, for the targets that share it."""
+    """Yields each configuration once, under the first model that has it, with its targets."""
     seen = set()
     for model_name, model in MODELS.items():
         for shape in model.shapes():
@@ -131,7 +131,7 @@ def _cases() -> Iterator[CompileCase]:
 
 
 def _tiles(shape: ProductShape) -> Iterator[tuple[TileConfig, tuple[int, ...]]]:
-    """The tiles of a product, each with the chips that have it."""
+    """Returns the tiles of a product, each with its chips."""
     for block_m in BLOCK_MS:
         tiles = {target: choose_tile(block_m, shape, target) for target in TARGETS}
         for tile in dict.fromkeys(tiles.values()):

@@ -67,12 +67,13 @@ def _layout(name: WeightFormat, form: MatrixForm) -> PackedLayout:
 
 
 def _group(form: MatrixForm) -> int:
-    """The largest group of the kernels that lies within the form's; 0: none does."""
+    """Returns the largest group of the kernels that divides the form's, or 0."""
     return next((group for group in INT_GROUPS if form.group % group == 0), 0)
 
 
 def grouped_weight(parts: Sequence[Weight]) -> GroupedWeight:
-    """One expert's: gate and up, or down alone. All are tensors, or all are of one form."""
+    """Joins one expert's gate and up, or takes its down alone. All are tensors, or all have one
+    form."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     matrices = [part for part in parts if isinstance(part, QuantisedMatrix)]
     if tensors:
@@ -104,7 +105,8 @@ def grouped_weight(parts: Sequence[Weight]) -> GroupedWeight:
 
 
 def joined(experts: Sequence[GroupedWeight]) -> GroupedWeight:
-    """All experts of a layer. Zeros that are all in the middle of the codes are left out."""
+    """Returns all experts of a layer. Zeros that are all in the middle of the codes are left
+    out."""
     first = experts[0]
     weight = replace(
         first,
@@ -135,7 +137,7 @@ def _codes(matrix: QuantisedMatrix) -> Tensor:
 
 
 def _zeros(matrix: QuantisedMatrix) -> Tensor:
-    """The codes [N, G] of the zeros, by the groups of the layout."""
+    """Returns the codes [N, G] of the zeros, by the groups of the layout."""
     offset = torch.tensor([[matrix.table.offset]], device=matrix.bytes_NB.device)
     zeros_NG = offset if matrix.zeros_NG is None else matrix.zeros_NG + offset
     return _spread(zeros_NG.to(torch.uint8), matrix)

@@ -144,7 +144,7 @@ class GroupedHeadLinear:
         return self.product(x_THK)
 
     def product(self, x_THK: Tensor, block_m: int | None = None) -> Tensor:
-        """Each head's x W^T [T, H, N]; `block_m` forces a tile size."""
+        """Returns each head's x W^T [T, H, N]; `block_m` forces a tile size."""
         num_rows, weight = len(x_THK), self._weight
         num_heads, num_inputs = weight.num_experts, weight.num_inputs
         assert x_THK.shape[1:] == (num_heads, num_inputs), f"x is {list(x_THK.shape)}"

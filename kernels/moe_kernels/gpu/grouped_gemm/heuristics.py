@@ -88,7 +88,7 @@ def choose_block_m(num_slots: int, num_experts: int, has_equal_tiles: bool) -> i
 
 
 def choose_tile(block_m: int, shape: ProductShape, capability: int) -> TileConfig:
-    """The tile of a product; `capability` is 80, 90 or 100: the chip's times ten."""
+    """Returns the tile of a product; `capability` is 80, 90 or 100: the chip's times ten."""
     assert block_m in BLOCK_MS, f"no configuration for tiles of {block_m} slots"
     # A router's few outputs want no wide tiles; fp32, without matrix instructions, has no registers
     # for them.

@@ -104,7 +104,7 @@ def _latent_case(dtype: str) -> CompileCase:
 
 
 def _row_cases() -> Iterator[CompileCase]:
-    """Rows of 128 values in few bits, and the latent of DeepSeek-V3."""
+    """Yields the rows of 128 values in few bits, and the latent of DeepSeek-V3."""
     steps = ("x_step", "numbers_step", "scales_step")
     for bits, width in ((8, 128), (4, 128), (8, 512), (8, 64)):
         yield CompileCase(

@@ -49,7 +49,8 @@ def plan_attention(
 def plan_room(
     room: DecodeRoom, shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> PagedPlan | None:
-    """A plan that any decode step of the room fits in, empty so far; None: see `decode_sizes`."""
+    """Returns a plan that any decode step of the room fits in, empty so far; None: see
+    `decode_sizes`."""
     sizes = decode_sizes(room, shape, config_of(shape, dtype, chip_of(device)))
     if sizes is None:
         return None
@@ -58,12 +59,13 @@ def plan_room(
 
 
 def chip_of(device: torch.device) -> int:
-    """The major compute capability; without a GPU, that of the tiles which are tested there."""
+    """Returns the major compute capability; without a GPU, that of the tiles which are tested
+    there."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def config_of(shape: AttentionShape, dtype: torch.dtype, chip: int = 9) -> AttentionConfig:
-    """The tiles of an attention shape."""
+    """Returns the tiles of an attention shape."""
     return attention_config(
         num_kv_heads=shape.num_kv_heads,
         group=shape.group,

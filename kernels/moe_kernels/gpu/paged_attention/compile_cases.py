@@ -66,7 +66,7 @@ def _case(
     targets: tuple[int, ...],
     form: KVForm = FLOATS,
 ) -> CompileCase:
-    """One of the three kernels for a shape and the chips that have this configuration."""
+    """Returns one of the three kernels for a shape and the chips that have this configuration."""
     is_latent, page = shape.head_dim == 576, "*bf16"
     page_type = {None: page, 8: "*i8", 4: "*u8"}[form.bits]
     scales = dict.fromkeys(_SCALES, None if form.bits is None else page)

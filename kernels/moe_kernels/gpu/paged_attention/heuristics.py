@@ -57,9 +57,8 @@ def attention_config(
     element_bytes: int,
     chip: int,
 ) -> AttentionConfig:
-    """The tiles for pages of this shape; `element_bytes` of a key, `chip` the major part of the
-    compute capability. Only 9 and 10 have matrix instructions for whole warp groups.
-    """
+    """Returns the tiles for pages of this shape; `element_bytes` of a key, `chip` the major part of
+    the compute capability. Only 9 and 10 have matrix instructions for whole warp groups."""
     block_d = max(_MIN_BLOCK, _power_of_two_below(head_dim))
     block_v = max(_MIN_BLOCK, _power_of_two_above(value_dim))
     width = max(head_dim, value_dim)
@@ -98,9 +97,9 @@ def attention_config(
 
 
 def _tile(width: int, element_bytes: int, has_wgmma: bool) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and stages. 64 rows are what one warp group's wgmma takes; the rest is what
-    leaves both kernels without spills (see compile_cases.py), and where there is no wgmma fits into
-    99 KiB of shared memory. Not yet tuned on a GPU."""
+    """Returns the rows, keys, warps and stages. 64 rows are what one warp group's wgmma takes; the
+    rest is what leaves both kernels without spills (see compile_cases.py), and where there is no
+    wgmma fits into 99 KiB of shared memory. Not yet tuned on a GPU."""
     if element_bytes > 2:  # fp32 has no matrix instruction that keeps its precision
         return 16, 32, 4, 1
     if width > _WIDE:

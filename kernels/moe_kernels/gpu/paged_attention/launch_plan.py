@@ -181,7 +181,7 @@ def decode_sizes(
 
 
 def partial_rows(sizes: PlanSizes, config: AttentionConfig) -> int:
-    """Rows that one program of the items leaves in the workspace."""
+    """Returns the rows that one program of the items leaves in the workspace."""
     return sizes.item_tile_tokens * config.items.block_heads
 
 

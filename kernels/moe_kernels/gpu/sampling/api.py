@@ -65,7 +65,7 @@ def sample(
 def least_probabilities(
     probs_SV: Tensor, top_probs_S: Tensor, rows: SamplingRows, config: SamplingConfig
 ) -> Tensor:
-    """The smallest probability that each row keeps [S]. `top_probs`: each row's largest."""
+    """Returns the smallest probability that each row keeps [S]. `top_probs`: each row's largest."""
     num_rows, vocab_size = probs_SV.shape
     grid, size = (num_rows, config.num_blocks), (num_rows, config.num_blocks)
     # One zeroed buffer: the bins of each row, then how many candidates it has.
@@ -107,7 +107,8 @@ def draw(
     least_S: Tensor | None = None,
     config: SamplingConfig | None = None,
 ) -> Tensor:
-    """The first token whose cumulative probability exceeds the draw times the total, int64 [S].
+    """Returns the first token whose cumulative probability exceeds the draw times the total, int64
+    [S].
 
     `least`: smaller probabilities count as none.
     """
@@ -187,7 +188,7 @@ def adjust(logits_SV: Tensor, adjustments: Adjustments) -> None:
 def score_tokens(
     logits_SV: Tensor, tokens_S: Tensor, config: SamplingConfig | None = None
 ) -> TokenScores:
-    """The log probability of one token of each row, and its rank: 1 + the larger logits."""
+    """Returns the log probability of one token of each row, and its rank: 1 + the larger logits."""
     num_rows, vocab_size = logits_SV.shape
     assert logits_SV.dtype == torch.float32, f"logits are {logits_SV.dtype}, not fp32"
     assert logits_SV.is_contiguous(), f"logits have strides {logits_SV.stride()}"
@@ -221,7 +222,8 @@ def score_tokens(
 
 
 def uniform(seeds_S: Tensor, choices_S: Tensor, positions_S: Tensor) -> Tensor:
-    """One number in [0, 1) per row, fp64, by (seed, choice, position) alone: Philox 4x64-10.
+    """Returns one number in [0, 1) per row, fp64, by (seed, choice, position) alone: Philox
+    4x64-10.
 
     All int64; a seed of 2^63 or more is given as the negative number of the same bits.
     """

@@ -12,7 +12,8 @@ from moe_kernels.gpu.sampling.sampling_rows import Adjustments, SamplingRows
 
 
 def adjust(logits_SV: Tensor, adjustments: Adjustments) -> Tensor:
-    """A copy with each entry's bias added, then the repetition penalty, then the other two."""
+    """Returns a copy with each entry's bias added, then the repetition penalty, then the other
+    two."""
     adjusted = logits_SV.clone()
     for i, (row, token) in enumerate(
         zip(adjustments.rows_M.tolist(), adjustments.tokens_M.tolist(), strict=True)
@@ -55,7 +56,8 @@ def least_probabilities(probs_SV: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def draw(probs_SV: Tensor, draws_S: Tensor, least_S: Tensor | None = None) -> Tensor:
-    """The first token whose cumulative probability exceeds the draw times the total, int64 [S]."""
+    """Returns the first token whose cumulative probability exceeds the draw times the total, int64
+    [S]."""
     if least_S is not None:
         probs_SV = probs_SV * (probs_SV >= least_S[:, None])
     cumulative_SV = probs_SV.double().cumsum(dim=-1)

@@ -73,7 +73,7 @@ class GrammarGate:
         self._slow.close()
 
     def _check_and_keep(self, constraint: Constraint, guard: Guard) -> Constraint | None:
-        """Judges a constraint, and compile it here too, so that the engine in this process finds it
+        """Judges a constraint and compiles it here too, so that the engine in this process finds it
         ready. Returns None if its worker was ended and one with more time may judge it."""
         verdict = self._judge(constraint, guard)
         if verdict.is_ended and guard.timeout_s < self._guard.timeout_s:

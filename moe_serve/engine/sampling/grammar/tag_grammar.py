@@ -83,7 +83,7 @@ class _Spelling:
         self._names = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)()")
 
     def pieces(self, text: str) -> list[str]:
-        """Split text into text, name, text, name, …, text; the text pieces may be empty."""
+        """Splits text into text, name, text, name, …, text; the text pieces may be empty."""
         return self._names.split(text)
 
     def __call__(self, text: str) -> str:

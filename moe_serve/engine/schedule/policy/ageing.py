@@ -10,8 +10,8 @@ from moe_serve.clock import Clock
 
 
 class Ageing:
-    """Counts for each waiting sequence how many later ones started first. A sequence that reaches a
-    bound is next; among several, the first to arrive."""
+    """Counts, for each waiting sequence, the later ones that started first. A sequence that reaches
+    a bound is next; among several, the first to arrive."""
 
     def __init__(self, max_passed_over: int, max_age_s: float, clock: Clock) -> None:
         self._max_passed, self._max_age_s, self._clock = max_passed_over, max_age_s, clock

@@ -166,7 +166,7 @@ class LiveSignatures:
 
     def _measure(self, records: list[RouteRecord]) -> None:
         """Measures the recall at K, the share of later choices among the K best predicted, and
-        record the choices for learning."""
+        records the choices for learning."""
         if self._followed is None:
             return
         shares, num_tokens = 0.0, 0

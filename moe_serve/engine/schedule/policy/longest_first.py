@@ -6,7 +6,7 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 
 def split(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
-    """Split so that token counts differ by at most one slice."""
+    """Splits slices so that token counts differ by at most one slice."""
     if max_micro_batches == 1:
         return (MicroBatch(tuple(sorted(slices, key=lambda s: -len(s.token_ids)))),)
     groups: list[list[SequenceSlice]] = [[] for _ in range(min(max_micro_batches, len(slices)))]
@@ -19,8 +19,8 @@ def split(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBat
 
 
 def split_evenly(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
-    """Split with the same token counts, and balance the contexts among groups of equal count, as
-    attention reads them."""
+    """Splits with the same token counts, and balances the contexts among groups of equal count,
+    because attention reads them."""
     if max_micro_batches == 1:
         return (MicroBatch(tuple(sorted(slices, key=lambda s: (-len(s.token_ids), -s.start)))),)
     groups: list[list[SequenceSlice]] = [[] for _ in range(min(max_micro_batches, len(slices)))]

@@ -27,7 +27,7 @@ class RankLoads:
         self.use(placement)
 
     def use(self, placement: Placement) -> None:
-        """Switch to a new placement. The cost is proportional to the number of layers that
+        """Switches to a new placement. The cost is proportional to the number of layers that
         change."""
         for row, layer in enumerate(sorted(placement.ranks_of)):
             experts = placement.ranks_of[layer]

@@ -48,7 +48,7 @@ class SignatureTable:
         return self._full.shape[1] / max(1, self._x.shape[1])
 
     def put(self, sequence_ids: Items[int], signatures_RLE: Floats) -> None:
-        """Adds or replace signatures."""
+        """Adds or replaces signatures."""
         if not sequence_ids:
             return
         flat = signatures_RLE.reshape(len(sequence_ids), -1)

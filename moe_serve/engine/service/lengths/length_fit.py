@@ -71,7 +71,7 @@ class Fitter(Protocol):
 
 
 def fit(rows: TrainingRows) -> Forest:
-    """Fit a forest here. Raises ImportError without scikit-learn.
+    """Fits a forest in this process. Raises ImportError without scikit-learn.
 
     Every bin has a row of tiny weight, so that the forest has all of them.
     """

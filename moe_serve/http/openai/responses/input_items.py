@@ -63,7 +63,7 @@ def input_items(value: Any, *, is_strict: bool) -> tuple[list[Item], list[str]]:
 
 
 def _is_answer(item: Item) -> bool:
-    """True for an item of an earlier answer.
+    """Returns True for an item of an earlier answer.
 
     Client libraries add fields of their own to such items (`parsed_arguments`), which are never an
     error.
@@ -78,7 +78,8 @@ def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     turn: dict[str, Any] | None = None  # the assistant's message, while its items follow
 
     def assistant(*unfilled: str) -> dict[str, Any]:
-        """The open assistant message if none of these fields is set in it; otherwise a new one."""
+        """Returns the open assistant message if none of these fields is set in it; otherwise a new
+        one."""
         nonlocal turn
         if turn is None or any(turn.get(name) for name in unfilled):
             turn = {"role": "assistant", "content": ""}
@@ -205,7 +206,7 @@ def _text(content: str | list[Any]) -> str:
 
 
 def _reasoning_text(item: Item) -> str:
-    """The text of the reasoning. The summary is only used if there is no content."""
+    """Returns the text of the reasoning. The summary is only used if there is no content."""
     parts = item.get("content") or item.get("summary") or []
     return "\n".join(part["text"] for part in parts)
 

@@ -30,7 +30,8 @@ class OutputItems:
         self._call_index = -1
 
     def push(self, delta: AssistantDelta, logprobs: Logprobs = ()) -> list[Event]:
-        """The events for one delta. `logprobs` belong to its tokens; only messages keep them.
+        """Returns the events for one delta. `logprobs` belong to its tokens; only messages keep
+        them.
 
         A token may add no text. Before the first item its logprobs wait for the item that it
         begins; within a call or reasoning they are dropped.
@@ -68,7 +69,7 @@ class OutputItems:
         return events + self._end(status)
 
     def snapshot(self) -> list[Item]:
-        """The items so far. An open item is shown as incomplete."""
+        """Returns the items so far. An open item is shown as incomplete."""
         if self._open is None:
             return list(self.items)
         return [*self.items, self._open.ended("incomplete")]

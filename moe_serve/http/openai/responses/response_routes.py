@@ -91,7 +91,7 @@ def _stored(store: ResponseStore, response_id: str, request: Request) -> Respons
 
 
 def item_page(items: bytes, query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of `limit` items in `order` (desc: the last first), beginning after the item
+    """Returns a page of `limit` items in `order` (desc: the last first), beginning after the item
     `after`."""
     everything: list[dict[str, Any]] = msgspec.json.decode(b"[" + items + b"]")
     order = query.get("order", "desc")
@@ -204,7 +204,7 @@ def _store(config: ServerConfig, runs: BackgroundRuns) -> ResponseStore:
 
 
 def _conversation(store: ResponseStore, body: ResponsesBody, owner: str) -> bytes:
-    """The items before those of the request, as a JSON list."""
+    """Returns the items before those of the request, as a JSON list."""
     if body.previous_response_id is None:
         return b"[]"
     entry = store.get(body.previous_response_id, owner, param="previous_response_id")

@@ -85,7 +85,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 def _error(error: ApiError) -> dict[str, Any]:
-    """The error object. OpenAI's codes are a closed set that does not contain our own."""
+    """Returns the error object. OpenAI's codes are a closed set that does not contain our own."""
     code = "rate_limit_exceeded" if error.status == 429 else "server_error"
     return {"code": code, "message": error.message}
 
@@ -112,7 +112,7 @@ class ResponseRun:
         self._num_events = 0
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The server-sent events. One chunk may hold several."""
+        """Yields the server-sent events. One chunk may hold several."""
         for kind in ("created", "in_progress"):
             start = self.record.as_json("in_progress", ())
             yield self._write([{"type": f"response.{kind}", "response": start}])
@@ -123,7 +123,7 @@ class ResponseRun:
         yield self._write(last) if is_small else await asyncio.to_thread(self._write, last)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The response object of a run that ended with this error."""
+        """Returns the response object of a run that ended with this error."""
         usage = usage_json(self.chat.usage())
         return self.record.as_json("failed", self._output.snapshot(), usage, error)
 

@@ -249,5 +249,5 @@ def _logged(error: Exception) -> ApiError:
 
 
 def _inside(items: Sequence[Any]) -> bytes:
-    """The items as the inside of a JSON list, without the brackets."""
+    """Returns the items as the inside of a JSON list, without the brackets."""
     return msgspec.json.encode(items)[1:-1]

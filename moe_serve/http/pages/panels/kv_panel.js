@@ -25,7 +25,7 @@ export class KvPanel {
     const away = whoHasThePages({ kv, ranks });
     this.panel.sayInstead(away && `No KV pages: ${away}.`);
     const hits = kv.prefix_hit_rate === null ? "no prompt looked up yet" : `prefix cache hits ${percent(kv.prefix_hit_rate)}`;
-    this.panel.note(`${kv.page_tokens} tokens per page, ${hits}`);
+    this.panel.note(`${kv.page_tokens} tokens per page, ${hits}${windowNote(kv.window)}`);
     const lines = kv.tiers.flatMap((tier) => [
       pagesLine(`${tier.name}, in use`, tier.used, tier.pages),
       pagesLine(`${tier.name}, cached`, tier.cached ?? 0, tier.pages), // including pages that sequences also use
@@ -35,6 +35,11 @@ export class KvPanel {
     show(this.sources, this.#sourceRows, sourceLines(kv));
     this.chart.update({ t: history.t, now, values: [history.kv_used] });
   }
+}
+
+function windowNote(window) {
+  if (window === null) return "";
+  return `, ${count(window.dropped_pages)} pages given back by ${count(window.requests)} requests with kv_window`;
 }
 
 function show(host, rows, lines) {

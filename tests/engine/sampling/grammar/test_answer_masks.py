@@ -1,4 +1,5 @@
-"""Which tokens a row may take: constraints, allowed tokens and bad words, alone and together."""
+"""The tokens that a row may take under constraints, allowed tokens and bad words, alone and
+together."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_a_constraint_token_by_token(masks: AnswerMasks) -> None:
 
 
 def test_another_rank_catches_up_with_the_answer_so_far(masks: AnswerMasks) -> None:
-    """A replay has the tokens and no matcher; a preemption keeps it."""
+    """A replay has the tokens but no matcher; a preemption keeps the matcher."""
     for answer in [(), (A,), (A, B), (AB, 4)]:
         followed = sequence(regex="(ab|cd)e?")
         for token in answer:
@@ -203,7 +204,8 @@ def test_a_channel_that_was_closed_stays_closed(masks: AnswerMasks) -> None:
 
 
 def test_the_library_gets_tokens_that_spell_what_it_asks_for() -> None:
-    """Where one text is left it takes the tokenizer's tokens: a wrong one would be sampled."""
+    """If only one text is possible, the library takes the tokenizer's tokens; a wrong one would be
+    sampled."""
     wrong = Vocabulary(TOKENS, frozenset({EOS}), (EOS,), encode=lambda text: [B] * len(text))
     assert _Wrapped(wrong)(b"abcab") == [ABC, AB]
     assert _Wrapped(VOCABULARY)(b"ab\xff") == [AB]
@@ -244,7 +246,7 @@ def test_a_mask_hides_no_fault_of_the_model(masks: AnswerMasks, value: float) ->
 
 
 class StuckGrammars(Grammars):
-    """One of its grammars is not compiled before it is let go."""
+    """Holds one of its grammars uncompiled until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__(lambda: VOCABULARY)
@@ -258,7 +260,8 @@ class StuckGrammars(Grammars):
 
 
 def test_a_step_does_not_wait_long_for_a_grammar_that_is_slow_to_compile() -> None:
-    """Ranks compile within their steps: 2 s for each of many hostile ones held the others up."""
+    """Ranks compile within their steps, so many hostile grammars of 2 s each would hold up other
+    requests."""
     grammars = StuckGrammars()
     grammars._patience.spend(3600)
     own = AnswerMasks(len(TOKENS), frozenset({EOS}), grammars)

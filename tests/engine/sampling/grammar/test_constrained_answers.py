@@ -1,4 +1,4 @@
-"""Constraints on the demonstration model: what comes out is what was asked for, in every batch."""
+"""Constraints on the demonstration model: every answer follows its constraint, in every batch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ TAGS = {
 
 
 def test_tags_are_the_same_in_every_batch(llm: LLM) -> None:
-    """Beside other constraints and free rows; the model comes to an e soon."""
+    """Tags run beside other constraints and free rows; the model soon writes an e."""
     tagged = [
         bound("structural_tag", json.dumps(TAGS), temperature=t, seed=seed, max_tokens=60)
         for t, seed in ((0, 1), (1, 2), (1, 3))
@@ -129,7 +129,8 @@ SCHEMAS = st.recursive(
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4))
 def test_schemas_hold(llm: LLM, schemas: list[dict[str, Any]]) -> None:
-    """A batch of four, each at temperature 0 and 1. An answer that was cut short is a beginning."""
+    """A batch of four, each at temperature 0 and 1. A cut answer is the beginning of a valid
+    one."""
     wanted = [
         bound("json_schema", json.dumps(schema), temperature=temperature, max_tokens=300)
         for schema in schemas
@@ -142,8 +143,8 @@ def test_schemas_hold(llm: LLM, schemas: list[dict[str, Any]]) -> None:
 
 
 def test_neighbours_change_nothing(llm: LLM) -> None:
-    """Frees requests are bit-equal beside constrained ones, and these have one answer
-    everywhere."""
+    """Free requests are bit-equal beside constrained ones, and constrained ones have the same
+    answer everywhere."""
     free = [
         SamplingParams(temperature=t, seed=t, max_tokens=20, logprobs=2, ignore_eos=True)
         for t in (0, 1)
@@ -163,7 +164,7 @@ def test_choices_are_drawn_apart(llm: LLM) -> None:
 
 
 def test_ends(llm: LLM) -> None:
-    """A complete answer ends, whatever else was asked for; else min_tokens and stops count."""
+    """A complete answer ends, whatever else was asked for; otherwise min_tokens and stops count."""
     wanted = [
         bound("choice", '["yes"]', ignore_eos=True, min_tokens=50),
         bound("regex", "[0-9]{1,40}", min_tokens=30),
@@ -202,7 +203,7 @@ def test_a_request_that_contradicts_itself_fails_alone(llm: LLM) -> None:
 
 
 def test_a_preemption_keeps_the_place_in_the_grammar() -> None:
-    """Eight answers of 60 tokens, and pages for two of them."""
+    """Eight answers of 60 tokens share pages for two of them."""
     wanted = [bound("regex", "([a-z]{3}[0-9]){60}", temperature=1, max_tokens=60)] * 8
     with LLM(num_pages=12, max_model_len=192, prefix_cache=False) as small:
         found = [answer.text for answer in answers(small, wanted)]

@@ -1,5 +1,5 @@
-"""Grammars whose cost grows with the answer end at a limit that counts work; their neighbours go
-on with the same tokens."""
+"""A grammar whose cost grows with the answer ends at a limit on work, and its neighbours get the
+same tokens."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def vocabulary() -> Vocabulary:
 
 
 def walk(constraint: Constraint, words: Vocabulary, num_tokens: int) -> tuple[int, str, float]:
-    """A drawn answer of letters where these may come -> its length, why it ended, CPU seconds."""
+    """Draws an answer of the allowed letters and returns its length, why it ended, and the CPU
+    seconds."""
     try:
         matcher = SequenceMatcher(compile_constraint(constraint, words).deep_copy())
     except InvalidGrammarError as error:
@@ -112,7 +113,7 @@ def walk(constraint: Constraint, words: Vocabulary, num_tokens: int) -> tuple[in
 def test_an_ambiguous_grammar_ends_at_a_limit_of_work(
     vocabulary: Vocabulary, constraint: Constraint
 ) -> None:
-    """At the same token each time: no clock decides it."""
+    """The answer ends at the same token each time, because the limit does not depend on a clock."""
     length, why, cpu_s = walk(constraint, vocabulary, 200)
     assert length < 200 and re.search("[Tt]oo many", why) and "\n" not in why, (length, why)
     assert cpu_s < 20, "tenths of a second on a quiet machine; it had no end before"
@@ -137,7 +138,7 @@ def test_a_sequence_may_spend_so_much_of_the_processor(vocabulary: Vocabulary) -
 
 
 def test_offenders_end_alone_on_ranks_too() -> None:
-    """Their neighbours have the tokens that they have without them."""
+    """Their neighbours have the same tokens as without them."""
     of, free = config(1, 1, 2), requests(8, VOCAB_SIZE, 24)
     tokenizer = Tokenizer.load(demo_model_folder())
     letters = tuple(

@@ -1,4 +1,5 @@
-"""What becomes of constraints before the engine: refused in a sentence, ended, or remembered."""
+"""The gate for constraints before the engine: it refuses them in a sentence, stops them, or caches
+them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ LOOP = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref
 
 
 class YesGuard(Guard):
-    """Says yes at once, and counts."""
+    """Accepts at once and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def test_one_sentence_says_what_is_wrong(
 
 
 def test_a_string_without_an_end_is_looked_at_once() -> None:
-    """Its every quote would be looked for an end of its own: 64 KB held the process for 15 s."""
+    """A separate search for the end of every quote in 64 KB held the process for 15 s."""
     for source in (UNENDED, '"' + "\\" * 2001, '"a'):
         assert STRING.findall(source) == [source]
     assert STRING.sub("", '{"[\\"[": ["\\\\", "[') == "{: [, "
@@ -132,7 +133,7 @@ def test_a_worker_that_hangs_is_ended_and_the_next_is_served(gate: GrammarGate) 
 
 @pytest.mark.parametrize("lead", ["", LEAD])
 def test_a_runaway_is_ended(lead: str) -> None:
-    """A limit far below what compiling it takes; a lead is not the end of it."""
+    """A grammar that compiles much longer than the limit is stopped, with a lead and without."""
     gate = GrammarGate(Grammars(lambda: BYTES), Guard(timeout_s=0.1))
     try:
         with pytest.raises(InvalidGrammarError, match="longer than 0.1 s"):
@@ -167,7 +168,7 @@ def test_gbnf_becomes_lark(gate: GrammarGate) -> None:
     ],
 )
 def test_a_lead_hides_nothing_from_the_judge(gate: GrammarGate, kind: Any, source: str) -> None:
-    """It allows tokens whatever follows."""
+    """A lead allows any tokens, but the constraint behind it is judged all the same."""
     with pytest.raises(InvalidGrammarError) as alone:
         gate.check(Constraint(kind, source))
     with pytest.raises(InvalidGrammarError) as led:
@@ -186,7 +187,7 @@ def test_a_lead_is_kept_and_told_apart(gate: GrammarGate) -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    """Ten thousand schemas that nobody has seen before."""
+    """Ten thousand different schemas come."""
     guard, grammars = YesGuard(), Grammars(lambda: BYTES, max_kept=5)
     gate = GrammarGate(grammars, guard)
     for i in range(10_000):
@@ -267,7 +268,7 @@ def test_what_looks_quick(constraint: Constraint, is_quick: bool) -> None:
 
 
 class SlowGuard(YesGuard):
-    """Holds what is dear until it is let go."""
+    """Holds expensive constraints until the test releases them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +281,7 @@ class SlowGuard(YesGuard):
 
 
 def test_a_trivial_schema_does_not_wait_behind_hostile_ones() -> None:
-    """Twenty clients held the only worker for two seconds each, one after the other."""
+    """Twenty clients once held the only worker for two seconds each, one after the other."""
 
     async def work() -> None:
         slow = SlowGuard()

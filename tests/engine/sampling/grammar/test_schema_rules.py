@@ -1,4 +1,4 @@
-"""What the library would break silently, or refuse without need, in JSON schemas."""
+"""JSON schemas that the library would break silently or refuse without need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def fits(schema: dict[str, Any], text: str) -> bool:
 
 
 def answer(schema: dict[str, Any], seed: int) -> str | None:
-    """Drawn by the masks; None: the schema is refused, or the answer had no end in time."""
+    """Draws an answer by the masks; None if the schema is refused or the answer did not end in
+    time."""
     try:
         matcher = compile_constraint(Constraint("json_schema", json.dumps(schema)), BYTES)
     except InvalidGrammarError:
@@ -63,7 +64,7 @@ def answer(schema: dict[str, Any], seed: int) -> str | None:
     ],
 )
 def test_an_excluded_bound_is_excluded(schema: dict[str, Any], text: str) -> None:
-    """The library let the bare number through where the other bound is less than 1 away."""
+    """The library allowed the excluded number itself if the other bound is less than 1 away."""
     numeric = {"type": "number", **schema}
     assert not fits(numeric, text)
     inner = {"-": "-0.25", "1": "1.25", "0": "0.25"}[text[0]] if text != "-1" else "-1.25"
@@ -135,7 +136,7 @@ def test_unique_items_are_refused_by_their_place() -> None:
 
 @pytest.mark.parametrize("options", [{"lenient": True}, {"whitespace_flexible": False}, 3])
 def test_options_of_the_library_are_not_for_clients(options: object) -> None:
-    """`lenient` would leave out what the library cannot keep."""
+    """The option `lenient` would ignore what the library cannot enforce."""
     schema = {"type": "object", "x-guidance": options, "properties": {"a": {"not": {}}}}
     for kind, source in (
         ("json_schema", json.dumps(schema)),

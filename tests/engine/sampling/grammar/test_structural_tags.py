@@ -1,4 +1,4 @@
-"""Tags in free text: what a mask allows, held to a second reading of what structural tags mean."""
+"""Tags in free text: the mask's texts are compared with a second definition of structural tags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FIELDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Tags:
-    """`structures`: (begin, schema, end)."""
+    """The tags of a request; `structures` are (begin, schema, end)."""
 
     structures: tuple[tuple[str, Any, str], ...]
     triggers: tuple[str, ...]
@@ -53,7 +53,7 @@ class Tags:
         return Constraint("structural_tag", json.dumps(source))
 
     def fits(self, text: str, start: int = 0) -> bool:
-        """Whether a whole answer may be this text, from `start` on."""
+        """Returns True if a whole answer may be this text, from `start` on."""
         ends = [text.find(t, start) + len(t) for t in self.triggers if t in text[start:]]
         if not ends:
             return True
@@ -81,9 +81,9 @@ def matcher_of(tags: Tags) -> llguidance.LLMatcher:
     return compile_constraint(tags.constraint, VOCABULARY)
 
 
-def takes(tags: Tags, *parts: str | int) -> bool:
-    """Whether this is an answer; an integer is a token."""
-    matcher = matcher_of(tags)
+def takes(tags: Tags | llguidance.LLMatcher, *parts: str | int) -> bool:
+    """Returns True if the parts are an answer; an integer is a token. A matcher stays as it is."""
+    matcher = matcher_of(tags) if isinstance(tags, Tags) else tags.deep_copy()
     ids = [i for part in parts for i in ([part] if isinstance(part, int) else part.encode())]
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
@@ -121,8 +121,8 @@ VALUES = ['{"n": 1}', '{"n": "a<f=", "b": true}', "true", '"x"', '"<f="', '[1, "
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(tags=structural_tags(), seed=st.integers(0, 2**32))
 def test_texts_are_taken_if_and_only_if_they_fit(tags: Tags, seed: int) -> None:
-    """Texts of pieces that are often right, and often nearly so."""
-    rng = random.Random(seed)
+    """The texts are made of pieces that are often right or nearly right."""
+    rng, matcher = random.Random(seed), matcher_of(tags)
     begins, _, ends = zip(*tags.structures, strict=True)
     for _ in range(30):
         text = ""
@@ -133,13 +133,13 @@ def test_texts_are_taken_if_and_only_if_they_fit(tags: Tags, seed: int) -> None:
             else:
                 text += begin + rng.choice(VALUES) + end
         fits = tags.fits(text)
-        assert takes(tags, text) == fits, (tags, text)
+        assert takes(matcher, text) == fits, (tags, text)
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(tags=structural_tags(), seed=st.integers(0, 2**32))
 def test_walks_under_the_mask_fit(tags: Tags, seed: int) -> None:
-    """The end is allowed exactly where the text so far fits, and never is nothing allowed."""
+    """The end is allowed exactly if the text so far fits, and some token is always allowed."""
     rng, matcher, text = random.Random(seed), matcher_of(tags), b""
     likely = {*range(259, 259 + len(PIECES)), *"".join(tags.triggers).encode(), *b'<f=a>{}"n:1/'}
     for _ in range(60):
@@ -176,7 +176,7 @@ def test_a_trigger_that_begins_no_tag_never_appears() -> None:
 
 
 def test_special_tokens_are_what_they_are_called() -> None:
-    """In tags each may be the token or its text; in free text there is none."""
+    """Inside a tag the token or its text is allowed; free text has neither."""
     tags = Tags((("[M]get<call>", {"type": "boolean"}, "[M]"),), ("[M]",))
     for parts in (
         ("x", MARK, "get", CALL, "true", MARK, "y"),

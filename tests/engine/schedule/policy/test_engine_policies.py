@@ -1,4 +1,4 @@
-"""Policies in real engines: the same tokens under all of them, and signatures that arrive."""
+"""Policies in real engines: each gives the same tokens, and signatures reach the policy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_one_process_gives_the_same_tokens(policy: BatchPolicyName) -> None:
 
 @pytest.mark.parametrize(("capacity", "is_told"), [(1, True), (3, False)])
 def test_rows_up_to_a_capacity(capacity: int, is_told: bool) -> None:
-    """The same tokens; what the policy then counts is no number of activated experts."""
+    """The tokens stay the same; the policy then does not count activated experts."""
     wanted, of = requests(5, VOCAB_SIZE), config(0, 0, 2)
     scheduler = replace(of.scheduler, batch_policy="expert-aware", expert_capacity=capacity)
     engine = build_engine(replace(of, scheduler=scheduler)).engine
@@ -62,7 +62,7 @@ def test_ranks_give_the_same_tokens(
 
 
 def test_a_step_ahead_keeps_the_split() -> None:
-    """What follows a settled step is split as it was."""
+    """A step planned ahead has the same split as the step before it."""
     of = config(0, 0, 2)
     engine = build_engine(
         replace(of, scheduler=SchedulerConfig(max_num_seqs=8, batch_policy="expert-aware"))
@@ -80,7 +80,7 @@ def test_a_step_ahead_keeps_the_split() -> None:
 
 
 class Constant:
-    """A predictor that always says the same experts."""
+    """A predictor that always returns the same experts."""
 
     horizon = 32
 
@@ -154,7 +154,7 @@ def test_a_predictor_knows_who_waits_and_is_asked_again_later() -> None:
 
 @pytest.mark.parametrize(("num_engines", "num_first"), [(1, 4), (2, 2), (8, 1)])
 def test_engines_share_the_time(num_engines: int, num_first: int) -> None:
-    """Each refreshes in every step, and all of them together have a millisecond."""
+    """Each engine refreshes in every step, and all together have one millisecond."""
     predictor = Constant()
     followed = FollowedPredictor(
         predictor=predictor, guard=RecallGuard(GuardLimits(min_recall=0.3)), is_acting=True
@@ -165,7 +165,7 @@ def test_engines_share_the_time(num_engines: int, num_first: int) -> None:
 
 
 def test_what_a_predictor_has_read_is_not_counted_for_it() -> None:
-    """A prompt that is read in two chunks, after a prediction that saw all of it."""
+    """A prompt is read in two chunks, after a prediction that saw all of it."""
     guard = RecallGuard(GuardLimits(min_recall=0.3))
     followed = FollowedPredictor(predictor=Constant(), guard=guard, is_acting=True)
     source, _ = live(followed)
@@ -178,7 +178,8 @@ def test_what_a_predictor_has_read_is_not_counted_for_it() -> None:
 
 
 def test_what_a_step_needs_follows_from_its_sequences() -> None:
-    """1 - prod (1 - p), each token like a coming one; who is not known yet is as the others are."""
+    """The expectation is 1 - prod (1 - p), where each token is like a coming one. A sequence
+    without a signature counts as the average of the others."""
     table = SignatureTable(ConcaveCost())
     known_RLE = np.zeros((2, NUM_LAYERS, NUM_EXPERTS), dtype=np.float32)
     known_RLE[0, 1, 3], known_RLE[1, 1, 3], known_RLE[1, 0, 5] = 0.5, 0.2, 1.0

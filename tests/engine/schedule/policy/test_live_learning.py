@@ -1,4 +1,4 @@
-"""A predictor that goes on learning while it serves: by what, how much, and that it is judged."""
+"""A predictor that goes on learning while it serves: its examples, its cost, and its guard."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 8, 2
 
 
 class Constant:
-    """Always says the experts 0 and 1."""
+    """Always returns the experts 0 and 1."""
 
     horizon = 32
 
@@ -43,7 +43,7 @@ class Constant:
 
 
 class Observer(OnlinePredictor):
-    """Keeps what it is given to learn from."""
+    """Keeps the examples that it is given."""
 
     def __init__(self) -> None:
         super().__init__(Constant(), TOP_K, OnlineLimits())
@@ -82,7 +82,8 @@ def test_a_prediction_is_compared_with_what_came_after_it() -> None:
 
 
 def test_what_it_costs_is_bounded() -> None:
-    """Tokens of a comparison, comparisons that wait, and that one is learnt from in a step."""
+    """Three bounds: the tokens of a comparison, the waiting comparisons, and one example per
+    step."""
     predictor = Observer()
     learning = LiveLearning(predictor)
     for key in range(100):
@@ -109,7 +110,8 @@ def record_of(key: int, experts: tuple[int, int], start: int) -> RouteRecord:
 
 
 def test_the_guard_judges_what_it_has_learnt(caplog: pytest.LogCaptureFixture) -> None:
-    """Requests choose the experts 4 and 5: off at first, and on again when it has learnt them."""
+    """Requests choose the experts 4 and 5: the predictor is off at first, and on once it has learnt
+    them."""
     online = OnlinePredictor(Constant(), TOP_K, OnlineLimits())
     guard = RecallGuard(GuardLimits(min_recall=0.5, window=100, min_measured=50))
     followed = FollowedPredictor(
@@ -133,7 +135,7 @@ def test_the_guard_judges_what_it_has_learnt(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("mode", ["act", "observe"])
 def test_learning_changes_no_token(mode: PredictorMode) -> None:
-    """With few pages: some requests lack them and are passed over, others are preempted."""
+    """With few pages, some requests are passed over and others are preempted."""
     wanted, of = requests(9, 4096, num_tokens=20), config(0, 0, 2)
     model = replace(of.model, max_model_len=128)
     of = replace(of, model=model, cache=CacheConfig(num_pages=12))

@@ -1,4 +1,4 @@
-"""Who joins: those that suit, and nobody waits beyond the bound, whatever arrives."""
+"""The order of starts: sequences that fit the batch go first, and no wait exceeds the bound."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def admit(
     count: int,
     lacking: Callable[[int], bool] = lambda key: False,
 ) -> list[int]:
-    """What the scheduler does with `count` free seats -> who started, by id. `lacking`: there are
-    no pages for it."""
+    """Offers `count` free seats as the scheduler does and returns the ids that started. `lacking`
+    returns True if there are no pages for a sequence."""
     world.policy.prepare(waiting, running)
     started: list[Sequence] = []
     for sequence in world.policy.candidates(waiting, running) if count else ():
@@ -92,7 +92,7 @@ def test_whoever_moved_here_from_a_lost_rank_jumps_no_queue() -> None:
 
 
 def test_who_lacks_pages_keeps_back_others_only_when_it_is_its_turn() -> None:
-    """3 suits best and is offered first each time, but came late."""
+    """Sequence 3 fits best and is offered first each time, but arrived late."""
     world = World()
     running = [world.sequence(of_domain(1))]
     waiting = deque(world.sequence(of_domain(n)) for n in (0, 0, 1))
@@ -115,7 +115,7 @@ def test_who_lacks_pages_is_passed_over_within_the_bound() -> None:
 
 
 def test_an_age_counts_from_the_arrival() -> None:
-    """Also of who is behind the window of those that are compared."""
+    """This includes sequences behind the window of those that are compared."""
     world = World(max_age_s=5.0, window=2)
     running = [world.sequence(of_domain(1))]
     waiting = deque(world.sequence(of_domain(n)) for n in (0, 0, 0, 1))
@@ -126,7 +126,7 @@ def test_an_age_counts_from_the_arrival() -> None:
 
 
 def test_many_who_cannot_start_are_not_compared_again_and_again() -> None:
-    """All 256 wait for pages that somebody else computes: one look at each."""
+    """All 256 wait for pages that another sequence computes, and each is looked at once."""
     world = World()
     running = [world.sequence(of_domain(1))]
     waiting = deque(world.sequence(of_domain(n % 2)) for n in range(256))
@@ -147,7 +147,7 @@ def test_many_who_cannot_start_are_not_compared_again_and_again() -> None:
 
 
 def test_what_is_not_split_is_expected_too() -> None:
-    """The gauge follows the step: one group has what two have together, or less."""
+    """The gauge follows the step: one group has at most the sum of two."""
     world = World()
     keys = [world.sequence(of_domain(n % 2)).id for n in range(4)]
     assert world.policy.stats().activated_experts is None
@@ -181,7 +181,8 @@ arrivals = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=5,
 def test_nobody_is_passed_over_more_often_than_allowed(
     steps: list[tuple[int, int]], bound: int, seed: int
 ) -> None:
-    """Any arrivals, seats and signatures (few have none yet); every request starts in the end."""
+    """Arrivals, seats and signatures are drawn (a few are missing); every request starts in the
+    end."""
     world, rng = World(max_passed_over=bound), np.random.default_rng(seed)
     waiting: deque[Sequence] = deque()
     running: list[Sequence] = []

@@ -30,7 +30,8 @@ def test_it_follows_the_placement() -> None:
 
 
 def test_prompts_of_one_domain_are_taken_apart() -> None:
-    """Domain 0 lives on rank 0: both of its prompts in one micro-batch would keep it busy."""
+    """Domain 0 lives on rank 0, so both of its prompts in one micro-batch would overload that
+    rank."""
     world = World()
     loads = RankLoads(contiguous([1, 3], NUM_EXPERTS, 2))
     policy = ExpertAware(

@@ -1,4 +1,4 @@
-"""Splits: clusters come apart, sizes stay near the balanced ones, and nothing is lost."""
+"""Splits separate clusters, keep sizes near the balanced ones, and lose nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_settled_split_stays_and_follows_who_comes_and_goes() -> None:
 @pytest.mark.parametrize("capacity", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_search_finds_what_trying_all_finds(capacity: int, seed: int) -> None:
-    """Eight rows in two halves: 35 splits."""
+    """Eight rows in two halves have 35 splits."""
     rng = np.random.default_rng(seed)
     chosen = rng.random((8, 12)).argsort(axis=1)[:, :3]
     signatures = np.zeros((8, 12), dtype=np.float32)
@@ -98,7 +98,7 @@ slices_lists = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 def test_every_slice_is_in_one_micro_batch(
     lengths: list[int], most: int, seed: int, tolerance: float
 ) -> None:
-    """And none is empty; token counts are within the tolerance of the balanced split."""
+    """No micro-batch is empty, and token counts are within the tolerance of the balanced split."""
     world, rng = World(tolerance=tolerance), np.random.default_rng(seed)
     slices = [
         SequenceSlice(key, 5, np.zeros(max(1, n - 30), dtype=np.int64), (0,), 1)

@@ -80,7 +80,7 @@ class TestDistributions:
 
 class TestCensoring:
     def test_answers_that_were_cut_tell_that_longer_ones_exist(self) -> None:
-        """Half of the answers end after 4 tokens, half are cut at 8."""
+        """Half of the answers end after 4 tokens; the others are cut at 8."""
         lengths, is_cut = np.array([4, 8] * 50), np.array([False, True] * 50)
         made = label(BINS, lengths, is_cut)
         weight_B = np.bincount(made.bins, made.weights, minlength=NUM_BINS)
@@ -124,7 +124,7 @@ class TestPast:
 
 class TestCoverage:
     def test_a_forecast_that_is_too_short_is_corrected(self) -> None:
-        """Places of answers are squeezed towards 1: the distribution is too short."""
+        """The ranks of answers are squeezed towards 1, so the distribution is too short."""
         coverage, rng = Coverage(0.9), np.random.default_rng(1)
         places = 1 - rng.random(3000) ** 3
         for place in places:

@@ -1,4 +1,5 @@
-"""Estimates of the scheduler by a predictor: what a sequence tells it, and `length_prediction`."""
+"""The scheduler's estimates from a predictor, which learns from sequences, and
+`length_prediction`."""
 
 from __future__ import annotations
 

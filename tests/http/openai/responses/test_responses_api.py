@@ -1,4 +1,4 @@
-"""POST /v1/responses and what is stored of them, on the scripted engine."""
+"""POST /v1/responses and the stored responses, on the scripted engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_answer_as_the_official_types_know_it(client: TestClient, engine: Any
 
 
 def test_input_tokens_are_those_that_an_answer_counts(client: TestClient, engine: Any) -> None:
-    """With instructions and what came before; nothing is generated and nothing stored."""
+    """The count includes instructions and earlier turns; nothing is generated or stored."""
     first = create(client)
     for fields in (
         {},
@@ -218,7 +218,8 @@ def test_a_background_response_counts_as_open_for_its_key(
 def test_a_background_response_that_nobody_could_find_is_ended(
     make_app: Callable[..., FastAPI], engine: Any
 ) -> None:
-    """Others' answers do not push it out; another one in the background does, and ends it."""
+    """Other answers do not remove it from the store; another background response does, and stops
+    it."""
     with TestClient(make_app(max_stored_responses=1)) as client:
         engine.step_s = 600.0
         first = create(client, background=True)

@@ -87,7 +87,7 @@ def test_the_output_of_an_answer_is_input_for_the_next() -> None:
 
 
 def test_tokens_without_text_open_no_message() -> None:
-    """A marker, or half a character: with logprobs they come as a delta of nothing."""
+    """A marker or half a character has no text; with logprobs it gives an empty delta."""
     output, entry = OutputItems(), {"token": "x", "logprob": 0.0}
     call = CallDelta(index=0, id="c", name="f", arguments='{"a":')
     for delta in (

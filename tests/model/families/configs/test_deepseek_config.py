@@ -1,4 +1,4 @@
-"""Configs of models with latent attention as they are published, read into specs."""
+"""Published configs of models with latent attention, read into specs."""
 
 from __future__ import annotations
 

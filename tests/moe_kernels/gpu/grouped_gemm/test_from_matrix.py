@@ -1,4 +1,4 @@
-"""Quantised matrices in the kernels' layouts: the same weights, and products of them."""
+"""Quantised matrices in the kernels' layouts: the same weights, and their products."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def id_of(kind: Kind) -> str:
 @pytest.mark.parametrize("num_columns", [256, 200, 96])
 @pytest.mark.parametrize("kind", KINDS, ids=id_of)
 def test_the_weights_are_those_of_the_matrices(kind: Kind, num_columns: int) -> None:
-    """Bit for bit, two experts of two parts; ragged in both dimensions."""
+    """Two experts of two parts are equal bit for bit; both dimensions are ragged."""
     gates, ups = ([kind.matrix(136, num_columns, seed + e) for e in range(2)] for seed in (1, 8))
     weight = joined([grouped_weight(parts) for parts in zip(gates, ups, strict=True)])
     layout = layout_of(kind.form)
@@ -44,7 +44,7 @@ def test_the_weights_are_those_of_the_matrices(kind: Kind, num_columns: int) -> 
 
 @pytest.mark.parametrize("kind", KINDS, ids=id_of)
 def test_what_is_said_of_the_bits_is_true(kind: Kind) -> None:
-    """Of a matrix without ragged edges, large enough that the scales of rows do not count."""
+    """The matrix has no ragged edges and is so large that the scales of rows do not count."""
     num_rows, num_columns = 256, 4096
     weight = grouped_weight([kind.matrix(num_rows, num_columns)])
     tensors = (weight.values, weight.scales, weight.zeros)
@@ -60,7 +60,7 @@ def test_what_is_said_of_the_bits_is_true(kind: Kind) -> None:
 def test_a_bank_gives_the_sums_of_the_torch_set(
     kind: Kind, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Down projections of rows are floats, so both kinds stand in one bank."""
+    """Down projections of some rows are floats, so both kinds are in one bank."""
     num_experts, width, expert_width = 2, 96, 64
 
     def expert(seed: int) -> ExpertWeights:
@@ -100,7 +100,7 @@ def test_what_no_layout_holds(form: MatrixForm, reason: str) -> None:
 
 
 def test_zeros_in_the_middle_are_left_out() -> None:
-    """As symmetric GPTQ stores them; one that is not keeps all."""
+    """Symmetric GPTQ stores the zero 8 everywhere. If one zero differs, all are kept."""
     kind = Kind(name="", table=UINT4, group=32, has_zeros=True)
     experts = [kind.matrix(8, 96, seed) for seed in range(2)]
     for matrix in experts:
@@ -116,7 +116,7 @@ def test_zeros_in_the_middle_are_left_out() -> None:
 
 
 def test_scales_that_are_no_numbers_show() -> None:
-    """An exponent of 255 is NaN; the kernels know none, and read infinity."""
+    """An exponent of 255 is NaN; the kernels have no NaN scale and read infinity."""
     matrix = Kind(name="", table=E2M1, group=32, scale_dtype=torch.uint8).matrix(2, 32)
     matrix.scales_NG[0] = 255
     matrix.bytes_NB[:] = 0x22

@@ -1,7 +1,7 @@
-"""The grouped products against the definition in float64, and a row's bits whatever is beside it.
+"""The grouped products against the definition in float64, and equal bits of a row in any batch.
 
-T rows, K choices, E experts, D model width, F expert width. One metric: the largest difference
-over the largest value of the reference.
+T rows, K choices, E experts, D model width, F expert width. One metric: the largest difference over
+the largest value of the reference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ D, F = 136, 96  # off every tile
 
 
 def chip_of(device: torch.device, capability: int = 90) -> Chip:
-    """More pieces than processors, so that the persistent kernel goes round."""
+    """Returns a chip with fewer processors than pieces, so that the persistent kernel loops."""
     is_gpu = device.type == "cuda"
     if is_gpu:
         major, minor = torch.cuda.get_device_capability(device)
@@ -60,7 +60,7 @@ def experts_of(
     activation: GatedActivation | None = None,
     sizes: tuple[int, int] = (D, F),
 ) -> GroupedExperts:
-    """Random experts; with biases if an activation is given."""
+    """Returns random experts, with biases if an activation is given."""
     generator = torch.Generator().manual_seed(3)
     width, expert_width = sizes
 
@@ -82,7 +82,7 @@ def experts_of(
 def inputs_of(
     dtype: torch.dtype, device: torch.device, ids_TK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, D], ids and weights [T, K]."""
+    """Returns x [T, D], ids and weights [T, K]."""
     generator = torch.Generator().manual_seed(4)
     x_TD = torch.randn(len(ids_TK), D, generator=generator).to(device, dtype)
     weights_TK = torch.rand(ids_TK.shape, generator=generator).to(device)
@@ -90,7 +90,8 @@ def inputs_of(
 
 
 def reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: GroupedExperts) -> Tensor:
-    """In float64 on the host; choices of experts that are not here weigh nothing."""
+    """Computes the products in float64 on the host; choices of experts that are not here add
+    nothing."""
     x, ids, weights = (t.cpu() for t in (x_TD, ids_TK, weights_TK))
     is_here = (ids >= 0) & (ids < experts.num_experts)
     ids, weights = torch.where(is_here, ids, 0), torch.where(is_here, weights, 0.0)
@@ -108,7 +109,8 @@ def reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Grouped
 
 
 def _floats(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """As the kernel multiplies them: with groups, rounded to the model's dtype."""
+    """Returns the weights as the kernel multiplies them: with groups, rounded to the model's
+    dtype."""
     floats = weight.dequantised().cpu()
     has_groups = weight.weight_format in (*PACKED_FORMATS, "int8_zero")
     return floats.to(dtype) if has_groups else floats
@@ -139,7 +141,8 @@ def check(found_TD: Tensor, want_TD: Tensor, dtype: torch.dtype, case: str) -> N
 def test_equals_the_definition(
     num_rows: int, top_k: int, num_experts: int, block_m: int, routing: str, device: torch.device
 ) -> None:
-    """Empty experts, one row, all rows to the same experts, choices elsewhere; off every tile."""
+    """Cases: empty experts, one row, all rows to the same experts, experts elsewhere, ragged
+    tiles."""
     experts = experts_of(torch.float32, device, num_experts)
     inputs = inputs_of(torch.float32, device, ids_of(num_rows, top_k, num_experts, routing))
     found = grouped_experts(*inputs, experts, chip_of(device), block_m)
@@ -175,10 +178,11 @@ def test_biases_and_the_clamped_activation(
 
 @pytest.fixture
 def _dots_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dot in which an element depends on its row and column alone: float64, rounded once.
+    """Makes a dot whose elements depend on their row and column alone: float64, rounded once.
 
-    numpy's own, which the interpreter calls, adds in an order that follows the shape. What is left
-    to see is which blocks a kernel adds, and in which order. A GPU's dots stay its own.
+    numpy's own dot, which the interpreter calls, adds in an order that follows the shape. With this
+    one, the remaining differences come from the blocks that a kernel adds, and their order. A GPU
+    keeps its own dots.
     """
     matmul = np.matmul
 
@@ -199,9 +203,9 @@ def _dots_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_has_the_same_bits_alone_and_in_tiles_of_every_size(
     weight_format: WeightFormat, group: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """20 rows in tiles of 16, 64 and 128 (TMA where the format allows); rows alone as direct.
+    """20 rows in tiles of 16, 64 and 128 (TMA where the format allows); single rows as direct.
 
-    On a GPU only the first is promised: there `has_equal_tiles` asks about the sizes.
+    On a GPU only the first is promised: there `has_equal_tiles` reports if the sizes agree.
     """
     experts = experts_of(dtype, device, 4, weight_format, group)
     x, ids, weights = inputs_of(dtype, device, ids_of(20, 1, 4, "any"))
@@ -252,7 +256,8 @@ def test_a_row_of_choices_that_are_elsewhere_is_zero(device: torch.device) -> No
 
 @pytest.mark.parametrize("part", ["gate", "up"])
 def test_a_nan_in_the_weights_shows_through_the_limits(device: torch.device, part: str) -> None:
-    """As in the torch and native sets: limited to 7 it would be a wrong answer, and no error."""
+    """A NaN that was limited to 7 would give a wrong answer without an error; the other sets keep
+    it too."""
     experts = experts_of(torch.float32, device, 4, activation=GPT_OSS)
     row = 5 if part == "gate" else experts.expert_width + 5
     experts.gate_up.values.view(4, 2 * F, D)[2, row, 7] = float("nan")

@@ -1,4 +1,4 @@
-"""Which tile a product gets: from shapes alone, and one step of inputs for all tiles."""
+"""The tile of a product follows from shapes alone, and all tiles get the same inputs of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of weights: what is packed comes back, and codes mean what the kernels read."""
+"""Layouts of weights: packing is reversible, and codes mean what the kernels read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
      ("mxfp4", 32, 0.26), ("int8_zero", 32, 0.005), ("int8_zero", 128, 0.005)],
 )  # fmt: skip
 def test_quantised_weights_are_near(weight_format: WeightFormat, group: int, error: float) -> None:
-    """Off every group and block; the error is that of a format's step at the largest value."""
+    """Shapes are ragged for every group and block; the error is one step at the largest value."""
     weight = torch.randn(2, 2 * 150, 200, generator=torch.Generator().manual_seed(5))
     packed = quantised(weight, weight_format, group, 2)
     assert packed.num_outputs == 150 and packed.num_inputs == 200, packed
@@ -67,7 +67,7 @@ def _decode_kernel(bits_ptr, fp8_ptr, e2m1_ptr, HAS_FP8: tl.constexpr):
 
 
 def test_the_kernels_read_every_code(device: torch.device) -> None:
-    """All e4m3 bits except the two NaN; all e2m1 codes. Exact."""
+    """All e4m3 bits except the two NaN, and all e2m1 codes, are exact."""
     bits = torch.arange(256, device=device).to(torch.uint8)
     fp8, e2m1 = (torch.empty(256, device=device) for _ in range(2))
     _decode_kernel[(1,)](bits, fp8, e2m1, HAS_FP8=False)

@@ -1,8 +1,8 @@
 """Quantised checkpoints, packed in the Triton set, against the same weights stored in floats.
 
-Scales are fp32 here: then a weight's product is rounded nowhere, and packed and dequantised are the
-same numbers. (With narrower scales dequantising rounds each weight to their dtype as the formats'
-own code does, and the kernels to the compute dtype alone.)
+Scales are fp32 here, so a weight's product is not rounded, and packed and dequantised are the same
+numbers. (With narrower scales, dequantising rounds each weight to their dtype as the formats' own
+code does, and the kernels round to the compute dtype alone.)
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ PACKED: dict[str, tuple[QuantisedCase, str]] = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_logits(name: str, tmp_path: Path, device: torch.device) -> None:
-    """Within 1e-4 of the torch set's, in fp32, of weights in floats."""
+    """The logits are within 1e-4 of those of the torch set, in fp32, with weights in floats."""
     case, description = PACKED[name]
     stored, plain = write_pair(tmp_path, case)
     loader = ModelLoader(stored, kernels="triton", dtype=_FP32, device=device)
@@ -137,7 +137,7 @@ def test_logits(name: str, tmp_path: Path, device: torch.device) -> None:
 def test_what_cannot_stay_packed_is_dequantised_and_said(
     tmp_path: Path, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With activation order; `packed` refuses it."""
+    """Weights with activation order are dequantised; the setting `packed` refuses them."""
     case = QuantisedCase(
         model=tiny.mixtral(),
         quantization=auto_gptq(desc_act=True, group_size=32),

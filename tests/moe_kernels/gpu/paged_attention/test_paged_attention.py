@@ -1,4 +1,5 @@
-"""Triton's attention over pages: the float64 definition, and equal bits however rows are cut."""
+"""Triton's attention over pages: the float64 definition, and equal bits in every cut of the
+rows."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ MIXED: list[Span] = [(0, 1), (599, 1), (0, 20), (254, 3), (300, 12), (15, 1), (1
 
 
 class Scene:
-    """Sequences with scattered pages of their own. What is no key is NaN, except page 0: zeros."""
+    """Sequences with scattered pages of their own. Memory without keys is NaN, except page 0:
+    zeros."""
 
     def __init__(
         self, shape: AttentionShape, lengths: list[int], dtype: torch.dtype, device: torch.device
@@ -83,7 +85,7 @@ class Scene:
         ]
 
     def step(self, rows: list[tuple[int, int, int]]) -> StepRows:
-        """Rows of the step: (sequence, first position, tokens)."""
+        """Returns the rows of a step: (sequence, first position, tokens)."""
         return StepRows(
             np.array([count for _, _, count in rows]),
             np.array([start for _, start, _ in rows]),
@@ -94,7 +96,7 @@ class Scene:
     def plan(
         self, rows: list[tuple[int, int, int]], most_items: int | None = None, split: int = 256
     ) -> PagedPlan:
-        """In the tiles of half precision whatever the dtype: they are what ships."""
+        """Plans in the tiles of half precision for every dtype, because these tiles ship."""
         config = replace(config_of(self.shape, torch.bfloat16), split_tokens=split)
         if self.shape == WIDE:
             config = replace(config, join_columns=16)
@@ -178,7 +180,7 @@ def test_every_length(length: int, device: torch.device) -> None:
 def test_a_row_has_the_same_bits_decoded_and_in_a_prompt(
     name: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The prompt as tiles, and in pieces as items: of one token, of 3, of 70."""
+    """The prompt comes as tiles, and in pieces of 1, 3 and 70 tokens as items."""
     length = 280
     scene = Scene(SHAPES[name], [length], dtype, device)
     (whole,) = scene.run([(0, 0, length)], scene.plan([(0, 0, length)], most_items=0))
@@ -265,7 +267,7 @@ def test_slabs_change_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.devi
 
 
 def test_queries_may_be_wider_and_strided(device: torch.device) -> None:
-    """As the rotation leaves them: fp32, and a slice of a wider row."""
+    """The rotation leaves queries in fp32, as a slice of a wider row."""
     scene, rows = scene_of(grouped(4, 2, 16), [(40, 1), (3, 4)], torch.bfloat16, device)
     q = torch.cat([scene.q[0][40:41], scene.q[1][3:7]])
     wide = torch.full((5, 6, 32), float("nan"), device=device)

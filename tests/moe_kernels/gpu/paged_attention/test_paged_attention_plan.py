@@ -88,7 +88,7 @@ WINDOWED = AttentionShape(num_heads=64, num_kv_heads=8, head_dim=64, sliding_win
 def test_room_for_any_decode_step(
     shape: AttentionShape, rows: int, context: int, most: int, items: int, mib: int
 ) -> None:
-    """Also what the workspace takes; docs/internals/kernels.md says it."""
+    """The workspace has the size that docs/internals/kernels.md gives."""
     config = config_of(shape, torch.bfloat16)
     sizes = decode_sizes(room_of(rows, context, most), shape, config)
     assert sizes is not None and sizes.num_items == items, f"{sizes}"

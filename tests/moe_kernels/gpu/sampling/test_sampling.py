@@ -1,4 +1,4 @@
-"""The cut and the draw against the plain definition, and against the server's own cut."""
+"""The cut and the draw against the plain definition and the host's own cut."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ def make_logits(rows: list[Row]) -> Tensor:
 
 
 def tokens_at_ties(logits_V: Tensor, sequence: Sequence) -> set[int]:
-    """What a draw may give if its number, top-p and min_p are each off by a rounding, in fp64."""
+    """Returns the tokens that a draw may give, in fp64, if its number, top-p and min_p are each off
+    by one rounding."""
     params, probs = sequence.request.params, torch.softmax(
         logits_V.double() / sequence.request.params.temperature, dim=-1
     )  # fmt: skip
@@ -164,7 +165,7 @@ def test_the_hosts_tokens(rows: list[Row], device: torch.device) -> None:
 
 
 def test_masked_rows(device: torch.device) -> None:
-    """The host's tokens again, of the tokens that a mask leaves; free rows have no mask."""
+    """Masked rows give the host's tokens; free rows have no mask."""
     drawn = SamplingParams(max_tokens=None, seed=1, top_k=5, repetition_penalty=1.3, logprobs=2)
     params = (PLAIN, drawn, PLAIN, drawn)
     kinds = ("usual", "usual", "nan", "usual")
@@ -242,7 +243,7 @@ def test_arrays_travel_in_one_copy(device: torch.device) -> None:
 
 
 def test_an_engine_samples_with_the_kernels(tmp_path: Path, device: torch.device) -> None:
-    """The tokens are those of the torch set, whose engine samples on the host."""
+    """The tokens equal those of the torch set, whose engine samples on the host."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}
     config = transformers.Qwen3MoeConfig(
         **TINY | sizes, head_dim=16, intermediate_size=48, moe_intermediate_size=24, num_experts=4

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and their kin in small, with odd widths; YaRN stretches 32 positions."""
+"""Small DeepSeek-V2, V3 and related models with odd widths; YaRN stretches 32 positions."""
 
 from __future__ import annotations
 

@@ -1,0 +1,103 @@
+"""The experts of adapters on a rank, beside those of the base model, by virtual id.
+
+    virtual id = number * E + e      expert e of the adapter with this number; 0: the base model
+
+Virtual ids take the place of expert ids between ranks, so messages have the size that they have
+without adapters. T rows, n of them with an adapter, K choices, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experts.expert_layer import ExpertLayer
+from moe_kernels.interface.kernels import ExpertBank
+
+MAX_VIRTUAL_ID = 2**31 - 1  # ids are int32 between ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterExperts:
+    """The experts of a layer that an adapter has in place of the base model's."""
+
+    bank: ExpertBank | None  # those of them that are held here; None: other ranks have them
+    is_own_E: Tensor  # bool [E + 1]; the last entry is for id -1
+
+
+class MissingAdapterError(KeyError):
+    """Rows came for an adapter that this rank has not loaded."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class VirtualExperts:
+    """The experts of all adapters that a rank holds. One thread uses them; any thread may put and
+    drop adapters."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self._layers: dict[int, Mapping[int, AdapterExperts]] = {}  # number -> layer
+
+    def put(self, number: int, layers: Mapping[int, AdapterExperts]) -> None:
+        """Takes the experts of an adapter, by layer; another set of them is replaced."""
+        self._layers[number] = layers
+
+    def drop(self, number: int) -> None:
+        """Releases the experts of an adapter."""
+        self._layers.pop(number, None)
+
+    def virtual_ids(self, layer: int, ids_TK: Tensor, numbers_T: Tensor) -> Tensor:
+        """Returns the virtual ids of choices that were made here. `numbers_T`: the adapter of each
+        row; 0 or less: none.
+
+        Raises MissingAdapterError.
+        """
+        first_TK = torch.zeros_like(ids_TK)
+        for number in numbers_T.unique().tolist():
+            if number > 0 and (own := self._of(number).get(layer)) is not None:
+                is_its_TK = own.is_own_E[ids_TK] & (numbers_T == number)[:, None]
+                first_TK[is_its_TK] = number * self._num_experts
+        return ids_TK + first_TK
+
+    def partial(
+        self, layer: int, base: ExpertLayer, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        """Returns the sums [T, D] in fp64 over the experts held here, those of `base` included; id
+        -1 marks a choice held elsewhere.
+
+        Raises MissingAdapterError.
+        """
+        num_experts = self._num_experts
+        if not len(ids_TK) or int(ids_TK.max()) < num_experts:
+            return base.partial(x_TD, ids_TK, weights_TK)
+        base_TK = torch.where(ids_TK < num_experts, ids_TK, -1)
+        sum_TD = base.partial(x_TD, base_TK, weights_TK)
+        numbers_TK = ids_TK // num_experts
+        for number in numbers_TK.unique().tolist():
+            if number > 0:
+                is_its_TK = numbers_TK == number
+                rows_n = is_its_TK.any(dim=1).nonzero()[:, 0]
+                own_nK = torch.where(is_its_TK, ids_TK - number * num_experts, -1)[rows_n]
+                bank = self._bank(number, layer)
+                part_nD = bank.partial(x_TD[rows_n], own_nK, weights_TK[rows_n])
+                sum_TD.index_add_(0, rows_n, part_nD)
+        return sum_TD
+
+    def _of(self, number: int) -> Mapping[int, AdapterExperts]:
+        try:
+            return self._layers[number]
+        except KeyError:
+            raise MissingAdapterError(f"adapter {number} is not loaded on this rank") from None
+
+    def _bank(self, number: int, layer: int) -> ExpertBank:
+        own = self._of(number).get(layer)
+        if own is None or own.bank is None:
+            raise MissingAdapterError(
+                f"adapter {number} has no experts of layer {layer} on this rank"
+            )
+        return own.bank

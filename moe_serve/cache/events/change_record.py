@@ -1,0 +1,128 @@
+"""The changes of one prefix cache that subscribers have not been told yet.
+
+The engine's thread writes them and the publisher's thread takes them. A page that enters and leaves
+in between cancels out, so a record never holds more than the cache itself, however slow the
+publisher is: nothing is dropped, and the engine never waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class PageOrigin:
+    """The part of a page's content that its tokens do not show."""
+
+    adapter: str | None = None  # name; None: the base model
+    salt: str = ""
+
+
+BASE_MODEL = PageOrigin()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """A full page of a prefix cache."""
+
+    key: bytes
+    parent_key: bytes | None  # None: the page begins a prompt
+    tokens: NDArray[np.int32]
+    origin: PageOrigin
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The difference between two states of a prefix cache: the pages that left, children first,
+    then those that came, parents first."""
+
+    is_cleared: bool  # the first state counts as empty
+    removed: tuple[bytes, ...]
+    stored: tuple[StoredPage, ...]
+
+
+class PageListener:
+    """Hears of the full pages of a prefix cache. This base class ignores them."""
+
+    def stored(self, page: StoredPage) -> None:
+        """Notes a page that requests can find now. Its parent can be found, too."""
+
+    def removed(self, key: bytes) -> None:
+        """Notes a page that requests cannot find any more. It has no children."""
+
+    def cleared(self) -> None:
+        """Notes that all pages are lost."""
+
+    def step_ended(self) -> None:
+        """Notes the end of a step. Changes of one step belong together."""
+
+    def close(self) -> None:
+        """Ends the listening. Calls after it have no effect."""
+
+
+IGNORE_PAGES = PageListener()
+
+
+class ChangeRecord(PageListener):
+    """Collects changes until they are taken. A new record says that the cache is empty."""
+
+    def __init__(self, wake: Callable[[], None], close: Callable[[], None]) -> None:
+        """`wake` is called when there is something to take; it must not wait. `close` ends the
+        publisher."""
+        self._wake, self._close = wake, close
+        self._lock = threading.Lock()
+        self._is_cleared = True
+        self._removed: dict[bytes, None] = {}
+        self._stored: dict[bytes, StoredPage] = {}
+
+    def stored(self, page: StoredPage) -> None:
+        """See `PageListener.stored`."""
+        with self._lock:
+            if page.key in self._removed:
+                del self._removed[page.key]  # subscribers still have it
+            else:
+                self._stored[page.key] = page
+
+    def removed(self, key: bytes) -> None:
+        """See `PageListener.removed`."""
+        with self._lock:
+            if self._stored.pop(key, None) is None:
+                self._removed[key] = None
+
+    def cleared(self) -> None:
+        """See `PageListener.cleared`. Subscribers are told at once."""
+        with self._lock:
+            self._is_cleared, self._removed, self._stored = True, {}, {}
+        self._wake()
+
+    def step_ended(self) -> None:
+        """See `PageListener.step_ended`."""
+        if self._stored or self._removed:
+            self._wake()
+
+    def close(self) -> None:
+        """See `PageListener.close`."""
+        self._close()
+
+    def take(self) -> Changes | None:
+        """Returns the changes since the last call; None if there are none."""
+        with self._lock:
+            is_cleared, removed, stored = self._is_cleared, self._removed, self._stored
+            self._is_cleared, self._removed, self._stored = False, {}, {}
+        if not (is_cleared or removed or stored):
+            return None
+        return Changes(is_cleared, tuple(removed), tuple(stored.values()))
+
+
+def update(pages: dict[bytes, StoredPage], changes: Changes) -> None:
+    """Brings `pages`, all pages of a cache by key and parents first, up to date."""
+    if changes.is_cleared:
+        pages.clear()
+    for key in changes.removed:
+        del pages[key]
+    pages.update((page.key, page) for page in changes.stored)

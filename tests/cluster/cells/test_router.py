@@ -1,0 +1,144 @@
+"""The choice of the cells that read a prompt and generate its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_serve.cluster.cells.rates import LinkRates, StepRates, TokenSteps
+from moe_serve.engine.request.request import GenerationRequest
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.sequence import Sequence as EngineSequence
+from moe_serve.engine.service.step_model import StepWork
+from tests.support.cluster.fake_cells import ALWAYS, CellsWorld, Clock, Limits, prompt
+
+REPLICAS = "3x(1A1E)"
+
+
+def route(world: CellsWorld, tokens: Sequence[int], priority: int = 0) -> tuple[int, int]:
+    """Returns the numbers of the cells that would read a prompt and generate its answer."""
+    request = GenerationRequest(
+        request_id="asks",
+        prompt_token_ids=tuple(tokens),
+        params=SamplingParams(max_tokens=10),
+        priority=priority,
+    )
+    found = world.moves._router.route(EngineSequence(next(world.ids), request))
+    assert found is not None
+    return found.reader.cell.index, found.writer.cell.index
+
+
+def measured(layout: str = REPLICAS) -> CellsWorld:
+    """Returns a world in which a token takes a second in each cell."""
+    return CellsWorld(layout=layout, make_model=TokenSteps, limits=Limits(num_pages=60))
+
+
+def test_equal_cells_are_taken_in_their_order() -> None:
+    world = measured()
+    assert route(world, prompt(40)) == (0, 0)
+    world.add("a", prompt(40))
+    assert route(world, prompt(40, 2)) == (1, 1)
+
+
+def test_a_cached_prefix_counts_exactly() -> None:
+    world = measured()
+    for cell in world.cells:
+        cell.is_draining = cell.index != 2
+    world.add("a", prompt(64), max_tokens=2)
+    world.run()
+    for cell in world.cells:
+        cell.is_draining = False
+    assert route(world, [*prompt(64), 1, 2, 3]) == (2, 2)
+    assert route(world, prompt(15)) == (0, 0), "less than a page is not cached"
+    world.add("b", prompt(50, 4), max_tokens=2)
+    world.add("c", prompt(40, 5), max_tokens=2)
+    assert route(world, [*prompt(64), 1, 2, 3]) == (2, 2)
+
+
+def test_a_popular_prefix_does_not_draw_all_requests_to_one_cell() -> None:
+    world = measured()
+    for cell in world.cells:
+        cell.is_draining = cell.index != 2
+    world.add("warm", prompt(112), max_tokens=1)
+    world.run()
+    for cell in world.cells:
+        cell.is_draining = False
+    places = []
+    for index in range(6):
+        name = f"r{index}"
+        world.add(name, [*prompt(112), *prompt(20, 9 + index)], max_tokens=5)
+        places.append(world.where(name))
+    assert places[0] == 2 and set(places) == {0, 1, 2}
+    world.run()
+
+
+def test_more_urgent_requests_do_not_wait_for_less_urgent_ones() -> None:
+    world = measured("2x(1A1E)")
+    for index in range(3):
+        world.add(f"r{index}", prompt(100, index))
+    busy = [world.where(f"r{index}") for index in range(3)].count(0)
+    assert busy == 2
+    assert route(world, prompt(40, 8)) == (1, 1)
+    assert route(world, prompt(40, 8), priority=-1) == (0, 0), "none is ahead in either cell"
+
+
+def test_a_slow_link_keeps_a_prompt_where_it_is_answered() -> None:
+    world = CellsWorld(
+        config=ALWAYS.__class__(min_tokens=32), make_model=TokenSteps, limits=Limits(num_pages=60)
+    )
+    world.add("s", prompt(10), max_tokens=50)
+    world.turn()
+    world.turn()
+    assert route(world, prompt(100)) == (0, 1)
+    world.moves._router._links.arrived(0, 1, seconds=500.0, num_pages=1)
+    assert route(world, prompt(100)) == (1, 1)
+    world.run()
+
+
+def test_a_link_rests_after_failures_for_longer_and_longer() -> None:
+    clock = Clock()
+    links = LinkRates(clock)
+    links.failed(0, 1)
+    assert links.is_resting(0, 1) and not links.is_resting(1, 0)
+    clock.now = 1.5
+    assert not links.is_resting(0, 1)
+    links.failed(0, 1)
+    clock.now = 3.0
+    assert links.is_resting(0, 1)
+    links.arrived(0, 1, 0.1, 4)
+    links.failed(0, 1)
+    clock.now = 4.5
+    assert not links.is_resting(0, 1), "a parcel that arrived ends the series"
+
+
+def test_steps_are_measured_from_the_end_of_the_step_before() -> None:
+    world = CellsWorld(layout="2x(1A1E)", step_s=0.25)
+    rates = StepRates(world.cells, world.clock, 32)
+    cell, unmeasured = world.cells
+    rows = StepWork(2, 10, 0)
+    assert rates.model(cell).seconds(rows) == 12, "tokens count before anything is measured"
+    world.add("a", prompt(60), max_tokens=8)
+    for _ in range(6):
+        rates.begins(cell)
+        world.begin(0)
+        if cell.is_out:
+            world.end(0)
+        rates.ended(cell)
+    assert 0.2 < rates.usual_s(cell) < 0.3
+    assert rates.model(unmeasured) is rates.model(cell), "alike until it is measured itself"
+    world.run()
+
+
+def test_all_that_is_left_takes_the_roles_of_lost_cells() -> None:
+    world = measured("1x(1A1E prefill) 1x(1A1E decode) 1x(1A1E)")
+    assert route(world, prompt(100)) == (0, 1)
+    world.lose(1, is_back=False)
+    world.begin(1)
+    assert route(world, prompt(100)) == (0, 2)
+    world.lose(2, is_back=False)
+    world.begin(2)
+    assert route(world, prompt(100)) == (0, 0)
+    world.come_back()
+    world.lose(0, is_back=False)
+    world.turn()
+    world.turn()
+    assert route(world, prompt(100)) == (2, 1)
