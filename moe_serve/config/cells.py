@@ -80,7 +80,8 @@ def parse_cells(
     while position < len(rest):
         found = _GROUP.match(rest, position)
         if found is None or (found[3] is None and not is_simulated):
-            raise ConfigError(f"{name} cannot be {text!r}: {_TAKES}.")
+            also = ", or cells of whole devices such as (8D tp4)" if is_simulated else ""
+            raise ConfigError(f"{name} cannot be {text!r}: {_TAKES}{also}.")
         count, ranks, experts, shards, role = found.groups()
         shape = CellShape(
             attention_ranks=int(ranks) if experts else _whole_ranks(found, name),
