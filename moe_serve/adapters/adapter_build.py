@@ -25,6 +25,7 @@ from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.manifest import feed_forward_table
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.adapter_rows import AdapterLayer, AdapterWeights
+from moe_serve.model.stage.tensor_shard import TensorShard
 
 BuildAdapter = Callable[[AdapterFiles], AdapterWeights]
 
@@ -34,6 +35,7 @@ class AdapterPart:
     """The part of every adapter that a process holds."""
 
     has_attention: bool = True  # also shared experts, and the MLPs of dense layers
+    shard: TensorShard = TensorShard(0, 1)  # of attention
     experts: Mapping[int, Collection[int]] | None = None  # by layer; None: all
 
     def wants(self, target: AdaptedMatrix) -> bool:
@@ -97,7 +99,7 @@ class AdapterBuilder:
     def _layer(
         self, layer: int, parts: _LayerParts, files: AdapterFiles
     ) -> tuple[AdapterLayer, int]:
-        linears, num_bytes = make_low_rank(self._loader, layer, parts.attention)
+        linears, num_bytes = make_low_rank(self._loader, layer, parts.attention, self._part.shard)
         experts = {
             expert: self._changed(
                 self._base.read(layer, expert), changes, files, f"experts of layer {layer}"

@@ -20,7 +20,9 @@ from moe_serve.model.load.load_attention import rotation_order, rows_in_order
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.adapter_rows import LowRank
+from moe_serve.model.stage.tensor_shard import TensorShard
 
+_ONE = TensorShard(0, 1)
 _RANK_STEP = 16  # ranks are filled up with zeros, so that kernels have whole panels
 # The linear layers of both kinds of attention, and the stored matrices behind each.
 _GROUPED = {"qkv": ("q", "k", "v"), "output": ("o",)}
@@ -28,9 +30,15 @@ _LATENT = {"query_down": ("q_a",), "query": ("q_b", "q"), "latent": ("kv_a",), "
 
 
 def make_low_rank(
-    loader: ModelLoader, layer: int, matrices: Mapping[str, LowRankMatrices]
+    loader: ModelLoader,
+    layer: int,
+    matrices: Mapping[str, LowRankMatrices],
+    shard: TensorShard = _ONE,
 ) -> tuple[Mapping[str, LowRank], int]:
-    """Returns the additions to a layer's attention, keyed as AdapterLayer says, and their bytes."""
+    """Returns the additions to a layer's attention, keyed as AdapterLayer says, and their bytes.
+
+    `shard`: has its own heads. The output is whole, as every shard has all its columns.
+    """
     spec = loader.spec
     table = attention_table(loader.names, spec, layer)
     made, num_bytes = {}, 0
@@ -39,7 +47,7 @@ def make_low_rank(
         own = {part: matrices[part] for part in sizes if part in matrices}
         if not own:
             continue
-        joined = _joined(spec, layer, sizes, own)
+        joined = _joined(spec, layer, sizes, own, shard)
         a_RK, b_NR = (each.to(loader.device, loader.dtype) for each in joined)
         num_bytes += a_RK.nbytes + b_NR.nbytes
         linear = loader.kernels.linear
@@ -52,25 +60,26 @@ def _joined(
     layer: int,
     sizes: Mapping[str, tuple[int, ...]],
     own: Mapping[str, LowRankMatrices],
+    shard: TensorShard,
 ) -> tuple[Tensor, Tensor]:
     """Returns A and B, with the scales, of a linear layer that has the rows of several matrices."""
     rank = sum(len(each.a_RK) for each in own.values())
     width = next(iter(sizes.values()))[1]
     a_RK = torch.zeros(-(-rank // _RANK_STEP) * _RANK_STEP, width)
-    num_outputs = sum(shape[0] for shape in sizes.values())
-    b_NR = torch.zeros(num_outputs, len(a_RK))
-    first_row = first_rank = 0
+    parts_NR, first_rank = [], 0
     for part, shape in sizes.items():
+        part_NR = torch.zeros(shape[0], len(a_RK))
         if part in own:
-            matrices, rows = own[part], slice(first_row, first_row + shape[0])
+            matrices = own[part]
             ranks = slice(first_rank, first_rank + len(matrices.a_RK))
             a_RK[ranks] = matrices.a_RK.float()
-            b_NR[rows, ranks] = matrices.scale * rows_in_order(
+            part_NR[:, ranks] = matrices.scale * rows_in_order(
                 matrices.b_NR.float(), _order(spec, layer, part)
             )
             first_rank = ranks.stop
-        first_row += shape[0]
-    return a_RK, b_NR
+        held = slice(None) if part == "o" else shard.rows(part, shape[0], spec, layer)
+        parts_NR.append(part_NR[held])
+    return a_RK, torch.cat(parts_NR)
 
 
 def _order(spec: ModelSpec, layer: int, part: str) -> Tensor | None:

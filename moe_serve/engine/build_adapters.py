@@ -13,7 +13,7 @@ from moe_serve.model.load.loader import ModelLoader
 
 def check_adapters(config: EngineConfig) -> None:
     """Raises ConfigError if the configuration asks for adapters in a way that is not served."""
-    adapters, cluster = config.adapters, config.cluster
+    adapters = config.adapters
     if not adapters.is_enabled:
         for key in ("modules", "root", "memory_bytes"):
             if getattr(adapters, key):
@@ -26,11 +26,6 @@ def check_adapters(config: EngineConfig) -> None:
         raise ConfigError(
             f"adapters.root is {adapters.root!r}, which is not a folder: make it, name the folder "
             "below which adapters lie, or leave it out."
-        )
-    if cluster.attention_tp > 1:
-        raise ConfigError(
-            f"adapters are not divided among shards, but cluster.attention_tp is "
-            f"{cluster.attention_tp}: use more attention ranks, or serve without --enable-lora."
         )
     if config.speculation.method in ("head", "mtp", "self"):
         raise ConfigError(

@@ -31,6 +31,7 @@ BLOCK = PageBlock(
 EXAMPLE = ROOT / "configs" / "serve.yaml"
 HEADER = "| key and variable | flag | default | takes | meaning |"
 PARAMETER_OF = {
+    "cells.layout": "cells",
     "cache.disk_path": "kv_disk",
     "cache.disk_bytes": "kv_disk_bytes",
     "model.expert_memory_bytes": "expert_memory",

@@ -37,6 +37,8 @@ from tests.support.adapters.adapter_folders import (
 )
 from tests.support.cluster.layouts import Answer, config, requests, serve
 from tests.support.cluster.thread_starter import ThreadStarter
+from tests.support.families.all_cases import CASES
+from tests.support.families.parity import write_checkpoint
 
 VOCAB_SIZE = 300
 NAMES = (None, "esft", "lora", "experts")
@@ -55,9 +57,13 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterCon
 
 
 def of(
-    base: Path, adapters: AdapterConfig, ranks: tuple[int, int], router: str = "auto"
+    base: Path,
+    adapters: AdapterConfig,
+    ranks: tuple[int, int],
+    router: str = "auto",
+    shards: int = 1,
 ) -> EngineConfig:
-    made = config(*ranks, folder=base, dtype="bfloat16", router=router)
+    made = config(*ranks, folder=base, dtype="bfloat16", router=router, attention_tp=shards)
     return replace(made, adapters=adapters)
 
 
@@ -80,8 +86,13 @@ def expected(base: Path, adapters: AdapterConfig) -> dict[str, Answer]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "router"),
-    [((1, 1), "attention"), ((2, 3), "attention"), ((1, 2), "experts")],
+    ("ranks", "router", "shards"),
+    [
+        ((1, 1), "attention", 1),
+        ((2, 3), "attention", 1),
+        ((1, 2), "experts", 1),
+        ((2, 1), "attention", 2),
+    ],
 )
 def test_answers_of_one_process(
     base: Path,
@@ -89,8 +100,9 @@ def test_answers_of_one_process(
     expected: dict[str, Answer],
     ranks: tuple[int, int],
     router: str,
+    shards: int,
 ) -> None:
-    built = build_cluster(of(base, adapters, ranks, router), make_starter=ThreadStarter)
+    built = build_cluster(of(base, adapters, ranks, router, shards), make_starter=ThreadStarter)
     try:
         assert answers(built) == expected
         assert answers(built) == expected, "with warm prefixes"
@@ -262,8 +274,9 @@ def test_bad_adapters_are_refused_by_the_ranks(drive: Drive, base: Path, tmp_pat
     _wait_for_numbers(drive, 3)
 
 
-def test_shards_are_refused(base: Path, adapters: AdapterConfig) -> None:
-    halves = of(base, adapters, (1, 1))
-    halves = replace(halves, cluster=replace(halves.cluster, attention_tp=2))
-    with pytest.raises(ConfigError, match="cluster.attention_tp is 2: use more attention ranks"):
-        build_cluster(halves, make_starter=ThreadStarter)
+def test_norms_over_all_heads_are_refused_with_shards(
+    adapters: AdapterConfig, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "base", CASES["minimax_m2"])
+    with pytest.raises(ConfigError, match="norms the queries of all heads together"):
+        build_cluster(of(folder, adapters, (1, 1), shards=2), make_starter=ThreadStarter)

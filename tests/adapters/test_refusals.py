@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_adapter
 from moe_serve.config.adapter_config import AdapterConfig
-from moe_serve.config.sections import ClusterConfig, EngineConfig, SpeculationConfig
+from moe_serve.config.sections import EngineConfig, SpeculationConfig
 from moe_serve.engine.build_adapters import check_adapters
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.load.loader import ModelLoader
@@ -184,10 +184,6 @@ ON = AdapterConfig(is_enabled=True)
     [
         (EngineConfig(adapters=AdapterConfig(modules=("a=b",))), "adapters.is_enabled is false"),
         (EngineConfig(adapters=AdapterConfig(root="/a")), "adapters.root is set"),
-        (
-            EngineConfig(adapters=ON, cluster=ClusterConfig(attention_tp=2)),
-            "not divided among shards, but cluster.attention_tp is 2",
-        ),
         (
             EngineConfig(adapters=ON, speculation=SpeculationConfig(method="self")),
             "speculation.method 'self' drafts with the base model",

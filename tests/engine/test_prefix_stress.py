@@ -73,6 +73,7 @@ class Crowd:
         rate = rng.choice([0.0, 0.03])
         self.record = ChangeRecord(lambda: None, lambda: None)
         self.told: dict[bytes, StoredPage] = {}  # the pages that subscribers know
+        self.taken = random.Random(seed)  # decides when they are told
         self.runner = FaultyRunner(rng, window=rng.choice([1, 2, 100]), failure_rate=rate)
         seats = rng.randint(1, 12)
         budget = rng.choice([max(seats, 3), 20, 64, 256])
@@ -139,7 +140,7 @@ class Crowd:
             tokens = [token for token in tree._tokens[page].tolist() if token >= 0]
             assert slots[page][: len(tokens)] == tokens, f"page {page} holds {slots[page]}"
             assert NAN not in slots[page], f"page {page} is shared and holds a NaN"
-        if self.rng.random() < 0.5 and (changes := self.record.take()) is not None:
+        if self.taken.random() < 0.5 and (changes := self.record.take()) is not None:
             update(self.told, changes)
             assert {page.key for page in self.told.values()} == {
                 tree.key_of(page) for page in tree if tree.is_full(page)

@@ -64,6 +64,7 @@ def test_by_hand_experts_that_scale(name: KernelsName) -> None:
 CASES = [(1, 8, 2), (2, 8, 8), (5, 8, 1), (64, 32, 4), (300, 8, 2)]
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), CASES)
 @pytest.mark.parametrize("sizes", [(48, 40), (64, 96), (50, 37)])

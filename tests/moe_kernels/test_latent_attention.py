@@ -67,6 +67,7 @@ class Scene:
         )  # fmt: skip
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("sizes", [(4, 64, 16), (128, 512, 64), (20, 40, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -98,6 +99,7 @@ def test_matches_the_definition(
     assert error < TOLERANCE[dtype], f"{name}, {sizes=}, {error=}"
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("sizes", [(4, 64, 16), (70, 512, 64), (20, 40, 8)])
 @pytest.mark.parametrize("chunk", [1, 7, 64])

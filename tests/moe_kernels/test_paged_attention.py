@@ -204,6 +204,7 @@ def check_scene(scene: Scene, dtype: torch.dtype, what: str) -> None:
         assert error < TOLERANCE[dtype], f"{what}, {sequence.start=}, {error=}"
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("heads", [(4, 2), (16, 4), (8, 8), (6, 2), (32, 2)])
 @pytest.mark.parametrize("window", [None, 40])
@@ -214,6 +215,7 @@ def test_matches_the_definition(
     check_scene(Scene(name, SPANS, shape_of(heads, window), dtype), dtype, f"{name}, {heads=}")
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -224,6 +226,7 @@ def test_every_shape_matches_the_definition(
     check_scene(scene, dtype, f"{name}, {kind}")
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize(
     "shape", [*(shape_of(h) for h in ((4, 2), (16, 4), (6, 2), (4, 4))), *SHAPES.values()], ids=str
@@ -239,6 +242,7 @@ def test_a_row_is_bitwise_the_same_alone_and_in_company(
         assert torch.equal(alone, together[index]), f"{name}, {SPANS[index]=}"
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize(
     "shape",

@@ -101,12 +101,14 @@ def check_endpoints(config: KVEventsConfig, num_ranks: int) -> None:
 def _check_free(key: str, host: str, port: int) -> None:
     name = {"*": "0.0.0.0"}.get(host, host.strip("[]"))
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((name, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{key} cannot listen on port {port} of {host} ({error.strerror}): choose another "
-                "address, or end the program that uses it."
-            ) from None
+    except socket.gaierror:
+        return  # the name of a network interface, which only ZeroMQ knows
+    except OSError as error:
+        raise ConfigError(
+            f"{key} cannot listen on port {port} of {host} ({error.strerror}): choose another "
+            "address, or end the program that uses it."
+        ) from None

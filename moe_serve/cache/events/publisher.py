@@ -175,6 +175,7 @@ def _open_sockets(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     pub = context.socket(zmq.PUB)
     pub.set_hwm(limits.hwm)
+    pub.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)  # of what subscribers send
     router = None
     try:
         _attach(pub, "kv_events.endpoint", endpoint)

@@ -28,10 +28,11 @@ _FORMAT = 1  # change it when the order of the bytes changes
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """One tensor of a cache, [pages, heads of the shard, tokens, width], and where its heads lie in
-    a page on the wire."""
+    a page on the wire. `rows`: its pages as bytes, [pages, bytes], if they are in main memory."""
 
     tensor: Tensor
     span: slice  # bytes
+    rows: NDArray[np.uint8] | None
 
 
 class WirePages:
@@ -52,7 +53,8 @@ class WirePages:
             all_heads = num_heads if num_shards > 1 else own
             head_bytes = part[0, 0].nbytes
             first = start + group * own * head_bytes
-            self._pieces.append(_Piece(part, slice(first, first + own * head_bytes)))
+            span = slice(first, first + own * head_bytes)
+            self._pieces.append(_Piece(part, span, _rows(part)))
             shapes.append((all_heads, tuple(part.shape[2:]), str(part.dtype)))
             start += all_heads * head_bytes
         self.num_bytes = start  # of a whole page, all shards
@@ -65,20 +67,26 @@ class WirePages:
         """
         if not self._is_first:
             return
-        index, rows = self._index(pages), np.asarray(slots)
         for piece in self._pieces:
-            chosen = piece.tensor.index_select(0, index).flatten(1).view(torch.uint8)
-            memory[rows, piece.span] = chosen.cpu().numpy()
+            if piece.rows is not None:
+                for page, slot in zip(pages, slots, strict=True):
+                    memory[slot, piece.span] = piece.rows[page]
+            else:
+                chosen = piece.tensor.index_select(0, self._index(pages)).flatten(1)
+                memory[np.asarray(slots), piece.span] = chosen.view(torch.uint8).cpu().numpy()
 
     def load(self, pages: Sequence[int], data: NDArray[np.uint8]) -> None:
         """Replaces this shard's heads of pages by those in `data`, [pages, num_bytes]."""
         assert data.shape == (len(pages), self.num_bytes), f"{data.shape} for {len(pages)} pages"
-        index = self._index(pages)
         for piece in self._pieces:
-            tensor = piece.tensor
-            rows = torch.from_numpy(np.ascontiguousarray(data[:, piece.span])).view(tensor.dtype)
-            rows = rows.view(len(pages), *tensor.shape[1:])
-            tensor.index_copy_(0, index, rows.to(tensor.device))
+            if piece.rows is not None:
+                for page, row in zip(pages, data, strict=True):
+                    piece.rows[page] = row[piece.span]
+            else:
+                tensor = piece.tensor
+                part = torch.from_numpy(np.ascontiguousarray(data[:, piece.span]))
+                part = part.view(tensor.dtype).view(len(pages), *tensor.shape[1:])
+                tensor.index_copy_(0, self._index(pages), part.to(tensor.device))
 
     def are_finite(self, pages: Sequence[int]) -> bool:
         return all(self._cache.finite(pages))
@@ -88,6 +96,13 @@ class WirePages:
 
     def _index(self, pages: Sequence[int]) -> Tensor:
         return torch.tensor(pages, dtype=torch.int64, device=self._cache.device)
+
+
+def _rows(part: Tensor) -> NDArray[np.uint8] | None:
+    if part.device.type != "cpu":
+        return None
+    rows: NDArray[np.uint8] = part.view(torch.uint8).view(len(part), -1).numpy()
+    return rows
 
 
 def checksum(slots: Sequence[int], memory: NDArray[np.uint8]) -> int:

@@ -13,7 +13,12 @@ from typing import Literal
 import typer
 
 from moe_serve.cli.console import refuse_a_file
-from moe_serve.cli.launch.launch_options import LaunchOptions, LaunchRequest, launch_request
+from moe_serve.cli.launch.launch_options import (
+    LaunchOptions,
+    LaunchRequest,
+    launch_request,
+    wanted_ranks,
+)
 from moe_serve.cli.options import with_options
 from moe_serve.cli.serve.serve import begin_log
 from moe_serve.cluster.control.secret import new_secret, read_secret
@@ -28,7 +33,7 @@ from moe_serve.cluster.launch.launchers import (
     run_on_hosts,
     ssh_commands,
 )
-from moe_serve.cluster.launch.node_layout import NodeLayout, fill_nodes
+from moe_serve.cluster.launch.node_layout import NodeLayout, share_out
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import ServerConfig
 from moe_serve.config.sources import LoadedConfig, variable_name
@@ -107,8 +112,7 @@ def _placed_by_others(
     layout must be the one that every node derives.
     """
     counts = loaded.config.engine.cluster
-    even = fill_nodes(counts.attention_ranks, counts.expert_ranks, layout.num_nodes)
-    if layout != even:
+    if layout != share_out(wanted_ranks(loaded), layout.num_nodes):
         raise ConfigError(
             f"{request.options.files.emit_kind} chooses the nodes itself and fills them evenly, "
             f"but {request.command.cluster_file} places ranks otherwise; leave --cluster out, "
@@ -117,8 +121,8 @@ def _placed_by_others(
     command = replace(
         request.command,
         model=loaded.config.engine.model.path,
-        attention_ranks=counts.attention_ranks,
-        expert_ranks=counts.expert_ranks,
+        attention_ranks=counts.attention_ranks or None,
+        expert_ranks=counts.expert_ranks or None,
         cluster_file=None,
     )
     deployment = _deployment(request, loaded, layout, command)

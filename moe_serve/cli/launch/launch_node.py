@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
 import psutil
@@ -19,6 +19,7 @@ from moe_serve.cli.serve.serve import check_can_listen, check_is_guarded
 from moe_serve.cli.serve.service import run_service
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
+from moe_serve.cluster.launch.cell_nodes import CellNodes
 from moe_serve.cluster.launch.cluster_file import find_node
 from moe_serve.cluster.launch.environment import NodeEnvironment, detect_node, is_spare_copy
 from moe_serve.cluster.launch.hosts import HostPort, own_address
@@ -27,7 +28,10 @@ from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.cluster.members.rank_starter import RankStarter
-from moe_serve.cluster.started_ranks import build_cluster
+from moe_serve.cluster.started_cells import StarterOfCell, build_cells
+from moe_serve.cluster.started_ranks import MakeStarter, build_cluster
+from moe_serve.config.cell_config import cell_shapes
+from moe_serve.config.cells import CellShape
 from moe_serve.config.logs import is_json_log, set_up_logs
 from moe_serve.config.sections import Config
 from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, LoadedConfig
@@ -125,11 +129,10 @@ def _run_node_0(
     host = own_address(node.coordinator_host, node.num_nodes)
     config = config_of_node_0(loaded.config, layout, host)
 
-    def make_starter(host: str, port: int, secret: ClusterSecret, num_threads: int) -> RankStarter:
+    def make_nodes(secret: ClusterSecret) -> NodeStarter:
         """Accepts the agents and waits for them: the engine starts ranks once all have arrived."""
-        ranks = NodeRanks(host, secret, os.environ)
+        ranks, num_threads = NodeRanks(host, secret, os.environ), config.engine.model.num_threads
         starter = NodeStarter(layout, ranks, devices=request.devices(), num_threads=num_threads)
-        starter.use_coordinator(HostPort(host, port))
         if node.num_nodes > 1:
             try:
                 starter.listen(HostPort(host, node.coordinator_port), secret)
@@ -140,12 +143,30 @@ def _run_node_0(
                 raise
         return starter
 
+    def make_starter(host: str, port: int, secret: ClusterSecret, num_threads: int) -> RankStarter:
+        starter = make_nodes(secret)
+        starter.use_coordinator(HostPort(host, port))
+        return starter
+
+    build = functools.partial(build_cluster, make_starter=make_starter)
+    if shapes := cell_shapes(config.engine):
+        nodes = CellNodes(make_nodes, shapes)
+        build = functools.partial(build_cells, starter_of=starter_of_cells(nodes))
     run_service(
         config,
-        functools.partial(build_cluster, make_starter=make_starter),
+        build,
         settings=loaded.entries,
         has_local_ranks=node.num_nodes == 1,
     )
+
+
+def starter_of_cells(nodes: CellNodes) -> StarterOfCell:
+    """Returns what starts the ranks of each cell on the nodes of a launch."""
+
+    def of_cell(index: int, shapes: Sequence[CellShape]) -> MakeStarter:
+        return lambda host, port, secret, num_threads: nodes.starter_of(index, host, port, secret)
+
+    return of_cell
 
 
 def config_of_node_0(config: Config, layout: NodeLayout, host: str) -> Config:

@@ -19,12 +19,14 @@ from moe_serve.cli.serve.server_options import (
     RunOptions,
     flag_settings,
 )
-from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.control.rank_name import RankName, all_ranks
+from moe_serve.cluster.launch.cell_nodes import ranks_of_cells
 from moe_serve.cluster.launch.cluster_file import ClusterFile, read_cluster_file
 from moe_serve.cluster.launch.deployment import LaunchCommand
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind
 from moe_serve.cluster.launch.environment import NodeFlags, node_flags
-from moe_serve.cluster.launch.node_layout import NodeLayout, fill_nodes
+from moe_serve.cluster.launch.node_layout import NodeLayout, share_out
+from moe_serve.config.cell_config import cell_shapes
 from moe_serve.config.sources import LoadedConfig, load_config
 from moe_serve.errors import ConfigError
 
@@ -180,24 +182,26 @@ class LaunchRequest:
             settings_source=self.command.cluster_file or "",
         )
         counts = loaded.config.engine.cluster
-        if counts.attention_ranks < 1 or counts.expert_ranks < 1:
+        has_cells = loaded.config.engine.cells.layout is not None
+        if not has_cells and (counts.attention_ranks < 1 or counts.expert_ranks < 1):
             raise ConfigError(
                 "a launch needs --attention-ranks and --expert-ranks, at least 1 each, "
-                "or --cluster."
+                "or --cells, or --cluster."
             )
         return loaded
 
     def layout(self, loaded: LoadedConfig, num_nodes: int) -> NodeLayout:
-        counts = loaded.config.engine.cluster
+        ranks = wanted_ranks(loaded)
         if self.cluster is None:
-            return fill_nodes(counts.attention_ranks, counts.expert_ranks, num_nodes)
+            return share_out(ranks, num_nodes)
         layout = self.cluster.layout
         placed = (layout.num_ranks("attention"), layout.num_ranks("expert"))
-        if placed != (counts.attention_ranks, counts.expert_ranks):
+        wanted = tuple(sum(rank.role == role for rank in ranks) for role in ("attention", "expert"))
+        if placed != wanted:
             raise ConfigError(
                 f"{self.command.cluster_file} places {placed[0]} attention and {placed[1]} "
-                f"expert ranks, but the flags request {counts.attention_ranks} and "
-                f"{counts.expert_ranks}: leave the flags out, or make the numbers equal."
+                f"expert ranks, but the flags request {wanted[0]} and {wanted[1]}: leave the "
+                "flags out, or make the numbers equal."
             )
         return layout
 
@@ -211,6 +215,15 @@ class LaunchRequest:
         }
 
 
+def wanted_ranks(loaded: LoadedConfig) -> list[RankName]:
+    """Returns all ranks of a configuration, as the nodes of a launch know them."""
+    engine = loaded.config.engine
+    shapes = cell_shapes(engine)
+    if shapes:
+        return ranks_of_cells(shapes)
+    return all_ranks(engine.cluster.attention_ranks, engine.cluster.expert_ranks)
+
+
 def launch_request(options: LaunchOptions) -> LaunchRequest:
     """Builds the request from the options of `launch`. Raises ConfigError."""
     nodes, run = options.nodes, options.run
@@ -221,7 +234,8 @@ def launch_request(options: LaunchOptions) -> LaunchRequest:
             "launch takes API keys only from a file, because other users of a node can see "
             "its command line: give --api-key @FILE."
         )
-    rest = replace(options, counts=RankCounts())  # the nodes' part sets these
+    counts = RankCounts(cells=options.counts.cells)
+    rest = replace(options, counts=counts)  # the nodes' part sets the others
     flags = setting_flags(rest)
     if run.config_file is not None:
         flags += ("--config", str(run.config_file.absolute()))
@@ -246,10 +260,12 @@ def launch_request(options: LaunchOptions) -> LaunchRequest:
 
 def _settings_of(cluster: ClusterFile) -> dict[str, object]:
     layout = cluster.layout
-    settings: dict[str, object] = {
-        "cluster.attention_ranks": layout.num_ranks("attention"),
-        "cluster.expert_ranks": layout.num_ranks("expert"),
-    }
+    settings: dict[str, object] = {}
+    if "cells.layout" not in cluster.settings:
+        settings = {
+            "cluster.attention_ranks": layout.num_ranks("attention"),
+            "cluster.expert_ranks": layout.num_ranks("expert"),
+        }
     if cluster.model is not None:
         settings["model.path"] = cluster.model
     return settings | cluster.settings

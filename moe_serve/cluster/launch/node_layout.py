@@ -66,11 +66,18 @@ def fill_nodes(
             f"{attention_ranks} attention and {expert_ranks} expert ranks cannot serve: a launch "
             "needs at least one of each."
         )
-    ranks = all_ranks(attention_ranks, expert_ranks)
+    return share_out(all_ranks(attention_ranks, expert_ranks), num_nodes, ranks_per_node)
+
+
+def share_out(
+    ranks: Sequence[RankName], num_nodes: int, ranks_per_node: int | None = None
+) -> NodeLayout:
+    """Gives each node a share of consecutive ranks, see `fill_nodes`; raises ConfigError."""
     if num_nodes > len(ranks):
+        num_attention = sum(rank.role == "attention" for rank in ranks)
         raise ConfigError(
-            f"{len(ranks)} ranks ({attention_ranks} attention, {expert_ranks} expert) leave "
-            f"{num_nodes - len(ranks)} of {num_nodes} nodes without any; use fewer nodes."
+            f"{len(ranks)} ranks ({num_attention} attention, {len(ranks) - num_attention} expert) "
+            f"leave {num_nodes - len(ranks)} of {num_nodes} nodes without any; use fewer nodes."
         )
     if ranks_per_node is not None:
         return NodeLayout(nodes=_cut(ranks, _full_shares(len(ranks), num_nodes, ranks_per_node)))

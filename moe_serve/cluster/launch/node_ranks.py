@@ -70,6 +70,14 @@ class StartRank(ControlMessage, frozen=True):
     num_neighbours: int  # ranks of this node, itself included
     device: int | None = None
     num_threads: int | None = None
+    cell: str = ""  # its name, where there are several
+    number: int | None = None  # of the rank in its cell; None: `index`
+
+    @property
+    def label(self) -> str:
+        """The rank's name in the output of this node."""
+        name = str(RankName(self.role, self.index if self.number is None else self.number))
+        return f"{self.cell}/{name}" if self.cell else name
 
 
 class KillRank(ControlMessage, frozen=True):
@@ -109,21 +117,23 @@ class NodeRanks:
         self._host, self._secret, self._environ = host, secret, environ
         self._command = command
         self._processes = LocalProcesses()
-        self._starts: dict[str, StartRank] = {}
+        self._starts: dict[str, StartRank] = {}  # by label
+        self._labels: dict[RankName, str] = {}
         self._failed: list[RankEnded] = []
 
     def start(self, order: StartRank) -> None:
         """Starts a rank. `ended` reports a failure to start: the order may come from far away."""
-        name = RankName(order.role, order.index)
-        self._starts[str(name)] = order
+        name = self._labels[RankName(order.role, order.index)] = order.label
+        self._starts[name] = order
+        number = order.index if order.number is None else order.number
         coordinator = f"{order.coordinator_host}:{order.coordinator_port}"  # IPv6 without brackets
         try:
-            self._processes.kill(str(name))
+            self._processes.kill(name)
             self._processes.start(
-                str(name),
+                name,
                 self._command(
                     "--coordinator", coordinator, "--role", order.role,
-                    "--rank", str(order.index), "--host", self._host,
+                    "--rank", str(number), "--host", self._host,
                 ),
                 environment=self._environment(order),
                 num_threads=order.num_threads or _share_of_cores(order.num_neighbours),
@@ -132,7 +142,9 @@ class NodeRanks:
             self._failed.append(_ended(order, f"did not start: {error}"))
 
     def kill(self, order: KillRank) -> None:
-        self._processes.kill(str(RankName(order.role, order.index)))
+        label = self._labels.get(RankName(order.role, order.index))
+        if label is not None:
+            self._processes.kill(label)
 
     def ended(self) -> list[RankEnded]:
         """Returns the ranks that ended by themselves since the last call."""

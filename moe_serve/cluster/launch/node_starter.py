@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -90,6 +91,16 @@ _HELLO_S = 10.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class CellSeat:
+    """The place of a rank in a cell: the cell's name, the rank's number there, and the address of
+    the cell's coordinator."""
+
+    cell: str
+    number: int
+    coordinator: HostPort
+
+
 class NodeStarter:
     """Implements RankStarter. `devices` holds the ranks with a device given explicitly."""
 
@@ -135,8 +146,10 @@ class NodeStarter:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise ClusterError(self._who_is_missing(missing, timeout_s))
 
-    def start(self, rank: RankName) -> None:
-        assert self._coordinator is not None, "`use_coordinator` was not called"
+    def start(self, rank: RankName, seat: CellSeat | None = None) -> None:
+        """See `RankStarter`. `seat`: where there are several cells."""
+        at = self._coordinator if seat is None else seat.coordinator
+        assert at is not None, "`use_coordinator` was not called"
         node = self.layout.node_of(rank)
         with self._changed:
             number = self._num_starts.get(str(rank), 0) + 1
@@ -145,12 +158,14 @@ class NodeStarter:
                 role=rank.role,
                 index=rank.index,
                 start=number,
-                coordinator_host=self._coordinator.host,
-                coordinator_port=self._coordinator.port,
+                coordinator_host=at.host,
+                coordinator_port=at.port,
                 place=self.layout.place_on_node(rank),
                 num_neighbours=len(self.layout.nodes[node]),
                 device=self._devices.get(rank),
                 num_threads=self._num_threads,
+                cell="" if seat is None else seat.cell,
+                number=None if seat is None else seat.number,
             )
             self._wanted[str(rank)] = order
             remote = self._nodes.get(node)

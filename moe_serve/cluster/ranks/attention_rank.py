@@ -47,6 +47,7 @@ from moe_serve.engine.opened_model import AttentionPart
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.sampling_backend import make_sampler
 from moe_serve.model.load.weight_reader import LoadProgress
+from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.step_shape import StepShape
@@ -82,7 +83,7 @@ class AttentionRank:
         self._loader, self._spec = self._model.loader, self._model.spec
         check_page_size(config.cache.page_size, self._loader.kernels)
         num_shards = config.cluster.attention_tp
-        check_can_split(self._loader, num_shards)
+        check_can_split(self._loader, num_shards, has_adapters=config.adapters.is_enabled)
         setup, self._parcels = configure.parcels, None
         memories = None if setup is None else ParcelMemories(setup)
         self._shards: AttentionShards | None = None
@@ -107,8 +108,9 @@ class AttentionRank:
         self._mirrors, self._parked = Mirrors(), ParkedStates()
         self._adapters: RankAdapters | None = None
         if config.adapters.is_enabled:
-            part = AdapterPart(experts={})
-            self._adapters = RankAdapters(self._loader, configure, part, home.tell)
+            part = AdapterPart(shard=TensorShard(0, num_shards), experts={})
+            parts = (config.adapters, configure.adapters, part)
+            self._adapters = RankAdapters(self._loader, *parts, home.tell)
         self._placement = RankPlacement(configure.placement)
         self._last_done = 0  # the last step whose tokens were reported
         self._log = StageLog(configure.is_recording)
@@ -233,6 +235,8 @@ class AttentionRank:
             self._placement.switch(order)
             return None
         if isinstance(order, LoadAdapter | DropAdapter) and self._adapters is not None:
+            if self._shards is not None:
+                self._shards.adapter(order)
             self._adapters.handle(order)
             return None
         raise AssertionError(f"an attention rank got {type(order).__name__}")

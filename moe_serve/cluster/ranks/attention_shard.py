@@ -18,16 +18,21 @@ from typing import Any
 import msgspec
 import torch
 
+from experts.virtual_experts import MissingAdapterError
+from moe_serve.adapters.adapter_build import AdapterPart
 from moe_serve.cache.kv_cache import KVCache, checked_kv_form
 from moe_serve.cache.transfer.wire_pages import WirePages
+from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.messages import QueryPages, RunStep
 from moe_serve.cluster.control.parcel_messages import MemoryPath, SendPages, TakePages
 from moe_serve.cluster.members.processes import end_with_parent
 from moe_serve.cluster.ranks.mirror import Mirrors, RankPages
+from moe_serve.cluster.ranks.rank_adapters import RankAdapters
 from moe_serve.cluster.ranks.shard_parcels import ShardParcels
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.opened_model import OpenedModel, device_of
 from moe_serve.errors import MoeServeError
+from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.pipeline.links.shard_group import (
     FollowerTransport,
@@ -52,6 +57,7 @@ class LoadShard(_Order, frozen=True):
     arena: str = ""  # path of the memory tier
     common: MemoryPath | None = None  # for parcels, see `ShardParcels`
     own: MemoryPath | None = None
+    adapters: Sequence[LoadAdapter] = ()
 
 
 class MakePages(_Order, frozen=True):
@@ -79,11 +85,17 @@ class ShardParcel(_Order, frozen=True):
     order: SendPages | TakePages
 
 
+class ShardAdapter(_Order, frozen=True):
+    """Tells the shard to load an adapter beside its steps, or to drop one."""
+
+    order: LoadAdapter | DropAdapter
+
+
 class EndShard(_Order, frozen=True):
     """Tells the shard to exit."""
 
 
-ShardOrder = LoadShard | MakePages | ShardStep | ShardQuery | ShardParcel | EndShard
+ShardOrder = LoadShard | MakePages | ShardStep | ShardQuery | ShardParcel | ShardAdapter | EndShard
 
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ShardOrder)
 
@@ -125,13 +137,18 @@ class AttentionShard:
         cache = KVCache(stage.spec, pages.num_pages, page_size, dtype, device, form)
         shard = self._group.shard
         rank_pages = RankPages(cache, load.arena, shard.index, shard.count)
-        pipeline = Pipeline(stage, FollowerTransport(self._group), cache, device)
+        adapters = self._adapters(load, model.loader)
+        transport = FollowerTransport(self._group)
+        pipeline = Pipeline(stage, transport, cache, device, adapters=adapters)
         num_heads = model.loader.spec.attention.num_kv_heads
         wire = WirePages(cache, num_heads, shard.index, shard.count)
         parcels = ShardParcels(wire, load.common, load.own)
         self._tell([True])  # ready
         while not isinstance(order := self._next(), EndShard):
-            if isinstance(order, ShardStep):
+            if isinstance(order, ShardAdapter):
+                assert adapters is not None, "this shard has no adapters"
+                adapters.handle(order.order)
+            elif isinstance(order, ShardStep):
                 self._step(order, pipeline, rank_pages)
             elif isinstance(order, ShardParcel):
                 self._tell([_has_done(parcels, order)])
@@ -139,6 +156,13 @@ class AttentionShard:
                 assert isinstance(order, ShardQuery), f"an unexpected {type(order).__name__}"
                 rank_pages.do(order.query.page_work)
                 self._tell(cache.finite(list(order.query.pages)))
+
+    def _adapters(self, load: LoadShard, loader: ModelLoader) -> RankAdapters | None:
+        config = load.config.adapters
+        if not config.is_enabled:
+            return None
+        part = AdapterPart(shard=self._group.shard, experts={})
+        return RankAdapters(loader, config, load.adapters, part, tell=lambda report: None)
 
     def _step(self, order: ShardStep, pipeline: Pipeline, pages: RankPages) -> None:
         self._mirrors.append(order.tokens)
@@ -148,8 +172,8 @@ class AttentionShard:
             return
         try:
             pipeline.run(plan)
-        except StepAbandonedError:
-            return  # the leader says why
+        except (StepAbandonedError, MissingAdapterError):
+            return  # the leader says why; it lacks the same adapters
 
     def _next(self) -> ShardOrder:
         return unpack_order(self._group.next_order())

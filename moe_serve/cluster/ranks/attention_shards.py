@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moe_serve.child_python import module_command
+from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.messages import Configure, PageWork, QueryPages, RunStep
 from moe_serve.cluster.control.parcel_messages import MemoryPath, SendPages, TakePages
 from moe_serve.cluster.ranks.attention_shard import (
     EndShard,
     LoadShard,
     MakePages,
+    ShardAdapter,
     ShardOrder,
     ShardParcel,
     ShardQuery,
@@ -132,6 +134,7 @@ class AttentionShards:
             arena=configure.arena,
             common=common,
             own=own,
+            adapters=configure.adapters,
         )
         self._order(load)
 
@@ -166,6 +169,11 @@ class AttentionShards:
         self.query(QueryPages(page_work=(PageWork(clear=pages),), pages=()))
         self.all_set([])
 
+    def adapter(self, order: LoadAdapter | DropAdapter) -> None:
+        """Makes them load or drop an adapter. They read beside their steps and do not answer: a
+        step that needs the adapter waits for it."""
+        self._order(ShardAdapter(order=order))
+
     def all_set(self, flags: list[bool]) -> list[bool]:
         """Returns where all shards' flags are set."""
         return tell_flags(self.group, flags)
@@ -181,9 +189,15 @@ class AttentionShards:
         self.group.order(pack_order(order))
 
 
-def check_can_split(loader: ModelLoader, count: int) -> None:
+def check_can_split(loader: ModelLoader, count: int, *, has_adapters: bool = False) -> None:
     """Raises ConfigError if the model or the kernels do not allow `count` shards."""
     check_shards(loader.spec, count)
+    if count > 1 and has_adapters and loader.spec.attention.qk_norm == "row":
+        raise ConfigError(
+            f"cluster.attention_tp is {count}, but adapters of a model that norms the queries of "
+            "all heads together are not divided among shards: use more attention ranks, or serve "
+            "without --enable-lora."
+        )
     if count > 1 and not loader.kernels.can_split_columns:
         raise ConfigError(
             f"cluster.attention_tp is {count}, which needs the native kernels "

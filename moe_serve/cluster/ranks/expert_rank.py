@@ -83,8 +83,8 @@ class ExpertRank:
         self._adapters: RankAdapters | None = None
         if config.adapters.is_enabled:
             self._stage.adapters = experts = VirtualExperts(self._spec.router.num_experts)
-            part = self._adapter_part
-            self._adapters = RankAdapters(self._loader, configure, part, tell, experts)
+            parts = (config.adapters, configure.adapters, self._adapter_part)
+            self._adapters = RankAdapters(self._loader, *parts, tell, experts)
         self._routers = self._loader.routers() if configure.router_on_experts else None
         self._log = StageLog(configure.is_recording)
         self._group: DataGroup | None = None

@@ -31,6 +31,7 @@ from moe_serve.cluster.control.parcel_messages import (
     ParcelReport,
 )
 from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.ranks.parcel_stream import forget_deadline, receive_all
 from moe_serve.cluster.ranks.shard_parcels import Slots
 from moe_serve.errors import ChannelClosedError
 
@@ -121,13 +122,13 @@ class ParcelPort:
     def _receive(self, connection: socket.socket) -> bool:
         """Receives one parcel; returns False at the end of the connection. Raises ParcelError,
         after which the next header cannot be found, OSError and ChannelClosedError."""
-        connection.settimeout(None)  # until the next parcel begins
+        forget_deadline(connection)  # until the next parcel begins
         first = connection.recv(1)
         if not first:
             return False
         deadline = time.monotonic() + self._timeout_s
         rest = bytearray(HEADER_BYTES - 1)
-        _fill(connection, memoryview(rest), deadline)
+        receive_all(connection, memoryview(rest), deadline)
         header = ParcelHeader.unpack(first + rest)
         expected = self._claim(header.ticket, deadline)
         if expected is None:
@@ -137,7 +138,7 @@ class ParcelPort:
         try:
             header.check(self._identity, self._slots.shape[1], len(expected.slots))
             for slot in expected.slots:
-                _fill(connection, memoryview(self._slots[slot]), deadline)
+                receive_all(connection, self._slots[slot].data, deadline)
             why = ""
         except ParcelError as error:
             why = str(error)
@@ -175,16 +176,3 @@ class ParcelPort:
             self._tell(PagesTaken(ticket=header.ticket, why=FORGOTTEN))
         else:
             self._tell(PagesArrived(ticket=header.ticket, checksum=header.checksum, why=why))
-
-
-def _fill(connection: socket.socket, view: memoryview, deadline: float) -> None:
-    """Receives exactly as many bytes as the view has. Raises OSError."""
-    while view:
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            raise TimeoutError("it was too slow")
-        connection.settimeout(remaining_s)
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionError("the other end closed it")
-        view = view[count:]

@@ -17,6 +17,7 @@ from moe_serve.cluster.control.byte_stream import HandshakeError
 from moe_serve.cluster.control.channel import connect_once, set_options
 from moe_serve.cluster.control.parcel_messages import PagesSent, ParcelReport, SendPages
 from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.ranks.parcel_stream import receive_all, send_all
 from moe_serve.cluster.ranks.shard_parcels import Slots
 from moe_serve.errors import ChannelClosedError
 
@@ -40,18 +41,15 @@ class _Link:
 
     def send(self, header: ParcelHeader, pages: Sequence[Page], deadline: float) -> str:
         """Sends a parcel; returns why it is not there, or ""."""
-        remaining_s = deadline - time.monotonic()
+        remaining_s, answer = deadline - time.monotonic(), bytearray(len(TAKEN))
         try:
             if remaining_s <= 0:
                 raise TimeoutError("parcels before it took too long")
             connection = self._connect(remaining_s)
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            connection.sendall(header.pack())
+            send_all(connection, memoryview(header.pack()), deadline)
             for page in pages:
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                connection.sendall(page.data)
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            answer = connection.recv(1)
+                send_all(connection, page.data, deadline)
+            receive_all(connection, memoryview(answer), deadline)
         except (OSError, HandshakeError) as error:
             self.close()
             why = "it was too slow" if isinstance(error, TimeoutError) else str(error)

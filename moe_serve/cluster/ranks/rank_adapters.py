@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -13,8 +13,8 @@ from experts.virtual_experts import AdapterExperts, MissingAdapterError, Virtual
 from moe_serve.adapters.adapter_build import AdapterBuilder, AdapterPart
 from moe_serve.adapters.adapter_files import open_unchanged
 from moe_serve.cluster.control.adapter_messages import AdapterLoaded, DropAdapter, LoadAdapter
-from moe_serve.cluster.control.messages import Configure
 from moe_serve.cluster.ranks.mirror import adapter_key
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import ChannelClosedError, MoeServeError
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.adapter_rows import AdapterWeights
@@ -34,19 +34,20 @@ class RankAdapters:
     def __init__(
         self,
         loader: ModelLoader,
-        configure: Configure,
+        config: AdapterConfig,
+        orders: Sequence[LoadAdapter],
         part: AdapterPart,
         tell: Tell,
         experts: VirtualExperts | None = None,
     ) -> None:
-        """Loads the adapters that the coordinator has already."""
+        """`orders`: the adapters that the coordinator has already; they are loaded here."""
         self._loader, self._tell, self._experts = loader, tell, experts
-        self._max_rank = configure.config.adapters.max_rank
+        self._max_rank = config.max_rank
         self._builder = AdapterBuilder(loader, self._max_rank, part)
         self._orders: dict[int, LoadAdapter] = {}
         self._loaded: dict[bytes, AdapterWeights] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        for order in configure.adapters:
+        for order in orders:
             self._load(order)
 
     def close(self) -> None:
@@ -54,13 +55,18 @@ class RankAdapters:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def weights(self, digest: bytes) -> AdapterWeights:
-        """See LoadedAdapters. `digest`: an adapter's key in this rank's plans."""
-        try:
-            return self._loaded[digest]
-        except KeyError:
+        """See LoadedAdapters. `digest`: an adapter's key in this rank's plans.
+
+        Shards other than the first may have to wait until they have read it.
+        """
+        if digest not in self._loaded:
+            self._reader.submit(lambda: None).result()
+        found = self._loaded.get(digest)
+        if found is None:
             raise MissingAdapterError(
                 "the adapter is no longer loaded on this rank, as its files have changed"
-            ) from None
+            )
+        return found
 
     def handle(self, order: LoadAdapter | DropAdapter) -> None:
         """Handles an order. The answer is sent when it is done."""

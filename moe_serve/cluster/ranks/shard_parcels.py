@@ -23,6 +23,7 @@ class ShardParcels:
         """`common`: memory of all ranks of the host; `own`: of this rank's shards. Raises
         ConfigError if one cannot be opened."""
         self._wire = wire
+        self._staged: Slots = np.empty((0, wire.num_bytes), dtype=np.uint8)
         self.common, self.own = (_opened(each, wire.num_bytes) for each in (common, own))
 
     def save(self, order: SendPages) -> None:
@@ -35,12 +36,22 @@ class ShardParcels:
         The copy that is checked is the one that is used: a process that was given up may still
         write to the slots.
         """
-        data = self.slots(is_common=order.is_common)[np.asarray(order.slots)]
-        found = zlib.crc32(data)
+        data, found = self._staged_copy(order)
         if found != order.checksum:
             return f"their checksum is {found:08x} and should be {order.checksum:08x}"
         self._wire.load(order.pages, data)
         return "" if self._wire.are_finite(order.pages) else "some of their values are not finite"
+
+    def _staged_copy(self, order: TakePages) -> tuple[Slots, int]:
+        """Copies slots to memory of this process; returns that, and the checksum of it."""
+        slots, count = self.slots(is_common=order.is_common), len(order.slots)
+        if len(self._staged) < count:
+            self._staged = np.empty((count, slots.shape[1]), dtype=np.uint8)
+        data, crc = self._staged[:count], 0
+        for row, slot in zip(data, order.slots, strict=True):
+            row[:] = slots[slot]
+            crc = zlib.crc32(row, crc)
+        return data, crc
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zeroes pages, so that nothing of a parcel that failed remains in them."""

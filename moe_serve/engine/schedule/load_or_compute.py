@@ -7,6 +7,9 @@ The run is loaded if t_load, with a margin, is below t_compute. Both rates are a
 server measured: the read rate of its loads, and the time of steps that mostly read prompts. Before
 the first measurement a run is loaded. While loading does not pay, a small load now and then
 measures the rate again, for which nothing waits.
+
+A load may be slower than expected. A request waits for it as long as it would compute, so the wait
+at most doubles its time. The store has longer: only after the deadline it counts as one that hangs.
 """
 
 from __future__ import annotations
@@ -19,14 +22,17 @@ _WEIGHT = 0.3  # of a new measurement
 _LEAST_PROMPT_SHARE = 0.8  # of a step's tokens, for the step to count as reading
 _LEAST_TOKENS = 32
 _DEADLINE_FACTOR, _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 4.0, 0.25, 5.0
+_LEAST_PATIENCE_S = 0.02  # threads may wait so long for their turns
 _FIRST_RATE = 100e6  # bytes/s, for the deadline of the first load
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The choice between loading and computing, and how long a request may wait for a load."""
+    """The choice between loading and computing, how long a request waits for a load, and how long
+    one may take before the store counts as one that hangs."""
 
     is_load: bool
+    patience_s: float
     deadline_s: float
 
 
@@ -51,10 +57,15 @@ class LoadOrCompute:
         """Decides about a run of `num_tokens` tokens whose pages have `num_bytes` bytes."""
         rate = self.read_rate or _FIRST_RATE
         load_s = _FIRST_BYTE_S + (num_queued_bytes + num_bytes) / rate
-        deadline = min(max(_DEADLINE_FACTOR * load_s, _LEAST_DEADLINE_S), _MOST_DEADLINE_S)
-        if self.read_rate is None or self.compute_s is None:
-            return Decision(True, deadline)
-        return Decision(load_s * _MARGIN < num_tokens * self.compute_s, deadline)
+        slow_s = max(_DEADLINE_FACTOR * load_s, _LEAST_DEADLINE_S)
+        if self.compute_s is None:
+            deadline = min(slow_s, _MOST_DEADLINE_S)
+            return Decision(True, deadline, deadline)
+        compute_s = num_tokens * self.compute_s
+        patience = min(max(compute_s, _LEAST_PATIENCE_S), _MOST_DEADLINE_S)
+        deadline = min(max(slow_s, patience), _MOST_DEADLINE_S)
+        is_load = self.read_rate is None or load_s * _MARGIN < compute_s
+        return Decision(is_load, patience, deadline)
 
 
 def _average(old: float | None, new: float) -> float:

@@ -1,8 +1,8 @@
 """Tracks the loads from a store, the sequences that wait for them, and the time they may take.
 
-A load that is late is given up: its sequence computes. Nothing else is asked until the late load
-has ended, and after three late loads in turn the store is switched off. What a load brought is
-handed to the caller, who knows where pages go.
+A load that takes longer than computing is given up: its sequence computes. While one is past its
+deadline nothing else is asked, and after three such loads in turn the store is switched off. What a
+load brought is handed to the caller, who knows where pages go.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from moe_serve.cache.tiers.store import LoadDone, PageStore, TierStats
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.schedule.load_or_compute import LoadOrCompute
+from moe_serve.engine.schedule.load_or_compute import Decision, LoadOrCompute
 
 _log = logging.getLogger(__name__)
 
-_MOST_LATE = 3  # loads in turn, before the store is switched off
+_MOST_LATE = 3  # loads in turn that took until their deadline, before the store is switched off
 _MOST_LOADS = 2  # of one sequence: pages that are evicted at once are not read for ever
 _WAIT_S = 0.005  # for the store, while nothing else is to be done
 _CLOSE_S = 10.0  # for pages that are not stored yet, at the end
@@ -35,7 +35,8 @@ class StoreLoad:
     sequence: Sequence
     num_found: int  # pages that the sequence had
     keys: list[bytes]
-    deadline: float
+    patience: float  # when its sequence gives it up
+    deadline: float  # when it shows that the store hangs
     is_probe: bool = False
 
 
@@ -48,6 +49,7 @@ class StoreLoads:
         self.rule = LoadOrCompute()
         self._loads: dict[int, StoreLoad] = {}
         self._late: dict[int, StoreLoad] = {}  # given up, but not ended
+        self._hanging: set[int] = set()  # those that are past their deadlines
         self._awaited: dict[bytes, int] = {}  # first key of a load -> the load
         self._numbers = itertools.count()
         self._num_late = self._num_skipped = 0
@@ -64,25 +66,26 @@ class StoreLoads:
         size = self._page_size
         if sequence.started_at is None and not sequence.num_tier_loads:
             self._num_queried += sequence.num_tokens - num_found * size
-        if self._late or sequence.num_tier_loads >= _MOST_LOADS:
-            return False  # the store is slow, or what it loaded was evicted at once
+        if self._hanging or sequence.num_tier_loads >= _MOST_LOADS:
+            return False  # the store does not answer, or what it loaded was evicted at once
         if keys and keys[0] in self._awaited:
             sequence.awaited_key = keys[0]
             return True
         keys = keys[: self._store.num_held(keys)]
         if not keys:
             return False
-        num_queued = sum(len(load.keys) for load in self._loads.values())
+        running = itertools.chain(self._loads.values(), self._late.values())
+        num_queued = sum(len(load.keys) for load in running)
         if self.rule.read_rate is None:
             self.rule.read_rate = self._store.read_rate
         num_bytes, num_queued_bytes = len(keys) * self._page_bytes, num_queued * self._page_bytes
         decision = self.rule.decide(len(keys) * size, num_bytes, num_queued_bytes)
         if not decision.is_load:
-            self._skip(sequence, num_found, keys, decision.deadline_s)
+            self._skip(sequence, num_found, keys, decision)
             return False
         sequence.num_tier_loads += 1
         sequence.awaited_key = keys[0]
-        self._awaited[keys[0]] = self._begin(sequence, num_found, keys, decision.deadline_s)
+        self._awaited[keys[0]] = self._begin(sequence, num_found, keys, decision)
         return True
 
     def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
@@ -116,28 +119,31 @@ class StoreLoads:
         sequence: Sequence,
         num_found: int,
         keys: list[bytes],
-        deadline_s: float,
+        decision: Decision,
         *,
         is_probe: bool = False,
     ) -> int:
-        number, deadline = next(self._numbers), self._clock() + deadline_s
-        self._loads[number] = StoreLoad(sequence, num_found, keys, deadline, is_probe)
+        number, now = next(self._numbers), self._clock()
+        patience = now + (decision.deadline_s if is_probe else decision.patience_s)
+        deadline = now + decision.deadline_s
+        self._loads[number] = StoreLoad(sequence, num_found, keys, patience, deadline, is_probe)
         self._store.load(number, keys)
         return number
 
     def _skip(
-        self, sequence: Sequence, num_found: int, keys: list[bytes], deadline_s: float
+        self, sequence: Sequence, num_found: int, keys: list[bytes], decision: Decision
     ) -> None:
         """Counts a run that is computed, and measures the store now and then."""
         self._counts["skipped_slow"] += len(keys)
         if self._num_skipped % _PROBE_EVERY == 0 and not self._loads:
-            self._begin(sequence, num_found, keys[:_PROBE_PAGES], deadline_s, is_probe=True)
+            self._begin(sequence, num_found, keys[:_PROBE_PAGES], decision, is_probe=True)
         self._num_skipped += 1
 
     def _take_done(self) -> Iterator[tuple[StoreLoad, LoadDone]]:
         """Yields the loads that have ended and that a sequence waits for."""
         for done in self._store.take_done():
             self.rule.note_load(done.num_bytes, done.seconds)
+            self._hanging.discard(done.job)
             if self._late.pop(done.job, None) is not None:
                 continue  # the sequence computes already
             load = self._loads.pop(done.job)
@@ -148,16 +154,20 @@ class StoreLoads:
             yield load, done
 
     def _give_up_late(self) -> None:
-        """Lets sequences whose loads take too long compute. Switches off a store that hangs."""
+        """Lets sequences compute whose loads take too long. Switches off a store that hangs."""
         now = self._clock()
-        for number in [key for key, load in self._loads.items() if now > load.deadline]:
+        for number in [key for key, load in self._loads.items() if now > load.patience]:
             load = self._late[number] = self._loads.pop(number)
             if load.is_probe:
                 continue
             del self._awaited[load.keys[0]]
             load.sequence.num_tier_loads = _MOST_LOADS
             self._counts["late"] += len(load.keys)
-            self._num_late += 1
+        for number, load in self._late.items():
+            if now <= load.deadline or number in self._hanging:
+                continue
+            self._hanging.add(number)
+            self._num_late += not load.is_probe
             if self._num_late == _MOST_LATE:
                 why = f"{_MOST_LATE} loads in turn were late"
                 _log.warning("the KV tier is switched off: %s.", why)

@@ -49,6 +49,7 @@ UNSERVED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "no_stop_trim": (False,),
     "prediction": (),  # chats support it
+    "return_hidden_states": (False,),
     "routed_experts_prompt_start": (),
     "session_id": (),
     "session_params": (),

@@ -87,8 +87,7 @@ class GatheredAttention:
         pages: KVPages,
         additions: LayerAdditions | None = None,
     ) -> Tensor:
-        assert additions is None, "adapters are not divided among shards"
-        attended = self.part(x_TD, inputs, pages)
+        attended = self.part(x_TD, inputs, pages, additions)
         widths = (attended.shape[1],) * self.gather.shard.count
         return self.gather.everywhere(attended, widths)
 

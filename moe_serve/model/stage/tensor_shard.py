@@ -63,16 +63,16 @@ class TensorShard:
         """Selects this shard's part of a layer's weights. `spec` is the whole model's."""
         return AttentionWeights(
             tensors={
-                key: tensor[self._rows(key, len(tensor), spec, layer)]
+                key: tensor[self.rows(key, len(tensor), spec, layer)]
                 for key, tensor in weights.tensors.items()
             },
             matrices={
-                key: selected_rows(matrix, self._rows(key, len(matrix), spec, layer))
+                key: selected_rows(matrix, self.rows(key, len(matrix), spec, layer))
                 for key, matrix in weights.matrices.items()
             },
         )
 
-    def _rows(self, key: str, num_rows: int, spec: ModelSpec, layer: int) -> slice:
+    def rows(self, key: str, num_rows: int, spec: ModelSpec, layer: int) -> slice:
         """Returns this shard's heads or output columns; norms and the tensors that make latents are
         held whole.
         """

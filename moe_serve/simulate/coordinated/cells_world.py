@@ -135,14 +135,13 @@ class CellsWorld:
         self._carrier.advance_to(now)
 
     def _go_on(self) -> None:
-        """Begins steps of cells that have something to do, until none has."""
-        has_news = self._moves.turn()
-        while has_news or any(not cell.is_out and cell.engine.has_work for cell in self._cells):
-            idle = [cell for cell in self._cells if not cell.is_out]
-            num_begun = sum(self._begin(cell) for cell in idle)
-            if not num_begun:
-                break
+        """Begins steps of cells that have something to do, until none has. Without news, a cell
+        without work has nothing to do."""
+        has_news = True
+        while has_news:
             has_news = self._moves.turn()
+            idle = [c for c in self._cells if not c.is_out and (has_news or c.engine.has_work)]
+            has_news = sum([self._begin(cell) for cell in idle]) > 0
 
     def _begin(self, cell: CoordinatedCell) -> bool:
         """Begins a cell's next step; returns False if there is nothing to compute."""

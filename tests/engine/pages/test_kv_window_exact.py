@@ -48,6 +48,7 @@ def content(output: RequestOutput) -> tuple[object, object]:
     return output.outputs[0].token_ids, output.outputs[0].logprobs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize(
     ("variant", "kv_dtype"), [("qwen3_moe", "auto"), ("mixtral-window", "auto"), ("olmoe", "int8")]

@@ -58,6 +58,7 @@ def answers(of: EngineConfig) -> dict[str, Answer]:
     return found | serve(engine, [replace(wanted[-1], request_id="again")])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_and_logprobs_of_a_model(tiny: str, kernels: KernelsName, dtype: str) -> None:

@@ -19,6 +19,7 @@ from tests.support.kernels.kernel_sets import KERNEL_SETS
 NUM_TOKENS = 70
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("has_prefix_cache", [False, True])
 def test_fewer_sequences_are_put_back_and_no_answer_changes(

@@ -158,7 +158,8 @@ def test_tiny_temperatures_are_greedy(temperature: float) -> None:
 
 def naive_kept(probs: list[float], params: SamplingParams) -> set[int]:
     """Computes the kept tokens by definition, one by one, with ties at the cut."""
-    kept = {i for i, p in enumerate(probs) if p >= params.min_p * max(probs)}
+    least = params.min_p * max(probs)
+    kept = {i for i, p in enumerate(probs) if p >= least}
     order = sorted(kept, key=lambda i: -probs[i])
     if params.top_k > 0:
         order = order[: params.top_k]

@@ -148,12 +148,42 @@ def test_a_store_that_hangs_costs_one_deadline() -> None:
     assert len(store.loads) == 1
 
 
-def test_three_late_loads_in_turn_switch_the_store_off() -> None:
-    store, stems = FakeStore(), [[number, *PROMPT] for number in (41, 42, 43, 44)]
+def filled_with(stems: list[list[int]]) -> FakeStore:
+    store = FakeStore()
     engine = engine_with(store, FakeRunner())
     for number, stem in enumerate(stems):
         engine.add(request(str(number), stem))
         run(engine)
+    return store
+
+
+def test_a_request_waits_as_long_as_it_would_compute() -> None:
+    """A load that takes longer is no reason to switch the store off, as long as it ends."""
+    stems = [[number, *PROMPT] for number in (41, 42, 43, 44)]
+    store, clock, runner = filled_with(stems), ManualClock(), FakeRunner()
+    engine = engine_with(store, runner, clock)
+    tier = engine._scheduler.tier
+    assert isinstance(tier, PageTiers)
+    for stem in stems:
+        tier.loads.rule.compute_s, tier.loads.rule.read_rate = 0.1 / 96, 1e6
+        store.is_hanging, num_computed = True, runner.num_computed_tokens
+        engine.add(request("a", stem))
+        for seconds in (0.0, 0.04, 0.04):
+            clock.now += seconds
+            engine.step()
+        assert runner.num_computed_tokens == num_computed, "it waits"
+        clock.now += 0.04
+        assert tokens(run(engine)["a"]) == continuation(stem, 10)
+        assert runner.num_computed_tokens == num_computed + len(stem) + 9
+        store.is_hanging = False
+        engine.add(request("next", [1]))  # takes the late load
+        run(engine)
+    assert len(store.loads) == len(stems) and not store.stopped
+
+
+def test_three_late_loads_in_turn_switch_the_store_off() -> None:
+    stems = [[number, *PROMPT] for number in (41, 42, 43, 44)]
+    store = filled_with(stems)
     engine = engine_with(store, FakeRunner(), ManualClock(tick=0.01))
     for number, stem in enumerate(stems):
         store.is_hanging = True

@@ -126,7 +126,7 @@ def test_routes_that_know_no_priority(
 ) -> None:
     response = client.post(route, json={**body, "priority": 1})
     assert response.status_code == 400
-    assert "Unknown parameter 'priority'" in response.text
+    assert "priority" in response.text
     assert engine.submitted == []
 
 

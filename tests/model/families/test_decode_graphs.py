@@ -83,6 +83,7 @@ def assert_same_pages(cache: KVCache, other: KVCache) -> None:
             assert not mine[0].any(), "the empty page stays empty"
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("name", CASES)

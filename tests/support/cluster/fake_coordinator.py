@@ -177,6 +177,7 @@ def fake_cluster(
     scheduler: SchedulerConfig = PLAIN,
     clock: Clock = REAL_CLOCK,
     listeners: Mapping[str, PageListener] | None = None,
+    ids: itertools.count[int] | None = None,
 ) -> ClusterEngine:
     """Returns an engine over fake ranks, with 20 pages each, and 4 seats if not told otherwise.
     `listeners` hear of the pages of the ranks with these names."""
@@ -198,5 +199,11 @@ def fake_cluster(
 
     watch = PoolWatch(None, 2, None)
     return ClusterEngine(
-        coordinator, make_engine, watch, lambda: None, is_ahead=is_ahead, service=service
+        coordinator,
+        make_engine,
+        watch,
+        lambda: None,
+        is_ahead=is_ahead,
+        service=service,
+        ids=ids,
     )

@@ -29,8 +29,12 @@ _IGNORED = frozenset(
 _UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "context_management": ([],),
     "conversation": (),
+    "min_p": (0,),
     "moderation": (),
+    "priority": (0,),
     "prompt": (),
+    "repetition_penalty": (1,),
+    "top_k": (-1, 0),
 }
 _IGNORED_REASONING = frozenset({"mode"})
 _UNSERVED_REASONING: Mapping[str, tuple[Any, ...]] = {"context": ("auto", "all_turns")}

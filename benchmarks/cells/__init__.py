@@ -1,0 +1,1 @@
+"""Benchmarks of cells: KV pages between ranks."""

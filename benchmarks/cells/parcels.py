@@ -1,0 +1,197 @@
+"""Measures how fast KV pages move from one attention rank to another, over each link.
+
+    python benchmarks/run.py parcels --rounds 5
+
+Two processes have the pages of two attention ranks, with the shapes of the 1.26 B benchmark model,
+and no weights. A prompt of 8192 tokens moves as a whole, and then its last chunk alone: the part
+that a hand-over waits for, because the pages before it travel while the prompt is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import msgspec
+import torch
+
+from harness.environment import write_report
+from harness.machine import measure_limits
+from moe_kernels.interface.kv_form import kv_form
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cluster.control.messages import Loaded, Order, Report
+from moe_serve.cluster.control.parcel_messages import ParcelFacts, ParcelOrder, ParcelSetup
+from moe_serve.cluster.control.secret import cluster_secret
+from moe_serve.cluster.parcels.link_setup import LinkSetup
+from moe_serve.cluster.parcels.parcel import Lease, Parcel, RankPlace
+from moe_serve.cluster.parcels.rank_carrier import RankCarrier
+from moe_serve.cluster.ranks.rank_parcels import ParcelMemories, RankHome, RankParcels
+from moe_serve.config.cells import CellsConfig
+from moe_serve.config.sections import ModelConfig
+from moe_serve.engine.opened_model import LoadReport, ServedCheckpoint
+from moe_serve.model.spec import ModelSpec
+
+_PAGE_SIZE, _TIMEOUT_S = 16, 60.0
+_LAYERS, _HEADS, _HEAD_DIM = 16, 4, 64  # of scripts/make_random_model.py
+_PLACES = (RankPlace(0, "attention-0", 1), RankPlace(1, "attention-0", 1))
+_ENCODER, _ORDERS = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Order)
+_REPORTS = msgspec.msgpack.Decoder(Report)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What a process of the benchmark is told."""
+
+    setup: ParcelSetup
+    num_pages: int
+    kv_dtype: str
+
+
+def spec() -> ModelSpec:
+    """Returns a model with the benchmark model's KV pages."""
+    demo = ServedCheckpoint.read(ModelConfig()).spec
+    shape = replace(demo.attention, num_heads=16, num_kv_heads=_HEADS, head_dim=_HEAD_DIM)
+    return replace(demo, layers=(replace(demo.layers[0], attention=shape),) * _LAYERS)
+
+
+def live(rank: Rank, pipe: Connection) -> None:
+    """Obeys orders until the pipe closes, as a rank does between its steps."""
+    torch.set_num_threads(1)
+    lock = threading.Lock()
+
+    def tell(report: Report) -> None:
+        with lock:
+            pipe.send_bytes(_ENCODER.encode(report))
+
+    cpu, shape = torch.device("cpu"), spec()
+    form = kv_form(rank.kv_dtype)  # type: ignore[arg-type]
+    cache = KVCache(shape, rank.num_pages, _PAGE_SIZE, torch.bfloat16, cpu, form)
+    for part in cache.parts:
+        part.fill_(1)
+    home = RankHome("127.0.0.1", cluster_secret("b" * 40, "the benchmark"), tell)
+    memories = ParcelMemories(rank.setup)
+    parcels = RankParcels(memories, cache, _HEADS, None, home, b"", _TIMEOUT_S)
+    pipe.send_bytes(_ENCODER.encode(parcels.facts))
+    with contextlib.suppress(EOFError):
+        while True:
+            report = parcels.handle(_ORDERS.decode(pipe.recv_bytes()))
+            if report is not None:
+                tell(report)
+    parcels.close()
+
+
+class PipedRanks:
+    """Implements CellRanks for the two processes."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self.pipes = pipes
+        decode = msgspec.msgpack.Decoder(ParcelFacts).decode
+        report = LoadReport(
+            kernels="",
+            num_threads=1,
+            dtype="bfloat16",
+            device="cpu",
+            weight_format="",
+            expert_weights="",
+        )
+        self.facts = [decode(pipe.recv_bytes()) for pipe in pipes]
+        self._loaded = [
+            Loaded(weights_hash="", report=report, load_seconds=0.0, parcels=facts)
+            for facts in self.facts
+        ]
+
+    def loaded(self, place: RankPlace) -> Loaded | None:
+        return self._loaded[place.cell]
+
+    def send(self, place: RankPlace, order: ParcelOrder) -> None:
+        self.pipes[place.cell].send_bytes(_ENCODER.encode(order))
+
+
+@contextlib.contextmanager
+def carrier_of(config: CellsConfig, num_pages: int, kv_dtype: str) -> Iterator[RankCarrier]:
+    context, link = multiprocessing.get_context("spawn"), LinkSetup(config)
+    pairs = [context.Pipe() for _ in _PLACES]
+    rank = Rank(link.setup, num_pages, kv_dtype)
+    processes = [context.Process(target=live, args=(rank, far)) for _, far in pairs]
+    for process in processes:
+        process.start()
+    for _, far in pairs:
+        far.close()
+    ranks = PipedRanks([near for near, _ in pairs])
+    carrier = RankCarrier(config, ranks, ranks.facts[0].page_bytes, _TIMEOUT_S)
+    assert not (why := carrier.can_carry(*_PLACES)), why
+    yield carrier
+    for near, _ in pairs:
+        near.close()
+    for process in processes:
+        process.join()
+    link.close()
+
+
+def carry(carrier: RankCarrier, num_pages: int, number: int) -> float:
+    """Moves so many pages; returns the seconds from the first order to the last end."""
+    pages, begin = list(range(1, num_pages + 1)), time.perf_counter()
+    lease, ranks = Lease(number, number), carrier._ranks
+    assert isinstance(ranks, PipedRanks), "the benchmark's own"
+    num_open = 0
+    while pages or num_open:
+        while pages and (free := carrier.num_free(_PLACES[1])):
+            count = min(free, carrier.pages_per_parcel, len(pages))
+            some, pages = tuple(pages[:count]), pages[count:]
+            carrier.send(
+                Parcel(
+                    lease=lease,
+                    number=0,
+                    source=_PLACES[0],
+                    target=_PLACES[1],
+                    source_pages=some,
+                    target_pages=some,
+                )
+            )
+            num_open += 1
+        for pipe in wait(ranks.pipes):
+            cell = ranks.pipes.index(pipe)  # type: ignore[arg-type]
+            carrier.heard(_PLACES[cell], _REPORTS.decode(ranks.pipes[cell].recv_bytes()))
+        for end in carrier.take_ended():
+            assert end.is_sound, end.why
+            num_open -= 1
+    return time.perf_counter() - begin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the prompt")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of its last chunk")
+    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "int8", "int4"])
+    parser.add_argument("--links", nargs="+", default=["shared", "tcp"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    limits = measure_limits(1)
+    print(f"memory: {limits.read_gb_s:.1f} GB/s read; {limits.busy_cores:.1f} cores were busy")
+    whole, last = (tokens // _PAGE_SIZE for tokens in (arguments.tokens, arguments.chunk))
+    report: dict[str, object] = {"read_gb_s": limits.read_gb_s, "busy_cores": limits.busy_cores}
+    for link in arguments.links:
+        with carrier_of(CellsConfig(link=link), whole, arguments.kv_dtype) as carrier:
+            num_bytes = carrier.page_bytes
+            carry(carrier, whole, 0)  # touches the memory
+            times = [carry(carrier, whole, i + 1) for i in range(arguments.rounds)]
+            exposed = [carry(carrier, last, i + 1000) for i in range(4 * arguments.rounds)]
+        rate = whole * num_bytes / statistics.median(times) / 1e9
+        best = whole * num_bytes / min(times) / 1e9
+        print(
+            f"{link}: {whole} pages of {num_bytes} bytes, {rate:.2f} GB/s (best {best:.2f}); "
+            f"the last {arguments.chunk} tokens: {1e3 * statistics.median(exposed):.1f} ms "
+            f"(best {1e3 * min(exposed):.1f})"
+        )
+        report[link] = {"page_bytes": num_bytes, "whole_s": times, "last_chunk_s": exposed}
+    write_report(arguments.json, report)
+    return 0

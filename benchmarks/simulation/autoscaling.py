@@ -1,0 +1,107 @@
+"""Compares policies of autoscaling on a simulated day, with the aims for them.
+
+    python benchmarks/run.py autoscaling --trace AzureLLMInferenceTrace_code.csv.xz
+    python benchmarks/run.py autoscaling --hours 24 --policies static planned oracle
+
+The load is generated: Poisson arrivals whose rate rises and falls once as a cosine, from 0.3 to 1.7
+times its mean. The lengths are a trace's (halved, at most 2 048 and 200 tokens) or random. A
+simulated day of large devices has millions of requests, so the cells are small: two processes with
+two cores each. The wave lasts 6 hours by default, in which the load changes four times as fast as
+in a day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_serve.bench.report.report import Report, read_report
+
+POLICIES = ("static", "target", "planned", "oracle", "learnt")
+_MODEL = ("--model", "qwen3-30b", "--precision", "fp8", "--device", "xeon")
+_CELLS = ("--cells", "8x(2D tp2)", "--max-num-seqs", "16", "--max-batched-tokens", "128")
+_SLO = ("--page-size", "128", "--slo", "ttft=60s,tpot=3s")
+_TRACE = ("--scale-prompt", "0.5", "--max-prompt", "2048", "--max-output", "200")
+_RANDOM = ("--prompt-tokens", "64:1900", "--output-tokens", "4:48")
+_ATTAINMENT, _OF_STATIC, _OF_ORACLE, _CHANGES = 0.95, 0.75, 1.2, 4
+
+
+def arguments(policy: str, options: argparse.Namespace, out: Path) -> list[str]:
+    """Returns the command that simulates a policy."""
+    seconds = str(3600 * options.hours)
+    lengths = ("--trace", options.trace, *_TRACE) if options.trace else _RANDOM
+    load = ("--rate", str(options.rate), "--swing", "0.7", "--period", seconds)
+    scale = ("--autoscale", policy, "--train-days", str(options.train_days))
+    return [
+        sys.executable, "-m", "moe_serve", "simulate", *_MODEL, *_CELLS, *_SLO, *lengths, *load,
+        "--duration", seconds, "--seed", str(options.seed), *scale, "--json", str(out),
+    ]  # fmt: skip
+
+
+def simulated(options: argparse.Namespace) -> dict[str, Report]:
+    """Runs all policies, `--jobs` at a time."""
+    reports: dict[str, Report] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        waiting = list(options.policies)
+        while waiting:
+            batch, waiting = waiting[: options.jobs], waiting[options.jobs :]
+            paths = {policy: Path(folder) / f"{policy}.json" for policy in batch}
+            running = [
+                subprocess.Popen(arguments(p, options, path), stdout=subprocess.DEVNULL)
+                for p, path in paths.items()
+            ]
+            failed = [each.args for each in running if each.wait()]
+            if failed:
+                raise SystemExit(f"a simulation failed: {failed[0]}")
+            reports |= {policy: read_report(path) for policy, path in paths.items()}
+    return reports
+
+
+def show(reports: dict[str, Report]) -> None:
+    """Prints the figures, and whether `planned` reaches the aims."""
+    hours: dict[str, float] = {}
+    print(f"{'policy':10}{'hours':>8}{'of static':>11}{'within':>9}{'changes':>9}{'in an hour':>12}")
+    for policy, report in reports.items():
+        scale, good = _figures(report)
+        hours[policy] = scale.device_hours
+        share = scale.device_hours / scale.all_device_hours
+        print(
+            f"{policy:10}{scale.device_hours:>8.1f}{share:>11.0%}{good:>9.1%}"
+            f"{scale.num_changes:>9}{scale.most_changes_per_hour:>12}"
+        )
+    if {"static", "planned", "oracle"} <= set(reports):
+        scale, good = _figures(reports["planned"])
+        of_static = hours["planned"] / hours["static"]
+        of_oracle = hours["planned"] / hours["oracle"]
+        _aim("attainment", good, good >= _ATTAINMENT, f"at least {_ATTAINMENT}")
+        _aim("hours of the static peak", of_static, of_static <= _OF_STATIC, f"<= {_OF_STATIC}")
+        _aim("hours of the oracle", of_oracle, of_oracle <= _OF_ORACLE, f"<= {_OF_ORACLE}")
+        most = scale.most_changes_per_hour
+        _aim("changes in an hour", most, most <= _CHANGES, f"<= {_CHANGES}")
+
+
+def _figures(report: Report):  # type: ignore[no-untyped-def]
+    assert report.cells is not None and report.cells.scale is not None, "cells were scaled"
+    assert report.summary.goodput is not None, "there were limits"
+    return report.cells.scale, report.summary.goodput.share
+
+
+def _aim(name: str, value: float, is_met: bool, aim: str) -> None:
+    print(f"planned: {name} {value:.2f} (aim {aim}): {'met' if is_met else 'MISSED'}")
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", help="a trace for the lengths; default: random lengths")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES[:4]))
+    parser.add_argument("--rate", type=float, default=0.33, help="mean requests per second")
+    parser.add_argument("--hours", type=float, default=6.0, help="of one wave")
+    parser.add_argument("--train-days", type=int, default=4, help="from which learnt learns")
+    parser.add_argument("--jobs", type=int, default=2, help="simulations at once")
+    parser.add_argument("--seed", type=int, default=0)
+    show(simulated(parser.parse_args(given)))
+    return 0

@@ -1,0 +1,195 @@
+"""Several cells behind one engine: none waits for another, and requests outlive a cell."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_serve.clock import REAL_CLOCK
+from moe_serve.cluster.cells.cell import Cell
+from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
+from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.parcel_post import ParcelPost
+from moe_serve.cluster.steps.step_in_flight import StepInFlight
+from moe_serve.config.cells import CellsConfig, parse_cells
+from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
+from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.errors import CellsError, ClusterError
+from tests.support.cluster.fake_cells import FakeCarrier, prompt
+from tests.support.cluster.fake_coordinator import FakeCoordinator, fake_cluster
+from tests.support.engine.fake_runner import continuation
+
+_LONGEST_S = 20.0
+
+
+class HeldCoordinator(FakeCoordinator):
+    """Steps do not end while the cell is held."""
+
+    def __init__(self, num_attention: int) -> None:
+        super().__init__(num_attention)
+        self.free = threading.Event()
+        self.free.set()
+
+    def collect(self, flight: StepInFlight) -> Any:
+        assert self.free.wait(_LONGEST_S), "the test does not let it go"
+        return super().collect(flight)
+
+    def settle(self, *, is_patient: bool) -> bool:
+        is_settled = super().settle(is_patient=is_patient)
+        self.outage_s = 0.0 if is_settled else 5.0
+        if not is_settled:
+            time.sleep(0.005)
+        return is_settled
+
+
+class World:
+    """Two cells of one attention rank, as their engine sees them."""
+
+    def __init__(self, outage_limit_s: float) -> None:
+        news, ids = threading.Event(), itertools.count()
+        self.coordinators = [HeldCoordinator(1) for _ in range(2)]
+        shapes = parse_cells("2x(1A1E)")
+        engines = [fake_cluster(coordinator, ids=ids) for coordinator in self.coordinators]
+        cells = [
+            Cell(i, s, e, news.set) for i, (s, e) in enumerate(zip(shapes, engines, strict=True))
+        ]
+        carrier: Any = FakeCarrier(lambda: 0.0)  # type: ignore[arg-type]
+        carrier.has_news, carrier.check_integrity = False, lambda: None
+        config = CellsConfig(hand_over="off", migrate=False)
+        moves = Moves(cells, carrier, config, REAL_CLOCK, timeout_s=30.0, chunk_tokens=32)
+        link: Any = SimpleNamespace(close=lambda: None)
+        parcels = Parcels(carrier, ParcelPost(news.set), link.close)
+        self.engine = CellsEngine(cells, moves, parcels, ids, news, outage_limit_s=outage_limit_s)
+        self.deltas: dict[str, list[TokenDelta]] = {}
+
+    def add(self, name: str, first: int, max_tokens: int = 12) -> GenerationRequest:
+        request = GenerationRequest(
+            request_id=name,
+            prompt_token_ids=tuple(prompt(20, first)),
+            params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        )
+        self.deltas[name] = []
+        self.engine.add(request)
+        return request
+
+    def step_until(self, is_done: Callable[[], bool]) -> None:
+        end = time.monotonic() + _LONGEST_S
+        while not is_done():
+            assert time.monotonic() < end, f"{self.deltas}"
+            for delta in self.engine.step():
+                self.deltas[delta.request_id].append(delta)
+
+    def has_ended(self, name: str) -> bool:
+        return any(delta.finish_reason is not None for delta in self.deltas[name])
+
+    def cell_of(self, name: str) -> int:
+        found = [
+            c.index
+            for c in self.engine.cells
+            for e in c.rank_engines.values()
+            if name in e._sequences
+        ]
+        return found[0]
+
+    def is_right(self, request: GenerationRequest) -> bool:
+        told = [token for delta in self.deltas[request.request_id] for token in delta.token_ids]
+        return told == continuation(list(request.prompt_token_ids), request.params.max_tokens or 0)
+
+
+@contextmanager
+def world(outage_limit_s: float = 100.0) -> Iterator[World]:
+    made = World(outage_limit_s)
+    try:
+        yield made
+    finally:
+        for coordinator in made.coordinators:
+            coordinator.free.set()
+        made.engine.close()
+
+
+def test_a_cell_that_comes_back_slowly_delays_no_other() -> None:
+    with world() as cells:
+        requests = {name: cells.add(name, place) for place, name in enumerate("abcd", 1)}
+        by_cell = {name: cells.cell_of(name) for name in requests}
+        assert sorted(by_cell.values()) == [0, 0, 1, 1], "the cells share the work"
+        slow, fast = ([n for n, c in by_cell.items() if c == index] for index in (0, 1))
+        cells.coordinators[0].free.clear()
+        cells.step_until(lambda: all(map(cells.has_ended, fast)))
+        assert cells.engine.cells[0].is_out and not any(cells.deltas[name] for name in slow)
+        cells.engine.abort(slow[0])  # waits until the cell is back
+        assert cells.engine.has_work and not cells.deltas[slow[0]]
+        cells.coordinators[0].free.set()
+        cells.step_until(lambda: all(map(cells.has_ended, slow)))
+        assert cells.deltas[slow[0]][-1].finish_reason is FinishReason.ABORT
+        assert all(cells.is_right(requests[name]) for name in (*fast, slow[1]))
+        cells.step_until(lambda: not cells.engine.has_work)
+        cells.engine.check_integrity()
+        stats = cells.engine.stats()
+        assert [rank.name for rank in stats.ranks] == ["cell-0/attention-0", "cell-1/attention-0"]
+        assert stats.num_steps == sum(cell.num_steps for cell in stats.cells)
+
+
+def test_a_new_request_ends_the_wait_for_cells() -> None:
+    with world() as cells:
+        cells.add("a", 1)
+        for coordinator in cells.coordinators:
+            coordinator.free.clear()
+        told: list[list[TokenDelta]] = []
+        thread = threading.Thread(target=lambda: told.append(cells.engine.step()))
+        thread.start()
+        while not any(cell.is_out for cell in cells.engine.cells):
+            time.sleep(0.001)
+        assert thread.is_alive()
+        cells.engine.nudge()
+        thread.join(_LONGEST_S)
+        assert told == [[]]
+
+
+def test_requests_of_a_lost_cell_go_on_in_another_one() -> None:
+    with world() as cells:
+        requests = [cells.add(name, place, 30) for place, name in enumerate("abcd", 1)]
+        cells.step_until(lambda: all(cells.deltas.values()))
+        cells.coordinators[0].lose("attention-0", is_back=False)
+        cells.step_until(lambda: all(map(cells.has_ended, "abcd")))
+        assert all(map(cells.is_right, requests))
+        assert cells.engine.stats().outage_s == 0.0, "one cell lives"
+        late = cells.add("e", 7)
+        cells.coordinators[0].away.clear()
+        cells.step_until(lambda: cells.has_ended("e") and cells.engine.cells[0].is_live)
+        assert cells.is_right(late)
+
+
+def test_without_a_live_cell_requests_wait_and_the_server_ends_at_last() -> None:
+    with world(outage_limit_s=10.0) as cells:
+        for coordinator in cells.coordinators:
+            coordinator.lose("attention-0", is_back=False)
+        cells.step_until(lambda: all(cell.engine.outage_s for cell in cells.engine.cells))
+        cells.add("a", 1)
+        assert cells.engine.num_waiting == 1
+        for _ in range(10):
+            assert cells.engine.step() == []
+        cells.engine._outage_limit_s = 1.0
+        with pytest.raises(ClusterError, match="no cell could compute a step for 1 s"):
+            cells.step_until(lambda: False)
+
+
+def test_the_last_cell_that_takes_requests_is_not_drained() -> None:
+    with world() as cells:
+        cells.engine.drain(1, is_draining=True)
+        for place, name in enumerate("abc", 1):
+            cells.add(name, place)
+            assert cells.cell_of(name) == 0
+        with pytest.raises(CellsError, match="the only one that takes requests"):
+            cells.engine.drain(0, is_draining=True)
+        with pytest.raises(CellsError, match="the cells 0 to 1"):
+            cells.engine.drain(2, is_draining=True)
+        cells.engine.drain(1, is_draining=False)
+        cells.add("d", 4)
+        assert cells.cell_of("d") == 1
