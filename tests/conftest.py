@@ -48,8 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Keeps the collected tests and imported modules out of later garbage collections, because
     they live until the end."""
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # with a little garbage: to look for it would take a second
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,7 +18,6 @@ from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cell_stats import stats_of
 from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
-from moe_serve.cluster.parcels.link_setup import LinkSetup
 from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
@@ -32,11 +31,11 @@ _RETRY_S = 0.02  # until a cell that could begin nothing is asked again
 
 @dataclass(frozen=True, slots=True)
 class Parcels:
-    """What KV pages travel by."""
+    """The parts by which KV pages travel. `close` closes what the cells share, after them."""
 
     carrier: RankCarrier
     post: ParcelPost
-    link: LinkSetup
+    close: Callable[[], None]
 
 
 class CellsEngine:
@@ -113,7 +112,7 @@ class CellsEngine:
         self.stop_waiting()
         for cell in self.cells:
             cell.close()
-        self._parcels.link.close()
+        self._parcels.close()
 
     def add(self, request: GenerationRequest) -> None:
         """Queues a request in the cell that suits it best."""

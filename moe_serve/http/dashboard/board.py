@@ -213,10 +213,10 @@ def latency_part(recent: RecentRequests) -> Part:
 
 
 def kv_part(stats: EngineStats, recent: RecentRequests, page_size: int) -> Part:
-    """Returns the KV cache. `used`: pages of sequences; `cached`: pages in the prefix cache, in use
-    or not. `store`: copies of pages on a disk or in shared memory. `prompt_tokens`: by where their
-    keys and values came from. `window`: sequences with a `kv_window` that ended, and the pages that
-    they gave back; None until there is one."""
+    """Returns the state of the KV cache. `used`: pages of sequences; `cached`: pages in the prefix
+    cache, in use or not. `store`: copies of pages on a disk or in shared memory. `prompt_tokens`:
+    by where their keys and values came from. `window`: sequences with a `kv_window` that ended, and
+    the pages that they gave back; None until there is one."""
     window = {
         "requests": recent.num_windowed,
         "dropped_pages": recent.num_dropped_tokens // page_size,
@@ -284,8 +284,8 @@ def memory_part(stats: EngineStats) -> Part | None:
 
 
 def ranks_part(stats: EngineStats, shares: RankShares | None) -> list[Part]:
-    """Returns the ranks. `load` is an expert rank's share of rows, or an attention rank's share of
-    sequences."""
+    """Returns the state of the ranks. `load` is an expert rank's share of rows, or an attention
+    rank's share of sequences."""
     loads: dict[str, float] = {}
     if shares is not None and shares.shares is not None:
         loads = {f"expert-{rank}": share for rank, share in enumerate(shares.shares)}
