@@ -29,10 +29,6 @@ class Reservation:
         self.sent: set[int] = set()  # places in the table whose pages a parcel may have written
         self.arrived: set[int] = set()  # those that have their values, verified
 
-    def lacks(self, place: int) -> bool:
-        """Returns whether the page at a place of the table has still to be sent."""
-        return place >= self.num_shared and place not in self.sent
-
     @property
     def hidden(self) -> set[int]:
         """The places of pages that the sequence no longer sees and has given back."""
@@ -58,13 +54,14 @@ class Reservations:
         self._open: dict[int, Reservation] = {}  # by sequence id
         self._kept: dict[int, Reservation] = {}  # of sequences that have left
 
-    def __len__(self) -> int:
-        return len(self._open)
+    @property
+    def num_free_seats(self) -> int:
+        """Number of seats that are neither taken nor reserved."""
+        return self._num_seats - len(self._running) - len(self._open)
 
     @property
     def has_seat(self) -> bool:
-        """Returns whether a seat is neither taken nor reserved."""
-        return len(self._running) + len(self._open) < self._num_seats
+        return self.num_free_seats > 0
 
     @property
     def arriving(self) -> list[Sequence]:
@@ -72,14 +69,12 @@ class Reservations:
         return [reservation.sequence for reservation in self._open.values()]
 
     def open(self, sequence: Sequence) -> Reservation | None:
-        """Reserves a seat and pages for a sequence of another engine; None if there is no room.
+        """Reserves a free seat and pages for a sequence of another engine; None if pages lack.
 
         Pages of its tokens that the tree has are shared. Running prompts keep the pages that they
         still need.
         """
         assert sequence.id not in self._open, f"sequence {sequence.id} has a reservation"
-        if not self.has_seat:
-            return None
         cache, size = self._cache, self._size
         keys, found = self._sharing.keys_of(sequence), list[int]()
         is_seen = list(map(bool, sequence.page_table))  # not: behind a window, and given back
