@@ -11,7 +11,7 @@ from moe_serve.errors import ConfigError
 
 CellRole = Literal["prefill", "decode", "both"]
 HandOverName = Literal["auto", "always", "off"]
-PageLinkName = Literal["auto", "shared", "tcp"]
+PageLinkName = Literal["auto", "shared", "tcp", "nixl"]
 
 MAX_CELLS = 64
 _TAKES = (
