@@ -54,9 +54,9 @@ def simulated(options: argparse.Namespace) -> dict[str, Report]:
                 subprocess.Popen(arguments(p, options, path), stdout=subprocess.DEVNULL)
                 for p, path in paths.items()
             ]
-            failed = [each.args for each in running if each.wait()]
+            failed = [p for p, each in zip(batch, running, strict=True) if each.wait()]
             if failed:
-                raise SystemExit(f"a simulation failed: {failed[0]}")
+                raise SystemExit(f"the simulation of {failed[0]} failed")
             reports |= {policy: read_report(path) for policy, path in paths.items()}
     return reports
 

@@ -125,8 +125,7 @@ class LLM:
         )  # fmt: skip
         scheduler_config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
-            batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"),
-        )  # fmt: skip
+            batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"))  # fmt: skip
         cluster_config = ClusterConfig(attention_ranks=attention_ranks, expert_ranks=expert_ranks,
                                        attention_tp=attention_tp, placement=placement)  # fmt: skip
         config = EngineConfig(

@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from moe_serve.cache.transfer.wire_pages import checksum
 from moe_serve.cluster.control.parcel_messages import PagesSent, ParcelReport, SendPages
 from moe_serve.cluster.ranks.shard_parcels import Slots
 from moe_serve.errors import ChannelClosedError, ConfigError
 
 _POLL_S = 2e-4
-_CLOSE_S = 5.0
+_CLOSE_S = 1.0
 
-_Item = tuple[SendPages, int, float]  # with its checksum and deadline
+_Item = tuple[SendPages, float]  # with its deadline
 
 
 class NixlLink:
@@ -47,9 +48,9 @@ class NixlLink:
         """The address of the first slot in this process."""
         return int(self._slots.ctypes.data)
 
-    def send(self, order: SendPages, checksum: int) -> None:
+    def send(self, order: SendPages) -> None:
         """Sends the slots of an order; PagesSent is told when they are in the target's."""
-        self._waiting.put((order, checksum, time.monotonic() + self._timeout_s))
+        self._waiting.put((order, time.monotonic() + self._timeout_s))
 
     def close(self) -> None:
         """Ends the thread after the parcel that it sends."""
@@ -59,16 +60,19 @@ class NixlLink:
     def _run(self) -> None:
         with contextlib.suppress(ChannelClosedError):  # the rank ends
             while (item := self._waiting.get()) is not None:
-                order, checksum, deadline = item
+                order, deadline = item
+                crc = checksum(order.slots, self._slots)
                 why = self._written(order, deadline)
-                self._tell(PagesSent(ticket=order.ticket, checksum=checksum, why=why))
+                self._tell(PagesSent(ticket=order.ticket, checksum=crc, why=why))
 
     def _written(self, order: SendPages, deadline: float) -> str:
         """Writes a parcel; returns why it is not there, or ""."""
         try:
             state = self._state_after(order, deadline)
         except Exception as error:  # NIXL's errors have no common class of their own
-            self._peers.pop(order.agent, None)
+            if (peer := self._peers.pop(order.agent, None)) is not None:
+                with contextlib.suppress(Exception):  # the next parcel adds it again
+                    self._agent.remove_remote_agent(peer)
             return f"NIXL failed ({type(error).__name__}: {error})"
         return "" if state == "DONE" else f"NIXL's transfer is in the state {state}"
 

@@ -133,11 +133,11 @@ class RankParcels:
         self._parcels.save(order)
         if self._shards is not None:
             self._shards.all_set([True])
-        crc = checksum(order.slots, self._parcels.slots(is_common=order.is_common))
         if order.is_common:
+            crc = checksum(order.slots, self._parcels.slots(is_common=True))
             return PagesSent(ticket=order.ticket, checksum=crc)
         assert self._senders is not None, "a rank with slots of its own can send them"
-        self._senders.send(order, crc)
+        self._senders.send(order)  # the rest is done beside the next steps
         return None
 
     def _take(self, order: TakePages) -> PagesTaken:
