@@ -59,10 +59,10 @@ def main() -> None:
     print("| | " + " | ".join(prompts) + " |", flush=True)
     folders = {name: str(arguments.out / name) for name in RECIPES}
     with LLM(str(arguments.model), adapters=folders) as llm:
-        for name in (None, *folders):
-            bits = [served_bits(llm, tokenizer, each, name) for each in prompts.values()]
+        for adapter in (None, *folders):
+            bits = [served_bits(llm, tokenizer, each, adapter) for each in prompts.values()]
             row = " | ".join(f"{each:.3f}" for each in bits)
-            print(f"| {name or 'base model'} | {row} |", flush=True)
+            print(f"| {adapter or 'base model'} | {row} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -121,9 +121,8 @@ class _GroupedSwiGLU(torch.autograd.Function):
         slope_RF = sigmoid_RF + silu_RF * (1 - sigmoid_RF)
         grad_gate_RF = grad_hidden_RF * up_RF * slope_RF
         is_frozen, grad_x = not any(ctx.needs_input_grad[1:4]), []
-        grad_gate, grad_up, grad_down = (
-            None if is_frozen else torch.empty_like(w) for w in (gate_EFD, up_EFD, down_EDF)
-        )
+        grads = [torch.empty_like(w[:0] if is_frozen else w) for w in (gate_EFD, up_EFD, down_EDF)]
+        grad_gate, grad_up, grad_down = grads
         parts = zip(
             x_RD.split(counts),
             grad_RD.split(counts),
@@ -138,7 +137,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
                 torch.mm(gg.t(), x, out=grad_gate[e])
                 torch.mm(gu.t(), x, out=grad_up[e])
             grad_x.append(torch.addmm(gg @ gate_EFD[e], gu, up_EFD[e]))
-        return torch.cat(grad_x), grad_gate, grad_up, grad_down, None
+        return torch.cat(grad_x), *([None] * 3 if is_frozen else grads), None
 
 
 def _apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
