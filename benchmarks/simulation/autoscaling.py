@@ -5,9 +5,9 @@
 
 The load is generated: Poisson arrivals whose rate rises and falls once as a cosine, from 0.3 to 1.7
 times its mean. The lengths are a trace's (halved, at most 2 048 and 200 tokens) or random. A
-simulated day of large devices has millions of requests, so the cells are small: two processes with
-two cores each. The wave lasts 6 hours by default, in which the load changes four times as fast as
-in a day.
+simulated day of large devices has millions of requests, so the cells are small: two devices with
+two cores each. The wave lasts 4 hours by default, in which the load changes six times as fast as in
+a day.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_serve.bench.report.report import Report, read_report
 
 POLICIES = ("static", "target", "planned", "oracle", "learnt")
 _MODEL = ("--model", "qwen3-30b", "--precision", "fp8", "--device", "xeon")
-_CELLS = ("--cells", "8x(2D tp2)", "--max-num-seqs", "16", "--max-batched-tokens", "128")
+_CELLS = ("--cells", "4x(2D tp2)", "--max-num-seqs", "16", "--max-batched-tokens", "128")
 _SLO = ("--page-size", "128", "--slo", "ttft=60s,tpot=3s")
 _TRACE = ("--scale-prompt", "0.5", "--max-prompt", "2048", "--max-output", "200")
 _RANDOM = ("--prompt-tokens", "64:1900", "--output-tokens", "4:48")
@@ -100,8 +100,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", help="a trace for the lengths; default: random lengths")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES[:4]))
-    parser.add_argument("--rate", type=float, default=0.33, help="mean requests per second")
-    parser.add_argument("--hours", type=float, default=6.0, help="of one wave")
+    parser.add_argument("--rate", type=float, default=0.15, help="mean requests per second")
+    parser.add_argument("--hours", type=float, default=4.0, help="of one wave")
     parser.add_argument("--train-days", type=int, default=4, help="from which learnt learns")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at once")
     parser.add_argument("--seed", type=int, default=0)

@@ -11,6 +11,7 @@ from moe_serve.fleet.cells import CellKind, decode_cells_of, prefill_cells_of
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.offer import Offer
 from moe_serve.fleet.packing import Fleet, Group, num_cells_for
+from moe_serve.simulate.layout import Layout
 
 _KINDS = 3  # of each role that are combined
 
@@ -52,11 +53,11 @@ def fleets_with_roles(offers: Sequence[Offer], demand: Demand) -> Iterator[Fleet
 
 def _cheapest(kinds: Iterable[CellKind], demand: Demand, *, is_served: bool) -> Sequence[CellKind]:
     """Returns the kinds whose cells for the whole load cost least, each of another layout."""
-    found: dict[tuple[str, str], CellKind] = {}
+    found: dict[tuple[str, Layout], CellKind] = {}
     usable = [kind for kind in kinds if kind.is_served or not is_served]
     for kind in sorted(usable, key=lambda k: (num_cells_for(k, demand) * k.price, k.step_s)):
         if len(found) < _KINDS:
-            found.setdefault((kind.offer.name, kind.layout.name), kind)
+            found.setdefault((kind.offer.name, kind.layout), kind)
     return list(found.values())
 
 

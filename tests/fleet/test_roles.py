@@ -33,8 +33,8 @@ def test_cells_of_a_role_do_the_whole_load_with_as_few_as_its_tokens_take() -> N
 
 
 def test_decode_cells_have_larger_batches_and_prefill_cells_smaller_chunks_under_limits() -> None:
-    offer, loose = OFFERS[0], demand(60.0)
-    tight = replace(loose, slo=Slo.parse("ttft=200ms,tpot=15ms"))
+    offer, loose = replace(OFFERS[1], num_devices=1), demand(60.0)
+    tight = replace(loose, slo=Slo.parse("ttft=300ms,tpot=15ms"))
     batches = [max(k.max_num_seqs for k in decode_cells_of(offer, x)) for x in (loose, tight)]
     chunks = [min(k.max_batched_tokens for k in prefill_cells_of(offer, x)) for x in (loose, tight)]
     assert batches[0] > batches[1] and chunks[0] > chunks[1]
