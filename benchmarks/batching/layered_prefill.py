@@ -242,7 +242,7 @@ class Runs:
         """Lets requests decode, add the prompt, and step until its first token."""
         engine, rng = self._engine, np.random.default_rng(seed)
         scheduler = engine._scheduler
-        scheduler.layered = scheduler._starter._layered = self._layered[mode]
+        scheduler.layered = scheduler.starter._layered = self._layered[mode]
         for index in range(self._num_decoding):
             engine.add(self._request(f"r{index}", rng, _CONTEXT, 10_000))
         tokens: dict[str, list[int]] = {}

@@ -119,7 +119,7 @@ class AlwaysLoads(LoadOrCompute):
     """The rule for steps that take no time: computing would always win."""
 
     def decide(self, num_tokens: int, num_bytes: int, num_queued_bytes: int) -> Decision:
-        return Decision(is_load=True, deadline_s=60.0)
+        return Decision(is_load=True, patience_s=60.0, deadline_s=60.0)
 
 
 def replay_with_disk(

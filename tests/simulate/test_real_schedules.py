@@ -19,10 +19,10 @@ from moe_serve.cluster.autoscale.scale_view import AutoscalePolicy
 from moe_serve.cluster.cells.migration import Migration
 from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.open_moves import OpenMoves
-from moe_serve.cluster.cells.parcel import PageCarrier
 from moe_serve.cluster.cells.places import CellLike
 from moe_serve.cluster.cells.rates import LinkRates, StepRates
 from moe_serve.cluster.cells.router import CellRouter
+from moe_serve.cluster.parcels.parcel import PageCarrier
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.step_in_flight import StepCoordinator
 from moe_serve.config.sections import SchedulerConfig

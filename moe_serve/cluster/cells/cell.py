@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from moe_serve.cluster.cells.parcel import RankPlace
 from moe_serve.cluster.cells.waiter import Waiter
+from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.config.cells import CellShape
 from moe_serve.engine.engine import Engine

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_serve.cluster.cells.parcel import Lease, PageCarrier, Parcel, ParcelEnd
 from moe_serve.cluster.cells.places import Place
+from moe_serve.cluster.parcels.parcel import Lease, PageCarrier, Parcel, ParcelEnd
 from moe_serve.engine.request.moves_stats import MoveKind
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.reservations import Reservation

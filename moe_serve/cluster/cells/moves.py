@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from moe_serve.clock import Clock
 from moe_serve.cluster.cells.migration import Migration
 from moe_serve.cluster.cells.open_moves import OpenMoves
-from moe_serve.cluster.cells.parcel import PageCarrier
 from moe_serve.cluster.cells.places import CellLike, Place, places_of
 from moe_serve.cluster.cells.rates import LinkRates, StepRates
 from moe_serve.cluster.cells.router import CellRouter
+from moe_serve.cluster.parcels.parcel import PageCarrier
 from moe_serve.config.cells import CellsConfig
 from moe_serve.engine.execute.step_executor import ExecutorLostError
 from moe_serve.engine.request.moves_stats import MovesStats

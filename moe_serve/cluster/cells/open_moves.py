@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from moe_serve.clock import Clock
 from moe_serve.cluster.cells.move import Move
-from moe_serve.cluster.cells.parcel import Lease, PageCarrier, ParcelEnd
 from moe_serve.cluster.cells.places import CellLike, Place
 from moe_serve.cluster.cells.rates import LinkRates
+from moe_serve.cluster.parcels.parcel import Lease, PageCarrier, ParcelEnd
 from moe_serve.engine.execute.step_executor import ExecutorLostError
 from moe_serve.engine.request.moves_stats import MoveKind, MoveResult, MovesCounter
 from moe_serve.engine.request.sequence import Sequence

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from moe_serve.cluster.cells.parcel import RankPlace
+from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.config.cells import CellShape
 from moe_serve.engine.engine import Engine
 

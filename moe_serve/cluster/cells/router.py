@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from moe_serve.cluster.cells.parcel import PageCarrier
 from moe_serve.cluster.cells.places import CellLike, Place, places_of
 from moe_serve.cluster.cells.rates import LinkRates, StepRates, work_of
+from moe_serve.cluster.parcels.parcel import PageCarrier
 from moe_serve.config.cells import CellRole, CellsConfig
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.service.step_model import StepWork

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_serve.cluster.cells.parcel import RankPlace
+from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.config.cells import CellShape
 from moe_serve.engine.engine import Engine

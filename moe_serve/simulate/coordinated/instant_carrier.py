@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_serve.clock import Clock
-from moe_serve.cluster.cells.parcel import Lease, Parcel, ParcelEnd, RankPlace
+from moe_serve.cluster.parcels.parcel import Lease, Parcel, ParcelEnd, RankPlace
 from moe_serve.simulate.coordinated.shared_links import SharedLinks
 
 

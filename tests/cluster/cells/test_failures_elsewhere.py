@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_serve.cluster.cells.parcel import ParcelEnd
+from moe_serve.cluster.parcels.parcel import ParcelEnd
 from tests.support.cluster.fake_cells import ALWAYS, CellsWorld, Limits, prompt
 
 

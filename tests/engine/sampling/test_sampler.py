@@ -154,7 +154,6 @@ def test_equal_tokens_are_told_in_order_whatever_a_neighbour_asks_for() -> None:
     assert describe_tokens(logits_2V, [17, 5], 6)[0].top == told[-1]
 
 
-
 def test_nan_and_infinity_are_reported_for_their_rows_only() -> None:
     logits = torch.stack([LOGITS, LOGITS * float("nan"), LOGITS + float("inf")])
     rows = [sequence(), sequence(temperature=1.0), sequence(temperature=1.0)]

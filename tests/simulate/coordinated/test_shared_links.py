@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_serve.cluster.cells.parcel import Lease, Parcel, RankPlace
+from moe_serve.cluster.parcels.parcel import Lease, Parcel, RankPlace
 from moe_serve.simulate.coordinated.instant_carrier import InstantCarrier, PageLinks
 from moe_serve.simulate.coordinated.shared_links import SharedLinks
 from moe_serve.simulate.virtual_clock import VirtualClock

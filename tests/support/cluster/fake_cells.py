@@ -12,8 +12,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from moe_serve.cluster.cells.moves import Moves
-from moe_serve.cluster.cells.parcel import Lease, Parcel, ParcelEnd, RankPlace
 from moe_serve.cluster.members.pool_watch import PoolWatch
+from moe_serve.cluster.parcels.parcel import Lease, Parcel, ParcelEnd, RankPlace
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
