@@ -54,9 +54,9 @@ def simulated(options: argparse.Namespace) -> dict[str, Report]:
                 subprocess.Popen(arguments(p, options, path), stdout=subprocess.DEVNULL)
                 for p, path in paths.items()
             ]
-            failed = [each.args for each in running if each.wait()]
+            failed = [p for p, each in zip(batch, running, strict=True) if each.wait()]
             if failed:
-                raise SystemExit(f"a simulation failed: {failed[0]}")
+                raise SystemExit(f"the simulation of {failed[0]} failed")
             reports |= {policy: read_report(path) for policy, path in paths.items()}
     return reports
 
@@ -64,7 +64,9 @@ def simulated(options: argparse.Namespace) -> dict[str, Report]:
 def show(reports: dict[str, Report]) -> None:
     """Prints the figures, and whether `planned` reaches the aims."""
     hours: dict[str, float] = {}
-    print(f"{'policy':10}{'hours':>8}{'of static':>11}{'within':>9}{'changes':>9}{'in an hour':>12}")
+    print(
+        f"{'policy':10}{'hours':>8}{'of static':>11}{'within':>9}{'changes':>9}{'in an hour':>12}"
+    )
     for policy, report in reports.items():
         scale, good = _figures(report)
         hours[policy] = scale.device_hours

@@ -5,15 +5,18 @@
 
 The ratio of prefill to decode cells follows from the tokens of a load and the rates of a cell. The
 runs are closed loops on cells of whole devices; their servers are TensorRT-LLM and SGLang, and
-nothing was fitted to these rows.
+nothing was fitted to these rows. The one with 1 152 at once takes minutes: `--only all`.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.simulated_run import SimulatedRun, run_simulation
 from moe_serve.bench.workload.workload import Lengths, Workload
 from moe_serve.cluster.autoscale.plan_table import CellRates, cells_ratio
@@ -38,6 +41,7 @@ LOADS = {
     "Mooncake, 37% of the prompts cached": (0.63 * 12_035, 343.0, 6.5),
     "512 in, 256 out": (512.0, 256.0, 0.6),
 }
+_MANY = 1000  # requests at once
 DAY_IN, DAY_OUT, DAY_NODES = 608e9, 168e9, 226.75  # tokens of DeepSeek's day
 DAY_RATES = 73_700.0, 14_800.0  # tokens/s of a node in the mean of that day
 
@@ -63,7 +67,7 @@ RUNS = (
                 concurrency=128, requests=256, ttft_ms=3644, tpot_ms=40.6),
     MeasuredRun(name="TRT-LLM, 1P + 9D, 1K/1K, 1152 at once", device="h200",
                 cells="1x(8D tp8 prefill) 9x(8D tp8 decode)", prompt=1024, output=1024,
-                concurrency=1152, requests=1152, ttft_ms=3288, tpot_ms=34.8),
+                concurrency=1152, requests=2304, ttft_ms=3288, tpot_ms=34.8),
     MeasuredRun(name="TRT-LLM, 1P + 3D of 16, 1K/1K, 30 at once", device="h100",
                 cells="1x(16D tp16 prefill) 3x(16D tp16 decode)", prompt=1024, output=1024,
                 concurrency=30, requests=60, ttft_ms=5052, tpot_ms=19.9),
@@ -124,9 +128,9 @@ def show_run(run: MeasuredRun) -> None:
             cells=setup,
         )
     )
-    summary = report.summary
-    assert summary.ttft_ms is not None and summary.tpot_ms is not None, "all were answered"
-    ttft, tpot = summary.ttft_ms.mean, summary.tpot_ms.mean
+    tpot_ms = report.summary.tpot_ms
+    assert tpot_ms is not None, "all were answered"
+    tpot, ttft = tpot_ms.mean, _mean_ttft_ms(report.records, run)
     print(
         f"{run.name:44} TTFT {ttft:7.0f} ms, {run.ttft_ms:.0f} measured "
         f"({ttft / run.ttft_ms - 1:+.0%}); TPOT {tpot:5.1f} ms, {run.tpot_ms} measured "
@@ -135,13 +139,23 @@ def show_run(run: MeasuredRun) -> None:
     )
 
 
+def _mean_ttft_ms(records: Sequence[RequestRecord], run: MeasuredRun) -> float:
+    """Returns the mean as the published runs take it: of ten waves, the first of which comes at
+    once. All later ones are like those that were simulated."""
+    first = [r.ttft_s or 0.0 for r in records if r.index < run.concurrency]
+    later = [r.ttft_s or 0.0 for r in records if r.index >= run.concurrency]
+    means = statistics.mean(first), statistics.mean(later or first)
+    print(f"    first wave {1e3 * means[0]:.0f} ms, later ones {1e3 * means[1]:.0f} ms")
+    return 1e3 * (0.1 * means[0] + 0.9 * means[1])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("formulas", "runs"))
-    options = parser.parse_args()
-    if options.only != "runs":
+    parser.add_argument("--only", choices=("formulas", "runs", "all"))
+    only = parser.parse_args().only
+    if only != "runs":
         show_formulas()
-    if options.only != "formulas":
-        for run in RUNS:
+    for run in RUNS:
+        if only == "all" or (only != "formulas" and run.concurrency < _MANY):
             show_run(run)
     return 0

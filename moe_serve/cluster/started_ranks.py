@@ -318,6 +318,8 @@ def build_cluster(
         ranks.current.on_switch(loads.use)
         ranks.start(make_starter, progress)
         engine = ranks.engine(watch, routes, make_policy, plan)
+        opened.pop_all()
+        opened.callback(engine.close)  # closes ranks and watch
         adapters = ranks.open_adapters()
         opened.pop_all()
     cuts, checkpoint = config.pipeline.micro_batches, model.checkpoint

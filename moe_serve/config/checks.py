@@ -73,8 +73,8 @@ def check_cells(config: EngineConfig) -> None:
     if has_tier and len({shape.attention_tp for shape in shapes}) > 1:
         counts = ", ".join(str(shape.attention_tp) for shape in shapes)
         raise ConfigError(
-            f"cache.disk_path or cache.memory_tier_bytes is set, and the cells of cells.layout "
-            f"have {counts} processes for each attention rank (tp), which lay out pages differently: "
+            "cache.disk_path or cache.memory_tier_bytes is set, and the cells of cells.layout have "
+            f"{counts} processes for each attention rank (tp), which lay out pages differently: "
             "give all cells the same tp, or leave the tiers out."
         )
     if cluster.placement is not None and len({shape.expert_ranks for shape in shapes}) > 1:

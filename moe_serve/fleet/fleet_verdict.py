@@ -33,7 +33,7 @@ def fleet_verdict(plan: FleetPlan) -> FleetVerdict:
     """Compares the simulated fleets of a plan."""
     best, served = plan.best, plan.cheapest(lambda x: x.fleet.is_served)
     split = plan.cheapest(lambda x: x.fleet.is_served and _has_split(x))
-    whole = plan.cheapest(lambda x: not _has_split(x) and not x.fleet.is_mixed)
+    whole = plan.cheapest(lambda x: _is_plain(x) and not x.fleet.is_mixed)
     mixed = plan.cheapest(lambda x: x.fleet.is_mixed)
     alike = plan.cheapest(lambda x: not x.fleet.is_mixed)
     with_roles = plan.cheapest(lambda x: x.fleet.has_roles)
@@ -42,7 +42,9 @@ def fleet_verdict(plan: FleetPlan) -> FleetVerdict:
     sentences = [_best(plan, best, served)]
     sentences += _versus("disaggregation", split, "whole models and expert parallelism", whole)
     if any(each.fleet.has_roles for each in plan.certified):
-        sentences += _versus("a split into prefill and decode cells", with_roles, "none", without)
+        sentences += _versus(
+            "a split into prefill and decode cells", with_roles, "cells that do both", without
+        )
         sentences += _ratio(plan)
     if len({each.fleet.is_mixed for each in plan.certified}) > 1:
         sentences += _versus("a mix of device types", mixed, "one type", alike)
@@ -60,6 +62,10 @@ def fleet_verdict(plan: FleetPlan) -> FleetVerdict:
 
 def _has_split(each: Certified) -> bool:
     return any(group.kind.style == "split" for group in each.fleet.groups)
+
+
+def _is_plain(each: Certified) -> bool:
+    return not (_has_split(each) or each.fleet.has_roles)
 
 
 def _is_cheaper(a: Certified | None, b: Certified | None) -> bool | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from moe_serve.errors import ConfigError, shortened
@@ -68,7 +68,7 @@ def read_fleet(text: str, model: ModelShape, routing: Path | None) -> tuple[Offe
                 size=model.size,
                 has_whole_cells_only=False,
                 held_out=device.held_out,
-                costed=costed,
+                costed=cache(costed),
                 page_speed=partial(PageSpeed.of_device, device),
             )
         )
@@ -91,6 +91,6 @@ def calibrated_offer(
         size=alone.size,
         has_whole_cells_only=True,
         held_out=None,
-        costed=lambda layout: calibrated(calibration, layout),
+        costed=cache(lambda layout: calibrated(calibration, layout)),
         page_speed=lambda _: PageSpeed.calibrated(calibration),
     )

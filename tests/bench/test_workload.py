@@ -54,6 +54,14 @@ class TestArrivals:
         times = GammaArrivals(rate=4.0, burstiness=0.0).times(np.random.default_rng(1))
         assert list(islice(times, 3)) == [0.25, 0.5, 0.75]
 
+    def test_a_wave_begins_with_its_least_rate(self) -> None:
+        """The rate is 100 (1 - 0.8 cos(2 pi t / 100)): 20 at first, 180 at 50 s, 20 at 100 s."""
+        arrivals = GammaArrivals(rate=100.0, burstiness=0.0, swing=0.8, period_s=100.0)
+        times = np.array(list(islice(arrivals.times(np.random.default_rng(1)), 10_000)))
+        assert times[-1] == pytest.approx(100.0) and (np.diff(times) > 0).all()
+        counts = [int(((a <= times) & (times < a + 1)).sum()) for a in (0, 25, 50, 75, 99)]
+        assert counts == pytest.approx([20, 105, 180, 95, 20], abs=3)
+
 
 class TestTraces:
     def write(self, folder: Path, name: str, content: str) -> Path:

@@ -79,6 +79,8 @@ def test_one_device_is_best_where_it_suffices() -> None:
     text = " ".join(verdict.sentences)
     assert "disaggregation is not worth it" in text and "a mix of device types is not" in text
     assert verdict.is_split_worth_it is not True and verdict.is_mix_worth_it is not True
+    assert "a split into prefill and decode cells is not worth it" in text
+    assert verdict.are_roles_worth_it is not True and "the load takes" in text
     assert plan.one_device is not None and verdict.confidence == "unknown"
     prices = [each.fleet.price for each in plan.certified if each.meets]
     assert prices == sorted(prices)

@@ -64,6 +64,42 @@ def test_a_report_like_that_of_bench(tmp_path: Path, capsys: Capture) -> None:
     assert "output tokens/s" in table and "the runs differ in layout: colocated, 2A6E" in table
 
 
+def test_cells_with_roles_and_their_number(tmp_path: Path, capsys: Capture) -> None:
+    model = ("--model", "qwen3-30b", "--precision", "fp8", "--device", "h100")
+    cells = ("--cells", "1x(1A1E prefill) 1x(1D decode)", "--hand-over", "always")
+    load = ("--requests", "8", "--rate", "10", "--prompt-tokens", "900", "--output-tokens", "9")
+    roles = report_of(tmp_path / "a.json", *model, *cells, *load, "--page-link", "20")
+    assert roles.cells is not None and roles.summary.num_ok == 8
+    assert [cell.num_devices for cell in roles.cells.cells] == [2, 1]
+    assert roles.cells.num_hand_overs > 0 and roles.cells.scale is None
+    assert "after prompts" in capsys.readouterr().out
+    scale = (
+        "--autoscale",
+        "planned",
+        "--scale-every",
+        "1",
+        "--cell-start",
+        "1",
+        "--max-cells",
+        "2",
+    )
+    wave = ("--swing", "0.5", "--period", "4", "--slo", "ttft=1s,tpot=50ms")
+    scaled = report_of(tmp_path / "b.json", *model, "--cells", "(1D)", *load, *scale, *wave)
+    assert scaled.cells is not None and scaled.cells.scale is not None
+    assert scaled.cells.scale.policy == "planned" and scaled.cells.scale.share <= 1
+    for arguments, message in (
+        (("--cells", "(1D)", "--devices", "2"), "--devices is in --cells: leave it out"),
+        (("--cells", "(1D prefill)"), "has 1 cells with the role prefill and none with the role"),
+        (("--cells", "(3D tp2)"), "3 devices do not divide into attention ranks of 2"),
+        (("--min-cells", "2"), "--min-cells belongs to --cells LAYOUT"),
+        (("--cells", "(1D)", "--min-cells", "2"), "--min-cells belongs to --autoscale"),
+        (("--cells", "(1D)", "--autoscale", "oracle"), "--autoscale oracle plans for limits"),
+        (("--swing", "0.5"), "--swing only applies to --rate"),
+    ):
+        assert run(*model, *arguments, "--concurrency", "1") == 2, arguments
+        assert message in capsys.readouterr().err.splitlines()[-1], arguments
+
+
 def test_prefixes_of_a_trace_are_found(tmp_path: Path) -> None:
     """Blocks 1 and 2 come again in the second request, 1 024 of its 1 200 tokens."""
     trace = tmp_path / "trace.jsonl"

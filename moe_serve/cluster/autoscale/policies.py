@@ -81,23 +81,23 @@ Coming = Callable[[float, float], tuple[int, int, int]]
 
 
 class OraclePolicy:
-    """Implements AutoscalePolicy: knows the requests of the next minutes, which makes it a bound
-    for the others. Cells are started just in time."""
+    """Implements AutoscalePolicy: knows the requests that will come, which makes it a bound for the
+    others. It takes the rate of the next minutes, and that of as many minutes from the moment on at
+    which a cell that is started now serves."""
 
     name = "oracle"
 
-    def __init__(self, table: PlanTable, coming: Coming) -> None:
+    def __init__(self, table: PlanTable, coming: Coming, span_s: float = 900.0) -> None:
         """`coming(a, b)`: the requests that arrive from a to b, and the tokens of their prompts and
-        answers."""
-        self._table, self._coming = table, coming
+        answers. `span_s`: over which a rate is taken; in shorter ones it is chance."""
+        self._table, self._coming, self._span_s = table, coming, span_s
 
     def decide(self, view: ScaleView) -> CellCounts:
         wanted: dict[CellRole, int] = dict.fromkeys(view.roles, 0)
-        begin, step = view.at_s, view.interval_s
-        while begin < view.at_s + view.horizon_s:
-            num, prompt, output = self._coming(begin, begin + step)
+        for begin_s in (view.at_s, view.at_s + view.horizon_s):
+            num, prompt, output = self._coming(begin_s, begin_s + self._span_s)
+            rate = num / self._span_s
             for role in wanted if num else ():
-                count = self._table.cells_for(role, num / step, prompt / num, output / num)
+                count = self._table.cells_for(role, rate, prompt / num, output / num)
                 wanted[role] = max(wanted[role], count)
-            begin += step
         return wanted

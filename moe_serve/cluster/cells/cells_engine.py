@@ -94,6 +94,7 @@ class CellsEngine:
 
         for cell in self.cells:
             cell.engine.set_waker(wake_all)
+        self._parcels.post.on_news = wake_all
 
     def nudge(self) -> None:
         """Ends the wait of `step`, as a request or an abort waits to be handed in. Safe from any
@@ -206,8 +207,7 @@ class CellsEngine:
         """Ends the server if no cell has been able to compute for too long."""
         outages = [cell.engine.outage_s for cell in self.cells]
         if min(outages) > self._outage_limit_s:
-            losses = "; ".join(stats.last_loss for stats in [self.stats()])
             raise ClusterError(
                 f"no cell could compute a step for {self._outage_limit_s:g} s; the last loss: "
-                f"{losses}. The ranks' output says why they do not come back."
+                f"{self.stats().last_loss}. The ranks' output says why they do not come back."
             )

@@ -105,10 +105,9 @@ class ClusterEngine:
 
     @property
     def has_work(self) -> bool:
-        has_requests = any(engine.has_work for engine in self._engines.values())
         is_new = self._engines.keys() != set(self._coordinator.epoch.attention)  # a rank came back
         has_news = bool(self._homeless or self._pending) or self._coordinator.has_events
-        return has_requests or is_new or has_news
+        return is_new or has_news or any(engine.has_work for engine in self._engines.values())
 
     @property
     def num_waiting(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from moe_serve.cache.page_key import token_array
+from moe_serve.cache.page_key import following_keys, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
@@ -76,7 +76,7 @@ class Reservations:
         """
         assert sequence.id not in self._open, f"sequence {sequence.id} has a reservation"
         cache, size = self._cache, self._size
-        keys, found = self._sharing.keys_of(sequence), list[int]()
+        keys, found = self._keys_of(sequence), list[int]()
         is_seen = list(map(bool, sequence.page_table))  # not: behind a window, and given back
         if keys and not sequence.is_detached and all(is_seen):
             found = cache.find(keys[1 : 1 + sequence.num_plain(sequence.num_tokens - 1) // size])
@@ -93,6 +93,17 @@ class Reservations:
         ]
         self._open[sequence.id] = reservation
         return reservation
+
+    def _keys_of(self, sequence: Sequence) -> list[bytes]:
+        """Returns the root key and the keys of the full pages of a sequence that another engine
+        has; empty: nothing is shared here."""
+        keys, size = self._sharing.root_of(sequence), self._size
+        if not keys:
+            return []
+        if sequence.page_keys[:1] == keys:
+            keys = list(sequence.page_keys)
+        tokens = token_array(sequence.token_ids[(len(keys) - 1) * size :])
+        return [*keys, *following_keys(keys[-1], tokens, size)]
 
     def extend(self, reservation: Reservation) -> bool:
         """Reserves pages for the tokens that the sequence has got since, and one more. Returns
@@ -187,11 +198,12 @@ class Reservations:
         """Makes the pages that have arrived in a run from the start visible to other sequences."""
         cache, keys, table = self._cache, reservation.keys, reservation.table
         size, ids = self._size, reservation.sequence.token_ids
+        origin = reservation.sequence.request.page_origin
         end = min(reservation.extent(num_tokens, size), len(keys) - 1)
         for place in range(reservation.num_shared, end):
             tokens = token_array(ids[place * size : (place + 1) * size])
             own, parent_key, key = table[place], *keys[place : place + 2]
-            table[place] = cache.enter(own, key, parent_key, tokens)
+            table[place] = cache.enter(own, key, parent_key, tokens, origin)
             if table[place] == own:
                 self._sharing.tier.entered(own, key, parent_key)
         reservation.num_shared = max(reservation.num_shared, end)

@@ -91,12 +91,15 @@ def test_planned_starts_cells_before_a_ramp_needs_them() -> None:
 
 
 def test_the_oracle_starts_cells_for_what_comes_while_they_start() -> None:
+    """From 300 s on 2 requests come in a second. A cell that starts at 120 s serves one interval
+    later than 240 s."""
+
     def coming(begin_s: float, end_s: float) -> tuple[int, int, int]:
-        count = 120 if begin_s <= 300 < end_s else 0
+        count = round(2 * max(0.0, end_s - max(300.0, begin_s)))
         return count, 500 * count, 50 * count
 
-    policy = OraclePolicy(TABLE, coming)
-    assert [policy.decide(view(at))["both"] for at in (60.0, 120.0, 180.0, 301.0)] == [0, 0, 3, 0]
+    policy = OraclePolicy(TABLE, coming, span_s=60.0)
+    assert [policy.decide(view(at))["both"] for at in (60.0, 90.0, 120.0)] == [0, 2, 3]
 
 
 class Wishes:
