@@ -29,7 +29,7 @@ from moe_serve.offline.llm import LLM
 
 RECIPES = {
     "manual-lora": {"learning_rate": 3e-3, "rank": 8},
-    "manual-esft": {"learning_rate": 1e-3, "num_experts": 2},
+    "manual-esft": {"learning_rate": 5e-3, "num_experts": 2},
 }
 
 
