@@ -55,12 +55,16 @@ class VirtualExperts:
         """Returns the virtual ids of choices that were made here. `numbers_T`: the adapter of each
         row; 0 or less: none.
 
-        Raises MissingAdapterError.
+        All choices of an adapter that is not loaded get one, so that `partial` fails for them.
         """
         first_TK = torch.zeros_like(ids_TK)
         for number in numbers_T.unique().tolist():
-            if number > 0 and (own := self._of(number).get(layer)) is not None:
-                is_its_TK = own.is_own_E[ids_TK] & (numbers_T == number)[:, None]
+            layers = self._layers.get(number)
+            own = None if layers is None else layers.get(layer)
+            if number > 0 and (layers is None or own is not None):
+                is_its_TK = (numbers_T == number)[:, None].expand_as(ids_TK)
+                if own is not None:
+                    is_its_TK = is_its_TK & own.is_own_E[ids_TK]
                 first_TK[is_its_TK] = number * self._num_experts
         return ids_TK + first_TK
 
@@ -88,14 +92,11 @@ class VirtualExperts:
                 sum_TD.index_add_(0, rows_n, part_nD)
         return sum_TD
 
-    def _of(self, number: int) -> Mapping[int, AdapterExperts]:
-        try:
-            return self._layers[number]
-        except KeyError:
-            raise MissingAdapterError(f"adapter {number} is not loaded on this rank") from None
-
     def _bank(self, number: int, layer: int) -> ExpertBank:
-        own = self._of(number).get(layer)
+        layers = self._layers.get(number)
+        if layers is None:
+            raise MissingAdapterError(f"adapter {number} is not loaded on this rank")
+        own = layers.get(layer)
         if own is None or own.bank is None:
             raise MissingAdapterError(
                 f"adapter {number} has no experts of layer {layer} on this rank"

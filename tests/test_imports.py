@@ -172,6 +172,7 @@ BACKENDS = frozenset(
         "opentelemetry",
         "zmq",
         "huggingface_hub",
+        "nixl",
     }
 )
 HEAVY = (

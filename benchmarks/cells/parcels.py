@@ -4,7 +4,8 @@
 
 Two processes have the pages of two attention ranks, with the shapes of the 1.26 B benchmark model,
 and no weights. A prompt of 8192 tokens moves as a whole, and then its last chunk alone: the part
-that a hand-over waits for, because the pages before it travel while the prompt is computed.
+that a hand-over waits for, because the pages before it travel while the prompt is computed. The
+processor time of the two ranks says what the link costs on a machine that has other work, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import msgspec
+import psutil
 import torch
 
 from harness.environment import write_report
@@ -116,7 +118,10 @@ class PipedRanks:
 
 
 @contextlib.contextmanager
-def carrier_of(config: CellsConfig, num_pages: int, kv_dtype: str) -> Iterator[RankCarrier]:
+def carrier_of(
+    config: CellsConfig, num_pages: int, kv_dtype: str
+) -> Iterator[tuple[RankCarrier, list[psutil.Process]]]:
+    """Yields the carrier and the processes of the two ranks."""
     context, link = multiprocessing.get_context("spawn"), LinkSetup(config)
     pairs = [context.Pipe() for _ in _PLACES]
     rank = Rank(link.setup, num_pages, kv_dtype)
@@ -128,7 +133,7 @@ def carrier_of(config: CellsConfig, num_pages: int, kv_dtype: str) -> Iterator[R
     ranks = PipedRanks([near for near, _ in pairs])
     carrier = RankCarrier(config, ranks, ranks.facts[0].page_bytes, _TIMEOUT_S)
     assert not (why := carrier.can_carry(*_PLACES)), why
-    yield carrier
+    yield carrier, [psutil.Process(process.pid) for process in processes]
     for near, _ in pairs:
         near.close()
     for process in processes:
@@ -166,6 +171,12 @@ def carry(carrier: RankCarrier, num_pages: int, number: int) -> float:
     return time.perf_counter() - begin
 
 
+def busy_s(processes: list[psutil.Process]) -> list[float]:
+    """Returns the processor time that each process has had."""
+    times = [process.cpu_times() for process in processes]
+    return [float(each.user + each.system) for each in times]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the prompt")
@@ -180,18 +191,27 @@ def main() -> int:
     whole, last = (tokens // _PAGE_SIZE for tokens in (arguments.tokens, arguments.chunk))
     report: dict[str, object] = {"read_gb_s": limits.read_gb_s, "busy_cores": limits.busy_cores}
     for link in arguments.links:
-        with carrier_of(CellsConfig(link=link), whole, arguments.kv_dtype) as carrier:
+        with carrier_of(CellsConfig(link=link), whole, arguments.kv_dtype) as (carrier, ranks):
             num_bytes = carrier.page_bytes
             carry(carrier, whole, 0)  # touches the memory
+            before = busy_s(ranks)
             times = [carry(carrier, whole, i + 1) for i in range(arguments.rounds)]
+            busy = [b - a for a, b in zip(before, busy_s(ranks), strict=True)]
             exposed = [carry(carrier, last, i + 1000) for i in range(4 * arguments.rounds)]
-        rate = whole * num_bytes / statistics.median(times) / 1e9
-        best = whole * num_bytes / min(times) / 1e9
+        size = whole * num_bytes / 1e9
+        rate, best = size / statistics.median(times), size / min(times)
+        costs = [each / arguments.rounds / size for each in busy]
         print(
             f"{link}: {whole} pages of {num_bytes} bytes, {rate:.2f} GB/s (best {best:.2f}); "
             f"the last {arguments.chunk} tokens: {1e3 * statistics.median(exposed):.1f} ms "
-            f"(best {1e3 * min(exposed):.1f})"
+            f"(best {1e3 * min(exposed):.1f}); processor time {costs[0]:.2f} s/GB at the source, "
+            f"{costs[1]:.2f} at the target"
         )
-        report[link] = {"page_bytes": num_bytes, "whole_s": times, "last_chunk_s": exposed}
+        report[link] = {
+            "page_bytes": num_bytes,
+            "whole_s": times,
+            "last_chunk_s": exposed,
+            "busy_s_per_gb": costs,
+        }
     write_report(arguments.json, report)
     return 0

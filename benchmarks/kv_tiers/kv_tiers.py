@@ -240,6 +240,7 @@ def restart(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
         fill(llm, arguments.pages)
     with opened(arguments, folder) as llm:
         outputs = llm.generate(prompts, _ANSWER, use_progress_bar=False)
+        loads = tier_of(llm).loads
     found = sum(o.num_cached_tokens for o in outputs) / (40 * (399 - 399 % 16))
     is_equal = [o.outputs[0].token_ids for o in outputs] == before
     ready: dict[str, list[float]] = {"off": [], "on": [], "until it reads": []}
@@ -254,7 +255,7 @@ def restart(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
                     ready["until it reads"].append(time.perf_counter() - begin)
                     num_pages = tier_of(llm).num_pages
     ratio = statistics.median(a / b for a, b in zip(ready["on"], ready["off"], strict=True))
-    print(f"restart: {found:.1%} of full pages found, answers equal: {is_equal}")
+    print(f"restart: {found:.1%} of full pages found, answers equal: {is_equal}; {loads}")
     print(f"  ready with {num_pages} pages: {ratio:.2f} times without (medians {med(ready['on'])}, "
           f"{med(ready['off'])}); the tier reads after {med(ready['until it reads'])}")  # fmt: skip
     return {"found": found, "is_equal": is_equal, "num_pages": num_pages, "seconds": ready}

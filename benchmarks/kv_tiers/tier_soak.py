@@ -166,21 +166,25 @@ def _judged(
     """Prints and returns what the folder and the memory took, beside their bounds."""
     bound, budget = arguments.disk_mib * 2**20, arguments.budget_mib * 2**20
     peak = max(row.num_pages for row in rows)
-    growth = statistics.median(row.own_bytes for row in rows[-12:]) - rows[0].own_bytes
-    per_page = growth / max(1, peak - rows[0].num_pages)
+    full = next(row for row in rows if row.num_pages >= 0.98 * peak)
+    steady = next((row for row in rows if row.written_bytes >= 1.5 * bound), rows[-1])
+    last = statistics.median(row.own_bytes for row in rows[-12:])
     is_within = samples.most_bytes <= bound and stats.written_bytes <= budget * num_days
     print(f"disk: at most {samples.most_bytes} bytes ({samples.most_taken} in blocks) of {bound} "
           f"in {samples.num_samples} samples")  # fmt: skip
     print(f"written: {stats.written_bytes} of {budget} bytes a day, on {num_days} days; "
           f"bounds kept: {is_within}")  # fmt: skip
-    full = next(row for row in rows if row.num_pages >= 0.98 * peak)
-    print(f"memory: first {rows[0]}; full {full}; last {rows[-1]}")
-    print(f"  growth {growth / 2**20:.2f} MiB: {per_page:.0f} bytes a page")
+    print(f"memory: first {rows[0]}; full {full}; written again {steady}; last {rows[-1]}")
+    per_page = (full.own_bytes - rows[0].own_bytes) / max(1, full.num_pages - rows[0].num_pages)
+    growth = last - steady.own_bytes
+    print(f"  until the folder is full: {per_page:.0f} bytes a page; after pages were written "
+          f"again: {growth / 2**20:.2f} MiB")  # fmt: skip
     print(f"loads {stats.loads}, saves {stats.saves}, {stats.num_evicted} evicted")
     return {
         "most_bytes": samples.most_bytes, "bound": bound, "samples": samples.num_samples,
         "written": stats.written_bytes, "budget": budget, "days": num_days,
-        "bytes_per_page": per_page, "loads": stats.loads, "saves": stats.saves,
+        "bytes_per_page": per_page, "growth_after": growth,
+        "loads": stats.loads, "saves": stats.saves,
         "evicted": stats.num_evicted, "is_within": is_within,
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip

@@ -6,12 +6,15 @@ PEFT stores the experts of a layer, if they are one module with two tensors, as
 A [E R, in], expert slowest, and B [out, E R], expert fastest. Which of the tensor's dimensions is
 `in` changed between its versions; it is known from the shapes, unless the dimensions are equal.
 Of two tensors that are adapted in one module, one is stored under `<module>.base_layer`.
+
+SGLang and Megatron-Bridge stack the experts: A [E, R, in], B [E, out, R], with 1 in place of E for
+a matrix that all experts share (shared-outer), under the name of the projection.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +25,7 @@ from moe_serve.adapters.peft_config import PeftConfig
 from moe_serve.adapters.targets import AdaptedMatrix, AdapterTargets, FusedExperts
 from moe_serve.errors import CheckpointError
 
+_STACKED = {f"{part}_proj": part for part in ("gate", "up", "gate_up", "down")}
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
 
@@ -63,7 +67,12 @@ def read_lora(
             (only,) = sides.values()
             raise CheckpointError(f"{files.folder}: tensor {only} has no counterpart A or B.")
         fused = targets.fused(module.removesuffix(".base_layer"))
-        if fused is None:
+        parent, _, last = module.rpartition(".")
+        stacked = targets.fused(parent) if last in _STACKED else None
+        if stacked is not None:
+            reader = _FusedReader(files, config, targets, stacked)
+            yield from reader.read_stacked(module, _STACKED[last], sides, wants)
+        elif fused is None:
             yield _plain(files, config, targets, wants, module, sides)
         else:
             yield from _FusedReader(files, config, targets, fused).read(module, sides, wants)
@@ -112,10 +121,8 @@ class _FusedReader:
         self._files, self._config, self._fused = files, config, fused
         spec = targets.spec
         self._num_experts = spec.router.num_experts
-        self._sizes = {
-            "gate_up": (2 * spec.expert_width, spec.width),
-            "down": (spec.width, spec.expert_width),
-        }
+        width, hidden = spec.width, spec.expert_width
+        self._sizes = {"gate_up": (2 * hidden, width), "down": (width, hidden)}
 
     def read(self, module: str, sides: Mapping[str, str], wants: Wants) -> Iterator[Addition]:
         """Yields the additions to one of the two tensors, expert by expert."""
@@ -129,7 +136,8 @@ class _FusedReader:
         rank, scale = self._config.rank_of(parameter), self._config.scale_of(parameter)
         if num_rows == rank != self._num_experts * rank or num_columns == rank:
             raise CheckpointError(
-                f"{where} has one matrix for all experts (shared-outer), which is not served."
+                f"{where} has one matrix for all experts (shared-outer), but two dimensions: save "
+                "it with three, [1, r, in], under the name of the projection."
             )
         if num_rows != num_columns or num_rows != self._num_experts * rank:
             raise CheckpointError(
@@ -146,9 +154,52 @@ class _FusedReader:
             a_RK, b_NR = a_ERK[expert], b_NRE[:, :, expert]
             if is_turned:
                 a_RK, b_NR = b_NR.T, a_RK.T
-            for target, rows_NR in zip(each, self._rows(part, b_NR), strict=True):
-                addition = LowRankMatrices(a_RK=a_RK, b_NR=rows_NR, scale=scale)
-                yield target, addition if wants(target) else None
+            yield from self._additions(part, each, a_RK, b_NR, scale, wants)
+
+    def read_stacked(
+        self, module: str, part: str, sides: Mapping[str, str], wants: Wants
+    ) -> Iterator[Addition]:
+        """Yields the additions of stacked matrices, expert by expert."""
+        rank, scale = self._config.rank_of(module), self._config.scale_of(module)
+        width, hidden = self._sizes["down"]
+        sizes = self._sizes | {"gate": (hidden, width), "up": (hidden, width)}
+        num_outputs, num_inputs = sizes[part]
+        counts = [
+            self._count(sides["A"], (rank, num_inputs)),
+            self._count(sides["B"], (num_outputs, rank)),
+        ]
+        targets = [self._targets(part, expert) for expert in range(self._num_experts)]
+        if not any(wants(target) for each in targets for target in each):
+            yield from ((target, None) for each in targets for target in each)
+            return
+        a_ERK, b_ENR = (_finite(self._files, sides[side]) for side in "AB")
+        for expert, each in enumerate(targets):
+            a_RK, b_NR = a_ERK[expert % counts[0]], b_ENR[expert % counts[1]]
+            yield from self._additions(part, each, a_RK, b_NR, scale, wants)
+
+    def _count(self, name: str, wanted: tuple[int, int]) -> int:
+        """Returns how many matrices are stacked: one for each expert, or one for all."""
+        shape = self._files.shape(name)
+        if len(shape) != 3 or shape[0] not in (1, self._num_experts) or shape[1:] != wanted:
+            needed = [self._num_experts, *wanted]
+            raise CheckpointError(
+                f"{self._files.folder}: tensor {name} has the shape {list(shape)}, but the rank "
+                f"and the base model need {needed}, or 1 in place of {self._num_experts}."
+            )
+        return shape[0]
+
+    def _additions(
+        self,
+        part: str,
+        targets: Sequence[AdaptedMatrix],
+        a_RK: Tensor,
+        b_NR: Tensor,
+        scale: float,
+        wants: Wants,
+    ) -> Iterator[Addition]:
+        for target, rows_NR in zip(targets, self._rows(part, b_NR), strict=True):
+            addition = LowRankMatrices(a_RK=a_RK, b_NR=rows_NR, scale=scale)
+            yield target, addition if wants(target) else None
 
     def _orientation(self, where: str, num_outputs: int, num_inputs: int) -> tuple[str, bool]:
         """Returns the tensor that A and B belong to, and whether they are those of its
@@ -172,9 +223,8 @@ class _FusedReader:
     def _targets(self, part: str, expert: int) -> list[AdaptedMatrix]:
         """Returns the matrices of an expert that one of the two tensors contains."""
         width, hidden = self._sizes["down"]
-        shapes = {"down": (width, hidden)}
-        if part == "gate_up":
-            shapes = {"gate": (hidden, width), "up": (hidden, width)}
+        names = ("gate", "up") if part == "gate_up" else (part,)
+        shapes = {each: (width, hidden) if each == "down" else (hidden, width) for each in names}
         layer = self._fused.layer
         return [
             AdaptedMatrix(layer=layer, kind="expert", part=name, shape=shape, expert=expert)
@@ -183,7 +233,7 @@ class _FusedReader:
 
     def _rows(self, part: str, b_NR: Tensor) -> tuple[Tensor, ...]:
         """Returns the rows of B that belong to each of these matrices."""
-        if part == "down":
+        if part != "gate_up":
             return (b_NR,)
         if self._fused.is_interleaved:
             return b_NR[0::2], b_NR[1::2]

@@ -3,6 +3,7 @@ for each attention rank's engine."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class RankArena:
         self._memory = None if num_bytes is None else SharedMemory(num_bytes, _NEEDED_BY)
         self._index: ArenaIndex | None = None
         self._disk: ArenaDisk | None = None
+        self._lock = threading.Lock()  # cells start at the same time
 
     @property
     def path(self) -> str:
@@ -40,24 +42,35 @@ class RankArena:
         return "" if self._memory is None else self._memory.path
 
     def open(self, model_folder: Path, report: LoadReport, reports: Sequence[LoadReport]) -> None:
-        """Divides the memory into slots, and open the disk. `report`: of any attention rank;
-        `reports`: of all ranks.
+        """Divides the memory into slots, and opens the disk. `report`: of any attention rank;
+        `reports`: of all ranks of a cell. Later calls, of other cells, change nothing.
 
         Raises ConfigError if the memory is too small for the pages, or the folder cannot be used.
         """
-        if self._memory is None:
-            return
+        with self._lock:
+            if self._memory is not None and self._index is None:
+                self._open(self._memory, model_folder, report, reports)
+
+    def _open(
+        self,
+        memory: SharedMemory,
+        model_folder: Path,
+        report: LoadReport,
+        reports: Sequence[LoadReport],
+    ) -> None:
         config, num_shards = self._config, self._config.cluster.attention_tp
         slot_bytes = report.page_bytes * num_shards
-        self._index = ArenaIndex(self._memory.num_bytes, slot_bytes)
+        index = ArenaIndex(memory.num_bytes, slot_bytes)
         if config.cache.disk_path is None:
+            self._index = index
             return
         # What computes a page's values beside the rank that holds it. Experts may be elsewhere.
         kinds = {(r.kernels, r.build, r.device, r.dtype, r.expert_weights) for r in reports}
         layout = {"attention_shards": num_shards, "ranks": repr(sorted(kinds))}
         store = open_disk(config, model_folder, report, page_bytes=slot_bytes, layout=layout)
-        slots, page_size = self._memory.slots(slot_bytes), config.cache.page_size
-        self._disk = ArenaDisk(self._index, slots, store, page_size, REAL_CLOCK)
+        slots, page_size = memory.slots(slot_bytes), config.cache.page_size
+        self._index = index
+        self._disk = ArenaDisk(index, slots, store, page_size, REAL_CLOCK)
 
     def tier_maker(self, executor: RemoteExecutor) -> MakeTier | None:
         """Returns what makes the tier of a rank's engine; None without a tier."""

@@ -27,6 +27,7 @@ from moe_serve.cluster.members.rank_starter import LocalStarter
 from moe_serve.cluster.parcels.cell_ranks import RosterRanks
 from moe_serve.cluster.parcels.link_setup import LinkSetup
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
+from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.planner import plan_in_process
 from moe_serve.cluster.started_ranks import CellPart, MakeStarter, StartedRanks, build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
@@ -35,6 +36,7 @@ from moe_serve.config.cell_config import cell_shapes, config_of_cell
 from moe_serve.config.cells import CellShape
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.engine.build_tiers import check_tiers
 from moe_serve.engine.drafting.drafting_maker import check_on_ranks
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
@@ -77,6 +79,38 @@ class _CellStart:
         return self.ranks.engine(self.watch, routes, self.make_policy, plan_in_process)
 
 
+class _Shared:
+    """Everything that the cells of a server have in common. It is closed after them."""
+
+    def __init__(self, config: EngineConfig, of_cell: EngineConfig) -> None:
+        """`of_cell`: the configuration of any cell. Raises ConfigError."""
+        self.ids, self._step_numbers = itertools.count(), itertools.count(1)
+        self.news = threading.Event()
+        self.post = ParcelPost(self.news.set)
+        self.secret = read_secret(os.environ) or new_secret()
+        with contextlib.ExitStack() as opened:  # closed again if a part is refused
+            self.link = LinkSetup(config.cells)
+            opened.callback(self.link.close)
+            self.kv_events = KVEvents(config)
+            opened.callback(self.kv_events.close)
+            self._arena = RankArena(of_cell)
+            opened.callback(self._arena.close)
+            self.close = opened.pop_all().close
+
+    def part(self, index: int, first_rank: int) -> CellPart:
+        """Returns the place of a cell. `first_rank`: the attention ranks of the cells before."""
+        return CellPart(
+            name=cell_name(index),
+            ids=self.ids,
+            step_numbers=self._step_numbers,
+            outage_limit_s=math.inf,
+            patience_s=_PATIENCE_S,
+            kv_events=self.kv_events,
+            first_rank=first_rank,
+            arena=self._arena,
+        )
+
+
 def build_cells(
     config: EngineConfig,
     progress: LoadProgress | None = None,
@@ -90,61 +124,21 @@ def build_cells(
     configs = [config_of_cell(config, index, shape) for index, shape in enumerate(shapes)]
     check_kv_events(config)
     for each in configs:
+        check_tiers(each)
         check_on_ranks(each)
     models, routes = ClusterModel.read_cells(configs), RouteListeners()
     check_next_layer(config, models[0].folder, models[0].spec)
-    ids, numbers, news = itertools.count(), itertools.count(1), threading.Event()
-    post = ParcelPost(news.set)
     with contextlib.ExitStack() as opened:  # closed again if a cell cannot start
-        link, secret = LinkSetup(config.cells), read_secret(os.environ) or new_secret()
-        opened.callback(link.close)
-        kv_events, first_rank = KVEvents(config), 0
-        opened.callback(kv_events.close)
-        starts = []
-        for index, (model, shape) in enumerate(zip(models, shapes, strict=True)):
-            watch = make_watch(model.config, model)
-            opened.callback(watch.close)
-            part = CellPart(
-                name=cell_name(index),
-                ids=ids,
-                step_numbers=numbers,
-                outage_limit_s=math.inf,
-                patience_s=_PATIENCE_S,
-                kv_events=kv_events,
-                first_rank=first_rank,
-            )
-            first_rank += shape.attention_ranks
-            ranks, loads = StartedRanks(model, link.setup, part, secret), RankLoads(model.placement)
-            opened.callback(ranks.close)
-            ranks.membership.on_parcel = post.receiver(index, ranks.roster)
-            ranks.current.on_switch(loads.use)
-            starts.append(
-                _CellStart(
-                    index=index,
-                    shape=shape,
-                    ranks=ranks,
-                    watch=watch,
-                    make_policy=policy_maker(model.config, model.folder, model.spec, routes, loads),
-                    make_starter=starter_of(index, shapes),
-                )
-            )
+        shared = _Shared(config, configs[0])
+        opened.callback(shared.close)
+        starts = _cell_starts(models, shapes, shared, routes, starter_of, opened)
         engines = _started(starts, routes, progress)
         _check_alike(starts)
         cells = [
-            Cell(start.index, start.shape, engine, news.set)
+            Cell(start.index, start.shape, engine, shared.news.set)
             for start, engine in zip(starts, engines, strict=True)
         ]
-        limit_s = config.cluster.start_timeout_s
-        parcels = Parcels(_carrier(config, starts), post, link)
-        moves = Moves(
-            cells,
-            parcels.carrier,
-            config.cells,
-            REAL_CLOCK,
-            timeout_s=config.cluster.timeout_s,
-            chunk_tokens=config.scheduler.max_batched_tokens,
-        )
-        engine = CellsEngine(cells, moves, parcels, ids, news, outage_limit_s=limit_s)
+        engine = _engine(config, cells, _carrier(config, starts), shared)
         opened.pop_all()
     return BuiltEngine(
         engine,
@@ -156,7 +150,61 @@ def build_cells(
         activity=CellsWitness([start.ranks.witness for start in starts]),
         cells=engine,
         nudge=engine.nudge,
-        kv_events=kv_events,
+        kv_events=shared.kv_events,
+    )
+
+
+def _cell_starts(
+    models: Sequence[ClusterModel],
+    shapes: Sequence[CellShape],
+    shared: _Shared,
+    routes: RouteListeners,
+    starter_of: StarterOfCell,
+    opened: contextlib.ExitStack,
+) -> list[_CellStart]:
+    """Makes the parts of all cells. `opened` closes them if a later one is refused."""
+    starts, first_rank = [], 0
+    for index, (model, shape) in enumerate(zip(models, shapes, strict=True)):
+        watch = make_watch(model.config, model)
+        opened.callback(watch.close)
+        part = shared.part(index, first_rank)
+        first_rank += shape.attention_ranks
+        ranks = StartedRanks(model, shared.link.setup, part, shared.secret)
+        opened.callback(ranks.close)
+        ranks.membership.on_parcel = shared.post.receiver(index, ranks.roster)
+        loads = RankLoads(model.placement)
+        ranks.current.on_switch(loads.use)
+        starts.append(
+            _CellStart(
+                index=index,
+                shape=shape,
+                ranks=ranks,
+                watch=watch,
+                make_policy=policy_maker(model.config, model.folder, model.spec, routes, loads),
+                make_starter=starter_of(index, shapes),
+            )
+        )
+    return starts
+
+
+def _engine(
+    config: EngineConfig, cells: Sequence[Cell], carrier: RankCarrier, shared: _Shared
+) -> CellsEngine:
+    moves = Moves(
+        cells,
+        carrier,
+        config.cells,
+        REAL_CLOCK,
+        timeout_s=config.cluster.timeout_s,
+        chunk_tokens=config.scheduler.max_batched_tokens,
+    )
+    return CellsEngine(
+        cells,
+        moves,
+        Parcels(carrier, shared.post, shared.close),
+        shared.ids,
+        shared.news,
+        outage_limit_s=config.cluster.start_timeout_s,
     )
 
 

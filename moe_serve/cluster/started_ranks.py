@@ -75,8 +75,9 @@ class CellPart:
     step_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     outage_limit_s: float | None = None  # see `Coordinator`; None: as long as a start may take
     patience_s: float = math.inf  # likewise
-    kv_events: KVEvents | None = None  # of all cells, closed with the first of them
+    kv_events: KVEvents | None = None  # of all cells, whose owner closes it; None: of its own
     first_rank: int = 0  # number of attention ranks in the cells before
+    arena: RankArena | None = None  # likewise
 
 
 class StartedRanks:
@@ -98,7 +99,7 @@ class StartedRanks:
         self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
         self._starter: RankStarter | None = None
-        self._arena = RankArena(model.config)
+        self._arena = self._part.arena or RankArena(model.config)
         self.roster = Roster(model.ranks)
         self.membership = Membership(
             self.roster, self._configure, model.weights, cluster.heartbeat_s, self._part.name
@@ -244,8 +245,10 @@ class StartedRanks:
         self.membership.close()
         self._listener.close()
         self._place.close()
-        self._arena.close()
-        self.kv_events.close()
+        if self._part.arena is None:
+            self._arena.close()
+        if self._part.kv_events is None:
+            self.kv_events.close()
 
     def _engine(
         self,
@@ -315,6 +318,8 @@ def build_cluster(
         ranks.current.on_switch(loads.use)
         ranks.start(make_starter, progress)
         engine = ranks.engine(watch, routes, make_policy, plan)
+        opened.pop_all()
+        opened.callback(engine.close)  # closes ranks and watch
         adapters = ranks.open_adapters()
         opened.pop_all()
     cuts, checkpoint = config.pipeline.micro_batches, model.checkpoint

@@ -11,7 +11,7 @@ from moe_serve.errors import ConfigError
 
 CellRole = Literal["prefill", "decode", "both"]
 HandOverName = Literal["auto", "always", "off"]
-PageLinkName = Literal["auto", "shared", "tcp"]
+PageLinkName = Literal["auto", "shared", "tcp", "nixl"]
 
 MAX_CELLS = 64
 _TAKES = (
@@ -61,7 +61,7 @@ class CellsConfig:
     layout: str | None = None  # such as "1x(1A1E prefill) 1x(1A1E decode)"; None: one cell
     hand_over: HandOverName = "auto"  # prompts to prefill cells; auto: if measured times say so
     min_tokens: int = 256  # uncached prompt tokens below which a prompt stays where it decodes
-    link: PageLinkName = "auto"  # of KV pages between cells; auto: shared memory on one host
+    link: PageLinkName = "auto"  # of KV pages; auto: shared memory on one host, else tcp
     parcel_bytes: int = 4 * 2**20  # of KV pages that one parcel carries
     memory_bytes: int = 256 * 2**20  # of the shared memory that parcels pass through
     migrate: bool = True  # move running requests off cells that drain or run out of pages

@@ -60,12 +60,6 @@ def check_cells(config: EngineConfig) -> None:
             )
     refused = (
         ("scheduler.tiers", bool(config.scheduler.tiers), "their queues are kept for one cell"),
-        ("cache.disk_path", config.cache.disk_path is not None, "a disk serves one cell"),
-        (
-            "cache.memory_tier_bytes",
-            config.cache.memory_tier_bytes is not None,
-            "a memory tier serves one cell",
-        ),
         ("cluster.rebalance", cluster.rebalance != "off", "experts move in one cell only"),
         ("adapters.is_enabled", config.adapters.is_enabled, "adapters are served in one cell only"),
     )
@@ -75,6 +69,14 @@ def check_cells(config: EngineConfig) -> None:
                 f"{key} is set and cells.layout is {layout!r}, but {why}: leave one of them out."
             )
     shapes = cell_shapes(config)
+    has_tier = config.cache.disk_path is not None or config.cache.memory_tier_bytes is not None
+    if has_tier and len({shape.attention_tp for shape in shapes}) > 1:
+        counts = ", ".join(str(shape.attention_tp) for shape in shapes)
+        raise ConfigError(
+            "cache.disk_path or cache.memory_tier_bytes is set, and the cells of cells.layout have "
+            f"{counts} processes for each attention rank (tp), which lay out pages differently: "
+            "give all cells the same tp, or leave the tiers out."
+        )
     if cluster.placement is not None and len({shape.expert_ranks for shape in shapes}) > 1:
         counts = ", ".join(str(shape.expert_ranks) for shape in shapes)
         raise ConfigError(

@@ -107,7 +107,7 @@ class CacheConfig:
     disk_ttl_s: float = 86400.0  # how long a page is kept
     disk_key_file: str | None = None  # 32 bytes that encrypt the folder's pages; None: plain pages
     memory_tier_bytes: int | None = None  # shared by the ranks of a host; None: no memory tier
-    checkpoint_after_s: float = 2.0  # how often running requests give their pages to a tier
+    checkpoint_after_s: float = 2.0  # how often running requests give their pages
     share_across_keys: bool = False  # API keys share pages, also with a disk tier
     allow_kv_window: bool = False  # requests may forget the middle of their context
 

@@ -63,10 +63,6 @@ class MovingSequences:
         scheduler = self._scheduler
         return scheduler.cache.num_available - num_promised(scheduler.running)
 
-    @property
-    def has_seat(self) -> bool:
-        return self._scheduler.reservations.has_seat
-
     def has(self, sequence: Sequence) -> bool:
         """Returns whether the engine has a sequence whose request has not ended."""
         return self._sequences.get(sequence.request.request_id) is sequence
@@ -153,13 +149,17 @@ class MovingSequences:
 
     def reserve(self, sequence: Sequence, *, may_wait: bool) -> Reservation | None:
         """Reserves a seat and pages for a sequence of another engine; None if there is no room now.
+        Sequences that wait here and came before it have the first claim to seats.
 
         `may_wait`: no step is under way, so the executor can finish what is to be done with pages
         first: otherwise a page might be cleared when it has already been received.
         """
-        if not self._can_give_pages(may_wait=may_wait):
+        own, reservations = _turn(sequence), self._scheduler.reservations
+        num_before = sum([_turn(other) < own for other in self._scheduler.waiting])
+        has_seat = reservations.num_free_seats > num_before
+        if not has_seat or not self._can_give_pages(may_wait=may_wait):
             return None
-        return self._scheduler.reservations.open(sequence)
+        return reservations.open(sequence)
 
     def extend(self, reservation: Reservation, *, may_wait: bool) -> bool:
         """Reserves pages for the tokens that the sequence has got since. See `reserve`."""
@@ -200,3 +200,8 @@ class MovingSequences:
         if self._executor.has_page_work and may_wait:
             self._executor.finish_page_work()
         return not self._executor.has_page_work
+
+
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    """Orders sequences by urgency and arrival: ids are counted over all engines."""
+    return sequence.request.priority, sequence.id

@@ -235,11 +235,9 @@ def create_app(
     app = _empty_app(board)
     app.state.generations, app.state.gate, app.state.metrics = generations, server.gate, metrics
     _add_routes(app, server)
-    if tracing is not None:
-        app.include_router(trace_router(tracing, config.max_body_bytes))
-    app.include_router(placement_router(placement, config.max_body_bytes))
     app.include_router(cells_router(cells, engine))
     app.include_router(dashboard_router(board))
+    _add_control(app, config.max_body_bytes, tracing, placement)
     _add_operations(app, operations)
     app.openapi = honest_openapi(app)  # type: ignore[method-assign]
     for kind in HANDLED_ERRORS:
@@ -248,6 +246,14 @@ def create_app(
     keys = api_keys(config, scheduler)
     _add_middleware(app, config, engine, metrics, access, spans, keys)
     return app
+
+
+def _add_control(
+    app: FastAPI, max_bytes: int, tracing: Tracing | None, placement: PlacementControl | None
+) -> None:
+    if tracing is not None:
+        app.include_router(trace_router(tracing, max_bytes))
+    app.include_router(placement_router(placement, max_bytes))
 
 
 def _empty_app(board: Board) -> FastAPI:

@@ -97,12 +97,13 @@ def sequence_attributes(
 ) -> Mapping[str, Attribute]:
     """Returns the attributes of all sequences of a request: token counts are summed, times are of
     the slowest."""
-    params = sequences[0].request.params
+    params, adapter = sequences[0].request.params, sequences[0].request.adapter
+    name = model_name if adapter is None else adapter.name
     prompts = [sequence for sequence in sequences if sequence.request.choice == 0]
     attributes: dict[str, Attribute] = {
         "gen_ai.provider.name": "moe_serve",
-        "gen_ai.request.model": model_name,
-        "gen_ai.response.model": model_name,
+        "gen_ai.request.model": name,
+        "gen_ai.response.model": name,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.choice.count": params.n,
@@ -113,6 +114,8 @@ def sequence_attributes(
     }
     if (max_tokens := sequences[0].request.rules.max_tokens) is not None:
         attributes["gen_ai.request.max_tokens"] = max_tokens
+    if adapter is not None:
+        attributes["moe_serve.adapter_digest"] = adapter.version.digest.hex()
     return {**attributes, **_latencies(sequences)}
 
 

@@ -125,17 +125,14 @@ class LLM:
         )  # fmt: skip
         scheduler_config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
-            batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"),
-        )  # fmt: skip
+            batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"))  # fmt: skip
         cluster_config = ClusterConfig(attention_ranks=attention_ranks, expert_ranks=expert_ranks,
                                        attention_tp=attention_tp, placement=placement)  # fmt: skip
         config = EngineConfig(
             model=model_config, scheduler=scheduler_config, cluster=cluster_config,
-            cells=CellsConfig(layout=cells),
-            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache,
-                              kv_dtype=kv_dtype, disk_path=kv_disk,
-                              disk_key_file=kv_disk_key_file),
-            pipeline=PipelineConfig(micro_batches=micro_batches),
+            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype,
+                              disk_path=kv_disk, disk_key_file=kv_disk_key_file),
+            pipeline=PipelineConfig(micro_batches=micro_batches), cells=CellsConfig(layout=cells),
             predictor=PredictorConfig(path=predictor), adapters=adapter_config(adapters or {}),
             speculation=SpeculationConfig(method=speculation),
         )  # fmt: skip

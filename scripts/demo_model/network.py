@@ -120,8 +120,9 @@ class _GroupedSwiGLU(torch.autograd.Function):
         grad_up_RF = grad_hidden_RF * silu_RF
         slope_RF = sigmoid_RF + silu_RF * (1 - sigmoid_RF)
         grad_gate_RF = grad_hidden_RF * up_RF * slope_RF
-        grad_gate, grad_up, grad_down = (torch.empty_like(w) for w in (gate_EFD, up_EFD, down_EDF))
-        grad_x = []
+        is_frozen, grad_x = not any(ctx.needs_input_grad[1:4]), []
+        grads = [torch.empty_like(w[:0] if is_frozen else w) for w in (gate_EFD, up_EFD, down_EDF)]
+        grad_gate, grad_up, grad_down = grads
         parts = zip(
             x_RD.split(counts),
             grad_RD.split(counts),
@@ -131,11 +132,12 @@ class _GroupedSwiGLU(torch.autograd.Function):
             strict=True,
         )
         for e, (x, g, h, gg, gu) in enumerate(parts):
-            torch.mm(g.t(), h, out=grad_down[e])
-            torch.mm(gg.t(), x, out=grad_gate[e])
-            torch.mm(gu.t(), x, out=grad_up[e])
+            if not is_frozen:
+                torch.mm(g.t(), h, out=grad_down[e])
+                torch.mm(gg.t(), x, out=grad_gate[e])
+                torch.mm(gu.t(), x, out=grad_up[e])
             grad_x.append(torch.addmm(gg @ gate_EFD[e], gu, up_EFD[e]))
-        return torch.cat(grad_x), grad_gate, grad_up, grad_down, None
+        return torch.cat(grad_x), *([None] * 3 if is_frozen else grads), None
 
 
 def _apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:

@@ -106,6 +106,33 @@ def test_on_fused_experts(family: str, is_older: bool, tmp_path: Path) -> None:
     assert largest_difference(own, answers_of(merged, dtype="float32")) < CLOSE
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_vl_moe"])  # gate and up: interleaved, apart
+def test_on_stacked_experts_that_share_their_outer_matrices(family: str, tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", CASES[family])
+    generator = torch.Generator().manual_seed(4)
+    matrices: dict[str, Tensor] = {}
+    changed: dict[str, Tensor] = {}
+    for name, weight in tensors_of(base).items():
+        if not re.search(r"experts\.(gate_up|down)_proj$", name):
+            continue
+        weight_EIO = weight if family == "gpt_oss" else weight.transpose(1, 2)
+        num_experts, num_inputs, num_outputs = weight_EIO.shape
+        is_down = name.endswith("down_proj")
+        a = 0.3 * torch.randn(num_experts if is_down else 1, 2, num_inputs, generator=generator)
+        b = 0.3 * torch.randn(1 if is_down else num_experts, num_outputs, 2, generator=generator)
+        delta_EIO = 0.5 * (b.double() @ a.double()).transpose(1, 2)
+        delta = delta_EIO if family == "gpt_oss" else delta_EIO.transpose(1, 2)
+        changed[name] = weight + delta.to(weight.dtype)
+        matrices[f"base_model.model.{name}.lora_A.weight"] = a
+        matrices[f"base_model.model.{name}.lora_B.weight"] = b
+    adapter = write_peft(tmp_path / "lora", matrices, r=2, lora_alpha=1)
+    merged = write_merged(tmp_path / "merged", base, adapter, changed)
+    with LLM(str(base), dtype="float32", adapters=adapters_of(own=adapter)) as llm:
+        own = answers(llm, "own")
+        assert largest_difference(own, answers(llm)) > 0.1
+    assert largest_difference(own, answers_of(merged, dtype="float32")) < CLOSE
+
+
 def test_blocks_of_another_layout_are_refused(base: Path, tmp_path: Path) -> None:
     """One matrix for all experts (shared-outer) is not PEFT's layout."""
     folder = write_checkpoint(tmp_path / "base", CASES["gpt_oss"])
@@ -118,4 +145,11 @@ def test_blocks_of_another_layout_are_refused(base: Path, tmp_path: Path) -> Non
     }
     adapter = write_peft(tmp_path / "lora", matrices)
     with pytest.raises(ConfigError, match="one matrix for all experts"):
+        LLM(str(folder), adapters=adapters_of(own=adapter))
+    stacked = {
+        f"{module}.down_proj.lora_A.weight": torch.ones(num_experts, 4, num_inputs),
+        f"{module}.down_proj.lora_B.weight": torch.ones(2, num_outputs, 4),
+    }
+    adapter = write_peft(tmp_path / "stacked", stacked)
+    with pytest.raises(ConfigError, match=rf"the rank and .* or 1 in place of {num_experts}\."):
         LLM(str(folder), adapters=adapters_of(own=adapter))

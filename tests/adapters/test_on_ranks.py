@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -195,8 +196,8 @@ class Drive:
 
 
 @pytest.fixture
-def drive(base: Path, adapters: AdapterConfig) -> Iterator[Drive]:
-    made = Drive(of(base, adapters, (2, 2)))
+def drive(base: Path, adapters: AdapterConfig, request: pytest.FixtureRequest) -> Iterator[Drive]:
+    made = Drive(of(base, adapters, (2, 2), getattr(request, "param", "auto")))
     yield made
     made.engine.close()
 
@@ -237,6 +238,7 @@ def _wait_for_numbers(drive: Drive, count: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("drive", ["attention", "experts"], indirect=True)  # which rank routes
 def test_files_that_are_gone_when_a_rank_starts_again(
     drive: Drive, base: Path, adapters: AdapterConfig
 ) -> None:
@@ -272,6 +274,16 @@ def test_bad_adapters_are_refused_by_the_ranks(drive: Drive, base: Path, tmp_pat
     with pytest.raises(CheckpointError, match="the rank and the base model need"):
         registry.load("wrong", wrong)
     _wait_for_numbers(drive, 3)
+
+
+def test_an_adapter_that_cannot_be_served_is_refused_at_the_start(
+    base: Path, tmp_path: Path
+) -> None:
+    bad = AdapterConfig(is_enabled=True, modules=(f"none={tmp_path / 'none'}",))
+    with pytest.raises(ConfigError, match="adapters.modules, 'none': .*none is not a folder"):
+        build_cluster(of(base, bad, (1, 1)), make_starter=ThreadStarter)
+    ranks = [each for each in threading.enumerate() if "_live" in each.name]
+    assert not any(each.is_alive() for each in ranks)
 
 
 def test_norms_over_all_heads_are_refused_with_shards(

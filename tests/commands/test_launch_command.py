@@ -269,3 +269,18 @@ def test_node_0_listens_where_others_reach_it() -> None:
         own_address("b", 2, names.__getitem__)
     with pytest.raises(ConfigError, match="host no.invalid has no address here"):
         own_address("no.invalid", 2)
+
+
+def test_cells_fill_the_nodes_one_after_another(capsys: Capture) -> None:
+    """With --cells or in the file; a file that numbers the ranks of one cell serves for several."""
+    cells = ("--cells", "1x(1A2E prefill) 1x(1A1E decode)")
+    nodes = ("--num-nodes", "2", "--node-rank", "1", "--coordinator", "10.0.0.1:29600")
+    assert run(*cells, *nodes, "--print-config") == 0
+    printed = capsys.readouterr().out
+    assert "# node 0: attention 0, expert 0-1\n# node 1: attention 1, expert 2\n" in printed
+    assert "layout: 1x(1A2E prefill) 1x(1A1E decode)" in printed
+    file = ("--cluster", str(TWO_NODES), "--node-rank", "0")
+    assert run(*file, "--cells", "2x(2A2E)", "--print-config") == 0
+    assert "# node 1: attention 2-3, expert 2-3\n" in capsys.readouterr().out
+    assert run(*file, "--cells", "3x(2A2E)", "--print-config") == 2
+    assert "places 4 attention and 4 expert ranks" in capsys.readouterr().err

@@ -7,6 +7,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from moe_serve.http.app import create_app
 from moe_serve.http.generation.answer_sequence import current_trace
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.spans import SpanExport, make_span_export
+from tests.support.adapters.small_registry import small_registry, write_small
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
@@ -94,6 +97,23 @@ def test_the_spans_of_a_request(traced: tuple[TestClient, Spans]) -> None:
     for stage in spans.values():
         assert stage.parent is not None and stage.parent.span_id == whole.context.span_id
     assert current_trace() is None
+
+
+def test_an_adapter_is_named(engine: Any, model: ServedModel, tmp_path: Path) -> None:
+    registry = small_registry()
+    version = registry.load("sql", write_small(tmp_path / "sql"))
+    exporter = InMemorySpanExporter()
+    spans = SpanExport(exporter, model.name)
+    app = create_app(engine, replace(model, adapters=registry), ServerConfig(), spans=spans)
+    with TestClient(app) as client:
+        body = {"model": "sql", "prompt": "hi", "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        spans._provider.force_flush()
+    spans.close()
+    whole = next(s for s in exporter.get_finished_spans() if s.parent is None)
+    attributes = whole.attributes or {}
+    assert attributes["gen_ai.response.model"] == "sql"
+    assert attributes["moe_serve.adapter_digest"] == version.digest.hex()
 
 
 def test_streams_choices_and_refusals(traced: tuple[TestClient, Spans]) -> None:

@@ -29,7 +29,7 @@ OTHERS_ROUTES = (
     "/is_scaling_elastic_ep", "/update_weights", "/update_weights_from_disk", "/collective_rpc",
     "/init_weights_update_group", "/start_profile", "/stop_profile", "/flush_cache", "/route",
     "/reset_prefix_cache", "/reset_mm_cache", "/load_lora_adapter", "/v1/load_lora_adapter",
-    "/generate", "/encode", "/server_info", "/get_server_info", "/set_internal_state",
+    "/generate", "/encode", "/get_server_info", "/set_internal_state",
     "/inference/v1/generate", "/kv_transfer", "/register", "/register_to_bootstrap", "/rerank",
     "/admin", "/admin/shutdown", "/debug", "/docs", "/redoc", "/.env", "/v1/../admin/placement",
 )  # fmt: skip
@@ -57,6 +57,12 @@ def test_insides_are_not_on_the_public_port(server: RealServer) -> None:
             response = server.client.request(method, path)
             assert response.status_code in (403, 404, 405), f"{method} {path}"
             refused(response, response.status_code)
+    (model,) = server.client.get("/v1/models").json()["data"]
+    shown = server.client.get("/server_info").json()
+    shown = {name: value for name, value in shown.items() if name not in ("version", "dp_size")}
+    assert set(shown.values()) <= set(map(str, model.values())) | {model["max_model_len"]}, (
+        "other servers show their settings there, with keys and paths"
+    )
     for path in ("/admin/placement/rebalance", "/admin/trace/start", "/admin/anything"):
         assert refused(server.client.post(path), 403)["code"] == "admin_disabled"
 

@@ -7,12 +7,15 @@ publisher is: nothing is dropped, and the engine never waits.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from moe_serve.clock import REAL_CLOCK, Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,11 @@ class Changes:
 class PageListener:
     """Hears of the full pages of a prefix cache. This base class ignores them."""
 
+    @property
+    def is_due(self) -> bool:
+        """Returns whether running sequences should give their full pages now."""
+        return False
+
     def stored(self, page: StoredPage) -> None:
         """Notes a page that requests can find now. Its parent can be found, too."""
 
@@ -71,14 +79,26 @@ IGNORE_PAGES = PageListener()
 class ChangeRecord(PageListener):
     """Collects changes until they are taken. A new record says that the cache is empty."""
 
-    def __init__(self, wake: Callable[[], None], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        wake: Callable[[], None],
+        close: Callable[[], None],
+        clock: Clock = REAL_CLOCK,
+        give_after_s: float = math.inf,
+    ) -> None:
         """`wake` is called when there is something to take; it must not wait. `close` ends the
-        publisher."""
-        self._wake, self._close = wake, close
+        publisher. `give_after_s`: how often running sequences give their full pages."""
+        self._wake, self._close, self._clock = wake, close, clock
+        self._give_after_s, self._next_give = give_after_s, clock() + give_after_s
         self._lock = threading.Lock()
         self._is_cleared = True
         self._removed: dict[bytes, None] = {}
         self._stored: dict[bytes, StoredPage] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """See `PageListener.is_due`."""
+        return self._clock() >= self._next_give
 
     def stored(self, page: StoredPage) -> None:
         """See `PageListener.stored`."""
@@ -102,6 +122,8 @@ class ChangeRecord(PageListener):
 
     def step_ended(self) -> None:
         """See `PageListener.step_ended`."""
+        if self.is_due:
+            self._next_give = self._clock() + self._give_after_s
         if self._stored or self._removed:
             self._wake()
 

@@ -42,7 +42,11 @@ class KVEvents:
             endpoint.for_rank(rank),
             None if replay is None else replay.for_rank(rank),
             events.topic or "",
-            PublisherLimits(buffer_steps=events.buffer_steps, hwm=events.hwm),
+            PublisherLimits(
+                buffer_steps=events.buffer_steps,
+                hwm=events.hwm,
+                give_after_s=config.cache.checkpoint_after_s,
+            ),
         )
         self._publishers.append(publisher)
 

@@ -36,10 +36,11 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherLimits:
-    """The numbers of batches that a publisher keeps."""
+    """What a publisher keeps, and how often running requests give it their pages."""
 
-    buffer_steps: int  # for replays
-    hwm: int  # for a slow subscriber
+    buffer_steps: int  # batches, for replays
+    hwm: int  # batches, for a slow subscriber
+    give_after_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +82,10 @@ class EventPublisher:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=limits.buffer_steps)
         self._sequence = time.time_ns() // 1000
         self._is_closing = False
+        self._pub, self._router = _open_sockets(endpoint, replay, limits)
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
-        self._pub, self._router = _open_sockets(endpoint, replay, limits)
-        self.record = ChangeRecord(self._wake, self.close)
+        self.record = ChangeRecord(self._wake, self.close, give_after_s=limits.give_after_s)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -134,9 +135,6 @@ class EventPublisher:
         if changes is None:
             return
         payload = self._encoder.batch(changes, time.time())
-        self._pub.send_multipart([self._topic, self._sequence.to_bytes(8, "big"), payload])
-        self._sent.append((self._sequence, payload))
-        self._sequence += 1
         update(self._pages, changes)
         self.stats += EventStats(
             num_batches=1,
@@ -144,12 +142,15 @@ class EventPublisher:
             num_removed=len(changes.removed),
             num_cleared=int(changes.is_cleared),
         )
+        self._sent.append((self._sequence, payload))
+        self._pub.send_multipart([self._topic, self._sequence.to_bytes(8, "big"), payload])
+        self._sequence += 1
 
     def _answer(self, router: Any) -> None:
         """Answers one request: the batches from a sequence number on, and an end marker."""
         client, *frames = router.recv_multipart()
         if len(frames) != 2 or len(frames[1]) != 8:
-            _log.warning("a request for past KV events has %d frames and is ignored", len(frames))
+            _log.debug("a request for past KV events has %d frames and is ignored", len(frames))
             return
         for sequence, payload in self._since(int.from_bytes(frames[1], "big")):
             router.send_multipart([client, b"", sequence.to_bytes(8, "big"), payload])

@@ -11,7 +11,10 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moe_serve.cache.tiers.segment import Entry, Segment
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.cache.tiers.segment import Segment
 
 _SLOT_BITS = 24
 
@@ -67,14 +70,21 @@ class DiskIndex:
             segment.was_used[slot] = 1
             return Place(segment, slot, segment.generations[slot])
 
-    def add_segment(self, segment: Segment, entries: Iterable[Entry], now: float) -> None:
+    def add_segment(
+        self, segment: Segment, entries: NDArray[np.void] | None = None, now: float = 0.0
+    ) -> None:
         """Adds a file with its written slots. A known page keeps its place; an expired one is left
         out."""
+        places, base = self._places, segment.number << _SLOT_BITS
         with self._lock:
             self._segments[segment.number] = segment
-        for entry in entries:
-            if entry.expires_at > now:
-                self.add(entry.key, segment, entry.slot)
+            if entries is None:
+                return
+            alive = entries[entries["expires_at"] > now]
+            for key, slot in zip(alive["key"].tolist(), alive["slot"].tolist(), strict=True):
+                if key not in places:
+                    places[key] = base | slot
+                    segment.keys[slot] = key
 
     def add(self, key: bytes, segment: Segment, slot: int) -> None:
         with self._lock:

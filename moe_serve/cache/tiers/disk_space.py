@@ -1,8 +1,8 @@
 """Keeps a disk tier within its bounds: bytes, free space, and bytes written per day.
 
 Space is taken a file at a time. When it runs out, the oldest file goes; pages in it that were read
-since they were written are written again (a second chance), at most half of a file, so that every
-removal gains space.
+since they were written are written again (a second chance), at most half of a file and 64 MiB, so
+that every removal gains space and needs little memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _LEAST_SEGMENT = 64 * 2**20
 _MOST_SEGMENTS = 128
 _LEAST_SEGMENTS = 4
 _MOST_SLOTS = 1 << 20
+_MOST_SURVIVING = 64 * 2**20  # bytes that get a second chance, as they are in memory meanwhile
 _RESERVED = 16 * 2**20  # bytes of the day's budget that are noted at once
 
 
@@ -71,6 +72,7 @@ class DiskSpace:
         self._slot_bytes, self._clock = slot_bytes, clock
         self._num_slots = num_slots_of(limits, slot_bytes)
         self._size = segment_bytes(self._num_slots, slot_bytes)
+        self._most_survivors = min(self._num_slots // 2, _MOST_SURVIVING // slot_bytes)
         self._max_bytes = limits.max_bytes
         self._next_number = 1 + max((int(path.stem) for path in own.segments), default=-1)
         self._day, self._noted, self._left = "", 0, 0
@@ -118,8 +120,8 @@ class DiskSpace:
             if not self._index.segments:
                 return None
             survivors += self._evict(self._index.segments[0])
-            self.num_evicted += max(0, len(survivors) - self._num_slots // 2)
-            del survivors[self._num_slots // 2 :]
+            self.num_evicted += max(0, len(survivors) - self._most_survivors)
+            del survivors[self._most_survivors :]
 
     def _affordable(self, survivors: list[StoredPage]) -> list[StoredPage]:
         """Returns the survivors that the day's budget has room for."""
@@ -145,7 +147,7 @@ class DiskSpace:
     def _evict(self, segment: Segment) -> list[StoredPage]:
         survivors, now = list[StoredPage](), self._clock()
         used = [slot for slot in segment.keys if segment.was_used[slot]]
-        for slot in used[: self._num_slots // 2]:
+        for slot in used[: self._most_survivors]:
             page = StoredPage.of(segment.read(slot), self._own.secret)
             if page is not None and page.header.expires_at > now:
                 survivors.append(page)

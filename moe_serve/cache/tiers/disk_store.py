@@ -27,7 +27,7 @@ from moe_serve.cache.tiers.disk_index import DiskIndex
 from moe_serve.cache.tiers.disk_reader import DiskReader, be_nice
 from moe_serve.cache.tiers.disk_space import DiskLimits, DiskSpace, num_slots_of
 from moe_serve.cache.tiers.page_cipher import DiskKey, PageCipher, check_key
-from moe_serve.cache.tiers.segment import Entry, Segment
+from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader, StoredPage, slot_bytes
 from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
 
@@ -258,7 +258,7 @@ class DiskStore:
                 self._open = None
                 return False
             self._open, survivors = made
-            self._index.add_segment(self._open, (), 0.0)
+            self._index.add_segment(self._open)
             self._written_bytes += ALIGNMENT  # its head
             for survivor in survivors:
                 self._put(self._open, survivor)
@@ -278,9 +278,7 @@ class DiskStore:
             segment.sync()
             return
         self._written_bytes += segment.footer_bytes
-        headers = segment.headers(self._own.secret)
-        entries = [Entry(slot, h.generation, h.key, h.expires_at) for slot, h in headers]
-        segment.seal(entries, self._own.secret)
+        segment.seal(self._own.secret)
 
     def _stop_writing(self, why: str) -> None:
         _log.warning("the disk tier in %s stopped writing: %s", self._folder.path, why)

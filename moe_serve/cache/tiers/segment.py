@@ -15,7 +15,6 @@ import os
 import struct
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,23 +28,15 @@ _MAGIC = b"moe-seg\n"
 _FOOTER_MAGIC = b"moe-foot"
 _VERSION = 1
 _MAC_BYTES = 32
-_ENTRY = struct.Struct("<IQ32sd")  # slot, generation, key, expiry
+ENTRY = np.dtype(  # one slot as the index knows it; packed, as it is in a footer
+    [("slot", "<u4"), ("generation", "<u8"), ("key", "V32"), ("expires_at", "<f8")]
+)
 _FOOTER_HEAD = struct.Struct("<8sQ")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One slot as the index knows it."""
-
-    slot: int
-    generation: int
-    key: bytes
-    expires_at: float
 
 
 def segment_bytes(num_slots: int, slot_bytes: int) -> int:
     """Returns the size of a file with so many slots."""
-    footer = _FOOTER_HEAD.size + num_slots * _ENTRY.size + _MAC_BYTES
+    footer = _FOOTER_HEAD.size + num_slots * ENTRY.itemsize + _MAC_BYTES
     return ALIGNMENT + num_slots * slot_bytes + -(-footer // ALIGNMENT) * ALIGNMENT
 
 
@@ -116,10 +107,10 @@ class Segment:
         count = os.preadv(self._descriptor, [data.data], self._offset(slot))
         return data[:count]
 
-    def seal(self, entries: list[Entry], secret: bytes) -> None:
+    def seal(self, secret: bytes) -> None:
         """Writes the footer, and waits until the disk has everything. Raises OSError."""
-        rows = (_ENTRY.pack(e.slot, e.generation, e.key, e.expires_at) for e in entries)
-        footer = _FOOTER_HEAD.pack(_FOOTER_MAGIC, len(entries)) + b"".join(rows)
+        entries = self._entries_of_headers(secret)
+        footer = _FOOTER_HEAD.pack(_FOOTER_MAGIC, len(entries)) + entries.tobytes()
         footer += hmac.digest(secret, footer, "sha256")
         os.pwrite(self._descriptor, footer, self._offset(self.num_slots))
         self.sync()
@@ -129,14 +120,15 @@ class Segment:
         """Waits until the disk has everything. Raises OSError."""
         os.fsync(self._descriptor)
 
-    def entries(self, secret: bytes) -> list[Entry]:
-        """Reads the slots from the footer, or else from the slots' headers. Raises OSError."""
+    def entries(self, secret: bytes) -> NDArray[np.void]:
+        """Reads the slots from the footer, or else from the slots' headers: `ENTRY`, [slots that
+        have a page]. Raises OSError."""
         sealed = self._footer(secret)
-        found = list(self._headers(secret)) if sealed is None else sealed
+        found = self._entries_of_headers(secret) if sealed is None else sealed
         self.is_sealed = sealed is not None
-        self.num_written = self.num_slots if sealed is not None else _num_written(found)
-        for entry in found:
-            self.generations[entry.slot] = entry.generation
+        last = int(found["slot"].max()) if len(found) else -1
+        self.num_written = self.num_slots if self.is_sealed else last + 1
+        np.frombuffer(self.generations, dtype=np.uint64)[found["slot"]] = found["generation"]
         return found
 
     def headers(self, secret: bytes) -> Iterator[tuple[int, SlotHeader]]:
@@ -164,24 +156,24 @@ class Segment:
     def _offset(self, slot: int) -> int:
         return ALIGNMENT + slot * self.slot_bytes
 
-    def _headers(self, secret: bytes) -> Iterator[Entry]:
-        for slot, h in self.headers(secret):
-            yield Entry(slot, h.generation, h.key, h.expires_at)
+    def _entries_of_headers(self, secret: bytes) -> NDArray[np.void]:
+        rows = [(slot, h.generation, h.key, h.expires_at) for slot, h in self.headers(secret)]
+        return np.array(rows, dtype=ENTRY)
 
-    def _footer(self, secret: bytes) -> list[Entry] | None:
+    def _footer(self, secret: bytes) -> NDArray[np.void] | None:
         offset = self._offset(self.num_slots)
         data = os.pread(self._descriptor, self.num_bytes - offset, offset)
         if len(data) < _FOOTER_HEAD.size:
             return None
         magic, count = _FOOTER_HEAD.unpack_from(data)
-        end = _FOOTER_HEAD.size + count * _ENTRY.size
+        end = _FOOTER_HEAD.size + count * ENTRY.itemsize
         if magic != _FOOTER_MAGIC or count > self.num_slots:
             return None
         mac = data[end : end + _MAC_BYTES]
         if not hmac.compare_digest(mac, hmac.digest(secret, data[:end], "sha256")):
             return None
-        rows = _ENTRY.iter_unpack(data[_FOOTER_HEAD.size : end])
-        return [Entry(*row) for row in rows]
+        entries = np.frombuffer(data, dtype=ENTRY, count=count, offset=_FOOTER_HEAD.size)
+        return entries if (entries["slot"] < self.num_slots).all() else None
 
 
 def slot_size(path: Path, secret: bytes) -> int | None:
@@ -202,7 +194,3 @@ def _read_head(descriptor: int, secret: bytes) -> tuple[int, int] | None:
         return None
     magic, version, num_slots, slot_bytes = _HEAD.unpack(fields)
     return (num_slots, slot_bytes) if (magic, version) == (_MAGIC, _VERSION) else None
-
-
-def _num_written(entries: list[Entry]) -> int:
-    return entries[-1].slot + 1 if entries else 0

@@ -62,9 +62,9 @@ class ParcelHeader:
     def check(self, identity: bytes, page_bytes: int, num_pages: int) -> None:
         """Raises ParcelError if this is not the parcel that is expected, naming both values."""
         for name, got, wanted in (
-            ("is of pages with the identity", self.identity.hex()[:12], identity.hex()[:12]),
-            ("has pages of bytes", self.page_bytes, page_bytes),
-            ("has pages", self.num_pages, num_pages),
+            ("the identity of its pages", self.identity.hex()[:12], identity.hex()[:12]),
+            ("the size of its pages", self.page_bytes, page_bytes),
+            ("their number", self.num_pages, num_pages),
         ):
             if got != wanted:
-                raise ParcelError(f"it {name} {got}, and {wanted} is expected")
+                raise ParcelError(f"{name} is {got}, and {wanted} is expected")

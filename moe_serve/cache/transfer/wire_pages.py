@@ -67,17 +67,19 @@ class WirePages:
         """
         if not self._is_first:
             return
+        index = self._index(pages)
         for piece in self._pieces:
             if piece.rows is not None:
                 for page, slot in zip(pages, slots, strict=True):
                     memory[slot, piece.span] = piece.rows[page]
             else:
-                chosen = piece.tensor.index_select(0, self._index(pages)).flatten(1)
+                chosen = piece.tensor.index_select(0, index).flatten(1)
                 memory[np.asarray(slots), piece.span] = chosen.view(torch.uint8).cpu().numpy()
 
     def load(self, pages: Sequence[int], data: NDArray[np.uint8]) -> None:
         """Replaces this shard's heads of pages by those in `data`, [pages, num_bytes]."""
         assert data.shape == (len(pages), self.num_bytes), f"{data.shape} for {len(pages)} pages"
+        index = self._index(pages)
         for piece in self._pieces:
             if piece.rows is not None:
                 for page, row in zip(pages, data, strict=True):
@@ -86,7 +88,7 @@ class WirePages:
                 tensor = piece.tensor
                 part = torch.from_numpy(np.ascontiguousarray(data[:, piece.span]))
                 part = part.view(tensor.dtype).view(len(pages), *tensor.shape[1:])
-                tensor.index_copy_(0, self._index(pages), part.to(tensor.device))
+                tensor.index_copy_(0, index, part.to(tensor.device))
 
     def are_finite(self, pages: Sequence[int]) -> bool:
         return all(self._cache.finite(pages))

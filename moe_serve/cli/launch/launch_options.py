@@ -178,7 +178,7 @@ class LaunchRequest:
             flags={**stated, **self.settings},
             environ=environ,
             file=self.options.run.config_file,
-            settings={} if self.cluster is None else _settings_of(self.cluster),
+            settings={} if self.cluster is None else self._settings_of(self.cluster),
             settings_source=self.command.cluster_file or "",
         )
         counts = loaded.config.engine.cluster
@@ -189,6 +189,16 @@ class LaunchRequest:
                 "or --cells, or --cluster."
             )
         return loaded
+
+    def _settings_of(self, cluster: ClusterFile) -> dict[str, object]:
+        layout, settings = cluster.layout, dict[str, object]()
+        has_cells = self.options.counts.cells is not None or "cells.layout" in cluster.settings
+        if not has_cells:
+            settings["cluster.attention_ranks"] = layout.num_ranks("attention")
+            settings["cluster.expert_ranks"] = layout.num_ranks("expert")
+        if cluster.model is not None:
+            settings["model.path"] = cluster.model
+        return settings | cluster.settings
 
     def layout(self, loaded: LoadedConfig, num_nodes: int) -> NodeLayout:
         ranks = wanted_ranks(loaded)
@@ -256,16 +266,3 @@ def launch_request(options: LaunchOptions) -> LaunchRequest:
         settings=flag_settings(settings(rest)),
         options=options,
     )
-
-
-def _settings_of(cluster: ClusterFile) -> dict[str, object]:
-    layout = cluster.layout
-    settings: dict[str, object] = {}
-    if "cells.layout" not in cluster.settings:
-        settings = {
-            "cluster.attention_ranks": layout.num_ranks("attention"),
-            "cluster.expert_ranks": layout.num_ranks("expert"),
-        }
-    if cluster.model is not None:
-        settings["model.path"] = cluster.model
-    return settings | cluster.settings

@@ -171,10 +171,8 @@ class RankCounts:
     cells: str | None = option(
         None,
         key="cells.layout",
-        help="Several groups of ranks that step independently, instead of --attention-ranks and "
-        "--expert-ranks, such as '1x(1A1E prefill) 1x(1A2E tp2 decode)': a count, attention ranks, "
-        "expert ranks, processes of each attention rank, and prefill, decode or both. Default: one "
-        "cell.",
+        help="Groups of ranks that step independently, instead of --attention-ranks and "
+        "--expert-ranks, such as '1x(1A1E prefill) 2x(1A2E decode)'. Default: one.",
         rich_help_panel=RANKS,
     )
 
@@ -310,13 +308,8 @@ _SPECULATIVE_KEYS = {  # vLLM's names
     "prompt_lookup_max": "speculation.prompt_lookup_max",
     "model": "speculation.head",
 }
-_OTHER_SPELLINGS = {  # of vLLM
-    "[ngram]": "ngram",
-    "deepseek_mtp": "mtp",
-    "glm4_moe_mtp": "mtp",
-    "glm4_moe_lite_mtp": "mtp",
-    "exaone_moe_mtp": "mtp",
-}
+_MTP = ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "exaone_moe_mtp")
+_OTHER_SPELLINGS = {"[ngram]": "ngram", **dict.fromkeys(_MTP, "mtp")}  # of vLLM
 _WITHOUT_EQUAL = {
     "suffix_decoding_max_cached_requests": "set speculation.suffix_max_tokens, which counts tokens",
     "suffix_decoding_max_tree_depth": "leave it out: the depth is fixed",

@@ -48,11 +48,6 @@ class Cell:
         """The engines of its attention ranks that are there, by the rank's name."""
         return self.engine.rank_engines
 
-    @property
-    def num_pending_tokens(self) -> int:
-        """Number of tokens that its sequences still have to compute."""
-        return sum(engine.num_pending_tokens for engine in self.rank_engines.values())
-
     def place_of(self, rank: str) -> RankPlace:
         """Returns the place of an attention rank that is there."""
         return RankPlace(self.index, rank, self.engine.start_of(rank))

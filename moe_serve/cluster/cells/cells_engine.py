@@ -18,7 +18,6 @@ from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cell_stats import stats_of
 from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
-from moe_serve.cluster.parcels.link_setup import LinkSetup
 from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
@@ -32,11 +31,11 @@ _RETRY_S = 0.02  # until a cell that could begin nothing is asked again
 
 @dataclass(frozen=True, slots=True)
 class Parcels:
-    """What KV pages travel by."""
+    """The parts by which KV pages travel. `close` closes what the cells share, after them."""
 
     carrier: RankCarrier
     post: ParcelPost
-    link: LinkSetup
+    close: Callable[[], None]
 
 
 class CellsEngine:
@@ -95,6 +94,7 @@ class CellsEngine:
 
         for cell in self.cells:
             cell.engine.set_waker(wake_all)
+        self._parcels.post.on_news = wake_all
 
     def nudge(self) -> None:
         """Ends the wait of `step`, as a request or an abort waits to be handed in. Safe from any
@@ -113,7 +113,7 @@ class CellsEngine:
         self.stop_waiting()
         for cell in self.cells:
             cell.close()
-        self._parcels.link.close()
+        self._parcels.close()
 
     def add(self, request: GenerationRequest) -> None:
         """Queues a request in the cell that suits it best."""
@@ -207,8 +207,7 @@ class CellsEngine:
         """Ends the server if no cell has been able to compute for too long."""
         outages = [cell.engine.outage_s for cell in self.cells]
         if min(outages) > self._outage_limit_s:
-            losses = "; ".join(stats.last_loss for stats in [self.stats()])
             raise ClusterError(
                 f"no cell could compute a step for {self._outage_limit_s:g} s; the last loss: "
-                f"{losses}. The ranks' output says why they do not come back."
+                f"{self.stats().last_loss}. The ranks' output says why they do not come back."
             )

@@ -18,7 +18,8 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.service.step_model import StepWork
 
 _LEAST_IMBALANCE = 1.2  # of two cells' predicted steps
-_BALANCE_S = 0.1  # between two looks at the balance of a rank
+_LOOK_S = 0.05  # between two looks at the pages and steps of a rank
+_MOST_REFUSALS = 4  # of a rank that drains, before the others are not tried in this turn
 _LEAST_LEFT = 8  # tokens that an answer may still have, for a move to be worth it
 
 
@@ -29,29 +30,34 @@ class Migration:
         self, moves: OpenMoves, router: CellRouter, steps: StepRates, clock: Clock
     ) -> None:
         self._moves, self._router, self._steps, self._clock = moves, router, steps, clock
-        self._next_balance: dict[tuple[int, str], float] = {}
+        self._next_look: dict[tuple[int, str], float] = {}
 
     def drain(self, place: Place) -> None:
         """Begins to move all running requests off a rank, as far as others have room."""
+        num_refused = 0
         for sequence in place.engine.moving.running:
-            if not self._moves.may_begin(sequence):
-                continue
-            targets = self._router.targets(sequence, place)
-            any(self._moves.begin(sequence, "drain", place, target) for target in targets)
+            if num_refused == _MOST_REFUSALS:
+                break
+            if self._moves.may_begin(sequence):
+                targets = self._router.targets(sequence, place)
+                has_begun = any(self._moves.begin(sequence, "drain", place, t) for t in targets)
+                num_refused += not has_begun
 
     def relieve(self, place: Place) -> None:
         """Begins to move one request off a rank that is short of pages or slow, unless one
         moves."""
         if any(m.source.is_same(place) and m.kind in ("pages", "balance") for m in self._moves):
             return
+        now = self._clock()
+        if now < self._next_look.get(place.order, now):
+            return
+        self._next_look[place.order] = now + _LOOK_S
         running = place.engine.moving.running
         if len(running) < 2:
             return
-        now = self._clock()
         if place.engine.moving.num_available_pages < len(running):
             self._relieve_pages(place)
-        elif place.cell.shape.role != "prefill" and now >= self._next_balance.get(place.order, now):
-            self._next_balance[place.order] = now + _BALANCE_S
+        elif place.cell.shape.role != "prefill":
             self._balance(place, running)
 
     def _relieve_pages(self, place: Place) -> None:

@@ -14,7 +14,7 @@ from moe_serve.cluster.cells.migration import Migration
 from moe_serve.cluster.cells.open_moves import OpenMoves
 from moe_serve.cluster.cells.parcel import PageCarrier
 from moe_serve.cluster.cells.places import CellLike, Place, places_of
-from moe_serve.cluster.cells.rates import LinkRates, StepRates, is_decoding
+from moe_serve.cluster.cells.rates import LinkRates, StepRates
 from moe_serve.cluster.cells.router import CellRouter
 from moe_serve.config.cells import CellsConfig
 from moe_serve.engine.execute.step_executor import ExecutorLostError
@@ -105,8 +105,8 @@ class Moves:
 
     def after_step(self, cell: CellLike) -> None:
         """Notes that a cell has ended a step and published it."""
-        self._steps.ended(cell)
-        self._open.step_ended(cell)
+        has_tokens = self._steps.ended(cell)
+        self._open.step_ended(cell, has_tokens=has_tokens)
 
     def turn(self) -> bool:
         """Takes the parcels that have ended, and ends moves that are late. Returns True if
@@ -168,8 +168,9 @@ class Moves:
             if not place.engine.moving.has(sequence):
                 if self._open.of(sequence) is None:
                     del self._wishes[key]  # it is elsewhere, or has ended
-            elif sequence.is_running and self._open.may_begin(sequence):
-                if self._begin(sequence, place):
+            elif self._should_begin(sequence, place):
+                targets = self._router.targets(sequence, place, is_hand_over=True)
+                if any(self._open.begin(sequence, "hand_over", place, t) for t in targets):
                     place.engine.moving.announce(sequence)
                     continue
                 num_refused += 1
@@ -177,11 +178,11 @@ class Moves:
                 if num_refused == _MOST_REFUSALS:
                     break
 
-    def _begin(self, sequence: EngineSequence, place: Place) -> bool:
-        if place.engine.stop_rule.num_left(sequence) <= 1 and not is_decoding(sequence):
-            return False  # it ends with its first token
-        targets = self._router.targets(sequence, place, is_hand_over=True)
-        return any(self._open.begin(sequence, "hand_over", place, t) for t in targets)
+    def _should_begin(self, sequence: EngineSequence, place: Place) -> bool:
+        """Returns whether a sequence should be handed over now. One that waits, or that ends with
+        its next token, should not."""
+        is_short = place.engine.stop_rule.num_left(sequence) <= 1
+        return sequence.is_running and not is_short and self._open.may_begin(sequence)
 
     def _drain(self, place: Place) -> None:
         """Lets waiting sequences wait elsewhere, and begins to move running ones."""

@@ -19,7 +19,8 @@ from moe_serve.engine.request.moves_stats import MoveKind, MoveResult, MovesCoun
 from moe_serve.engine.request.sequence import Sequence
 
 _FEW_PAGES = 2  # that may travel between two engines, whatever it takes
-_LEAST_PAUSE_S = 1.0  # between two moves of a sequence
+_PAUSE_S = 1.0  # between two moves of a sequence
+_FAILED_PAUSE_S = 30.0  # after a parcel failed: it may have been the sequence's fault
 _MOST_REMEMBERED = 4096
 
 
@@ -33,7 +34,7 @@ class OpenMoves:
         self._timeout_s = timeout_s
         self._moves: dict[int, Move] = {}  # by sequence id
         self._leases = itertools.count(1)
-        self._ended_at: dict[int, float] = {}  # last move of a sequence
+        self._next_at: dict[int, float] = {}  # when a sequence may move again
         self.homeless: list[Move] = []  # departed ones that have failed, for the caller to place
         self.counter = MovesCounter(carrier.page_bytes)
 
@@ -53,8 +54,10 @@ class OpenMoves:
 
     def may_begin(self, sequence: Sequence) -> bool:
         """Returns whether a sequence may move: it does not yet, and has not for a second."""
-        last = self._ended_at.get(sequence.id, -_LEAST_PAUSE_S)
-        return sequence.id not in self._moves and self._clock() >= last + _LEAST_PAUSE_S
+        if sequence.id in self._moves or not sequence.is_sound:
+            return False
+        now = self._clock()
+        return now >= self._next_at.get(sequence.id, now)
 
     def begin(self, sequence: Sequence, kind: MoveKind, source: Place, target: Place) -> bool:
         """Opens a lease at the target; False if it has no room now."""
@@ -141,18 +144,16 @@ class OpenMoves:
         if move.target.is_there:
             move.target.engine.moving.close(move.reservation, keeps_pages=keeps_pages)
         self._forget(move, result)
-        moving = move.source.engine.moving
-        if not move.source.is_there:
-            if move.has_departed:
-                self.homeless.append(move)
-            return
-        moving.retract(move.sequence)
+        moving, is_wanted = move.source.engine.moving, result != "aborted"
+        if move.source.is_there:
+            moving.retract(move.sequence)
         if move.kept is None:
             return
-        if result == "aborted":
+        if move.source.is_there:
+            if is_wanted and moving.take_back(move.kept):
+                return
             moving.drop(move.kept, is_verified=False)
-        elif not moving.take_back(move.kept):
-            moving.drop(move.kept, is_verified=False)
+        if is_wanted:
             self.homeless.append(move)
 
     def end_late(self) -> None:
@@ -161,22 +162,26 @@ class OpenMoves:
         for move in self:
             since = move.waits_since()
             if since is not None and since <= oldest:
-                self._links.failed(move.source.at.cell, move.target.at.cell)
+                if move.on_way:
+                    self._links.failed(move.source.at.cell, move.target.at.cell, is_late=True)
                 self.end(move, "timed_out")
 
     def end_lost(self) -> None:
-        """Ends the moves from and to ranks that are gone."""
+        """Ends the moves from and to ranks that are gone. A sequence whose pages have all arrived
+        does not need its source any more."""
         for move in self:
-            lost = [place for place in (move.source, move.target) if not place.is_there]
+            places = [move.target] if move.is_complete else [move.source, move.target]
+            lost = [place for place in places if not place.is_there]
             for place in lost:
                 self._carrier.rank_lost(place.at)
             if lost:
                 self.end(move, "lost")
 
-    def step_ended(self, cell: CellLike) -> None:
-        """Notes that a cell has ended a step, which may have ended requests."""
+    def step_ended(self, cell: CellLike, *, has_tokens: bool) -> None:
+        """Notes that a cell has ended a step, which may have ended requests. `has_tokens`: it gave
+        some."""
         for move in self:
-            move.num_steps += move.has_departed and move.target.cell is cell
+            move.num_steps += has_tokens and move.has_departed and move.target.cell is cell
             if move.source.cell is cell and not move.has_departed:
                 self._end_with_request(move)
 
@@ -218,10 +223,11 @@ class OpenMoves:
     def _forget(self, move: Move, result: MoveResult) -> None:
         del self._moves[move.sequence.id]
         self.counter.ended(move.kind, result)
-        self._ended_at.pop(move.sequence.id, None)
-        self._ended_at[move.sequence.id] = self._clock()
-        if len(self._ended_at) > _MOST_REMEMBERED:
-            del self._ended_at[next(iter(self._ended_at))]
+        self._next_at.pop(move.sequence.id, None)
+        pause_s = _FAILED_PAUSE_S if result == "failed" else _PAUSE_S
+        self._next_at[move.sequence.id] = self._clock() + pause_s
+        if len(self._next_at) > _MOST_REMEMBERED:
+            del self._next_at[next(iter(self._next_at))]
 
     def check_integrity(self) -> None:
         """Asserts that a sequence has one owner, and that each reservation belongs to a move."""

@@ -16,7 +16,7 @@ class ParcelPost:
     """Reports do not wait for the step of their cell to end. `on_news` is called for each."""
 
     def __init__(self, on_news: Callable[[], None]) -> None:
-        self._on_news = on_news
+        self.on_news = on_news
         self._reports: queue.SimpleQueue[tuple[int, Roster, LinkEvent]] = queue.SimpleQueue()
 
     def receiver(self, cell: int, roster: Roster) -> Callable[[LinkEvent], None]:
@@ -24,7 +24,7 @@ class ParcelPost:
 
         def receive(event: LinkEvent) -> None:
             self._reports.put((cell, roster, event))
-            self._on_news()
+            self.on_news()
 
         return receive
 

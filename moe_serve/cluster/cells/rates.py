@@ -56,19 +56,21 @@ class StepRates:
         """Notes that a cell may begin a step."""
         self._begun_at[cell.index] = self._clock()
 
-    def ended(self, cell: CellLike) -> None:
-        """Learns from a step that has ended."""
+    def ended(self, cell: CellLike) -> bool:
+        """Learns from a step that has ended; returns False if it gave no tokens."""
         place, now = cell.index, self._clock()
         begun_at = max(self._begun_at[place], self._ended_at[place])
         before, after = self._progress[place], _progress(cell)
         self._progress[place], self._ended_at[place] = after, now
         num_prompt, num_generated = after[0] - before[0], after[1] - before[1]
-        if num_prompt >= 0 and num_generated >= 0 and num_prompt + num_generated > 0:
+        has_tokens = num_prompt >= 0 and num_generated >= 0 and num_prompt + num_generated > 0
+        if has_tokens:
             context, seconds = work_of(cell).num_context, now - begun_at
             rows = StepWork(num_generated, num_prompt, context)
             self._models[place].observe(rows, seconds)
             weight = _WEIGHT if self._usual_s[place] else 1.0
             self._usual_s[place] += weight * (seconds - self._usual_s[place])
+        return has_tokens
 
     def model(self, cell: CellLike) -> StepModel:
         """Returns a cell's own model; until it is measured, that of another cell, if possible of
@@ -117,12 +119,14 @@ class LinkRates:
         self._page_s[pair] = page_s if known is None else known + _WEIGHT * (page_s - known)
         self._failures.pop(pair, None)
 
-    def failed(self, source: int, target: int) -> None:
-        """Lets a pair of cells rest, as a parcel failed or was late."""
+    def failed(self, source: int, target: int, *, is_late: bool = False) -> None:
+        """Lets a pair of cells rest after a late parcel, and after the second one in turn that
+        failed: the first one may have had bad pages."""
         pair = source, target
-        self._failures[pair] = count = self._failures.get(pair, 0) + 1
-        rest_s = min(_MOST_REST_S, _REST_S * 2 ** min(count - 1, 10))
-        self._rests_until[pair] = self._clock() + rest_s
+        self._failures[pair] = count = self._failures.get(pair, 0) + 1 + is_late
+        if count > 1:
+            rest_s = min(_MOST_REST_S, _REST_S * 2 ** min(count - 2, 10))
+            self._rests_until[pair] = self._clock() + rest_s
 
     def is_resting(self, source: int, target: int) -> bool:
         return self._clock() < self._rests_until.get((source, target), -1.0)

@@ -7,7 +7,8 @@
                 <--------------------------------------------  PagesTaken
 
 Without common memory, `ExpectPages` goes to the target first, the source sends the slots to the
-target's parcel port, and `PagesArrived` comes before `TakePages`. A ticket names a parcel; the
+target's parcel port, and `PagesArrived` comes before `TakePages`. NIXL writes to the target's
+slots, so `PagesSent` is enough, as with common memory. A ticket names a parcel; the
 coordinator uses no ticket twice, and higher ones are younger.
 """
 
@@ -34,6 +35,7 @@ class ParcelSetup(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int  # of the common memory, and for each direction of a rank with a port
     common: MemoryPath | None = None
     has_port: bool = False
+    has_agent: bool = False  # through NIXL only
 
 
 class ParcelFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -45,17 +47,25 @@ class ParcelFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     has_memory: bool = False  # it has opened the common memory
     host: str = ""
     port: int = 0  # 0: none
+    agent: bytes = b""  # by which NIXL reaches it; empty: it does not
+    base: int = 0  # the address of its slots, for NIXL
 
 
 class SendPages(ControlMessage, frozen=True):
-    """Tells a rank to copy pages into slots of the common memory, or, with a port, into slots of
-    its own and from there to the rank at that port."""
+    """Tells a rank to copy pages into slots of the common memory, or into slots of its own and
+    from there to the rank at a port, or to the addresses of an agent."""
 
     ticket: int
     pages: Sequence[int]
     slots: Sequence[int]
     host: str = ""
     port: int = 0
+    agent: bytes = b""
+    addresses: Sequence[int] = ()
+
+    @property
+    def is_common(self) -> bool:
+        return not self.port and not self.agent
 
 
 class ExpectPages(ControlMessage, frozen=True):
@@ -83,7 +93,8 @@ class TakePages(ControlMessage, frozen=True):
 
 
 class PagesSent(ControlMessage, frozen=True):
-    """The pages are in the slots or, with a port, have left them; `why`: they are not."""
+    """The pages are in the slots (with a port, have left them; with an agent, are in the target's
+    slots); `why`: they are not."""
 
     ticket: int
     checksum: int = 0

@@ -12,12 +12,14 @@ class LinkSetup:
 
     def __init__(self, config: CellsConfig) -> None:
         """Raises ConfigError where the system has no memory that processes share."""
-        memory = None if config.link == "tcp" else ParcelMemory(config.memory_bytes)
+        has_memory = config.link in ("auto", "shared")
+        memory = ParcelMemory(config.memory_bytes) if has_memory else None
         self._memory = memory
         self.setup = ParcelSetup(
             num_bytes=config.memory_bytes,
             common=None if memory is None else MemoryPath(memory.path, memory.token),
-            has_port=config.link != "shared",
+            has_port=config.link in ("auto", "tcp"),
+            has_agent=config.link == "nixl",
         )
 
     def close(self) -> None:

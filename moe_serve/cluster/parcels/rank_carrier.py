@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.cluster.control.parcel_messages import (
     ExpectPages,
@@ -44,6 +46,7 @@ class _Journey:
     sent: tuple[int, ...]
     taken: tuple[int, ...]
     is_common: bool
+    has_port: bool  # the target says when they have arrived
     source_has: bool = True  # the source may still use its slots
     target_has: bool = False
     is_taking: bool = False  # the target was told to take it
@@ -112,10 +115,11 @@ class RankCarrier:
         facts = self._facts(target)
         if facts is None:
             return 0
-        if self._is_common(target, target):
-            return self._common.num_free
-        free = [self._own_slots(target).taken.num_free]
-        return min(free + [slots.sent.num_free for slots in self._own.values()])
+        free = [self._common.num_free] if facts.has_memory else []
+        if facts.port or facts.agent:  # for sources on other hosts, if it has memory as well
+            free.append(self._own_slots(target).taken.num_free)
+            free += [slots.sent.num_free for slots in self._own.values()]
+        return min(free, default=0)
 
     def send(self, parcel: Parcel) -> None:
         """See `PageCarrier`. If a process is gone, the parcel ends at once."""
@@ -133,18 +137,18 @@ class RankCarrier:
         else:
             sent = self._own_slots(source).sent.take(count)
             taken = self._own_slots(target).taken.take(count)
-            self._ranks.send(target, ExpectPages(ticket=ticket, slots=taken))
+        has_port = not is_common and not facts.agent
         began = self._clock()
         self._journeys[ticket] = _Journey(
-            ticket, parcel, began, sent, taken, is_common, target_has=not is_common
+            ticket, parcel, began, sent, taken, is_common, has_port, target_has=has_port
         )
-        order = SendPages(
-            ticket=ticket,
-            pages=parcel.source_pages,
-            slots=sent,
-            host="" if is_common else facts.host,
-            port=0 if is_common else facts.port,
-        )
+        order = SendPages(ticket=ticket, pages=parcel.source_pages, slots=sent)
+        if has_port:
+            self._ranks.send(target, ExpectPages(ticket=ticket, slots=taken))
+            order = msgspec.structs.replace(order, host=facts.host, port=facts.port)
+        elif not is_common:
+            addresses = tuple(facts.base + slot * self.page_bytes for slot in taken)
+            order = msgspec.structs.replace(order, agent=facts.agent, addresses=addresses)
         self._ranks.send(source, order)
 
     def heard(self, place: RankPlace, report: ParcelReport) -> None:
@@ -157,7 +161,7 @@ class RankCarrier:
             journey.source_has = False
             if report.why:
                 self._fail(journey, f"{_name(place)} could not send the pages: {report.why}")
-            elif journey.is_common:
+            elif not journey.has_port:
                 self._take(journey, report.checksum)
         elif isinstance(report, PagesArrived) and place == parcel.target:
             if report.why:
@@ -209,7 +213,10 @@ class RankCarrier:
         num_held = 0
         for journey in self._journeys.values():
             assert journey.source_has or journey.target_has, f"no rank has the slots of {journey}"
-            num_held += len(journey.sent) + (0 if journey.is_common else len(journey.taken))
+            if journey.is_common or journey.parcel.source in self._own:
+                num_held += len(journey.sent)
+            if not journey.is_common and journey.parcel.target in self._own:
+                num_held += len(journey.taken)
         assert num_used == num_held, f"{num_used} slots are in use, and parcels have {num_held}"
 
     def _take(self, journey: _Journey, checksum: int) -> None:
@@ -253,11 +260,14 @@ class RankCarrier:
                 self._common.give_back(journey.sent)
                 journey.sent = ()
             return
-        if not journey.source_has and journey.sent:
-            self._own[journey.parcel.source].sent.give_back(journey.sent)
+        if not journey.source_has:
+            if (slots := self._own.get(journey.parcel.source)) is not None:
+                slots.sent.give_back(journey.sent)
             journey.sent = ()
-        if not journey.target_has and journey.taken:
-            self._own[journey.parcel.target].taken.give_back(journey.taken)
+        is_written = journey.source_has and not journey.has_port  # by the source, through NIXL
+        if not journey.target_has and not is_written:
+            if (slots := self._own.get(journey.parcel.target)) is not None:
+                slots.taken.give_back(journey.taken)
             journey.taken = ()
 
     def _late(self) -> Iterator[_Journey]:
@@ -277,10 +287,10 @@ class RankCarrier:
             return ""
         for place in (source, target):
             facts = self._facts(place)
-            if facts is None or not facts.port:
+            if facts is None or not (facts.port or facts.agent):
                 return (
                     f"cells.link is {self._config.link!r}, and {_name(place)} has "
-                    "neither the common memory of one host nor a port"
+                    "neither the common memory of one host nor a link of its own"
                 )
         return ""
 

@@ -1,7 +1,7 @@
 """The port at which an attention rank receives parcels from ranks without common memory.
 
-Bytes go to slots that the coordinator has named for a ticket, never to pages. A parcel that nobody
-expects any more is refused, and one that the coordinator will name soon waits for its name.
+Bytes go to slots that the coordinator has named for a ticket, never to pages. A parcel that is not
+expected any more is refused, and one whose slots are not named yet waits for them.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.cache.transfer.parcel_header import TAKEN, ParcelHeader
+from moe_serve.cache.transfer.wire_pages import checksum
 from moe_serve.cluster.control.byte_stream import HandshakeError
 from moe_serve.cluster.control.channel import connect_once, set_options
 from moe_serve.cluster.control.parcel_messages import PagesSent, ParcelReport, SendPages
@@ -22,11 +23,11 @@ from moe_serve.cluster.ranks.shard_parcels import Slots
 from moe_serve.errors import ChannelClosedError
 
 _IDLE_S = 120.0  # a link without parcels for so long ends
-_CLOSE_S = 5.0
+_CLOSE_S = 1.0
 
 Address = tuple[str, int]
 Page = NDArray[np.uint8]
-_Item = tuple[SendPages, ParcelHeader, float]  # with its deadline
+_Item = tuple[SendPages, float]  # with its deadline
 
 
 class _Link:
@@ -99,16 +100,9 @@ class ParcelSenders:
         self._links: dict[Address, _Link] = {}
         self._is_closed = False
 
-    def send(self, order: SendPages, checksum: int) -> None:
+    def send(self, order: SendPages) -> None:
         """Sends the slots of an order; PagesSent is told when they have been read."""
         address = (order.host, order.port)
-        header = ParcelHeader(
-            num_pages=len(order.slots),
-            page_bytes=self._slots.shape[1],
-            ticket=order.ticket,
-            identity=self._identity,
-            checksum=checksum,
-        )
         with self._lock:
             link = self._links.get(address)
             if link is None:
@@ -117,7 +111,7 @@ class ParcelSenders:
                 thread = threading.Thread(target=self._run, args=(link,), name=name, daemon=True)
                 link.thread = thread
                 thread.start()
-            link.waiting.put((order, header, time.monotonic() + self._timeout_s))
+            link.waiting.put((order, time.monotonic() + self._timeout_s))
 
     def close(self) -> None:
         """Ends all connections, also in the middle of a parcel."""
@@ -135,13 +129,23 @@ class ParcelSenders:
         """Sends one parcel after the other, until the rank ends or none has come for a while."""
         try:
             while (item := self._next(link)) is not None:
-                order, header, deadline = item
+                order, deadline = item
+                header = self._header(order)
                 why = link.send(header, [self._slots[slot] for slot in order.slots], deadline)
                 self._tell(PagesSent(ticket=order.ticket, checksum=header.checksum, why=why))
         except ChannelClosedError:
             pass  # the rank ends
         finally:
             link.close()
+
+    def _header(self, order: SendPages) -> ParcelHeader:
+        return ParcelHeader(
+            num_pages=len(order.slots),
+            page_bytes=self._slots.shape[1],
+            ticket=order.ticket,
+            identity=self._identity,
+            checksum=checksum(order.slots, self._slots),
+        )
 
     def _next(self, link: _Link) -> _Item | None:
         while True:

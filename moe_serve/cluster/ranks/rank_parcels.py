@@ -26,6 +26,7 @@ from moe_serve.cluster.control.parcel_messages import (
 )
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.ranks.attention_shards import AttentionShards
+from moe_serve.cluster.ranks.nixl_link import NixlLink
 from moe_serve.cluster.ranks.parcel_port import ParcelPort
 from moe_serve.cluster.ranks.parcel_senders import ParcelSenders
 from moe_serve.cluster.ranks.shard_parcels import ShardParcels
@@ -56,7 +57,8 @@ class ParcelMemories:
                 if not setup.has_port:
                     raise
                 self.common = None  # another host: through the port
-        self._own = ParcelMemory(2 * setup.num_bytes) if setup.has_port else None
+        has_own = setup.has_port or setup.has_agent
+        self._own = ParcelMemory(2 * setup.num_bytes) if has_own else None
 
     @property
     def own(self) -> MemoryPath | None:
@@ -94,8 +96,12 @@ class RankParcels:
             host=home.host,
         )
         self._port: ParcelPort | None = None
-        self._senders: ParcelSenders | None = None
-        if (own := self._parcels.own) is not None:
+        self._senders: ParcelSenders | NixlLink | None = None
+        own = self._parcels.own
+        if own is not None and memories.setup.has_agent:
+            link = self._senders = NixlLink(own, timeout_s, home.tell)
+            self.facts = msgspec.structs.replace(self.facts, agent=link.address, base=link.base)
+        elif own is not None:
             identity = sha256(computed_by + wire.geometry).digest()
             self._port = ParcelPort(home.host, home.secret, identity, own, timeout_s, home.tell)
             self._senders = ParcelSenders(home.secret, identity, own, timeout_s, home.tell)
@@ -127,11 +133,11 @@ class RankParcels:
         self._parcels.save(order)
         if self._shards is not None:
             self._shards.all_set([True])
-        crc = checksum(order.slots, self._parcels.slots(is_common=not order.port))
-        if not order.port:
+        if order.is_common:
+            crc = checksum(order.slots, self._parcels.slots(is_common=True))
             return PagesSent(ticket=order.ticket, checksum=crc)
-        assert self._senders is not None, "a rank that sends to a port has slots of its own"
-        self._senders.send(order, crc)
+        assert self._senders is not None, "a rank with slots of its own can send them"
+        self._senders.send(order)  # the rest is done beside the next steps
         return None
 
     def _take(self, order: TakePages) -> PagesTaken:

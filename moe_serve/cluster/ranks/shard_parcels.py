@@ -28,7 +28,7 @@ class ShardParcels:
 
     def save(self, order: SendPages) -> None:
         """Copies this shard's heads into the slots."""
-        self._wire.save(order.pages, order.slots, self.slots(is_common=not order.port))
+        self._wire.save(order.pages, order.slots, self.slots(is_common=order.is_common))
 
     def load(self, order: TakePages) -> str:
         """Copies the slots into this shard's pages; returns why they may not be used, or "".

@@ -105,10 +105,9 @@ class ClusterEngine:
 
     @property
     def has_work(self) -> bool:
-        has_requests = any(engine.has_work for engine in self._engines.values())
         is_new = self._engines.keys() != set(self._coordinator.epoch.attention)  # a rank came back
-        has_events = self._coordinator.has_events
-        return has_requests or is_new or bool(self._homeless or self._pending) or has_events
+        has_news = bool(self._homeless or self._pending) or self._coordinator.has_events
+        return is_new or has_news or any(engine.has_work for engine in self._engines.values())
 
     @property
     def num_waiting(self) -> int:
@@ -261,7 +260,8 @@ class ClusterEngine:
             self._service.share_budget(self._engines.values())
         plans = {name: plan for name in list(self._engines) if (plan := self._begin(name, number))}
         if not plans:
-            self._wait_for_pages()
+            if can_wait:
+                self._wait_for_pages()
             return None
         works = self._works(plans, lambda engine, count: engine.make_plan(count, number))
         engines = {name: self._engines[name] for name in works}

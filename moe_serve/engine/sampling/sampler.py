@@ -108,14 +108,26 @@ def describe_tokens(logits_RV: Tensor, tokens: list[int], num_top: int) -> list[
     ids_R1 = torch.tensor(tokens, device=logits_RV.device)[:, None]
     values_R1 = logprobs_RV.gather(1, ids_R1)
     ranks = ((logprobs_RV > values_R1).sum(dim=-1) + 1).tolist()
-    top_values, top_ids = logprobs_RV.topk(min(num_top, logits_RV.shape[-1]), dim=-1)
-    rows = zip(
-        tokens, values_R1[:, 0].tolist(), ranks, top_ids.tolist(), top_values.tolist(), strict=True
-    )
-    return [
-        TokenLogprob(token, value, rank, tuple(zip(ids, values, strict=True)))
-        for token, value, rank, ids, values in rows
-    ]
+    tops = _likeliest(logprobs_RV, min(num_top, logits_RV.shape[-1]))
+    rows = zip(tokens, values_R1[:, 0].tolist(), ranks, tops, strict=True)
+    return [TokenLogprob(*row) for row in rows]
+
+
+def _likeliest(logprobs_RV: Tensor, num: int) -> list[tuple[tuple[int, float], ...]]:
+    """Returns each row's `num` likeliest tokens with their values, equal ones by ascending id.
+
+    `torch.topk` alone promises no order among equals. Its choice depends on `num`, which is that of
+    the row with the most, so a neighbour would decide.
+    """
+    if not num:
+        return [()] * len(logprobs_RV)
+    least_R1 = logprobs_RV.topk(num, dim=-1).values[:, -1:]
+    tops = []
+    for row_V, is_in_V in zip(logprobs_RV, logprobs_RV >= least_R1, strict=True):
+        ids = is_in_V.nonzero()[:, 0]
+        values, order = row_V[ids].sort(descending=True, stable=True)
+        tops.append(tuple(zip(ids[order[:num]].tolist(), values[:num].tolist(), strict=True)))
+    return tops
 
 
 def with_given(entry: TokenLogprob, logits_V: Tensor, given: Tokens[int]) -> TokenLogprob:

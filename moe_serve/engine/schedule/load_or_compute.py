@@ -22,6 +22,7 @@ _WEIGHT = 0.3  # of a new measurement
 _LEAST_PROMPT_SHARE = 0.8  # of a step's tokens, for the step to count as reading
 _LEAST_TOKENS = 32
 _DEADLINE_FACTOR, _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 4.0, 0.25, 5.0
+_FIRST_DEADLINE_S = 1.0  # at least, before it is known what computing takes
 _LEAST_PATIENCE_S = 0.02  # threads may wait so long for their turns
 _FIRST_RATE = 100e6  # bytes/s, for the deadline of the first load
 
@@ -59,7 +60,7 @@ class LoadOrCompute:
         load_s = _FIRST_BYTE_S + (num_queued_bytes + num_bytes) / rate
         slow_s = max(_DEADLINE_FACTOR * load_s, _LEAST_DEADLINE_S)
         if self.compute_s is None:
-            deadline = min(slow_s, _MOST_DEADLINE_S)
+            deadline = min(max(slow_s, _FIRST_DEADLINE_S), _MOST_DEADLINE_S)
             return Decision(True, deadline, deadline)
         compute_s = num_tokens * self.compute_s
         patience = min(max(compute_s, _LEAST_PATIENCE_S), _MOST_DEADLINE_S)

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.page_key import following_keys, page_key, root_key, token_array
+from moe_serve.cache.page_key import page_key, root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.cache.prefix_tree import num_in_common
 from moe_serve.engine.request.sequence import Sequence
@@ -45,29 +45,25 @@ class PrefixSharing:
         self._copies: list[tuple[int, int]] = []
         self.num_queried_tokens = self.num_hit_tokens = 0
 
+    @property
+    def is_due(self) -> bool:
+        """Returns whether running sequences should give their full pages now, to a tier or so that
+        others are told of them."""
+        return self.tier.is_due or self._cache.listener.is_due
+
     def register(self, sequence: Sequence) -> None:
         """Gives a new sequence the root key from which its page keys start. Keys that were found
         before are kept."""
-        root = self._root(sequence)
+        root = self.root_of(sequence)
         if sequence.page_keys[:1] != root:
             sequence.page_keys = root
 
-    def _root(self, sequence: Sequence) -> list[bytes]:
+    def root_of(self, sequence: Sequence) -> list[bytes]:
+        """Returns the root key of a sequence; empty: nothing is shared here."""
         if self._identity is None:
             return []
         request = sequence.request
         return [root_key(self._identity, request.adapter_digest, request.cache_salt)]
-
-    def keys_of(self, sequence: Sequence) -> list[bytes]:
-        """Returns the root key and the keys of the full pages of a sequence that another engine
-        has; empty: nothing is shared here."""
-        keys, size = self._root(sequence), self._page_size
-        if keys and sequence.page_keys[:1] == keys:
-            keys = list(sequence.page_keys)
-        if keys:
-            tokens = token_array(sequence.token_ids[(len(keys) - 1) * size :])
-            keys += following_keys(keys[-1], tokens, size)
-        return keys
 
     def find(self, sequence: Sequence) -> list[int] | None:
         """Returns the cached pages that a waiting sequence can start with.

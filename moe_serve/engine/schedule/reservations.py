@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from moe_serve.cache.page_key import token_array
+from moe_serve.cache.page_key import following_keys, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.prefix_sharing import PrefixSharing
@@ -28,10 +28,6 @@ class Reservation:
         self.num_shared = len(table)  # pages at the start that the tree has
         self.sent: set[int] = set()  # places in the table whose pages a parcel may have written
         self.arrived: set[int] = set()  # those that have their values, verified
-
-    def lacks(self, place: int) -> bool:
-        """Returns whether the page at a place of the table has still to be sent."""
-        return place >= self.num_shared and place not in self.sent
 
     @property
     def hidden(self) -> set[int]:
@@ -58,13 +54,14 @@ class Reservations:
         self._open: dict[int, Reservation] = {}  # by sequence id
         self._kept: dict[int, Reservation] = {}  # of sequences that have left
 
-    def __len__(self) -> int:
-        return len(self._open)
+    @property
+    def num_free_seats(self) -> int:
+        """Number of seats that are neither taken nor reserved."""
+        return self._num_seats - len(self._running) - len(self._open)
 
     @property
     def has_seat(self) -> bool:
-        """Returns whether a seat is neither taken nor reserved."""
-        return len(self._running) + len(self._open) < self._num_seats
+        return self.num_free_seats > 0
 
     @property
     def arriving(self) -> list[Sequence]:
@@ -72,16 +69,14 @@ class Reservations:
         return [reservation.sequence for reservation in self._open.values()]
 
     def open(self, sequence: Sequence) -> Reservation | None:
-        """Reserves a seat and pages for a sequence of another engine; None if there is no room.
+        """Reserves a free seat and pages for a sequence of another engine; None if pages lack.
 
         Pages of its tokens that the tree has are shared. Running prompts keep the pages that they
         still need.
         """
         assert sequence.id not in self._open, f"sequence {sequence.id} has a reservation"
-        if not self.has_seat:
-            return None
         cache, size = self._cache, self._size
-        keys, found = self._sharing.keys_of(sequence), list[int]()
+        keys, found = self._keys_of(sequence), list[int]()
         is_seen = list(map(bool, sequence.page_table))  # not: behind a window, and given back
         if keys and not sequence.is_detached and all(is_seen):
             found = cache.find(keys[1 : 1 + sequence.num_plain(sequence.num_tokens - 1) // size])
@@ -98,6 +93,17 @@ class Reservations:
         ]
         self._open[sequence.id] = reservation
         return reservation
+
+    def _keys_of(self, sequence: Sequence) -> list[bytes]:
+        """Returns the root key and the keys of the full pages of a sequence that another engine
+        has; empty: nothing is shared here."""
+        keys, size = self._sharing.root_of(sequence), self._size
+        if not keys:
+            return []
+        if sequence.page_keys[:1] == keys:
+            keys = list(sequence.page_keys)
+        tokens = token_array(sequence.token_ids[(len(keys) - 1) * size :])
+        return [*keys, *following_keys(keys[-1], tokens, size)]
 
     def extend(self, reservation: Reservation) -> bool:
         """Reserves pages for the tokens that the sequence has got since, and one more. Returns
@@ -192,11 +198,12 @@ class Reservations:
         """Makes the pages that have arrived in a run from the start visible to other sequences."""
         cache, keys, table = self._cache, reservation.keys, reservation.table
         size, ids = self._size, reservation.sequence.token_ids
+        origin = reservation.sequence.request.page_origin
         end = min(reservation.extent(num_tokens, size), len(keys) - 1)
         for place in range(reservation.num_shared, end):
             tokens = token_array(ids[place * size : (place + 1) * size])
             own, parent_key, key = table[place], *keys[place : place + 2]
-            table[place] = cache.enter(own, key, parent_key, tokens)
+            table[place] = cache.enter(own, key, parent_key, tokens, origin)
             if table[place] == own:
                 self._sharing.tier.entered(own, key, parent_key)
         reservation.num_shared = max(reservation.num_shared, end)

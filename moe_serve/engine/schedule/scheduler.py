@@ -168,7 +168,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Chooses the step's sequences and gives them the pages that they need."""
-        if self.tier.is_due:
+        if self.sharing.is_due:
             self.sharing.give(self.running)
         self._unproven_pages += self.sharing.drop_hidden(self.running)
         self.tier.update()
@@ -255,7 +255,7 @@ class Scheduler:
         pages for these tokens, and no waiting sequence could start.
         """
         is_open = self.layered.is_busy or self.waiting and self.starter.has_seat
-        is_copying = self.tier.is_due or self.tier.is_behind
+        is_copying = self.sharing.is_due or self.tier.is_behind
         if len(schedule) != len(self.running) or is_open or is_copying:
             return None
         if self.service is not None and self.service.is_due(self.running):

@@ -1,8 +1,8 @@
 """Tracks the loads from a store, the sequences that wait for them, and the time they may take.
 
 A load that takes longer than computing is given up: its sequence computes. While one is past its
-deadline nothing else is asked, and after three such loads in turn the store is switched off. What a
-load brought is handed to the caller, who knows where pages go.
+deadline nothing else is asked, and when that happens for the third time in turn the store is
+switched off. What a load brought is handed to the caller, who knows where pages go.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_serve.engine.schedule.load_or_compute import Decision, LoadOrCompute
 
 _log = logging.getLogger(__name__)
 
-_MOST_LATE = 3  # loads in turn that took until their deadline, before the store is switched off
+_MOST_LATE = 3  # times in turn that loads took until their deadline: the store is switched off
 _MOST_LOADS = 2  # of one sequence: pages that are evicted at once are not read for ever
 _WAIT_S = 0.005  # for the store, while nothing else is to be done
 _CLOSE_S = 10.0  # for pages that are not stored yet, at the end
@@ -163,15 +163,17 @@ class StoreLoads:
             del self._awaited[load.keys[0]]
             load.sequence.num_tier_loads = _MOST_LOADS
             self._counts["late"] += len(load.keys)
-        for number, load in self._late.items():
-            if now <= load.deadline or number in self._hanging:
-                continue
-            self._hanging.add(number)
-            self._num_late += not load.is_probe
-            if self._num_late == _MOST_LATE:
-                why = f"{_MOST_LATE} loads in turn were late"
-                _log.warning("the KV tier is switched off: %s.", why)
-                self._store.stop_reading(why)
+        hanging = {number for number, load in self._late.items() if now > load.deadline}
+        is_new, self._hanging = bool(hanging) and not self._hanging, hanging
+        if not is_new or all(self._late[number].is_probe for number in hanging):
+            return  # several loads that are late together are late once
+        self._num_late += 1
+        if self._num_late == _MOST_LATE:
+            why = f"loads were late {_MOST_LATE} times in turn"
+            _log.warning("the KV tier is switched off: %s.", why)
+            self._store.stop_reading(why)
+        else:
+            _log.warning("the KV tier is slow: it reads nothing else until a late load has ended.")
 
 
 class RecentSteps:

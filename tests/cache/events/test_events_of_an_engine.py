@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from moe_serve.adapters.adapter import Adapter, AdapterVersion
-from moe_serve.cache.events.change_record import PageOrigin
+from moe_serve.cache.events.change_record import ChangeRecord, PageOrigin
 from moe_serve.config.event_config import KVEventsConfig
 from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.sampling.sampler import Sampler
 from tests.support.cache.event_subscriber import Subscriber, blocks_of
+from tests.support.engine.fake_runner import FakeRunner
 
 
 def test_the_origin_of_a_page_is_that_of_its_request() -> None:
@@ -71,3 +74,32 @@ def test_a_subscriber_agrees_with_the_prefix_tree_of_a_model(tmp_path: Path) -> 
     engine.close()
     follower.follow({})
     follower.close()
+
+
+def test_pages_of_a_running_request_are_told_of_from_time_to_time() -> None:
+    now = [0.0]
+    record = ChangeRecord(lambda: None, lambda: None, lambda: now[0], give_after_s=2.0)
+    engine = Engine(
+        LocalExecutor(FakeRunner(), Sampler(frozenset())),
+        scheduler=SchedulerConfig(),
+        num_pages=40,
+        micro_batches=1,
+        max_model_len=160,
+        eos_token_ids=frozenset(),
+        listener=record,
+    )
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    engine.add(GenerationRequest(request_id="r", prompt_token_ids=(3,) * 40, params=params))
+
+    def told() -> int:
+        engine.step()
+        changes = record.take()
+        return 0 if changes is None else len(changes.stored)
+
+    assert [told() for _ in range(5)] == [0] * 5
+    now[0] = 2.0
+    assert [told() for _ in range(5)] == [2, 0, 0, 0, 0], "40 tokens fill two pages of 16"
+    while engine.has_work:
+        engine.step()
+    changes = record.take()
+    assert changes is not None and len(changes.stored) == 4, "the rest, at the end"

@@ -271,6 +271,19 @@ def test_the_budget_of_a_day_holds_over_restarts(folder: Path) -> None:
     store.close(5)
 
 
+def test_second_chances_count_in_the_budget_of_a_day(folder: Path) -> None:
+    budget = 60 * SLOT
+    limits = DiskLimits(max_bytes=FEW.max_bytes, min_free_bytes=0, write_bytes_per_day=budget)
+    store = open_store(folder, limits)
+    for first in range(0, 100, 4):
+        save(store, range(first, first + 4))
+        load(store, range(4))  # they are written again when their file goes
+    stats = store.stats()
+    assert stats.num_evicted > 0 and stats.saves["over_budget"] > 0
+    assert budget - 4 * SLOT < stats.written_bytes <= budget
+    store.close(5)
+
+
 def test_no_free_space_stores_nothing_and_serves_on(folder: Path) -> None:
     store = open_store(folder, DiskLimits(max_bytes=FEW.max_bytes, min_free_bytes=2**60))
     save(store, range(3))

@@ -18,6 +18,7 @@ from moe_serve.cluster.ranks.rank_parcels import RankParcels
 from moe_serve.cluster.ranks.shard_parcels import ShardParcels
 from moe_serve.cluster.started_ranks import MakeStarter
 from moe_serve.config.cells import CellShape
+from moe_serve.config.sections import CacheConfig
 from tests.support.cluster.cells_drive import (
     cells_config,
     check_nothing_is_held,
@@ -91,3 +92,21 @@ def test_a_death_in_a_hand_over(
     assert len(faults.happened) == len(deaths), "the fault did not happen"
     assert engine.stats().num_lost_ranks == num_lost + len(deaths)
     check_nothing_is_held(engine)
+
+
+def test_requests_of_a_lost_cell_go_on_from_the_memory_that_cells_share(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_LASTING_S", 0.0)
+    wanted = requests(8, 4096, num_tokens=40)
+    tier = CacheConfig(num_pages=256, memory_tier_bytes=16 * 2**20, checkpoint_after_s=0.0)
+    of = replace(cells_config("2x(1A1E)"), cache=tier)
+    expected = in_one_process(replace(of, cache=CacheConfig(num_pages=256)), wanted)
+    with serving_cells(of, starters) as engine:
+        faults.at(AttentionRank, "_run", faults.die, rank=WRITER, time=30)
+        assert serve(engine, wanted) == expected, "a token changed"
+        wait_until_whole(engine)
+        assert faults.happened, "the fault did not happen"
+        stats = engine.stats()
+        assert stats.tier is not None and stats.tier.hit_tokens > 0, "nothing came from the copies"
+        engine.check_integrity()

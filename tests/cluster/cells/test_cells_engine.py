@@ -65,7 +65,7 @@ class World:
         config = CellsConfig(hand_over="off", migrate=False)
         moves = Moves(cells, carrier, config, REAL_CLOCK, timeout_s=30.0, chunk_tokens=32)
         link: Any = SimpleNamespace(close=lambda: None)
-        parcels = Parcels(carrier, ParcelPost(news.set), link)
+        parcels = Parcels(carrier, ParcelPost(news.set), link.close)
         self.engine = CellsEngine(cells, moves, parcels, ids, news, outage_limit_s=outage_limit_s)
         self.deltas: dict[str, list[TokenDelta]] = {}
 

@@ -29,16 +29,16 @@ def layered(of: EngineConfig) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("layout", "is_layered"),
+    ("layout", "is_layered", "link"),
     [
-        ("1x(1A1E prefill) 1x(1A1E decode)", False),
-        ("1x(1A1E prefill) 1x(1A2E tp2 decode)", True),
-        ("1x(1A1E tp2 prefill) 1x(2A1E decode)", False),
+        ("1x(1A1E prefill) 1x(1A1E decode)", False, "shared"),
+        ("1x(1A1E prefill) 1x(1A2E tp2 decode)", True, "auto"),
+        ("1x(1A1E tp2 prefill) 1x(2A1E decode)", False, "tcp"),
     ],
 )
-def test_answers_are_those_of_one_process(layout: str, is_layered: bool) -> None:
+def test_answers_are_those_of_one_process(layout: str, is_layered: bool, link: str) -> None:
     """Greedy and seeded, with log probabilities and penalties, cold and warm."""
-    of = cells_config(layout)
+    of = cells_config(layout, link=link)
     of = layered(of) if is_layered else of
     expected = in_one_process(of, WANTED)
     with serving_cells(of) as engine:

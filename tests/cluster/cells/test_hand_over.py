@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.cluster.fake_cells import ALWAYS, CellsWorld, Limits, prompt
+from tests.support.cluster.fake_cells import ALWAYS, POISON, CellsWorld, Limits, prompt
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
@@ -126,12 +126,9 @@ def test_many_requests_share_a_carrier_with_little_room() -> None:
 
 def test_pages_that_a_failed_request_left_are_wiped_before_others_arrive_in_them() -> None:
     world = CellsWorld()
-    runner = world.cells[1].coordinator.ranks["attention-0"].runner
-    runner.nan_after_token = 48
-    world.add("bad", [48] * 25, max_tokens=4)
+    world.add("bad", [POISON] * 25, max_tokens=4)
     world.run()
     assert world.deltas["bad"][-1].error is not None
-    runner.nan_after_token = None
     world.add("a", prompt(100), max_tokens=12)
     world.run()
     assert world.answer("a") == world.expected("a")

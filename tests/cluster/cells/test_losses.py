@@ -33,6 +33,19 @@ def test_the_source_is_lost_before_all_has_arrived() -> None:
     assert first.key_start == 32, "the pages that had arrived were not computed again"
 
 
+def test_the_source_is_lost_after_all_has_arrived_and_nothing_is_computed_again() -> None:
+    world = on_way()
+    world.carrier.deliver_all()
+    world.moves.turn()
+    world.lose(0)
+    world.begin(0)
+    world.run()
+    stats = world.moves.stats()
+    assert stats.ended == {("hand_over", "done"): 1} and stats.num_recomputed_tokens == 0
+    decode = world.cells[1].coordinator.ranks["attention-0"].runner
+    assert decode.num_computed_tokens == 19
+
+
 def test_the_target_is_lost_and_the_request_goes_on_at_the_source() -> None:
     world = on_way()
     reader = world.cells[0].coordinator.ranks["attention-0"].runner

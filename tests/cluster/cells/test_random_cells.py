@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moe_serve.cluster.cells.rates import TokenSteps
 from moe_serve.config.cells import CellsConfig
+from moe_serve.engine.request.kv_window import KVWindow
 from moe_serve.engine.service.step_model import FittedSteps
-from tests.support.cluster.fake_cells import CellsWorld, Limits, prompt
+from tests.support.cluster.fake_cells import POISON, CellsWorld, Limits, prompt
 
 LAYOUTS = (
     "1x(1A1E prefill) 1x(1A1E decode)",
@@ -57,12 +58,23 @@ class RandomCells(RuleBasedStateMachine):
         own=st.integers(0, 40),
         max_tokens=st.integers(1, 40),
         num_logprobs=st.sampled_from([None, None, 1]),
+        window=st.sampled_from([None, None, None, KVWindow(window=16, sinks=4)]),
+        is_bad=st.sampled_from([False] * 7 + [True]),
     )
-    def add(self, stem: int, length: int, own: int, max_tokens: int, num_logprobs) -> None:  # type: ignore[no-untyped-def]
+    def add(  # type: ignore[no-untyped-def]
+        self, stem, length, own, max_tokens, num_logprobs, window, is_bad
+    ) -> None:
         name = f"r{len(self.world.requests)}"
         tokens = [*prompt(length, stem), *prompt(own, 10 + len(self.world.requests))]
-        most = min(max_tokens, 160 - len(tokens))
-        self.world.add(name, tokens, max_tokens=most, prompt_logprobs=num_logprobs)
+        if is_bad:
+            tokens[-1] = POISON
+        self.world.add(
+            name,
+            tokens,
+            max_tokens=min(max_tokens, 160 - len(tokens)),
+            prompt_logprobs=num_logprobs,
+            kv_window=window,
+        )
 
     @rule(which=st.integers(0, 2), count=st.integers(1, 4))
     def step(self, which: int, count: int) -> None:

@@ -98,16 +98,20 @@ def test_a_link_rests_after_failures_for_longer_and_longer() -> None:
     clock = Clock()
     links = LinkRates(clock)
     links.failed(0, 1)
+    assert not links.is_resting(0, 1), "the pages of one request may be bad"
+    links.failed(0, 1)
     assert links.is_resting(0, 1) and not links.is_resting(1, 0)
     clock.now = 1.5
     assert not links.is_resting(0, 1)
     links.failed(0, 1)
     clock.now = 3.0
     assert links.is_resting(0, 1)
+    clock.now = 4.0
     links.arrived(0, 1, 0.1, 4)
     links.failed(0, 1)
-    clock.now = 4.5
     assert not links.is_resting(0, 1), "a parcel that arrived ends the series"
+    links.failed(1, 0, is_late=True)
+    assert links.is_resting(1, 0)
 
 
 def test_steps_are_measured_from_the_end_of_the_step_before() -> None:

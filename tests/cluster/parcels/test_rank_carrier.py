@@ -49,8 +49,9 @@ class FakeRanks:
     """Implements CellRanks. A rank does its orders in order, when the test lets it. What is in a
     slot is the ticket of the parcel that was written there."""
 
-    def __init__(self, *, has_memory: bool) -> None:
-        facts = msgspec.structs.replace(FACTS, has_memory=has_memory)
+    def __init__(self, link: PageLinkName) -> None:
+        facts = msgspec.structs.replace(FACTS, has_memory=link == "shared")
+        self.link = link
         self.all = msgspec.structs.replace(LOADED, parcels=facts)
         self.special: dict[RankPlace, Loaded] = {}
         self.gone: set[RankPlace] = set()
@@ -63,7 +64,11 @@ class FakeRanks:
         self.pages: dict[tuple[RankPlace, int], int] = {}  # page -> ticket
 
     def loaded(self, place: RankPlace) -> Loaded | None:
-        return None if place in self.gone else self.special.get(place, self.all)
+        if place in self.gone or self.link != "nixl":
+            return None if place in self.gone else self.special.get(place, self.all)
+        name = msgspec.json.encode((place.cell, place.rank, place.start))
+        facts = msgspec.structs.replace(FACTS, has_memory=False, port=0, agent=name, base=77)
+        return msgspec.structs.replace(self.all, parcels=facts)
 
     def send(self, place: RankPlace, order: ParcelOrder) -> None:
         if place not in self.gone:
@@ -78,8 +83,8 @@ class FakeRanks:
 
         if isinstance(order, SendPages):
             for slot in order.slots:
-                self.slots[memory(not order.port), slot] = order.ticket
-            if order.port:
+                self.slots[memory(order.is_common), slot] = order.ticket
+            if not order.is_common:
                 self.on_the_wire.append((order, place))
                 return None
             return PagesSent(ticket=order.ticket, checksum=order.ticket)
@@ -106,6 +111,11 @@ class FakeRanks:
         is_start = dice is not None and dice.random() < 0.5
         if not self.coming or (is_start and self.on_the_wire):
             order, source = self.on_the_wire.pop(0)
+            if order.agent:  # NIXL writes whatever the target expects
+                target = RankPlace(*msgspec.json.decode(order.agent))
+                taken = tuple((address - 77) // PAGE for address in order.addresses)
+                self.coming[order.ticket] = (order, source, target, taken)
+                return []
             if order.ticket not in self.expected:
                 return [(source, PagesSent(ticket=order.ticket, why="refused"))]
             self.coming[order.ticket] = (order, source, *self.expected.pop(order.ticket))
@@ -115,6 +125,8 @@ class FakeRanks:
         order, source, target, slots = self.coming.pop(ticket)
         for slot, own in zip(slots, order.slots, strict=True):
             self.slots[target, slot] = self.slots[source, own]
+        if order.agent:
+            return [(source, PagesSent(ticket=ticket, checksum=ticket))]
         arrived: ParcelReport = PagesArrived(ticket=ticket, checksum=ticket)
         if ticket in self.forgotten:
             arrived = PagesTaken(ticket=ticket, why="forgotten")
@@ -132,7 +144,7 @@ class World:
     """A carrier on a clock that the test moves."""
 
     def __init__(self, link: PageLinkName) -> None:
-        self.ranks, self.now = FakeRanks(has_memory=link == "shared"), 0.0
+        self.ranks, self.now = FakeRanks(link), 0.0
         config = CellsConfig(link=link, memory_bytes=NUM_SLOTS * PAGE + 999, parcel_bytes=4500)
         self.carrier = RankCarrier(config, self.ranks, PAGE, TIMEOUT_S, lambda: self.now)
         self.num_leases = 0
@@ -173,7 +185,7 @@ class World:
         return self.carrier.num_free(TARGET)
 
 
-@pytest.fixture(params=["shared", "tcp"])
+@pytest.fixture(params=["shared", "tcp", "nixl"])
 def world(request: pytest.FixtureRequest) -> World:
     return World(request.param)
 
@@ -209,8 +221,9 @@ def test_an_ended_lease(world: World, num_done: int) -> None:
     world.carrier.end_lease(parcel.lease)
     world.carrier.check_integrity()
     assert not world.carrier.take_ended()
-    if world.ranks.coming:  # the target is told, but its port still writes to the slots
-        world.obey(TARGET)
+    if world.ranks.coming:  # the target is told, but its slots are still written to
+        if world.ranks.orders[TARGET]:
+            world.obey(TARGET)
         assert world.carrier._own[TARGET].taken.num_free == NUM_SLOTS - 2
     assert world.run() == []
     assert took or world.ranks.pages == written
@@ -252,7 +265,7 @@ def test_a_lost_rank(world: World, place: RankPlace) -> None:
     assert world.run() == [ParcelEnd(back)]
 
 
-@pytest.mark.parametrize("link", ["shared", "tcp"])
+@pytest.mark.parametrize("link", ["shared", "tcp", "nixl"])
 def test_any_order(link: PageLinkName) -> None:
     """`FakeRanks.obey` asserts that a parcel is taken from slots that hold it."""
     for seed in range(40):
@@ -331,4 +344,4 @@ def test_pages_that_cannot_move(report: dict[str, str], facts: dict[str, object]
 
 def test_memory_that_holds_no_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cells\.memory_bytes is 999, .* takes 1000 bytes"):
-        RankCarrier(CellsConfig(memory_bytes=999), FakeRanks(has_memory=True), PAGE, TIMEOUT_S)
+        RankCarrier(CellsConfig(memory_bytes=999), FakeRanks("shared"), PAGE, TIMEOUT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.members.rank_starter import LocalStarter
 from moe_serve.cluster.ranks.shard_parcels import ShardParcels
 from moe_serve.config.cells import CellsConfig, PageLinkName
+from moe_serve.errors import ConfigError
 from tests.support.cluster.fault_starter import Faults, FaultStarter
 from tests.support.cluster.layouts import config
 from tests.support.cluster.thread_starter import ThreadStarter
@@ -40,10 +42,12 @@ def cells_of(
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (4, 1)])
-@pytest.mark.parametrize("link", ["shared", "tcp"])
+@pytest.mark.parametrize("link", ["shared", "tcp", "nixl"])
 def test_pages_arrive(
     monkeypatch: pytest.MonkeyPatch, source: int, target: int, link: PageLinkName
 ) -> None:
+    if link == "nixl":
+        pytest.importorskip("nixl", reason="the optional package is not there")
     caches = SeenCaches(monkeypatch)
     with cells_of((source, target), link) as cells:
         assert cells.carrier.can_carry(cells.place(0), cells.place(1)) == ""
@@ -148,3 +152,13 @@ def test_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         os.killpg(starter._processes.pid(RANK) or 0, signal.SIGKILL)
         assert [end.why for end in cells.wait(1)] == ["attention-0 of cell 1 is lost"]
         cells.settle()
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nixl", "nixl._api"):
+        monkeypatch.setitem(sys.modules, name, None)
+    why = (
+        r"attention-0 cannot serve: cells\.link is 'nixl', but NIXL cannot be imported .*'auto'\.$"
+    )
+    with pytest.raises(ConfigError, match=why), cells_of((1, 1), "nixl"):
+        pass

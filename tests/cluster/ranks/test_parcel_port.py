@@ -74,7 +74,7 @@ def test_a_parcel_waits_until_it_is_expected(target: Target) -> None:
     told: SimpleQueue[ParcelReport] = SimpleQueue()
     sending = senders(told.put)
     for ticket in (5, 6):
-        sending.send(order(target.port.port, ticket), HEADER.checksum)
+        sending.send(order(target.port.port, ticket))
         target.port.expect(ExpectPages(ticket=ticket, slots=(4, 1, 3)))
         arrived = target.next()
         assert arrived == PagesArrived(ticket=ticket, checksum=HEADER.checksum)
@@ -87,9 +87,15 @@ def test_a_parcel_waits_until_it_is_expected(target: Target) -> None:
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        (replace(HEADER, identity=bytes(32)), "identity 000000000000, and 000102030405 is exp"),
-        (replace(HEADER, page_bytes=2**60), "it has pages of bytes 1152921504606846976, and 1000"),
-        (replace(HEADER, num_pages=60000), "it has pages 60000, and 3 is expected"),
+        (
+            replace(HEADER, identity=bytes(32)),
+            "the identity of its pages is 000000000000, and 000102030405 is",
+        ),
+        (
+            replace(HEADER, page_bytes=2**60),
+            "the size of its pages is 1152921504606846976, and 1000",
+        ),
+        (replace(HEADER, num_pages=60000), "their number is 60000, and 3 is expected"),
     ],
 )
 def test_a_header_that_lies(target: Target, header: ParcelHeader, why: str) -> None:
@@ -197,12 +203,12 @@ def test_a_target_that_fails(act: Callable[[socket.socket], None], why: str) -> 
         connection.sendall(TAKEN)
 
     listener = SocketListener("127.0.0.1", 0, SECRET, serve)
-    sending.send(order(listener.port), 1)
+    sending.send(order(listener.port))
     report = told.get(timeout=20.0)
     assert isinstance(report, PagesSent) and why in report.why
     is_well.set()
-    sending.send(order(listener.port, 6), 1)
-    assert told.get(timeout=20.0) == PagesSent(ticket=6, checksum=1)
+    sending.send(order(listener.port, 6))
+    assert told.get(timeout=20.0) == PagesSent(ticket=6, checksum=HEADER.checksum)
     sending.close()
     listener.close()
     for connection in kept:
@@ -214,7 +220,7 @@ def test_a_port_that_is_closed() -> None:
     sending = senders(told.put)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    sending.send(order(port), 1)
+    sending.send(order(port))
     report = told.get(timeout=20.0)
     assert isinstance(report, PagesSent) and f"port {port} failed" in report.why
     sending.close()

@@ -144,6 +144,17 @@ def test_describing_tokens() -> None:
     assert len(all_of_them.top) == 5, "no more than the vocabulary has"
 
 
+def test_equal_tokens_are_told_in_order_whatever_a_neighbour_asks_for() -> None:
+    logits_2V = torch.full((2, 300), -1.0)
+    logits_2V[0, [250, 17, 98, 147]] = 2.0
+    logits_2V[1, 5] = 3.0
+    told = [describe_tokens(logits_2V[:1], [17], num)[0].top for num in (1, 2, 3, 6)]
+    assert [token for token, _ in told[-1]] == [17, 98, 147, 250, 0, 1]
+    assert all(top == told[-1][: len(top)] for top in told)
+    assert describe_tokens(logits_2V, [17, 5], 6)[0].top == told[-1]
+
+
+
 def test_nan_and_infinity_are_reported_for_their_rows_only() -> None:
     logits = torch.stack([LOGITS, LOGITS * float("nan"), LOGITS + float("inf")])
     rows = [sequence(), sequence(temperature=1.0), sequence(temperature=1.0)]

@@ -13,20 +13,12 @@ from moe_serve.engine.request.kv_window import KVWindow
 from moe_serve.engine.request.request import GenerationRequest
 from tests.engine.schedule.test_page_tiers import engine_with
 from tests.support.engine.fake_engine import make_engine, request, run, tokens
-from tests.support.engine.fake_runner import PAGE_SIZE, FakeRunner, next_token
+from tests.support.engine.fake_runner import PAGE_SIZE, FakeRunner
 from tests.support.engine.fake_store import FakeStore
-from tests.support.engine.windows import seen
+from tests.support.engine.windows import seen, windowed_answer
 
 PROMPT = [1 + index % 40 for index in range(70)]
 WINDOW = KVWindow(window=20, sinks=4)
-
-
-def expected(prompt: list[int], count: int, window: KVWindow, size: int = PAGE_SIZE) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        positions = seen(len(tokens) - 1, len(prompt), window, size)
-        tokens.append(next_token([tokens[each] for each in positions]))
-    return tokens[len(prompt) :]
 
 
 def windowed(name: str, prompt: list[int], count: int, window: KVWindow) -> GenerationRequest:
@@ -55,7 +47,7 @@ def test_an_answer_is_that_of_the_definition() -> None:
     engine = make_engine(FakeRunner())
     engine.add(windowed("a", PROMPT, 60, WINDOW))
     deltas = run(engine)["a"]
-    assert tokens(deltas) == expected(PROMPT, 60, WINDOW)
+    assert tokens(deltas) == windowed_answer(PROMPT, 60, WINDOW)
     dropped = [delta.num_dropped_tokens for delta in deltas]
     assert dropped[0] == 0, "the prompt is read with all its keys"
     assert dropped[-1] == 80, "pages 1 to 5 end before 129 - 20"
@@ -88,7 +80,7 @@ def test_company_chunks_and_preemptions_change_nothing(pages: int, budget: int) 
         if index % 3 == 0:
             window = KVWindow(window=1000)  # sees all
         name = f"r{index}"
-        wanted[name] = expected(prompt, count, window)
+        wanted[name] = windowed_answer(prompt, count, window)
         params = {} if index % 3 == 0 else {"kv_window": window}
         engine.add(request(name, prompt, max_tokens=count, **params))
     found = {name: tokens(deltas) for name, deltas in run(engine).items()}
@@ -105,8 +97,8 @@ def test_a_preempted_answer_is_computed_again_with_the_same_keys() -> None:
     engine.add(windowed("a", PROMPT, 80, WINDOW))
     answers = run(engine)
     assert engine.stats().counts.num_preemptions > 0, "the pool was meant to be too small"
-    assert tokens(answers["a"]) == expected(PROMPT, 80, WINDOW)
-    assert tokens(answers["b"]) == expected(other, 95, KVWindow(window=1000))
+    assert tokens(answers["a"]) == windowed_answer(PROMPT, 80, WINDOW)
+    assert tokens(answers["b"]) == windowed_answer(other, 95, KVWindow(window=1000))
 
 
 def step_until(engine: Engine, name: str, count: int) -> list[int]:
@@ -126,7 +118,7 @@ def test_only_pages_that_see_all_keys_are_shared() -> None:
     engine.add(request("b", [*PROMPT, *answer, 7], max_tokens=3))
     (first, *_) = deltas = run(engine)["b"]
     assert first.num_cached_tokens == 64, "the answer's rows saw other keys"
-    assert tokens(deltas) == expected([*PROMPT, *answer, 7], 3, KVWindow(window=1000))
+    assert tokens(deltas) == windowed_answer([*PROMPT, *answer, 7], 3, KVWindow(window=1000))
 
 
 def test_others_keep_the_pages_that_one_drops() -> None:
@@ -136,8 +128,10 @@ def test_others_keep_the_pages_that_one_drops() -> None:
     engine.add(windowed("a", [*PROMPT, 4], 60, WINDOW))
     answers = run(engine)
     assert answers["a"][0].num_cached_tokens >= 64, "it began with the pages of the other"
-    assert tokens(answers["a"]) == expected([*PROMPT, 4], 60, WINDOW)
-    assert found + tokens(answers["other"]) == expected([*PROMPT, 3], 70, KVWindow(window=1000))
+    assert tokens(answers["a"]) == windowed_answer([*PROMPT, 4], 60, WINDOW)
+    assert found + tokens(answers["other"]) == windowed_answer(
+        [*PROMPT, 3], 70, KVWindow(window=1000)
+    )
 
 
 def test_a_full_cache_leaves_room_for_few_copies_at_a_time() -> None:
@@ -145,7 +139,7 @@ def test_a_full_cache_leaves_room_for_few_copies_at_a_time() -> None:
     prompt, window = [1 + index % 37 for index in range(140)], KVWindow(window=100)
     engine = make_engine(FakeRunner(), num_pages=10)
     engine.add(windowed("a", prompt, 19, window))
-    assert tokens(run(engine)["a"]) == expected(prompt, 19, window)
+    assert tokens(run(engine)["a"]) == windowed_answer(prompt, 19, window)
     assert engine.stats().counts.num_preemptions == 0
 
 
@@ -163,6 +157,6 @@ def test_choices_share_their_prompt() -> None:
     for index in range(3):
         engine.add(windowed(f"r{index}", PROMPT, 50, WINDOW))
     answers = run(engine)
-    wanted = expected(PROMPT, 50, WINDOW)
+    wanted = windowed_answer(PROMPT, 50, WINDOW)
     assert all(tokens(deltas) == wanted for deltas in answers.values())
     assert engine.stats().counts.num_hit_tokens > 0

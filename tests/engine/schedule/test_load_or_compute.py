@@ -46,7 +46,7 @@ def test_queued_bytes_count() -> None:
         (0.3, 1e9, 0.3, 0.3),  # four times the load is less
         (0.3, 1.5e7, 0.3, 0.808),
         (0.3, None, 0.3, 0.3),  # the rate is not known: no reason to wait for less
-        (None, 1e9, 0.25, 0.25),
+        (None, 1e9, 1.0, 1.0),
         (0.004, 1e12, 0.02, 0.25),  # threads may wait for their turns
         (60.0, 1e9, 5.0, 5.0),
     ],

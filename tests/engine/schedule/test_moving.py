@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from moe_serve.config.sections import SchedulerConfig
+from moe_serve.config.tiers import TierConfig
+from moe_serve.engine.drafting.oracle import Oracle
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.kv_window import KVWindow
 from moe_serve.engine.request.request import FinishReason, TokenDelta
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.service_terms import Service, Targets
+from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.schedule.reservations import Reservation
-from tests.engine.schedule.test_kv_window import expected as windowed_answer
+from moe_serve.simulate.virtual_clock import VirtualClock
 from tests.support.engine.fake_engine import make_engine, request, run, tokens
 from tests.support.engine.fake_runner import NAN, PAGE_SIZE, FakeRunner, continuation
+from tests.support.engine.oracle import give_drafts
+from tests.support.engine.windows import windowed_answer
 
 PROMPT = [1 + index % 40 for index in range(70)]
 
@@ -52,7 +62,7 @@ class Pair:
         self.check()
         num_pages = -(-sequence.num_computed_tokens // PAGE_SIZE)
         self.carry(reservation, kept.table, range(reservation.num_shared, num_pages))
-        self.target.moving.arrive(reservation, kept.hidden, None)
+        self.target.moving.arrive(reservation, kept.hidden, self.source.service)
         self.source.moving.drop(kept, is_verified=True)
         self.check()
         return reservation
@@ -110,6 +120,23 @@ def test_a_reserved_seat_is_not_given_to_a_waiting_request() -> None:
     pair.target.step()
     assert pair.target.num_running == 1
     assert pair.target.moving.reserve(sequence, may_wait=True) is None, "no seat is left"
+    pair.finish()
+
+
+def test_a_request_that_waits_and_came_first_has_the_first_claim_to_a_seat() -> None:
+    pair = Pair(max_num_seqs=2)
+    sequence = pair.running(num_tokens=2, max_tokens=12)
+    early, late = (Sequence(number, request(f"w{number}", PROMPT[:9])) for number in (-1, 99))
+    pair.target.adopt(late)
+    assert (first := pair.target.moving.reserve(sequence, may_wait=True)) is not None
+    pair.target.moving.close(first, keeps_pages=False)
+    pair.target.adopt(early)
+    assert (second := pair.target.moving.reserve(sequence, may_wait=True)) is not None
+    pair.target.step()
+    assert [each.id for each in pair.target.moving.running] == [99], "in order of arrival there"
+    pair.target.moving.close(second, keeps_pages=False)
+    pair.target.adopt(Sequence(-2, request("w-2", PROMPT[:9])))
+    assert pair.target.moving.reserve(sequence, may_wait=True) is None
     pair.finish()
 
 
@@ -246,3 +273,48 @@ def test_it_can_move_again_and_again() -> None:
         pair.source, pair.target = pair.target, pair.source
         pair.runners = pair.runners[::-1]
     assert pair.finish() == continuation(PROMPT, 40)
+
+
+def test_a_sequence_leaves_without_the_pages_of_its_drafts() -> None:
+    pair, answer = Pair(), continuation(PROMPT, 40)
+    for engine in (pair.source, pair.target):
+        give_drafts(engine, Oracle({"a": answer}, 0.6, lengths=(1, 8), vocab_size=50))
+    sequence = pair.running(num_tokens=9, max_tokens=40)
+    pair.move(sequence)
+    assert pair.finish() == answer
+
+
+def test_a_strict_deadline_goes_along_to_an_engine_whose_steady_clock_differs() -> None:
+    clock = VirtualClock()
+    pair = Pair()
+    tiers = (TierConfig(name="gold", e2e_s=90.0),)
+    scheduler = SchedulerConfig(max_num_seqs=4, max_batched_tokens=64, tiers=tiers)
+    pair.source, pair.target = (
+        Engine(
+            LocalExecutor(runner, Sampler(frozenset())),
+            scheduler=scheduler,
+            num_pages=40,
+            micro_batches=1,
+            max_model_len=160,
+            eos_token_ids=frozenset(),
+            clock=lambda: clock.now,
+        )
+        for runner in pair.runners
+    )
+    before, after = (e.service.state for e in (pair.source, pair.target) if e.service is not None)
+    targets = Targets(e2e_s=90.0, is_strict=True)
+    service = Service(tier="gold", tenant="t", targets=targets)
+    pair.source.add(replace(request("a", PROMPT, max_tokens=30), service=service))
+    for _ in range(4):
+        pair.deltas += pair.source.step()
+        clock.advance_to(clock.now + 20.0)  # the source leaves most of such a pause out
+    (sequence,) = pair.source.moving.running
+    standing = sequence.standing
+    assert standing is not None and before.num_strict == 1
+    assert abs(before.steady() - after.steady()) > 10.0
+    left_s = standing.last_due_s - before.steady()
+    pair.move(sequence)
+    assert standing.last_due_s - after.steady() == pytest.approx(left_s)
+    assert (before.num_strict, after.num_strict) == (0, 1)
+    assert pair.finish() == continuation(PROMPT, 30)
+    assert (before.num_strict, after.num_strict) == (0, 0)

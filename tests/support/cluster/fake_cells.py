@@ -25,10 +25,12 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.service.step_model import FittedSteps, StepModel
 from tests.support.cluster.fake_coordinator import FakeCoordinator
 from tests.support.engine.fake_runner import NAN, PAGE_SIZE, continuation
+from tests.support.engine.windows import windowed_answer
 
 MAX_MODEL_LEN = 160
 PAGE_BYTES = 1000
 ALWAYS = CellsConfig(hand_over="always", min_tokens=32)
+POISON = 49  # is never sampled; the model computes NaNs after it
 GARBAGE = 47  # in pages that a broken parcel has written
 
 
@@ -235,6 +237,7 @@ class CellsWorld:
             chunk_tokens=self.limits.budget,
             make_model=self.make_model,
         )
+        self._poison()
         for cell in self.cells:
             cell.engine.on_lost = self._on_lost(cell)
         self.requests: dict[str, GenerationRequest] = {}
@@ -268,6 +271,13 @@ class CellsWorld:
     def lose(self, index: int, rank: str = "attention-0", *, is_back: bool = True) -> None:
         """Ends a rank's process."""
         self.cells[index].coordinator.lose(rank, is_back=is_back)
+        self._poison()
+
+    def _poison(self) -> None:
+        """Lets the model compute NaNs after one token."""
+        for cell in self.cells:
+            for rank in cell.coordinator.ranks.values():
+                rank.runner.nan_after_token = POISON
 
     def come_back(self) -> None:
         """Lets all lost ranks come back."""
@@ -330,7 +340,9 @@ class CellsWorld:
 
     def expected(self, name: str) -> list[int]:
         request = self.requests[name]
-        return continuation(list(request.prompt_token_ids), request.params.max_tokens or 0)
+        tokens, count = list(request.prompt_token_ids), request.params.max_tokens or 0
+        window = request.params.kv_window
+        return windowed_answer(tokens, count, window) if window else continuation(tokens, count)
 
     def check(self) -> None:
         """Asserts that the books of all cells agree and that no request ended twice."""
@@ -351,6 +363,9 @@ class CellsWorld:
             assert reason is not None, f"{name} has not ended"
             if reason is FinishReason.LENGTH:
                 assert self.answer(name) == self.expected(name), f"{name} lost tokens"
+            has_failed = reason is FinishReason.ERROR
+            is_bad = POISON in self.requests[name].prompt_token_ids
+            assert reason is FinishReason.ABORT or has_failed == is_bad, self.deltas[name][-1]
         stats = self.moves.stats()
         assert (stats.num_leases, stats.num_between) == (0, 0), f"{stats}"
         for cell in self.cells:
