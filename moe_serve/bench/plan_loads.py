@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import numpy as np
 
@@ -122,9 +123,13 @@ def _loads(
 
 
 def _attained(setup: CellsSetup, slots: Sequence[Slot], rate: float, slo: Slo) -> float:
-    num = min(len(slots), _REQUESTS * len(setup.plans))
+    """Returns the share of requests within the limits; few slots are used again and again, as a
+    queue builds up slowly."""
     times = GammaArrivals(rate=rate).times(np.random.default_rng(len(setup.plans)))
-    some = [replace(slot, at_s=next(times)) for slot in slots[:num]]
+    some = [
+        replace(slot, index=index, at_s=next(times))
+        for index, slot in zip(range(_REQUESTS * len(setup.plans)), cycle(slots))
+    ]
     served = serve_cells(setup, jobs_of(some, 0))
     records = [record_of(each) for each in served.times]
     return Goodput.of(slo, records, 1.0).share

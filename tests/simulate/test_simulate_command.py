@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve import __version__
+from moe_serve.bench import plan_loads
 from moe_serve.bench.report.report import Report, read_report
 from moe_serve.cli.main import main
 from moe_serve.planning.calibration_file import write_calibration
@@ -64,7 +65,10 @@ def test_a_report_like_that_of_bench(tmp_path: Path, capsys: Capture) -> None:
     assert "output tokens/s" in table and "the runs differ in layout: colocated, 2A6E" in table
 
 
-def test_cells_with_roles_and_their_number(tmp_path: Path, capsys: Capture) -> None:
+def test_cells_with_roles_and_their_number(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_loads, "_REQUESTS", 8)
     model = ("--model", "qwen3-30b", "--precision", "fp8", "--device", "h100")
     cells = ("--cells", "1x(1A1E prefill) 1x(1D decode)", "--hand-over", "always")
     load = ("--requests", "8", "--rate", "10", "--prompt-tokens", "900", "--output-tokens", "9")
