@@ -13,10 +13,14 @@ export class PlacementPanel {
     this.panel.body.append(this.balance.node, this.facts.node);
   }
 
-  update({ placement }) {
+  update({ placement, cells }) {
     if (placement === null) {
       this.panel.note("");
-      this.panel.sayInstead("No expert ranks: all experts are in one process.");
+      this.panel.sayInstead(
+        cells.length > 0
+          ? "Every cell holds all experts. They do not move between its ranks."
+          : "No expert ranks: all experts are in one process.",
+      );
       return;
     }
     this.panel.sayInstead(null);
