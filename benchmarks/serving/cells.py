@@ -29,7 +29,7 @@ from harness.environment import write_report
 from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.cluster.started_cells import build_any_engine
 from moe_serve.config.cells import CellsConfig, HandOverName
-from moe_serve.config.sections import EngineConfig, ModelConfig
+from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.request import GenerationRequest
@@ -43,9 +43,12 @@ LAYOUTS = {
 _names = itertools.count()
 
 
-def engine_of(model: str | None, layout: str, hand_over: HandOverName = "always") -> DrivenEngine:
+def engine_of(
+    options: argparse.Namespace, layout: str, hand_over: HandOverName = "always"
+) -> DrivenEngine:
     config = EngineConfig(
-        model=ModelConfig(path=model, num_threads=1),
+        model=ModelConfig(path=options.model, num_threads=1),
+        scheduler=SchedulerConfig(max_batched_tokens=options.chunk),
         cells=CellsConfig(layout=layout, hand_over=hand_over, min_tokens=64),
     )
     return build_any_engine(config).engine
@@ -105,7 +108,7 @@ def streams_part(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as opened:
         engines = {}
         for name, layout in LAYOUTS.items():
-            engines[name] = engine_of(options.model, layout)
+            engines[name] = engine_of(options, layout)
             opened.callback(engines[name].close)
         for turn in range(options.rounds):
             for name in _rotated(list(LAYOUTS), turn):
@@ -190,14 +193,14 @@ def moves_part(options: argparse.Namespace) -> dict[str, Any]:
     lengths = [options.tokens // 8, options.tokens // 2, options.tokens]
     drains: list[dict[str, float]] = []
     overs: list[dict[str, float]] = []
-    engine = engine_of(options.model, LAYOUTS["two replicas"])
+    engine = engine_of(options, LAYOUTS["two replicas"])
     assert isinstance(engine, CellsEngine), "two cells"
     try:
         for seed, count in enumerate(lengths * options.rounds):
             drains.append(drained(engine, count, 77 + seed))
     finally:
         engine.close()
-    engine = engine_of(options.model, LAYOUTS["prefill and decode"])
+    engine = engine_of(options, LAYOUTS["prefill and decode"])
     try:
         for seed, count in enumerate(lengths * options.rounds):
             overs.append(handed_over(engine, count, 177 + seed))
@@ -220,6 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="a checkpoint; default: the demonstration model")
     parser.add_argument("--tokens", type=int, default=1500, help="tokens of a long prompt")
+    parser.add_argument("--chunk", type=int, default=1024, help="most tokens of a step")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--every", type=float, default=2.0, help="seconds between long prompts")
     parser.add_argument("--seconds", type=float, default=20.0, help="of one run")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 
+from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.members.roster import RankState, Roster
 from moe_serve.cluster.steps.coordinator import Coordinator
 
@@ -34,7 +34,7 @@ def _line(state: RankState) -> str:
     link = state.link
     if link is None:
         return f"{state.name}: {state.phase.value}, no connection"
-    age = time.monotonic() - link.last_beat
+    age = REAL_CLOCK() - link.last_beat
     at = "between steps"
     if link.operation:
         at = f"{link.operation}, for {link.operation_s + age:.1f} s"
