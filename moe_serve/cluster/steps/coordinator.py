@@ -59,6 +59,7 @@ class Coordinator:
         """`outage_limit_s`: seconds without a step after which `settle` raises. `patience_s`:
         after which all attention ranks count as lost, so that other cells take their requests."""
         self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
+        self._cell = f"{membership.cell}: " if membership.cell else ""  # before what is logged
         self._current, self._mover, self._clock = current, mover, calls.clock
         self._timeout_s, self._outage_limit_s = timeout_s, outage_limit_s
         self._patience_s = patience_s
@@ -197,7 +198,7 @@ class Coordinator:
                 num_tries += 1
                 self.num_repeats += 1
                 what = "is repeated" if left else "ended, and its epoch with it"
-                _log.warning("step %d %s: %s", flight.step, what, flight.why)
+                _log.warning("%sstep %d %s: %s", self._cell, flight.step, what, flight.why)
             if not left:
                 return results
             if num_tries > _MAX_REPEATS:
@@ -262,7 +263,8 @@ class Coordinator:
             self._torn_by = "it was never complete"  # members may have left the epoch before
             return
         self._epoch, self._torn_by = epoch, ""
-        _log.info("epoch %d: %s", epoch.number, ", ".join((*epoch.attention, *epoch.experts)))
+        members = ", ".join((*epoch.attention, *epoch.experts))
+        _log.info("%sepoch %d: %s", self._cell, epoch.number, members)
 
     def _send_step(self, works: Mapping[str, RankWork]) -> StepInFlight:
         """Sends a step out."""
@@ -305,7 +307,7 @@ class Coordinator:
     def _note_in(self, flight: StepInFlight, event: LinkEvent) -> None:
         self._drop_lost(flight)
         if not self._is_whole:
-            flight.break_up(self.membership.last_loss)
+            flight.break_up(self._torn_by or self.membership.last_loss)
         report = event.report
         if not isinstance(report, StepDone | StepFailed) or report.step != flight.step:
             return
