@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
@@ -213,6 +213,7 @@ def _started(
 ) -> list[ClusterEngine]:
     """Starts all cells at the same time. If one cannot start, the others end."""
     counts, lock = [(0, 0)] * len(starts), threading.Lock()
+    failures: list[BaseException] = []  # the first is the cause of the others
 
     def note(index: int, done: int, total: int) -> None:
         with lock:
@@ -220,21 +221,28 @@ def _started(
             if progress is not None:
                 progress(sum(done for done, _ in counts), sum(total for _, total in counts))
 
+    def end() -> None:
+        for start in starts:
+            start.ranks.close()
+
     def run(start: _CellStart) -> ClusterEngine:
         try:
             return start.run(routes, lambda done, total: note(start.index, done, total))
-        except BaseException:
-            for other in starts:
-                other.ranks.close()
+        except BaseException as error:
+            failures.append(error)
+            end()
             raise
 
     with ThreadPoolExecutor(len(starts), "cell-start") as pool:
+        futures = [pool.submit(run, start) for start in starts]
         try:
-            return [future.result() for future in [pool.submit(run, start) for start in starts]]
-        except BaseException:
-            for start in starts:
-                start.ranks.close()
+            wait(futures)
+        except BaseException:  # Ctrl-C, or SIGTERM
+            end()
             raise
+    if failures:
+        raise failures[0]
+    return [future.result() for future in futures]
 
 
 def _carrier(config: EngineConfig, starts: Sequence[_CellStart]) -> RankCarrier:

@@ -107,8 +107,8 @@ def check_roles(shapes: Sequence[CellShape], name: str = "cells.layout") -> None
     for role, other in (("decode", "prefill"), ("prefill", "decode")):
         if roles == {other}:
             raise ConfigError(
-                f"{name} has {len(shapes)} cells with the role {other} and none with the role "
-                f"{role} or both: give one of them the role {role}, or leave the roles out."
+                f"{name} has cells with the role {other} and none with the role {role} or both: "
+                f"give one the role {role}, or leave the roles out."
             )
 
 

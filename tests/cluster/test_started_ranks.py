@@ -12,11 +12,14 @@ from typing import Any, get_args
 import pytest
 
 from moe_serve.cluster import started_ranks
+from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.members.preflight import check_transport
+from moe_serve.cluster.started_cells import build_cells
 from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import TransportName
 from moe_serve.errors import CheckpointError, ClusterError, ConfigError
 from moe_serve.pipeline.timeline.timeline_file import TimelineWriter
+from tests.support.cluster.cells_drive import cells_config
 from tests.support.cluster.layouts import config, requests, serve
 from tests.support.cluster.thread_starter import ThreadStarter
 
@@ -124,3 +127,18 @@ def test_nccl_wants_a_gpu_for_each() -> None:
         check_transport("nccl", SHARED)
     with pytest.raises(ConfigError, match="and expert-0, expert-1 has no CUDA GPU"):
         check_transport("nccl", MIXED)
+
+
+def test_a_cell_that_cannot_start_ends_the_start_of_the_others() -> None:
+    """The others wait for ranks that never come, and the first failure is the one that is told."""
+
+    class Absent(ThreadStarter):
+        def start(self, rank: RankName) -> None: ...
+
+    class Refused(ThreadStarter):
+        def start(self, rank: RankName) -> None:
+            raise ClusterError(f"{rank} has no place")
+
+    starters = [Absent, Refused]
+    with pytest.raises(ClusterError, match="attention-0 has no place"):
+        build_cells(cells_config("2x(1A1E)"), starter_of=lambda index, _: starters[index])

@@ -93,7 +93,7 @@ def test_cells_with_roles_and_their_number(
     assert scaled.cells.scale.policy == "planned" and scaled.cells.scale.share <= 1
     for arguments, message in (
         (("--cells", "(1D)", "--devices", "2"), "--devices is in --cells: leave it out"),
-        (("--cells", "(1D prefill)"), "has 1 cells with the role prefill and none with the role"),
+        (("--cells", "(1D prefill)"), "has cells with the role prefill and none with the role"),
         (("--cells", "(3D tp2)"), "3 devices do not divide into attention ranks of 2"),
         (("--min-cells", "2"), "--min-cells belongs to --cells LAYOUT"),
         (("--cells", "(1D)", "--min-cells", "2"), "--min-cells belongs to --autoscale"),

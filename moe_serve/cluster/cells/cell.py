@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 
 from moe_serve.cluster.cells.waiter import Waiter
@@ -10,6 +12,7 @@ from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.config.cells import CellShape
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.request import TokenDelta
+from moe_serve.engine.request.stats import EngineStats
 
 
 class Cell:
@@ -20,6 +23,8 @@ class Cell:
     ) -> None:
         self.index, self.shape, self.engine = index, shape, engine
         self.is_draining = False  # it gets no new requests, and its running ones move away
+        self.lost_at = -math.inf  # when `stats` last found more lost ranks than before
+        self._num_lost = 0
         self._aborts: list[str] = []  # for requests of a cell that is out
         self._waiter = Waiter(self.name, on_news)
 
@@ -76,6 +81,13 @@ class Cell:
             self._aborts.append(request_id)
         else:
             self.engine.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """Returns the statistics of its engine, and notes losses. Safe from any thread."""
+        stats = self.engine.stats()
+        if stats.num_lost_ranks > self._num_lost:
+            self._num_lost, self.lost_at = stats.num_lost_ranks, time.monotonic()
+        return stats
 
     def close(self) -> None:
         """Ends its ranks. `stop_waiting` of its engine was called."""

@@ -23,7 +23,8 @@ from moe_serve.engine.request.stats import (
 
 def stats_of(cells: Sequence[Cell], moves: Moves) -> EngineStats:
     """Returns the statistics of a server. On any thread."""
-    each = [cell.engine.stats() for cell in cells]
+    each = [cell.stats() for cell in cells]
+    last = max(range(len(cells)), key=lambda index: cells[index].lost_at)
     total = sum(each[1:], each[0])
     arrivals = [sequence.request.arrival_time for sequence in moves.waiting]
     memories = [stats.expert_memory for stats in each if stats.expert_memory is not None]
@@ -42,7 +43,7 @@ def stats_of(cells: Sequence[Cell], moves: Moves) -> EngineStats:
             for rank in stats.members
         ),
         num_lost_ranks=sum(stats.num_lost_ranks for stats in each),
-        last_loss=max(each, key=lambda stats: stats.num_lost_ranks).last_loss,
+        last_loss=each[last].last_loss,
         outage_s=min(stats.outage_s for stats in each),
         pools=pools_of([stats.pools for stats in each if stats.pools is not None]),
         expert_memory=sum(memories, MemoryStats()) if memories else None,

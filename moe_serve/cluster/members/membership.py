@@ -44,6 +44,7 @@ _PREFLIGHT_S = 120.0  # for processes to start and import torch, also from a slo
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0  # between two starts of a rank that keeps dying
 _LASTING_S = 10.0  # a process that served this long resets the count of failures
 _CLOSE_S = 10.0  # for the watch to end
+_CLOSED = LinkEvent("", None, Gone("the server ends"))  # wakes a wait
 
 
 class Membership:
@@ -60,7 +61,7 @@ class Membership:
     ) -> None:
         """`cell`: its name, where there are several."""
         self.roster, self._configure, self._weights = roster, configure, weights
-        self._prefix = f"{cell}/" if cell else ""  # of ranks' names in messages
+        self.cell, self.prefix = cell, f"{cell}/" if cell else ""  # of ranks' names in messages
         self.inbox: Inbox = queue.SimpleQueue()
         self._starter: RankStarter | None = None
         self._preflight: PreflightRound | None = None  # while it runs
@@ -106,7 +107,7 @@ class Membership:
         while waiting := [s for s in self.roster.all() if s.phase is not RankPhase.READY]:
             event = self.next_event(deadline - time.monotonic())
             if event is None:
-                names = ", ".join(f"{s.name} ({s.phase.value})" for s in waiting)
+                names = ", ".join(f"{self.prefix}{s.name} ({s.phase.value})" for s in waiting)
                 raise ClusterError(
                     f"after {timeout_s:g} s these ranks are not ready: {names}. Look at their "
                     "output, or raise cluster.start_timeout_s."
@@ -143,12 +144,15 @@ class Membership:
 
     def _check_start(self, event: LinkEvent) -> None:
         """Raises on events that must not happen before all ranks have loaded."""
+        if self._is_closing.is_set():
+            raise ClusterError("the start was called off")
+        name = f"{self.prefix}{event.name}"
         if isinstance(event.report, Unwell):
-            raise ConfigError(f"{event.name} cannot serve: {event.report.why}")
+            raise ConfigError(f"{name} cannot serve: {event.report.why}")
         if isinstance(event.report, Gone):
-            raise ClusterError(f"{event.name} ended while it started: {self._cause(event)}")
+            raise ClusterError(f"{name} ended while it started: {self._cause(event)}")
         if isinstance(event.report, Loaded) and self.roster[event.name].loaded is None:
-            raise ClusterError(f"{event.name} is refused: {self._objection(event.report)}.")
+            raise ClusterError(f"{name} is refused: {self._objection(event.report)}.")
 
     def _cause(self, event: LinkEvent) -> str:
         """Returns why a rank is gone; its process may tell more just after its connection does."""
@@ -160,26 +164,24 @@ class Membership:
         return event.report.why
 
     def next_event(self, timeout_s: float) -> LinkEvent | None:
-        """Waits for an event and handles it here; returns None after the time-out.
-
-        Messages of processes already given up are dropped.
-        """
+        """Waits for an event and handles it here; returns None after the time-out. Messages of
+        processes already given up are dropped."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 event = self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return None
-            if self._handle(event):
+            if event is _CLOSED or self._handle(event):
                 return event
 
     def give_up(self, name: str, why: str) -> None:
         """Ends the process of a rank that is of no more use, and starts it again."""
         state = self.roster[name]
         step = "" if state.link is None or state.link.step < 0 else f" (in step {state.link.step})"
-        _log.warning("%s%s is lost%s: %s", self._prefix, name, step, why)
+        _log.warning("%s%s is lost%s: %s", self.prefix, name, step, why)
         self.num_lost += 1
-        self.last_loss = f"{self._prefix}{name}: {why}"
+        self.last_loss = f"{self.prefix}{name}: {why}"
         has_lasted = state.loaded is not None and time.monotonic() - state.ready_at >= _LASTING_S
         state.num_failures = 1 if has_lasted else state.num_failures + 1
         state.lose()
@@ -204,6 +206,7 @@ class Membership:
         """Ends all ranks."""
         with self._lock:
             self._is_closing.set()
+        self.inbox.put(_CLOSED)
         if self._watcher.is_alive():
             self._watcher.join(_CLOSE_S)  # it may be starting a process
         with self._lock:
@@ -237,14 +240,14 @@ class Membership:
         elif isinstance(report, Loaded):
             self._take_in(state, report)
         elif isinstance(report, Unwell):
-            _log.error("%s cannot serve: %s", event.name, report.why)
+            _log.error("%s%s cannot serve: %s", self.prefix, event.name, report.why)
         return True
 
     def _welcome(self, state: RankState, event: LinkEvent) -> None:
         link = event.link
         assert link is not None, "a hello without a connection"
         if state.phase is not RankPhase.STARTING or state.lost_start == state.num_starts:
-            _log.warning("refused a second process that claims to be %s", state.name)
+            _log.warning("refused a second process of %s%s", self.prefix, state.name)
             link.close()
             return
         state.link, state.phase = link, RankPhase.LOADING
@@ -263,10 +266,8 @@ class Membership:
         """Returns why a loaded rank may not serve, or None if it may."""
         if report.weights_hash == self._weights:
             return None
-        return (
-            f"its checkpoint differs (its hash is {report.weights_hash[:12]}, the coordinator's "
-            f"{self._weights[:12]})"
-        )
+        theirs, ours = report.weights_hash[:12], self._weights[:12]
+        return f"its checkpoint differs (its hash is {theirs}, the coordinator's {ours})"
 
     def _take_in(self, state: RankState, report: Loaded) -> None:
         objection = self._objection(report)
@@ -308,8 +309,7 @@ class Membership:
             if self._last_look - before > self._heartbeat_s:
                 self._beats.excuse()  # this process was stopped or starved; unread beats wait
             late = [(item.rank, item.seconds) for item in self._beats.late()]
-            now = time.monotonic()
-            due = [name for name, moment in self._due.items() if moment <= now]
+            due = [name for name, moment in self._due.items() if moment <= self._last_look]
             for name, _ in late:
                 self._beats.forget(name)
             for name in due:
@@ -326,7 +326,7 @@ class Membership:
         try:
             self._start(state)
         except MoeServeError as error:
-            _log.error("%s: %s", state.name, error)
+            _log.error("%s%s: %s", self.prefix, state.name, error)
             state.num_failures += 1
             self._start_later(state)
 

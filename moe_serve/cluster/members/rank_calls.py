@@ -42,7 +42,7 @@ class RankCalls:
             try:
                 self._watch.heard(event.name, event.report, event.link.clock_offset_ns)
             except TimelineError as error:  # the step's tokens are not affected
-                _log.warning("%s: %s", event.name, error)
+                _log.warning("%s%s: %s", self._membership.prefix, event.name, error)
         self.on_event(event)
         return event
 
@@ -69,7 +69,7 @@ class RankCalls:
             try:
                 link.send(order)
             except ChannelClosedError as error:
-                _log.warning("%s: %s", name, error)
+                _log.warning("%s%s: %s", self._membership.prefix, name, error)
 
     def ask(
         self,

@@ -120,7 +120,7 @@ class ParcelPort:
             connection.close()
 
     def _receive(self, connection: socket.socket) -> bool:
-        """Receives one parcel; returns False at the end of the connection. Raises ParcelError,
+        """Receives one parcel; returns False if the connection is to end. Raises ParcelError,
         after which the next header cannot be found, OSError and ChannelClosedError."""
         forget_deadline(connection)  # until the next parcel begins
         first = connection.recv(1)
@@ -133,6 +133,8 @@ class ParcelPort:
         expected = self._claim(header.ticket, deadline)
         if expected is None:
             connection.sendall(REFUSED)
+            if header.ticket <= self._last_ticket:
+                return False  # its lease has ended, which is usual when requests end
             raise ParcelError(f"the one with ticket {header.ticket} is not expected")
         why = "the rank ends"
         try:

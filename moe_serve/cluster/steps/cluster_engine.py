@@ -332,7 +332,7 @@ class ClusterEngine:
         stats, computed = engine.stats(), set(engine.step_sequences)
         sequences = engine.surrender()
         self._past += stats.lost()
-        _log.warning("%s: %d requests move", self._coordinator.membership.last_loss, len(sequences))
+        _log.warning("%d requests move: %s", len(sequences), self._coordinator.membership.last_loss)
         ended = [s for s in sequences if s.id in computed and not self._moves.is_allowed(s)]
         for sequence in ended:
             self._pending.append(given_up(sequence))

@@ -59,6 +59,7 @@ class Coordinator:
         """`outage_limit_s`: seconds without a step after which `settle` raises. `patience_s`:
         after which all attention ranks count as lost, so that other cells take their requests."""
         self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
+        self._cell = f"{membership.cell}: " if membership.cell else ""  # before what is logged
         self._current, self._mover, self._clock = current, mover, calls.clock
         self._timeout_s, self._outage_limit_s = timeout_s, outage_limit_s
         self._patience_s = patience_s
@@ -197,7 +198,7 @@ class Coordinator:
                 num_tries += 1
                 self.num_repeats += 1
                 what = "is repeated" if left else "ended, and its epoch with it"
-                _log.warning("step %d %s: %s", flight.step, what, flight.why)
+                _log.warning("%sstep %d %s: %s", self._cell, flight.step, what, flight.why)
             if not left:
                 return results
             if num_tries > _MAX_REPEATS:
@@ -225,9 +226,12 @@ class Coordinator:
     @property
     def _is_whole(self) -> bool:
         """Returns True if all members of the epoch are there, and none has left its data group."""
-        starts = self._epoch.starts
-        are_in = all(self._is_in(name, start) for name, start in starts.items())
-        return bool(starts) and are_in and not self._torn_by
+        return bool(self._epoch.starts) and not self._away and not self._torn_by
+
+    @property
+    def _away(self) -> list[str]:
+        """The members of the epoch that are lost."""
+        return [name for name, start in self._epoch.starts.items() if not self._is_in(name, start)]
 
     @property
     def _is_stale(self) -> bool:
@@ -239,9 +243,8 @@ class Coordinator:
     def _why_stale(self) -> str:
         """Returns why the epoch ends. A lost rank's data connections may tell before its own
         does."""
-        away = [name for name, start in self._epoch.starts.items() if not self._is_in(name, start)]
-        if away:
-            return f"{', '.join(away)} lost ({self.membership.last_loss})"
+        if self._away:
+            return f"{', '.join(self._away)} lost ({self.membership.last_loss})"
         return self._torn_by or "a rank joins"
 
     def _note_outage(self) -> None:
@@ -262,7 +265,7 @@ class Coordinator:
             self._torn_by = "it was never complete"  # members may have left the epoch before
             return
         self._epoch, self._torn_by = epoch, ""
-        _log.info("epoch %d: %s", epoch.number, ", ".join((*epoch.attention, *epoch.experts)))
+        _log.info("%sepoch %d: %s", self._cell, epoch.number, ", ".join(epoch.starts))
 
     def _send_step(self, works: Mapping[str, RankWork]) -> StepInFlight:
         """Sends a step out."""
@@ -305,7 +308,7 @@ class Coordinator:
     def _note_in(self, flight: StepInFlight, event: LinkEvent) -> None:
         self._drop_lost(flight)
         if not self._is_whole:
-            flight.break_up(self.membership.last_loss)
+            flight.break_up(self.membership.last_loss if self._away else self._torn_by)
         report = event.report
         if not isinstance(report, StepDone | StepFailed) or report.step != flight.step:
             return

@@ -117,7 +117,8 @@ class EpochMaker:
         last, self._last = self._last, epoch
         self._place.forget(last.number)
         if refused:
-            told = "; ".join(f"{name}: {why}" for name, why in refused.items())
+            prefix = self._membership.prefix
+            told = "; ".join(f"{prefix}{name}: {why}" for name, why in refused.items())
             _log.warning("epoch %d could not be formed: %s", epoch.number, told)
         return not refused
 
@@ -150,7 +151,8 @@ class EpochMaker:
         """Notes that some ranks have no room for more experts, so lost ranks must come back."""
         self._refused = _starts(experts)
         for name, why in unable.items():
-            _log.error("%s could not take over experts; waiting for the lost ranks: %s", name, why)
+            full = f"{self._membership.prefix}{name}"
+            _log.error("%s could not take over experts; waiting for the lost ranks: %s", full, why)
             self._membership.roster[name].extra = {}
         self._calls.ask(dict.fromkeys(unable, DropExperts()), TookExperts, self._timeout_s)
 

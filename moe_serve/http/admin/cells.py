@@ -33,12 +33,12 @@ def cells_router(cells: CellsControl | None, engine: EngineClient) -> APIRouter:
         control()
         return listed()
 
-    @router.post("/{index}/drain")
+    @router.post("/{index:int}/drain")
     async def drain(index: int) -> dict[str, Any]:
         control().drain(index, is_draining=True)
         return listed()
 
-    @router.post("/{index}/undrain")
+    @router.post("/{index:int}/undrain")
     async def undrain(index: int) -> dict[str, Any]:
         control().drain(index, is_draining=False)
         return listed()

@@ -8,19 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.cells.cell import Cell
+from moe_serve.cluster.cells.cell_stats import stats_of
 from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
 from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
 from moe_serve.cluster.steps.step_in_flight import StepInFlight
-from moe_serve.config.cells import CellsConfig, parse_cells
+from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
+from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.request.stats import EngineStats
 from moe_serve.errors import CellsError, ClusterError
 from tests.support.cluster.fake_cells import FakeCarrier, prompt
 from tests.support.cluster.fake_coordinator import FakeCoordinator, fake_cluster
@@ -193,3 +196,19 @@ def test_the_last_cell_that_takes_requests_is_not_drained() -> None:
         cells.engine.drain(1, is_draining=False)
         cells.add("d", 4)
         assert cells.cell_of("d") == 1
+
+
+def test_the_last_loss_is_that_of_the_cell_that_lost_a_rank_last() -> None:
+    losses = {0: EngineStats(num_lost_ranks=3, last_loss="cell-0/expert-0: old"), 1: EngineStats()}
+    shape = CellShape(attention_ranks=1, expert_ranks=1)
+    cells = [
+        Cell(i, shape, cast(Any, SimpleNamespace(stats=lambda i=i: losses[i])), lambda: None)
+        for i in (0, 1)
+    ]
+    moves = cast(Any, SimpleNamespace(waiting=(), stats=MovesStats))
+    assert stats_of(cells, moves).last_loss == "cell-0/expert-0: old"
+    losses[1] = EngineStats(num_lost_ranks=1, last_loss="cell-1/expert-0: new")
+    stats = stats_of(cells, moves)
+    assert (stats.num_lost_ranks, stats.last_loss) == (4, "cell-1/expert-0: new")
+    for cell in cells:
+        cell._waiter.close()

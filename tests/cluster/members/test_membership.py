@@ -182,6 +182,14 @@ def test_who_never_came_is_named_by_node(scene: Scene) -> None:
     assert scene.talkers.orders == []
 
 
+def test_closing_ends_the_wait_for_ranks_that_do_not_come(scene: Scene) -> None:
+    """Ctrl-C during the start of several cells, each of which a thread starts."""
+    scene.talkers.absent = {"expert-0"}
+    threading.Timer(0.1, scene.membership.close).start()
+    with pytest.raises(ClusterError, match="called off"):
+        scene.start(300.0)
+
+
 def test_another_checkpoint_is_refused_by_name(scene: Scene) -> None:
     """A rank that loaded what the pre-flight could not tell from the right one."""
     scene.membership._weights = "another hash"

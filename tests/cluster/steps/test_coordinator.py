@@ -54,7 +54,11 @@ class SilentCalls:
 def without_ranks(calls: SilentCalls, outage_limit_s: float) -> Coordinator:
     """A coordinator whose ranks are all away."""
     membership = SimpleNamespace(
-        inbox=queue.SimpleQueue(), roster=Roster(all_ranks(1, 1)), last_loss="expert-0: it died"
+        inbox=queue.SimpleQueue(),
+        roster=Roster(all_ranks(1, 1)),
+        last_loss="expert-0: it died",
+        cell="",
+        prefix="",
     )
     mover = SimpleNamespace(has_news=False, call_off=lambda why: None, advance=lambda: None)
     return Coordinator(

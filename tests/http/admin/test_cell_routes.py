@@ -60,6 +60,8 @@ def test_an_operator_lists_drains_and_undrains_cells(
         refused = client.post("/admin/cells/1/drain", headers=ADMIN)
         assert refused.status_code == 409
         assert "the only one that takes requests" in refused.json()["error"]["message"]
+        unknown = client.post("/admin/cells/first/drain", headers=ADMIN)
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "route_not_found")
         answer = client.post("/admin/cells/0/undrain", headers=ADMIN).json()
         assert not any(cell["is_draining"] for cell in answer["cells"])
         state = client.get("/dashboard/state").json()
