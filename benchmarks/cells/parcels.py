@@ -50,7 +50,7 @@ _REPORTS = msgspec.msgpack.Decoder(Report)
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What a process of the benchmark is told."""
+    """Tells a process of the benchmark what to do."""
 
     setup: ParcelSetup
     num_pages: int

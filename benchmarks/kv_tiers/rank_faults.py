@@ -79,7 +79,7 @@ def work() -> None:
 
 @dataclass(slots=True)
 class Kills:
-    """What happened to servers that were killed."""
+    """Collects what happened to servers that were killed."""
 
     expected: dict[str, list[int]]
     by_victim: dict[str, int] = field(default_factory=dict)

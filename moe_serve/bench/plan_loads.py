@@ -38,7 +38,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What cells must keep: limits of latency, for a share of the requests."""
+    """The limits of latency that cells must keep, and the share of requests that must meet them."""
 
     slo: Slo
     attainment: float

@@ -35,8 +35,8 @@ _FIRST_EXPLORATION = 0.5  # of the first day of training; it falls to 0 with the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """What the caller wants. `target`: the utilisation of `target`; `train_days`: the days that
-    `learnt` learns from."""
+    """The options of autoscaling. `target`: the utilisation that `target` keeps; `train_days`: the
+    days that `learnt` learns from."""
 
     policy: PolicyName
     min_cells: int

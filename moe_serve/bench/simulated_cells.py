@@ -19,7 +19,7 @@ from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """Who decides how many cells there are, and how long a start takes."""
+    """The policy that chooses the number of cells, and the time that a start takes."""
 
     autoscaler: Autoscaler
     times: ScaleTimes

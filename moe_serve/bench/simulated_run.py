@@ -56,7 +56,7 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Served:
-    """What a run has led to. `cells`: None without a coordinator of cells."""
+    """The results of a run. `cells` is None without a coordinator of cells."""
 
     times: list[RequestTimes]
     peak_in_flight: int

@@ -14,6 +14,7 @@ HandOverName = Literal["auto", "always", "off"]
 PageLinkName = Literal["auto", "shared", "tcp", "nixl"]
 
 MAX_CELLS = 64
+MAX_PROCESSES = 8192  # of all cells
 _TAKES = (
     "it takes groups such as '1x(1A1E prefill) 2x(1A2E tp2 decode)': a count, attention ranks (A), "
     "expert ranks (E), the processes of each attention rank (tp, 1 if left out), and a role "
@@ -97,6 +98,11 @@ def parse_cells(
         raise ConfigError(f"{name} cannot be empty: {_TAKES}.")
     if len(shapes) > MAX_CELLS:
         raise ConfigError(f"{name} has {len(shapes)} cells: use at most {MAX_CELLS}.")
+    num_processes = sum(shape.num_processes for shape in shapes)
+    if num_processes > MAX_PROCESSES:
+        raise ConfigError(
+            f"{name} has {num_processes} processes in all: use at most {MAX_PROCESSES}."
+        )
     check_roles(shapes, name)
     return tuple(shapes)
 

@@ -68,7 +68,7 @@ class MovingSequences:
         return self._sequences.get(sequence.request.request_id) is sequence
 
     def victim(self) -> Sequence | None:
-        """Returns the running sequence that would give its pages back first; None: none runs."""
+        """Returns the running sequence that would give its pages back first; None if none runs."""
         running = self._scheduler.running
         return self._scheduler.urgency.victim(running) if running else None
 

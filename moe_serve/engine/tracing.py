@@ -11,7 +11,7 @@ from pathlib import Path
 from moe_serve.cache.page_key import model_identity
 from moe_serve.config.sections import EngineConfig, TraceConfig
 from moe_serve.engine.build import BuiltEngine
-from moe_serve.engine.request.placement_version import placement_version
+from moe_serve.engine.routes.placement_version import placement_version
 from moe_serve.engine.routes.route_recorder import RouteRecorder
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.errors import CheckpointError, ConfigError, InvalidRequestError, TracingError

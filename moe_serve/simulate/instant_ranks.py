@@ -70,12 +70,12 @@ class InstantCoordinator:
 
     @property
     def step_end(self) -> float | None:
-        """When the step ends that runs now; None: none was sent out."""
+        """The end of the step that runs now; None if no step was sent out."""
         return next((end for end, _ in self._begun.values()), None)
 
     @property
     def last_end(self) -> float | None:
-        """When the last step ends that was sent out; None: none was."""
+        """The end of the last step that was sent out; None if there was no step."""
         return next((end for end, _ in reversed(self._begun.values())), None)
 
     def stop(self) -> None:

@@ -30,6 +30,7 @@ def test_a_layout_names_every_cell_with_its_ranks_and_role() -> None:
         ("(1A1E prefil)", "it takes groups such as"),
         ("1x(1A1E) and more", "it takes groups such as"),
         ("65x(1A1E)", "has 65 cells: use at most 64"),
+        ("64x(9999A1E)", "has 640000 processes in all: use at most 8192"),
         ("2x(1A1E prefill)", "none with the role decode or both"),
         ("(1A1E decode)", "none with the role prefill or both"),
     ],

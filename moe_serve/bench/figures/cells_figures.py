@@ -23,7 +23,7 @@ class CellFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleFigures:
-    """How many cells there were. Hours of devices count from the start of a cell until it was
+    """The number of cells over time. Hours of devices count from the start of a cell until it was
     empty; `most_changes_per_hour`: within any hour."""
 
     policy: str

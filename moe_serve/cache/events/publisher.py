@@ -36,7 +36,7 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherLimits:
-    """What a publisher keeps, and how often running requests give it their pages."""
+    """The batches that a publisher keeps, and how often running requests give it their pages."""
 
     buffer_steps: int  # batches, for replays
     hwm: int  # batches, for a slow subscriber

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.service.admission import Admission
 from moe_serve.errors import CellsError, ClusterError
+
+_log = logging.getLogger(__name__)
 
 _RETRY_S = 0.02  # until a cell that could begin nothing is asked again
 
@@ -160,6 +163,8 @@ class CellsEngine:
                 "another one first."
             )
         self.cells[index].is_draining = is_draining
+        what = "drains: its requests move away" if is_draining else "takes requests again"
+        _log.info("%s %s", self.cells[index].name, what)
         self._news.set()
 
     def stats(self) -> EngineStats:

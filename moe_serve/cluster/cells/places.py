@@ -12,7 +12,7 @@ from moe_serve.engine.engine import Engine
 
 
 class CellLike(Protocol):
-    """What routing and moving need to know of a cell. `Cell` implements it."""
+    """The part of a cell that routing and moving use. `Cell` implements it."""
 
     @property
     def index(self) -> int: ...

@@ -46,9 +46,11 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a rank would do with a sequence. `queue_s`: the seconds until it reads the sequence,
-    `read_s`: in which it reads it, with the delay of the rows that decode there; `more_s`: by which
-    the sequence then delays all rows of a step, its own included."""
+    """The seconds that a sequence would cost on a rank.
+
+    `queue_s`: until the rank reads it; `read_s`: to read it, with the delay of the rows that decode
+    there; `more_s`: the delay that it then adds to all rows of a step, its own included.
+    """
 
     place: Place
     num_uncached: int

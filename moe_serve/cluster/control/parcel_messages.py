@@ -39,7 +39,7 @@ class ParcelSetup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParcelFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How an attention rank takes part in parcels. Hashes are hexadecimal."""
+    """The facts by which ranks can exchange parcels with this one. Hashes are hexadecimal."""
 
     page_size: int
     page_bytes: int  # of all shards

@@ -12,7 +12,7 @@ from moe_serve.cluster.parcels.parcel import RankPlace
 
 
 class CellRanks(Protocol):
-    """What the carrier needs of the cells."""
+    """The part of the cells that the carrier uses."""
 
     def loaded(self, place: RankPlace) -> Loaded | None:
         """Returns what a process reported when it had loaded; None if it is not there."""

@@ -35,8 +35,8 @@ from moe_serve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RankHome:
-    """What a rank's process lends to its parts: an address of this host, the cluster's secret, and
-    `tell`, which reports on any thread and raises ChannelClosedError."""
+    """The parts of a rank's process that others use: an address of this host, the cluster's secret,
+    and `tell`, which reports on any thread and raises ChannelClosedError."""
 
     host: str
     secret: ClusterSecret

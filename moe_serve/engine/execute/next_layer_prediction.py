@@ -7,7 +7,7 @@ from pathlib import Path
 from moe_serve.cache.page_key import model_identity
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.layer_routers import check_routers, layer_routers
-from moe_serve.engine.request.placement_version import placement_version
+from moe_serve.engine.routes.placement_version import placement_version
 from moe_serve.errors import ConfigError
 from moe_serve.model.hub.hub_name import folder_model_name
 from moe_serve.model.load.loader import ModelLoader

@@ -84,7 +84,7 @@ class GenerationRequest:
 
     @property
     def page_origin(self) -> PageOrigin:
-        """What its pages depend on beside the tokens."""
+        """The facts beside the tokens that its pages depend on."""
         return PageOrigin(None if self.adapter is None else self.adapter.name, self.cache_salt)
 
     @property

@@ -108,7 +108,7 @@ class Shares:
         self._service_s += work
 
     def are_ahead(self, delta_s: float) -> NDArray[np.bool_] | None:
-        """Returns by place whether a tenant has had more than its share; None: none has."""
+        """Returns by place whether a tenant has had more than its share; None if no tenant has."""
         waiting = self._num_waiting > 0
         if len(self._places) < 2 or np.count_nonzero(waiting) < 2:
             return None

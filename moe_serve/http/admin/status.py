@@ -155,7 +155,7 @@ def info_router(server: ServerContext) -> APIRouter:
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """What the SGLang gateway asks a server that it is to send requests to. All attention ranks
+        """Answers what the SGLang gateway asks before it sends requests. All attention ranks
         are one worker for it, as requests do not choose a rank."""
         model = server.model
         return {

@@ -59,7 +59,7 @@ class MTPLoader:
         )
 
     def _own_matrix(self, key: str) -> Tensor | None:
-        """Loads the layer's embedding or head; None if it has none, or a copy of the model's."""
+        """Loads the layer's embedding or head; None if it is absent or a copy of the model's."""
         own, model = (
             model_table(each.names, each.spec).get(key) for each in (self.own, self.model)
         )

@@ -36,7 +36,7 @@ class Watcher(Protocol):
 
     @property
     def next_s(self) -> float | None:
-        """When it acts next; None: never."""
+        """Returns the time at which it acts next; None if it never does."""
         ...
 
     def advance_to(self, now: float) -> None:

@@ -27,7 +27,7 @@ _TIMEOUT_S = ClusterConfig().timeout_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSpeed:
-    """How KV pages travel between cells. `device_bytes_per_s`: of one device, one way."""
+    """The speed of KV pages between cells. `device_bytes_per_s`: of one device, one way."""
 
     device_bytes_per_s: float
     latency_s: float

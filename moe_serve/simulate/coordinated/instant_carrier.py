@@ -91,7 +91,7 @@ class InstantCarrier:
 
     @property
     def next_s(self) -> float | None:
-        """When the next thing happens to a parcel; None: none is on its way."""
+        """The time of the next event of a parcel; None if no parcel is on its way."""
         times = [each[0] for each in (self._shared.next_end(), *self._events[:1]) if each]
         return min(times, default=None)
 

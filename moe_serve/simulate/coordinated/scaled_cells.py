@@ -35,7 +35,7 @@ class ScaleChange:
 
 @dataclass(slots=True)
 class _Counts:
-    """What happened since the last decision. `busy`: request-seconds by cell."""
+    """The load since the last decision. `busy`: request-seconds by cell."""
 
     num_arrived: int = 0
     prompt_tokens: int = 0

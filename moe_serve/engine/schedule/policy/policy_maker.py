@@ -11,7 +11,7 @@ import torch
 from moe_serve.cache.page_key import model_identity
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.request.placement_version import placement_version
+from moe_serve.engine.routes.placement_version import placement_version
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.ageing import Ageing
 from moe_serve.engine.schedule.policy.arrival_order import BALANCED, FIFO, Observed
