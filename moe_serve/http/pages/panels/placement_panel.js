@@ -13,7 +13,7 @@ export class PlacementPanel {
     this.panel.body.append(this.balance.node, this.facts.node);
   }
 
-  update({ placement, cells }) {
+  update({ placement, cells = [] }) {
     if (placement === null) {
       this.panel.note("");
       this.panel.sayInstead(
