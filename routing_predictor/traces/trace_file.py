@@ -130,7 +130,7 @@ def read_trace(path: Path) -> RoutingTrace:
 
 
 def part_files(folder: Path) -> list[Path]:
-    """Returns the parts of a recording in order. Raises TraceError if there is none."""
+    """Returns the parts of a recording in order. Raises TraceError for a folder without parts."""
     parts = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
     if not parts:
         raise TraceError(f"{folder} contains no recording: it has no file *{SUFFIX}")

@@ -42,7 +42,7 @@ class Attempts:
         self._num_failed = 0
 
     def failed(self, error: TransientError, what: str) -> None:
-        """Waits for the next attempt. Raises HubUnreachableError if there is none."""
+        """Waits for the next attempt. Raises HubUnreachableError after the last one."""
         if self._num_failed >= len(self._waits):
             times = "1 attempt" if self._num_failed == 0 else f"{self._num_failed + 1} attempts"
             raise HubUnreachableError(

@@ -280,7 +280,7 @@ class ParserPlan:
         return "\n".join(rules) + "\n"
 
     def call_lead(self, special_ids: Mapping[str, int]) -> str:
-        """Builds a grammar of the text before forced calls; "" if there is none."""
+        """Builds a grammar of the text before forced calls; "" if calls come first."""
         assert self.tool_format is not None, "calls are forced in a known format"
         spell, reasoning = Spelling(special_ids), self.reasoning_format
         if self.tool_format.is_harmony:
@@ -291,9 +291,8 @@ class ParserPlan:
         return self._thinking_lead(reasoning, spell)
 
     def answer_lead(self, special_ids: Mapping[str, int]) -> str:
-        """Builds a grammar of the text before an answer that follows a grammar;
-        "" if there is none.
-        """
+        """Builds a grammar of the text before an answer that follows a grammar; "" if the answer
+        comes first."""
         spell, reasoning = Spelling(special_ids), self.reasoning_format
         if reasoning is None or self.scope in (None, GrammarScope.ALL):
             return ""

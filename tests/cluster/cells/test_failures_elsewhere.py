@@ -93,6 +93,8 @@ def test_a_burst_of_requests_through_a_narrow_link_hangs_nothing() -> None:
     for index in range(30):
         world.add(f"r{index}", prompt(33 + index, index % 7), max_tokens=1 + index % 9)
     world.run(most=2000)
+    names = [f"r{index}" for index in range(30)]
+    assert all(world.answer(name) == world.expected(name) for name in names)
 
 
 def test_pages_travel_after_hours_without_a_request() -> None:
