@@ -146,7 +146,7 @@ class DiskStore:
             read_bytes=self._reader.num_bytes,
             written_bytes=self._written_bytes,
             num_evicted=0 if self._space is None else self._space.num_evicted,
-            num_queued=len(self._queue),
+            num_queued=len(self._queued),
             loads=dict(self._reader.num_pages),
             saves=dict(self._num_saves),
             read_bytes_per_s=self._reader.rate,

@@ -58,7 +58,7 @@ class TierStats:
     read_bytes: int = 0
     written_bytes: int = 0
     num_evicted: int = 0
-    num_queued: int = 0  # pages that wait to be written
+    num_queued: int = 0  # pages that are not written yet
     loads: dict[str, int] = field(default_factory=dict)  # pages by LoadResult
     saves: dict[str, int] = field(default_factory=dict)  # pages by SaveResult
     queried_tokens: int = 0  # prompt tokens that the cache did not have

@@ -110,7 +110,7 @@ _TIER_ROWS = (
     ),
     _tier.gauge(
         "queue_pages",
-        "Pages that wait to be written.",
+        "Pages that are not written yet.",
         _by_tier(lambda t: t.num_queued),
         "tier",
     ),
