@@ -29,13 +29,20 @@ from moe_serve.cluster.parcels.link_setup import LinkSetup
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.planner import plan_in_process
-from moe_serve.cluster.started_ranks import CellPart, MakeStarter, StartedRanks, build_cluster
+from moe_serve.cluster.started_ranks import (
+    CellPart,
+    MakeStarter,
+    StartedRanks,
+    adapters_of,
+    build_cluster,
+)
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.rank_witness import RankWitness
 from moe_serve.config.cell_config import cell_shapes, config_of_cell
 from moe_serve.config.cells import CellShape
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.engine.build_adapters import check_adapters
 from moe_serve.engine.build_tiers import check_tiers
 from moe_serve.engine.drafting.drafting_maker import check_on_ranks
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
@@ -82,8 +89,8 @@ class _CellStart:
 class _Shared:
     """Everything that the cells of a server have in common. It is closed after them."""
 
-    def __init__(self, config: EngineConfig, of_cell: EngineConfig) -> None:
-        """`of_cell`: the configuration of any cell. Raises ConfigError."""
+    def __init__(self, config: EngineConfig, model: ClusterModel) -> None:
+        """`model`: of any cell. Raises ConfigError."""
         self.ids, self._step_numbers = itertools.count(), itertools.count(1)
         self.news = threading.Event()
         self.post = ParcelPost(self.news.set)
@@ -93,8 +100,11 @@ class _Shared:
             opened.callback(self.link.close)
             self.kv_events = KVEvents(config)
             opened.callback(self.kv_events.close)
-            self._arena = RankArena(of_cell)
+            self._arena = RankArena(model.config)
             opened.callback(self._arena.close)
+            self.adapters = adapters_of(model)
+            if self.adapters is not None:
+                opened.callback(self.adapters.close)
             self.close = opened.pop_all().close
 
     def part(self, index: int, first_rank: int) -> CellPart:
@@ -108,6 +118,7 @@ class _Shared:
             kv_events=self.kv_events,
             first_rank=first_rank,
             arena=self._arena,
+            adapters=self.adapters,
         )
 
 
@@ -126,10 +137,11 @@ def build_cells(
     for each in configs:
         check_tiers(each)
         check_on_ranks(each)
+        check_adapters(each)
     models, routes = ClusterModel.read_cells(configs), RouteListeners()
     check_next_layer(config, models[0].folder, models[0].spec)
     with contextlib.ExitStack() as opened:  # closed again if a cell cannot start
-        shared = _Shared(config, configs[0])
+        shared = _Shared(config, models[0])
         opened.callback(shared.close)
         starts = _cell_starts(models, shapes, shared, routes, starter_of, opened)
         engines = _started(starts, routes, progress)
@@ -140,6 +152,9 @@ def build_cells(
         ]
         engine = _engine(config, cells, _carrier(config, starts), shared)
         opened.pop_all()
+        opened.callback(engine.close)
+        adapters = None if shared.adapters is None else shared.adapters.open(config.adapters)
+        opened.pop_all()
     return BuiltEngine(
         engine,
         _facts(config, models, starts, time.monotonic() - clock),
@@ -148,6 +163,7 @@ def build_cells(
         last_step=lambda: _last_step(cells, starts),
         grammars=models[0].checkpoint.grammars(),
         activity=CellsWitness([start.ranks.witness for start in starts]),
+        adapters=adapters,
         cells=engine,
         nudge=engine.nudge,
         kv_events=shared.kv_events,

@@ -61,7 +61,6 @@ def check_cells(config: EngineConfig) -> None:
     refused = (
         ("scheduler.tiers", bool(config.scheduler.tiers), "their queues are kept for one cell"),
         ("cluster.rebalance", cluster.rebalance != "off", "experts move in one cell only"),
-        ("adapters.is_enabled", config.adapters.is_enabled, "adapters are served in one cell only"),
     )
     for key, is_set, why in refused:
         if is_set:
