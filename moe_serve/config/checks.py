@@ -58,10 +58,7 @@ def check_cells(config: EngineConfig) -> None:
                 f"cells.layout is {layout!r} and cluster.{key} is {getattr(cluster, key)}, but "
                 "both set the ranks: leave one of them out."
             )
-    refused = (
-        ("scheduler.tiers", bool(config.scheduler.tiers), "their queues are kept for one cell"),
-        ("cluster.rebalance", cluster.rebalance != "off", "experts move in one cell only"),
-    )
+    refused = (("cluster.rebalance", cluster.rebalance != "off", "experts move in one cell only"),)
     for key, is_set, why in refused:
         if is_set:
             raise ConfigError(
