@@ -65,14 +65,6 @@ def check_cells(config: EngineConfig) -> None:
                 f"{key} is set and cells.layout is {layout!r}, but {why}: leave one of them out."
             )
     shapes = cell_shapes(config)
-    has_tier = config.cache.disk_path is not None or config.cache.memory_tier_bytes is not None
-    if has_tier and len({shape.attention_tp for shape in shapes}) > 1:
-        counts = ", ".join(str(shape.attention_tp) for shape in shapes)
-        raise ConfigError(
-            "cache.disk_path or cache.memory_tier_bytes is set, and the cells of cells.layout have "
-            f"{counts} processes for each attention rank (tp), which lay out pages differently: "
-            "give all cells the same tp, or leave the tiers out."
-        )
     if cluster.placement is not None and len({shape.expert_ranks for shape in shapes}) > 1:
         counts = ", ".join(str(shape.expert_ranks) for shape in shapes)
         raise ConfigError(
