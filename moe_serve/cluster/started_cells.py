@@ -49,6 +49,7 @@ from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
 from moe_serve.engine.execute.step_timeline import StepTimeline
 from moe_serve.engine.opened_model import LoadReport
+from moe_serve.engine.routes.cell_placements import CellPlacements
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
@@ -84,7 +85,8 @@ class _CellStart:
     def run(self, routes: RouteListeners, progress: LoadProgress) -> ClusterEngine:
         """Starts the ranks, waits until they have loaded, and makes their engine."""
         self.ranks.start(self.make_starter, progress)
-        return self.ranks.engine(self.watch, routes, self.make_policy, plan_in_process)
+        own = RouteListeners(routes)  # its placement follows its own rows
+        return self.ranks.engine(self.watch, own, self.make_policy, plan_in_process)
 
 
 class _Shared:
@@ -96,6 +98,7 @@ class _Shared:
         self.news = threading.Event()
         self.post = ParcelPost(self.news.set)
         self.secret = read_secret(os.environ) or new_secret()
+        self.placements = CellPlacements()
         self.policy = ServicePolicy.of(config.scheduler, REAL_CLOCK)  # None: no service tiers
         with contextlib.ExitStack() as opened:  # closed again if a part is refused
             self.link = LinkSetup(config.cells)
@@ -153,6 +156,9 @@ def build_cells(
             Cell(start.index, start.shape, engine, shared.news.set)
             for start, engine in zip(starts, engines, strict=True)
         ]
+        for start in starts:
+            assert start.ranks.rebalancer is not None, "each cell has an engine"
+            shared.placements.add(start.index, start.ranks.rebalancer)
         engine = _engine(config, cells, _carrier(config, starts), shared)
         opened.pop_all()
         opened.callback(engine.close)
@@ -167,6 +173,7 @@ def build_cells(
         grammars=models[0].checkpoint.grammars(),
         activity=CellsWitness({cell_name(s.index): s.ranks.witness for s in starts}),
         adapters=adapters,
+        cell_placements=shared.placements,
         cells=engine,
         nudge=engine.nudge,
         kv_events=shared.kv_events,

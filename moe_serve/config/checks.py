@@ -58,13 +58,12 @@ def check_cells(config: EngineConfig) -> None:
                 f"cells.layout is {layout!r} and cluster.{key} is {getattr(cluster, key)}, but "
                 "both set the ranks: leave one of them out."
             )
-    refused = (("cluster.rebalance", cluster.rebalance != "off", "experts move in one cell only"),)
-    for key, is_set, why in refused:
-        if is_set:
-            raise ConfigError(
-                f"{key} is set and cells.layout is {layout!r}, but {why}: leave one of them out."
-            )
     shapes = cell_shapes(config)
+    if cluster.rebalance != "off" and all(shape.expert_ranks < 2 for shape in shapes):
+        raise ConfigError(
+            f"cluster.rebalance is {cluster.rebalance!r}, but the cells of cells.layout {layout!r} "
+            "have one expert rank each and nothing to balance: give one 2 or more, or leave it off."
+        )
     if cluster.placement is not None and len({shape.expert_ranks for shape in shapes}) > 1:
         counts = ", ".join(str(shape.expert_ranks) for shape in shapes)
         raise ConfigError(
