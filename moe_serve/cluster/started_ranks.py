@@ -57,6 +57,7 @@ from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
+from moe_serve.engine.service.service_policy import ServicePolicy
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
@@ -78,6 +79,7 @@ class CellPart:
     first_rank: int = 0  # number of attention ranks in the cells before
     arena: RankArena | None = None  # likewise
     adapters: ClusterAdapters | None = None  # likewise
+    policy: ServicePolicy | None = None  # of service tiers, likewise
 
 
 class StartedRanks:
@@ -169,7 +171,9 @@ class StartedRanks:
             self._model.checkpoint.stop_rule,
         )
 
-        service = ServiceState.of(self._model.config.scheduler, REAL_CLOCK)
+        service = ServiceState.of(
+            self._model.config.scheduler, REAL_CLOCK, policy=self._part.policy
+        )
 
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
             drafting = make_drafting()

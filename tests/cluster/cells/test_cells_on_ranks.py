@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_serve.config.sections import EngineConfig
+from moe_serve.config.sections import CacheConfig, EngineConfig
 from moe_serve.engine.request.request import GenerationRequest
 from tests.support.cluster.cells_drive import (
     cells_config,
@@ -40,11 +40,15 @@ def test_answers_are_those_of_one_process(layout: str, is_layered: bool, link: s
     """Greedy and seeded, with log probabilities and penalties, cold and warm."""
     of = cells_config(layout, link=link)
     of = layered(of) if is_layered else of
-    expected = in_one_process(of, WANTED)
+    if link == "tcp":  # one memory tier for shards that hold other parts of a page
+        cache = replace(of.cache, memory_tier_bytes=16 * 2**20, checkpoint_after_s=0.0)
+        of = replace(of, cache=cache)
+    expected = in_one_process(replace(of, cache=CacheConfig(num_pages=256)), WANTED)
     with serving_cells(of) as engine:
         assert serve(engine, WANTED) == expected
         wait_until_whole(engine)
-        moves = engine.stats().moves
+        moves, tier = engine.stats().moves, engine.stats().tier
+        assert (tier is not None and tier.num_pages > 0) is (link == "tcp")
         assert moves is not None and moves.ended.get(("hand_over", "done"), 0) > 0, f"{moves}"
         assert moves.num_failed_parcels == moves.num_recomputed_tokens == 0, f"{moves}"
         assert serve(engine, WANTED) == expected, "warm"
