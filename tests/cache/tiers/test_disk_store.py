@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moe_serve.cache.tiers import segment as segment_module
 from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity
-from moe_serve.cache.tiers.disk_report import clear
+from moe_serve.cache.tiers.disk_report import clear, report
 from moe_serve.cache.tiers.disk_space import DiskLimits
 from moe_serve.cache.tiers.disk_store import DiskStore
 from moe_serve.cache.tiers.segment import Segment
@@ -182,6 +182,37 @@ def test_a_file_that_was_cut(filled: Path, folder: Path, size: int) -> None:
     save(store, range(5, 8))
     assert load(store, range(5, 8)) == pages_of(range(5, 8))
     store.close(5)
+
+
+class _Killed(Exception):
+    """Ends the thread that writes, as a kill does."""
+
+
+@pytest.mark.parametrize("size", [0, 100, ALIGNMENT, ALIGNMENT + 1000])
+def test_a_kill_inside_a_write_cuts_that_page_alone(
+    folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(descriptor: int, buffers: list[bytes], offset: int) -> int:
+        os.pwrite(descriptor, b"".join(map(bytes, buffers))[:size], offset)
+        raise _Killed
+
+    store = open_store(folder)
+    save(store, range(3))
+    monkeypatch.setattr(segment_module.os, "pwritev", cut)
+    store.save(SavedPage(key_of(3), key_of(2), 16, page_of(3)))
+    wait_for(lambda: not store.stats().is_writing)
+    store.close(5)
+    monkeypatch.undo()
+    is_seen = size >= ALIGNMENT  # the header is whole, and its page is not
+    (found,) = report(folder, now=time.time(), verifies=True)
+    assert (found.num_pages, found.num_wrong) == (3 + is_seen, int(is_seen))
+    store = open_store(folder)
+    assert load(store, range(5)) == pages_of(range(3))
+    save(store, range(3, 5))
+    assert load(store, range(5)) == pages_of(range(5))
+    store.close(5)
+    (found,) = report(folder, now=time.time(), verifies=True)
+    assert (found.num_pages, found.num_wrong) == (5 + is_seen, int(is_seen))
 
 
 def test_a_file_of_zeros_or_of_another_server(filled: Path, folder: Path) -> None:
