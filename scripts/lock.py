@@ -4,8 +4,9 @@
     python scripts/lock.py --write     write the file from the installed packages
 
 The file lists the dependencies of moe-serve with the extras `gpu`, `otel`, `events` and
-`encryption`, and their dependencies, as the installed packages state them. The build of torch (`+cpu`) is left out, so that
-one file serves CPUs and GPUs; torch itself pins the packages of a CUDA build.
+`encryption`, and their dependencies, as the installed packages state them. The build of torch
+(`+cpu`) is left out, so that one file serves CPUs and GPUs; torch itself pins the packages of a
+CUDA build.
 """
 
 from __future__ import annotations

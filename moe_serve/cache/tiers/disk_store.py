@@ -22,6 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moe_serve.cache.tiers.disk_folder import DiskFolder, IdentityFolder, StoreIdentity
 from moe_serve.cache.tiers.disk_index import DiskIndex
 from moe_serve.cache.tiers.disk_reader import DiskReader, be_nice
@@ -29,7 +32,7 @@ from moe_serve.cache.tiers.disk_space import DiskLimits, DiskSpace, num_slots_of
 from moe_serve.cache.tiers.page_cipher import DiskKey, PageCipher, check_key
 from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader, StoredPage, slot_bytes
-from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
+from moe_serve.cache.tiers.store import LoadDone, LoadProgress, SavedPage, TierStats
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +118,14 @@ class DiskStore:
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         """See `PageStore.load`."""
         self._reader.load(job, [self._name(key) for key in keys])
+
+    def progress(self, job: int) -> LoadProgress | None:
+        """See `PageStore.progress`."""
+        return self._reader.progress(job)
+
+    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+        """See `PageStore.cancel`."""
+        return self._reader.cancel(job)
 
     def take_done(self) -> list[LoadDone]:
         """See `PageStore.take_done`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -21,7 +22,7 @@ from moe_serve.cache.tiers.disk_space import DiskLimits
 from moe_serve.cache.tiers.disk_store import DiskStore
 from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.slot import ALIGNMENT
-from moe_serve.cache.tiers.store import SavedPage
+from moe_serve.cache.tiers.store import LoadDone, SavedPage
 from moe_serve.errors import ConfigError
 
 PAGE = 3000  # bytes, not a multiple of the alignment
@@ -184,7 +185,7 @@ def test_a_file_that_was_cut(filled: Path, folder: Path, size: int) -> None:
     store.close(5)
 
 
-class _Killed(Exception):
+class _KilledError(Exception):
     """Ends the thread that writes, as a kill does."""
 
 
@@ -194,7 +195,7 @@ def test_a_kill_inside_a_write_cuts_that_page_alone(
 ) -> None:
     def cut(descriptor: int, buffers: list[bytes], offset: int) -> int:
         os.pwrite(descriptor, b"".join(map(bytes, buffers))[:size], offset)
-        raise _Killed
+        raise _KilledError
 
     store = open_store(folder)
     save(store, range(3))
@@ -377,6 +378,33 @@ def test_a_read_error_is_a_page_not_found(
     monkeypatch.undo()
     assert load(store, range(5)) == pages_of(range(5))
     assert store.stats().loads["failed"] == 1
+    store.close(5)
+
+
+def test_a_load_that_is_given_up_keeps_what_was_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, may_read, real = open_store(folder), threading.Semaphore(0), Segment.read
+    save(store, range(30))
+
+    def read(segment: Segment, slot: int) -> NDArray[np.uint8]:
+        assert may_read.acquire(timeout=60)
+        return real(segment, slot)
+
+    monkeypatch.setattr(Segment, "read", read)
+    store.load(7, [key_of(number) for number in range(30)])
+    may_read.release(5)
+    wait_for(lambda: (now := store.progress(7)) is not None and now.num_read == 5)
+    pages = store.cancel(7)
+    assert [page.tobytes() for page in pages] == pages_of(range(len(pages)))
+    assert store.take_done() == []
+    may_read.release(2)  # those that the two threads are at
+    done: list[LoadDone] = []
+    wait_for(lambda: bool(done.extend(store.take_done()) or done))
+    assert (done[0].job, done[0].num_wanted, len(done[0].pages) < 8) == (7, 30, True)
+    assert store.progress(7) is None and store.cancel(7) == ()
+    may_read.release(1000)
+    assert load(store, range(30)) == pages_of(range(30))
     store.close(5)
 
 

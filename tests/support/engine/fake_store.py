@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
+from moe_serve.cache.tiers.store import LoadDone, LoadProgress, SavedPage, TierStats
 
 
 class FakeStore:
@@ -40,6 +40,12 @@ class FakeStore:
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         self.loads.append(list(keys))
         self._running.append((job, self.delay, list(keys)))
+
+    def progress(self, job: int) -> LoadProgress | None:
+        return None
+
+    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+        return ()
 
     def take_done(self) -> list[LoadDone]:
         if self.is_hanging:
