@@ -1,8 +1,9 @@
-"""Measures the KV tiers: first token, overhead, steps, slow disks, restarts, kills, and a soak.
+"""Measures the KV tiers: first token, overhead, steps, slow disks, restarts, kills, memory, soak.
 
     python benchmarks/run.py kv_tiers --parts first_token overhead slow_disk restart kills
     python benchmarks/run.py kv_tiers --model build/random-1b --threads 2 --prompt 1024
     python benchmarks/run.py kv_tiers --parts rank_first_token rank_step_times rank_faults
+    python benchmarks/run.py kv_tiers --parts page_memory
     python benchmarks/run.py kv_tiers --parts soak --minutes 60
 
 Cold and warm requests take turns in one process. Before a warm request another prompt fills the
@@ -29,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.environment import child_environment, write_report
+from kv_tiers.page_memory import page_memory
 from kv_tiers.rank_faults import rank_faults, rank_kills
 from kv_tiers.rank_tiers import rank_first_token, rank_step_times
 from kv_tiers.tier_soak import soak
@@ -306,7 +308,7 @@ def med(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f} ms"
 
 
-_ONE_PROCESS = (first_token, overhead, step_times, slow_disk, restart, kills, soak)
+_ONE_PROCESS = (first_token, overhead, step_times, slow_disk, restart, kills, soak, page_memory)
 _RANKS = (rank_first_token, rank_step_times, rank_kills, rank_faults)
 PARTS = {each.__name__: each for each in (*_ONE_PROCESS, *_RANKS)}
 
@@ -320,6 +322,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--key-file", help="encrypts the pages, in one process")
     parser.add_argument("--pages", type=int, default=1000, help="beside those found, of restart")
+    parser.add_argument("--written", type=int, default=30_000, help="pages of page_memory")
     parser.add_argument("--minutes", type=float, default=1.0, help="of the soak")
     parser.add_argument("--disk-mib", type=int, default=1024, help="bound of the soak")
     parser.add_argument("--budget-mib", type=int, default=16384, help="of a day of the soak")

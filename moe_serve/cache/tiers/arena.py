@@ -42,7 +42,7 @@ class ArenaView:
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages into slots, given as (page, slot)."""
         for page, slot in pairs:
-            self._slots[slot] = self._pages.read(page)
+            self._pages.read(page, self._slots[slot])
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies slots into pages, given as (slot, page)."""

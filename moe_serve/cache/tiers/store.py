@@ -101,8 +101,13 @@ class PageStore(Protocol):
         """Bytes per second of the last load, or measured at the start; None: not known."""
         ...
 
+    def buffer(self) -> NDArray[np.uint8]:
+        """Returns memory for the bytes of a page that is to be saved, [bytes of a page]."""
+        ...
+
     def save(self, page: SavedPage) -> None:
-        """Queues a page. The oldest queued page is dropped if the queue is full."""
+        """Queues a page, whose data may be in memory that `buffer` returned. The oldest queued page
+        is dropped if the queue is full."""
         ...
 
     def load(self, job: int, keys: Sequence[bytes]) -> None:

@@ -32,7 +32,7 @@ _MOST_QUEUED = 65536  # pages that wait to be copied
 class PageAccess:
     """Reads and writes the bytes of pages, on the engine's thread."""
 
-    read: Callable[[int], NDArray[np.uint8]]
+    read: Callable[[int, NDArray[np.uint8]], None]
     write: Callable[[int, NDArray[np.uint8]], None]
     num_bytes: int  # of a page
 
@@ -91,7 +91,8 @@ class PageTiers(KVTier):
         for _ in range(min(_PAGES_PER_STEP, len(self._fresh), self._store.room)):
             page, key, parent_key = self._fresh.popleft()
             if self._cache.tree.find(key) == page and not self._store.has(key):
-                data, size = self._pages.read(page), self._cache.page_size
+                data, size = self._store.buffer(), self._cache.page_size
+                self._pages.read(page, data)
                 self._store.save(SavedPage(key, parent_key, size, data))
 
     def step_begins(self, schedule: Schedule) -> None:

@@ -430,3 +430,17 @@ def test_a_weight_file_that_cannot_be_read_leaves_the_tier_off(
     assert store.num_held([key_of(0)]) == 0 and store.room == 0
     assert "stopped writing" in caplog.text
     store.close(5)
+
+
+def test_keys_that_begin_alike_are_not_confused(folder: Path) -> None:
+    """An index that looks at the first bytes only compares the whole key."""
+    store = open_store(folder)
+    save(store, range(1))
+    other = key_of(0)[:8] + key_of(1)[8:]
+    assert not store.has(other) and store.num_held([other]) == 0
+    store.load(7, [other])
+    done: list[LoadDone] = []
+    wait_for(lambda: bool(done.extend(store.take_done()) or done))
+    assert done[0].pages == ()
+    assert load(store, range(1)) == pages_of(range(1))
+    store.close(5)

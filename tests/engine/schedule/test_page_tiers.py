@@ -38,8 +38,8 @@ class ManualClock:
 
 
 def access(runner: FakeRunner) -> PageAccess:
-    def read(page: int) -> NDArray[np.uint8]:
-        return np.array(runner.slots[page], dtype=np.uint8)
+    def read(page: int, into: NDArray[np.uint8]) -> None:
+        into[:] = runner.slots[page]
 
     def write(page: int, data: NDArray[np.uint8]) -> None:
         runner.slots[page] = data.tolist()
@@ -191,6 +191,7 @@ def test_the_first_token_comes_by_the_better_way(load_s: float, believed: float)
     stems = [[number, *PROMPT[1:]] for number in range(41, 45)]
     store, num_pages = TimedStore(clock, 1.0), 99 // size
     cold, warm = (TimedRunner(size, clock, 0.01) for _ in range(2))
+    store.page_bytes = size
     engine = engine_with(store, cold, clock)
     for stem in stems:
         engine.add(request("a", stem))

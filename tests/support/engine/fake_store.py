@@ -17,6 +17,7 @@ class FakeStore:
         self.pages: dict[bytes, NDArray[np.uint8]] = {}
         self.parents: dict[bytes, bytes] = {}
         self.delay, self.room = delay, room
+        self.page_bytes = 16
         self.is_hanging = False
         self.most_pages: int | None = None  # that a load returns
         self.loads: list[list[bytes]] = []
@@ -33,6 +34,9 @@ class FakeStore:
 
     def has(self, key: bytes) -> bool:
         return key in self.pages
+
+    def buffer(self) -> NDArray[np.uint8]:
+        return np.full(self.page_bytes, 255, dtype=np.uint8)
 
     def save(self, page: SavedPage) -> None:
         self.pages[page.key], self.parents[page.key] = page.data.copy(), page.parent_key
