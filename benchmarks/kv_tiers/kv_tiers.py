@@ -30,21 +30,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.environment import child_environment, write_report
+from kv_tiers.opened_model import (
+    drop_file_cache,
+    med,
+    opened,
+    prompt_of,
+    tier_of,
+    timed,
+    until_stored,
+)
 from kv_tiers.page_memory import page_memory
 from kv_tiers.rank_faults import rank_faults, rank_kills
 from kv_tiers.rank_tiers import rank_first_token, rank_step_times
+from kv_tiers.step_costs import overhead, step_times
 from kv_tiers.tier_soak import soak
 from moe_serve import LLM, SamplingParams
 from moe_serve.cache.tiers.segment import Segment
-from moe_serve.cache.tiers.store import SavedPage, TierStats
-from moe_serve.engine.request.request import TokenDelta
+from moe_serve.cache.tiers.store import SavedPage
 from moe_serve.engine.schedule.page_tiers import PageTiers
 
-_FIRST = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _ANSWER = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 _KILLED = """
 import sys
-from kv_tiers.kv_tiers import prompt_of
+from kv_tiers.opened_model import prompt_of
 from moe_serve import LLM, SamplingParams
 folder, seed = sys.argv[1], int(sys.argv[2])
 with LLM(kv_disk=folder, num_threads=1) as llm:
@@ -53,56 +61,6 @@ with LLM(kv_disk=folder, num_threads=1) as llm:
         prompts = [prompt_of(llm, 200, seed * 100_000 + turn * 4 + i) for i in range(4)]
         llm.generate(prompts, SamplingParams(max_tokens=16), use_progress_bar=False)
 """
-
-
-def prompt_of(llm: LLM, length: int, seed: int) -> list[int]:
-    """Returns random token ids."""
-    rng = np.random.default_rng(seed)
-    tokens: list[int] = rng.integers(10, llm.layout.vocab_size - 10, length).tolist()
-    return tokens
-
-
-def opened(arguments: argparse.Namespace, folder: Path | None, num_pages: int | None = None) -> LLM:
-    """Opens the model, with a tier in `folder`, and waits until the tier is open."""
-    llm = LLM(
-        arguments.model,
-        num_threads=arguments.threads,
-        num_pages=num_pages,
-        max_model_len=None if num_pages is None else num_pages * 16 - 16,
-        kv_disk=None if folder is None else str(folder),
-        kv_disk_key_file=None if folder is None else arguments.key_file,
-    )
-    while folder is not None and not tier_of(llm).is_reading:
-        time.sleep(0.01)
-    return llm
-
-
-def tier_of(llm: LLM) -> TierStats:
-    tier = llm.stats().tier
-    assert tier is not None, "the model was opened with a tier"
-    return tier
-
-
-def timed(llm: LLM, prompt: list[int], params: SamplingParams = _FIRST) -> float:
-    begin = time.perf_counter()
-    llm.generate([prompt], params, use_progress_bar=False)
-    return time.perf_counter() - begin
-
-
-def until_stored(llm: LLM) -> None:
-    """Lets the engine hand over what it computed, and waits until it is written."""
-    while (tier := tier_of(llm)).num_queued:
-        llm.generate([[1, 2, 3]], _FIRST, use_progress_bar=False)
-        if sum(tier.saves.values()) == 0:
-            time.sleep(0.01)
-
-
-def drop_file_cache(folder: Path) -> None:
-    os.sync()
-    for path in folder.glob("*/*.kv"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def first_token(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -126,64 +84,6 @@ def first_token(arguments: argparse.Namespace, folder: Path) -> dict[str, object
     share = statistics.median(ratio)
     print(f"  disk {med(warm)}: {share:.3f} of cold, read at {rate / 1e6:.0f} MB/s")
     return {"cold_s": cold, "disk_s": warm, "cached_s": cached, "read_bytes_per_s": rate}
-
-
-def overhead(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Times 16 streams whose prompts are never found, with and without the tier."""
-    rates: dict[str, list[float]] = {"off": [], "on": []}
-    with opened(arguments, None) as off, opened(arguments, folder) as on:
-        params = SamplingParams(max_tokens=256, temperature=0.0, ignore_eos=True)
-        for turn in range(-1, arguments.repeat):
-            for name, llm in (("off", off), ("on", on))[:: 1 if turn % 2 else -1]:
-                prompts = [prompt_of(llm, 128, 5000 + turn * 16 + i) for i in range(16)]
-                begin = time.perf_counter()
-                llm.generate(prompts, params, use_progress_bar=False)
-                if turn >= 0:
-                    rates[name].append(16 * 256 / (time.perf_counter() - begin))
-        tier = tier_of(on)
-    ratios = [a / b for a, b in zip(rates["on"], rates["off"], strict=True)]
-    print(f"16 streams, tokens/s with the tier over without: {statistics.median(ratios):.3f}")
-    print(f"  {min(ratios):.3f} to {max(ratios):.3f}; {tier.saves} pages")
-    return {"rates": rates, "ratio": statistics.median(ratios), "saves": tier.saves}
-
-
-def step_times(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Times the steps of 16 streams whose prompts are never found, with and without the tier."""
-    steps: dict[str, list[float]] = {"off": [], "on": []}
-    params = SamplingParams(max_tokens=256, temperature=0.0, ignore_eos=True)
-    with opened(arguments, None) as off, opened(arguments, folder) as on:
-        for turn in range(-1, arguments.repeat):
-            for name, llm in (("off", off), ("on", on))[:: 1 if turn % 2 else -1]:
-                prompts = [prompt_of(llm, 128, 7000 + turn * 16 + i) for i in range(16)]
-                times = timed_steps(llm, prompts, params)
-                steps[name] += times if turn >= 0 else []
-    result = dict[str, object]()
-    for title, at in (("median", 0.5), ("p99", 0.99)):
-        off_s, on_s = (float(np.quantile(steps[name], at)) for name in ("off", "on"))
-        print(f"step, {title}: {on_s / off_s:.3f} ({on_s * 1e3:.2f} over {off_s * 1e3:.2f} ms)")
-        result[title] = {"off_s": off_s, "on_s": on_s}
-    means = [statistics.mean(steps[name]) for name in ("on", "off")]
-    print(f"step, mean: {means[0] / means[1]:.3f}; {len(steps['on'])} steps each")
-    return result | {"mean": means}
-
-
-def timed_steps(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[float]:
-    """Returns the seconds of each of the engine's steps."""
-    engine, times = llm._engine, list[float]()
-    real = engine.step
-
-    def step() -> list[TokenDelta]:
-        begin = time.perf_counter()
-        deltas = real()
-        times.append(time.perf_counter() - begin)
-        return deltas
-
-    engine.step = step  # type: ignore[method-assign]
-    try:
-        llm.generate(prompts, params, use_progress_bar=False)
-    finally:
-        del engine.step
-    return times
 
 
 def slow_disk(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -302,10 +202,6 @@ def kills(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
                 wrong += [o.outputs[0].token_ids for o in outputs] != cold
     print(f"{arguments.kills} kills: {failed} failed starts, {wrong} wrong answers")
     return {"kills": arguments.kills, "failed": failed, "wrong": wrong}
-
-
-def med(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.1f} ms"
 
 
 _ONE_PROCESS = (first_token, overhead, step_times, slow_disk, restart, kills, soak, page_memory)

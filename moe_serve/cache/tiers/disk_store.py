@@ -259,13 +259,13 @@ class DiskStore:
             parent_key=self._name(page.parent_key),
             geometry=self._geometry,
             num_bytes=len(page.data),
-            digest=b"",
+            digest=sha256(page.data.data).digest() if self._cipher is None else b"",
             written_at=now,
             expires_at=now + self._limits.ttl_s,
         )
-        data, seal = page.data, b""
-        if self._cipher is not None:
-            data, seal = self._cipher.encrypt(data, header.context)
+        if self._cipher is None:
+            return StoredPage(header, page.data)
+        data, seal = self._cipher.encrypt(page.data, header.context)
         return StoredPage(replace(header, digest=sha256(data.data).digest()), data, seal)
 
     def _name(self, key: bytes) -> bytes:

@@ -44,7 +44,8 @@ class PageBuffers:
                 return self._free.pop()
             if self._num_used < len(self._rows):
                 self._num_used += 1
-                return self._rows[self._num_used - 1]
+                row: NDArray[np.uint8] = self._rows[self._num_used - 1]
+                return row
         return np.empty(self._rows.shape[1], dtype=np.uint8)
 
     def give_back(self, page: NDArray[np.uint8]) -> None:

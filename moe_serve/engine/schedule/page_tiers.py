@@ -88,6 +88,11 @@ class PageTiers(KVTier):
         if self.is_due:
             self._next_give = self._clock() + self._give_after_s
         self.loads.take(self._enter)
+        if self._fresh:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Copies pages for the store, while it has room."""
         for _ in range(min(_PAGES_PER_STEP, len(self._fresh), self._store.room)):
             page, key, parent_key = self._fresh.popleft()
             if self._cache.tree.find(key) == page and not self._store.has(key):
@@ -97,7 +102,7 @@ class PageTiers(KVTier):
 
     def step_begins(self, schedule: Schedule) -> None:
         """See `KVTier.step_begins`. An empty step waits a moment for a load that runs."""
-        self._times.begins(list(schedule.values()))
+        self._times.begins(schedule.values())
         if not schedule:
             self.loads.wait()
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from moe_serve.cache.tiers.store import LoadDone, PageStore, TierStats
@@ -93,6 +92,8 @@ class StoreLoads:
     def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
         """Hands over loaded pages and gives up late loads. `enter` puts the pages where the
         sequence finds them, and returns their number."""
+        if not (self._loads or self._late):
+            return  # most steps: nothing was asked
         for load, done in itertools.chain(self._take_done(), self._give_up_slow()):
             count = enter(load, done) * self._page_size
             load.sequence.num_tier_tokens += count
@@ -210,10 +211,14 @@ class RecentSteps:
         self._rule, self._clock = rule, clock
         self._step: tuple[float, int, int] | None = None  # its begin, tokens, those of prompts
 
-    def begins(self, steps: Items[tuple[Sequence, int]]) -> None:
-        """Notes a step's sequences and their tokens."""
+    def begins(self, steps: Collection[tuple[Sequence, int]]) -> None:
+        """Notes a step's sequences and their tokens. A step in which no sequence computes more than
+        one says nothing about prompts, and is not looked at again."""
         num_tokens = sum(count for _, count in steps)
-        self._step = self._clock(), num_tokens, sum(s.num_unread(count) for s, count in steps)
+        self._step = None
+        if num_tokens > len(steps):
+            num_prompt_tokens = sum(s.num_unread(count) for s, count in steps)
+            self._step = self._clock(), num_tokens, num_prompt_tokens
 
     def ended(self) -> None:
         """Notes the end of the step that began last. One that began before that end is not
