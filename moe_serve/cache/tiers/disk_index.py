@@ -134,4 +134,5 @@ def _start(key: bytes) -> int:
 
 def _starts(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Returns `_start` of every key; `words`: 4 of each key."""
-    return np.bitwise_and(words[::4], np.uint64(2**56 - 1))
+    starts: NDArray[np.uint64] = words[::4] & np.uint64(2**56 - 1)
+    return starts

@@ -137,14 +137,15 @@ class PageTiers(KVTier):
         if len(found) < load.num_found or not sequence.page_keys:
             return 0  # evicted in the meantime, or the sequence has left the engine
         cache.pin(found)
+        pages = cache.allocate(min(len(done.pages), cache.num_available))
+        start, end = load.num_found, load.num_found + len(pages)
+        tokens = token_array(sequence.token_ids[start * size : end * size]).reshape(-1, size)
+        keys, origin = sequence.page_keys[start : end + 1], sequence.request.page_origin
         run: list[int] = []
-        for data, index in zip(done.pages, itertools.count(load.num_found), strict=False):
-            if not cache.num_available:
-                break
-            (page,) = cache.allocate(1)
+        for page, data, row, (parent_key, key) in zip(
+            pages, done.pages, tokens, itertools.pairwise(keys), strict=False
+        ):
             self._pages.write(page, data)
-            tokens = token_array(sequence.token_ids[index * size : (index + 1) * size])
-            parent_key, key = sequence.page_keys[index : index + 2]
-            run.append(cache.enter(page, key, parent_key, tokens, sequence.request.page_origin))
+            run.append(cache.enter(page, key, parent_key, row, origin))
         cache.release([*found, *run])
         return len(run)
