@@ -146,7 +146,8 @@ def _alternating(
                 bias[i, :num_rows] = matrix.bias_N
     has_bias = any(m is not None and m.bias_N is not None for m in (gate, up))
     bits, scales, bias = (
-        each.unflatten(1, (-1, _PANEL)).transpose(0, 1).flatten(0, 2) for each in (bits, scales, bias)
+        each.unflatten(1, (-1, _PANEL)).transpose(0, 1).flatten(0, 2)
+        for each in (bits, scales, bias)
     )
     return SignMatrix(
         bits_NB=bits, num_columns=width, scales_N=scales, bias_N=bias if has_bias else None

@@ -40,8 +40,8 @@ from moe_kernels.reference.kv_rows import page_rows, rotated, store_rows
 from moe_kernels.reference.linear import make_linear
 from moe_kernels.reference.low_bit_linear import AnyLinear, made_linear
 from moe_kernels.reference.norm import rms_norm, rotate
-from moe_kernels.reference.signed_products import SignedMLP, TorchSignedLinear
 from moe_kernels.reference.paged_attention import AttentionPlan, paged_attention, plan_attention
+from moe_kernels.reference.signed_products import SignedMLP, TorchSignedLinear
 
 
 class TorchExperts:
