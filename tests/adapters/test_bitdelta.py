@@ -136,6 +136,19 @@ def test_files_that_are_refused(base: Path, tmp_path: Path) -> None:
         builder.build(files)
 
 
+def test_other_routers_are_refused_where_expert_ranks_route(base: Path, tmp_path: Path) -> None:
+    adapter, loader = made(tmp_path, base), ModelLoader(base)
+    live = LiveModel(experts=loader.expert_stage(), is_routing=True)
+    with open_unchanged(adapter) as files, pytest.raises(CheckpointError, match="cluster.router"):
+        AdapterBuilder(loader, 64, live=live).build(files)
+
+
+def test_moving_experts_are_refused(base: Path, tmp_path: Path) -> None:
+    adapters = adapters_of(own=made(tmp_path, base))
+    with pytest.raises(ConfigError, match="model.expert_memory_bytes"):
+        LLM(str(base), adapters=adapters, expert_memory_bytes=200_000)
+
+
 def test_what_no_adapter_is_made_of(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no difference to store"):
         make_bitdelta(base, base, tmp_path / "none")

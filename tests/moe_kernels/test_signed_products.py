@@ -83,8 +83,9 @@ def test_experts(kernels: KernelsName, dtype: torch.dtype, width: int, hidden: i
         )
         for e in range(6)
     ]
-    bases = [made.experts([*experts[:4], None, None], activation)] * 4
-    bases += [made.experts([None] * 4 + experts[4:], activation)] * 2  # in two banks
+    first = made.experts([*experts[:4], None, None], activation)
+    second = made.experts([None, None, None, None, *experts[4:]], activation)
+    bases = [first] * 4 + [second] * 2
     bank = made.signed_experts(bases, added, activation)
     x, ids = random(9, width, seed=5).to(dtype), ids_of(9, 2, 6, "any")
     weights = torch.full((9, 2), 0.5)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address, num_panels
@@ -53,7 +55,7 @@ def pack_signs(matrix: SignMatrix) -> PackedSigns:
     have one."""
     bits = torch.from_numpy(_words(matrix.bits_NB.numpy(), matrix.num_columns))
     padding = -matrix.num_rows % _PANEL
-    by_panel = torch.nn.functional.pad(matrix.every_scale(), (0, padding)).view(-1, _PANEL)
+    by_panel = F.pad(matrix.every_scale(), (0, padding)).view(-1, _PANEL)
     if padding:
         by_panel[-1, -padding:] = by_panel[-1, 0]  # columns that are not stored
     is_shared = bool((by_panel == by_panel[:, :1]).all())
@@ -66,13 +68,14 @@ def pack_signs(matrix: SignMatrix) -> PackedSigns:
     return PackedSigns(struct, bits, scales, bias)
 
 
-def _words(bits_NB: np.ndarray, num_columns: int) -> np.ndarray:
+def _words(bits_NB: NDArray[np.uint8], num_columns: int) -> NDArray[np.int64]:
     """[N, B] -> int64 [groups of 64 outputs, K]: bit i is that of the group's output i."""
     bits_NK = np.unpackbits(bits_NB, axis=1, bitorder="little")[:, :num_columns]
     padded = np.pad(bits_NK, ((0, -len(bits_NK) % _GROUP), (0, 0)))
     by_group = padded.reshape(-1, _GROUP, num_columns).transpose(0, 2, 1)
     packed = np.packbits(np.ascontiguousarray(by_group), axis=2, bitorder="little")
-    return packed.view(np.int64)[:, :, 0].copy()
+    words: NDArray[np.int64] = packed.view(np.int64)[:, :, 0].copy()
+    return words
 
 
 class NativeSignedLinear:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -56,9 +57,10 @@ class SignMatrix:
 def signs_of(delta_NK: Tensor) -> Tensor:
     """Returns the bits [N, B] of a difference of weights. A difference of zero counts as positive,
     as in published files."""
-    padded_NK = torch.nn.functional.pad((delta_NK >= 0).to(torch.uint8), (0, -len(delta_NK.T) % 8))
+    padded_NK = F.pad((delta_NK >= 0).to(torch.uint8), (0, -delta_NK.shape[1] % 8))
     places = torch.arange(8, device=delta_NK.device, dtype=torch.uint8)
-    return (padded_NK.unflatten(1, (-1, 8)) << places).sum(dim=2, dtype=torch.uint8)
+    shifted_NB8: Tensor = padded_NK.unflatten(1, (-1, 8)) << places
+    return shifted_NB8.sum(dim=2, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,11 +53,23 @@ class BitDeltaBuilder:
             experts, expert_bytes = self._experts.routed(layer, tensors, own)
             layers.append(AdapterLayer(linears={}, experts=experts))
             num_bytes += expert_bytes
-        common = {"digest": files.digest, "layers": tuple(layers), "kind": "bitdelta", "rank": 0}
         if self._stages is None or not self._part.has_attention:
-            return AdapterWeights(**common, num_bytes=num_bytes)
+            return AdapterWeights(
+                digest=files.digest,
+                layers=tuple(layers),
+                num_bytes=num_bytes,
+                kind="bitdelta",
+                rank=0,
+            )
         stage, stage_bytes = self._stages.stage(tensors)
-        return FineTune(**common, num_bytes=num_bytes + stage_bytes, stage=stage)
+        return FineTune(
+            digest=files.digest,
+            layers=tuple(layers),
+            num_bytes=num_bytes + stage_bytes,
+            kind="bitdelta",
+            rank=0,
+            stage=stage,
+        )
 
     def _check_routers(self, tensors: BitDeltaTensors) -> None:
         """Raises CheckpointError for other routers, if expert ranks route with those of the base

@@ -128,7 +128,9 @@ def read_bitdelta(
             if module + ending not in names:
                 raise CheckpointError(f"{where} has no counterpart {(module + ending)[:200]}.")
         num_rows, width = target.shape
-        shapes = [(num_rows, -(-width // 8))] if name.endswith(SIGN) else [(1,), (num_rows,), ()]
+        shapes: list[tuple[int, ...]] = [(1,), (num_rows,), ()]
+        if name.endswith(SIGN):
+            shapes = [(num_rows, -(-width // 8))]
         _check_shape(where, files.shape(name), shapes)
         signs[target] = module
     if not names:

@@ -83,16 +83,17 @@ class AdaptedStage:
         counts = [len(s.token_ids) for s in batch.slices]
         owner_T = np.repeat(np.arange(len(counts)), counts)
         parts = []
-        for digest in (None, *own):
-            places = [i for i, s in enumerate(batch.slices) if _stage_key(s.adapter, own) == digest]
+        keys: tuple[bytes | None, ...] = (None, *own)
+        for key in keys:
+            places = [i for i, s in enumerate(batch.slices) if _stage_key(s.adapter, own) == key]
             if not places:
                 continue
             some = replace(batch, slices=tuple(batch.slices[i] for i in places))
             rows = torch.from_numpy(np.flatnonzero(np.isin(owner_T, places))).to(device)
-            if digest is None:
+            if key is None:
                 stage, added = self._base, adapter_rows(some, adapters, device)
             else:
-                stage, added = own[digest].stage, AdapterRows((RowGroup(None, own[digest]),))
+                stage, added = own[key].stage, AdapterRows((RowGroup(None, own[key]),))
             made = stage.make_inputs(some, cache, device)
             parts.append(StagePart(stage, replace(made, adapters=added), rows))
         common = {field.name: getattr(inputs, field.name) for field in fields(inputs)}

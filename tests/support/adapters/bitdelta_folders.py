@@ -13,14 +13,20 @@ from torch import Tensor
 from tests.support.adapters.adapter_folders import tensors_of
 
 
-def write_fine_tune(folder: Path, base: Path, *, seed: int = 0, size: float = 0.1) -> Path:
-    """Writes a checkpoint in which every tensor differs a little from the base's."""
+def write_fine_tune(
+    folder: Path, base: Path, *, seed: int = 0, size: float = 0.1, has_routers: bool = True
+) -> Path:
+    """Writes a checkpoint in which every tensor differs a little from the base's. `has_routers`:
+    that of a router too."""
     shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     generator = torch.Generator().manual_seed(seed)
+    weights = tensors_of(base)
     tuned = {
         name: weight + size * torch.randn(weight.shape, generator=generator).to(weight.dtype)
-        for name, weight in tensors_of(base).items()
+        for name, weight in weights.items()
+        if has_routers or not name.endswith(".mlp.gate.weight")
     }
+    tuned = weights | tuned
     save_file(tuned, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
