@@ -24,7 +24,6 @@ from moe_serve.model.stage.tensor_shard import TensorShard
 
 _ONE = TensorShard(0, 1)
 _RANK_STEP = 16  # ranks are filled up with zeros, so that kernels have whole panels
-# The linear layers of both kinds of attention, and the stored matrices behind each.
 _GROUPED = {"qkv": ("q", "k", "v"), "output": ("o",)}
 _LATENT = {"query_down": ("q_a",), "query": ("q_b", "q"), "latent": ("kv_a",), "output": ("o",)}
 
@@ -42,7 +41,7 @@ def make_low_rank(
     spec = loader.spec
     table = attention_table(loader.names, spec, layer)
     made, num_bytes = {}, 0
-    for key, stored in (_GROUPED if spec.latent is None else _LATENT).items():
+    for key, stored in linear_parts(spec).items():
         sizes = {part: table[part].shape for part in stored if part in table}
         own = {part: matrices[part] for part in sizes if part in matrices}
         if not own:
@@ -74,7 +73,7 @@ def _joined(
             ranks = slice(first_rank, first_rank + len(matrices.a_RK))
             a_RK[ranks] = matrices.a_RK.float()
             part_NR[:, ranks] = matrices.scale * rows_in_order(
-                matrices.b_NR.float(), _order(spec, layer, part)
+                matrices.b_NR.float(), row_order(spec, layer, part)
             )
             first_rank = ranks.stop
         held = slice(None) if part == "o" else shard.rows(part, shape[0], spec, layer)
@@ -82,7 +81,12 @@ def _joined(
     return a_RK, torch.cat(parts_NR)
 
 
-def _order(spec: ModelSpec, layer: int, part: str) -> Tensor | None:
+def linear_parts(spec: ModelSpec) -> Mapping[str, tuple[str, ...]]:
+    """Returns the linear layers of attention, and the stored matrices behind each."""
+    return _GROUPED if spec.latent is None else _LATENT
+
+
+def row_order(spec: ModelSpec, layer: int, part: str) -> Tensor | None:
     """Returns the order of the rows that the loader gives this matrix."""
     latent = spec.latent
     if latent is None:

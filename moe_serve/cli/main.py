@@ -15,6 +15,7 @@ import typer
 
 from experts.placement.placement_error import PlacementError
 from moe_serve import __version__
+from moe_serve.cli.adapters import adapters
 from moe_serve.cli.bench.bench import bench
 from moe_serve.cli.cache import cache
 from moe_serve.cli.calibrate import calibrate
@@ -57,6 +58,12 @@ app.command(rich_help_panel="Serve", cls=ServerCommand)(launch)
 app.command(rich_help_panel="Use")(chat)
 app.command(name="run-batch", rich_help_panel="Use")(run_batch)
 app.command(rich_help_panel="Use")(quantize)
+app.add_typer(
+    adapters,
+    name="adapters",
+    rich_help_panel="Use",
+    help="Make adapters of fine-tunes.",
+)
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 app.command(rich_help_panel="Inspect")(doctor)
 app.add_typer(models, name="models", rich_help_panel="Inspect")

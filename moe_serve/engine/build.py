@@ -10,6 +10,7 @@ import torch
 
 from experts.expert_stage import ExpertStage
 from moe_kernels.kernel_choice import default_num_threads
+from moe_serve.adapters.live_model import LiveModel
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.kv_cache import check_page_size
@@ -98,9 +99,9 @@ def build_engine(
     tap, routes, log = RouteTap(spec.router.num_experts), RouteListeners(), StageLog()
     make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
     next_layer = open_next_layer(config, model.folder, loader)
-    adapters = open_adapters(config, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = model.load_attention(config)
+    adapters = open_adapters(config, loader, LiveModel(attention=part.stage, experts=experts))
     pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer), adapters)
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)

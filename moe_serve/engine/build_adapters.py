@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_serve.adapters.adapter_build import AdapterBuilder
+from moe_serve.adapters.live_model import LiveModel
 from moe_serve.adapters.registry import AdapterRegistry, open_registry
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError
@@ -35,10 +36,12 @@ def check_adapters(config: EngineConfig) -> None:
         )
 
 
-def open_adapters(config: EngineConfig, loader: ModelLoader) -> AdapterRegistry | None:
+def open_adapters(
+    config: EngineConfig, loader: ModelLoader, live: LiveModel
+) -> AdapterRegistry | None:
     """Loads the configured adapters; None: the engine serves none. Raises ConfigError, and
     CheckpointError for an adapter that cannot be served."""
     if not config.adapters.is_enabled:
         return None
-    builder = AdapterBuilder(loader, config.adapters.max_rank)
+    builder = AdapterBuilder(loader, config.adapters.max_rank, live=live)
     return open_registry(config.adapters, builder.build)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.stage.adapter_rows import LoadedAdapters, adapter_rows
+from moe_serve.model.stage.adapted_stage import AdaptedStage
+from moe_serve.model.stage.adapter_rows import LoadedAdapters
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, StepPlan
@@ -48,10 +49,11 @@ class Pipeline:
     ) -> None:
         """`next_layer`: predicts needed experts if not all are held in memory. `parked`: states
         that outlive this pipeline. `adapters`: those that rows may have."""
-        self._stage, self._transport, self._cache, self._device = stage, transport, cache, device
+        self._stage = AdaptedStage(stage, adapters)
+        self._transport, self._cache, self._device = transport, cache, device
         self._log = StageLog() if log is None else log  # its owner begins and ends steps
         self._tap = RouteTap(stage.spec.router.num_experts) if tap is None else tap
-        self._next_layer, self._adapters = next_layer, adapters
+        self._next_layer = next_layer
         self.parked = ParkedStates() if parked is None else parked
         self.stacked: StackedLayers | None = None  # if set, runs steps of one micro-batch
         self.device = device
@@ -131,7 +133,7 @@ class Pipeline:
             if logit_rows is None:
                 parts.append(self._no_logits())
                 continue
-            parts.append(self._stage.logits(state.hidden_TD, logit_rows))
+            parts.append(self._stage.logits(state.hidden_TD, logit_rows, state.inputs))
             self._log.add(Stage.LOGITS, NO_LAYER, index, len(parts[-1]), start)
             if self.keeps_hidden:
                 hidden.append(state.hidden_TD.index_select(0, logit_rows))
@@ -144,11 +146,7 @@ class Pipeline:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _inputs(self, batch: MicroBatch) -> StepInputs:
-        inputs = self._stage.make_inputs(batch, self._cache, self._device)
-        if self._adapters is None:
-            assert not any(s.adapter for s in batch.slices), "this pipeline has no adapters"
-            return inputs
-        return replace(inputs, adapters=adapter_rows(batch, self._adapters, self._device))
+        return self._stage.make_inputs(batch, self._cache, self._device)
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:
         """Runs the embedding and all layers, and returns the residual stream [T, D] of each

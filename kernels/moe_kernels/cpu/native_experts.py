@@ -38,6 +38,7 @@ class ExpertsStruct(ctypes.Structure):
         ("up_offset", Float),
         ("gate_up_form", FormStruct),
         ("down_form", FormStruct),
+        ("signs", Pointer),  # by expert, see native_signs.py
     )
 
 
@@ -51,6 +52,9 @@ class Addresses:
     def put(self, expert_id: int, tensor: Tensor) -> None:
         self._tensors[expert_id] = tensor
         self.array[expert_id] = tensor.data_ptr()
+
+    def get(self, expert_id: int) -> Tensor | None:
+        return self._tensors.get(expert_id)
 
     def drop(self, expert_id: int) -> None:
         self.array[expert_id] = None
@@ -115,6 +119,7 @@ class ExpertTable:
 
     def __init__(self, panels: ExpertPanels, count: int, activation: GatedActivation) -> None:
         native = panels.native
+        self.panels, self.activation = panels, activation
         self._function = native.function("moe_experts")
         self._partial_function = native.function("moe_experts_partial")
         self._addresses = gate_up, down, *_ = [Addresses(count) for _ in range(4)]
@@ -146,6 +151,16 @@ class ExpertTable:
     def drop(self, expert_id: int) -> None:
         for addresses in self._addresses:
             addresses.drop(expert_id)
+
+    def packed(self, expert_id: int) -> PackedExpert:
+        """Returns an expert that is here."""
+        gate_up, down, *biases = (each.get(expert_id) for each in self._addresses)
+        assert gate_up is not None and down is not None, absence(1 + expert_id)
+        return PackedExpert(gate_up, down, *biases)
+
+    def with_signs(self, address: int) -> None:
+        """Sets the additions of one bit per weight, an array by expert."""
+        self._struct.signs = address
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         num_rows, top_k = expert_ids_TK.shape

@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from experts.virtual_experts import AdapterExperts, MissingAdapterError, VirtualExperts
-from moe_serve.adapters.adapter_build import AdapterBuilder, AdapterPart
+from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_unchanged
+from moe_serve.adapters.adapter_part import AdapterPart
+from moe_serve.adapters.live_model import LiveModel
 from moe_serve.cluster.control.adapter_messages import AdapterLoaded, DropAdapter, LoadAdapter
 from moe_serve.cluster.ranks.mirror import adapter_key
 from moe_serve.config.adapter_config import AdapterConfig
@@ -37,13 +39,15 @@ class RankAdapters:
         config: AdapterConfig,
         orders: Sequence[LoadAdapter],
         part: AdapterPart,
+        live: LiveModel,
         tell: Tell,
         experts: VirtualExperts | None = None,
     ) -> None:
-        """`orders`: the adapters that the coordinator has already; they are loaded here."""
+        """`orders`: the adapters that the coordinator has already; they are loaded here. `live`:
+        what this rank has of the base model."""
         self._loader, self._tell, self._experts = loader, tell, experts
-        self._max_rank = config.max_rank
-        self._builder = AdapterBuilder(loader, self._max_rank, part)
+        self._max_rank, self._live = config.max_rank, live
+        self._builder = AdapterBuilder(loader, self._max_rank, part, live)
         self._orders: dict[int, LoadAdapter] = {}
         self._loaded: dict[bytes, AdapterWeights] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -80,7 +84,7 @@ class RankAdapters:
         self._reader.submit(self._hold, part).result()
 
     def _hold(self, part: AdapterPart) -> None:
-        self._builder = AdapterBuilder(self._loader, self._max_rank, part)
+        self._builder = AdapterBuilder(self._loader, self._max_rank, part, self._live)
         for order in list(self._orders.values()):
             self._load(order)
 

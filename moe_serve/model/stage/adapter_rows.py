@@ -20,7 +20,7 @@ from experts.virtual_experts import AdapterExperts
 from moe_kernels.interface.kernels import ExpertBank, Linear
 from moe_serve.model.step_plan import MicroBatch
 
-AdapterKind = Literal["lora", "esft"]
+AdapterKind = Literal["lora", "esft", "bitdelta"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,14 @@
 #include <numeric>
 #include <vector>
 
+#include "low_bits/signs.h"
 #include "low_bits/weights.h"
 #include "scratch.h"
 #include "threads.h"
+
+struct SignedExpert {  // additions of one bit per weight, mirrored in native_signs.py
+  Signs gate_up, down;
+};
 
 struct Experts {  // mirrored in native_experts.py
   const uint32_t* const* gate_up;    // by expert: gate and up panels alternate; null: absent
@@ -15,6 +20,7 @@ struct Experts {  // mirrored in native_experts.py
   int64_t num_experts, width, expert_width, threads;
   float alpha, limit, up_offset;  // limit: infinity if there is none
   Form gate_up_form, down_form;
+  const SignedExpert* signs;  // by expert, or null
 };
 
 struct Part {  // some slots of one expert against some groups of columns
@@ -78,6 +84,9 @@ static void gate_up(const Experts& e, const Part& part, int64_t group, const uin
   const float* bias = e.gate_up_bias ? e.gate_up_bias[part.expert] : nullptr;
   auto index = [&](int64_t m) { return slots[m] / top_k; };
   auto store = [&](int64_t m, const float* c) {
+    alignas(64) float sums[kGroupColumns];
+    if (e.signs)
+      c = with_signs(e.signs[part.expert].gate_up, x.data + index(m) * x.step, group, c, sums);
     T* out = hidden + slots[m] * width;
     for (int64_t n = first; n < std::min(width, first + kGroupColumns / 2); n += kLanes, c += 32) {
       f32x16 gate = load16(c), up = load16(c + kLanes);
@@ -99,6 +108,9 @@ static void down(const Experts& e, const Part& part, int64_t group, const uint32
   const float* bias = e.down_bias ? e.down_bias[part.expert] : nullptr;
   auto index = [&](int64_t m) { return slots[m]; };
   auto store = [&](int64_t m, const float* c) {
+    alignas(64) float sums[kGroupColumns];
+    if (e.signs)
+      c = with_signs(e.signs[part.expert].down, hidden.data + index(m) * hidden.step, group, c, sums);
     float* out = y + slots[m] * e.width;
     for (int64_t n = first; n < last; n += kLanes, c += kLanes) {
       f32x16 v = load16(c);

@@ -1,0 +1,187 @@
+"""The attention stage of steps with adapters. A whole fine-tune has an attention stage of its own;
+its rows pass that one, and all others the base model's.
+
+T rows of a micro-batch, R of them that want logits, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experts.expert_stage import RoutedRows
+from moe_serve.cache.kv_cache import KVCache
+from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.adapter_rows import (
+    AdapterRows,
+    AdapterWeights,
+    ExpertRows,
+    LoadedAdapters,
+    RowGroup,
+    adapter_rows,
+)
+from moe_serve.model.stage.attention_stage import Advance, AttentionStage, Routed
+from moe_serve.model.stage.step_inputs import StepInputs
+from moe_serve.model.step_plan import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FineTune(AdapterWeights):
+    """An adapter that may change every part of the model. Its stage shares the matrices of the base
+    model's, to which it adds."""
+
+    stage: AttentionStage
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """The rows of a micro-batch that pass one stage, and that stage's inputs."""
+
+    stage: AttentionStage
+    inputs: StepInputs
+    rows: Tensor  # int64, places in the micro-batch, ascending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartedInputs(StepInputs):
+    """The inputs of a micro-batch with rows of a fine-tune."""
+
+    parts: tuple[StagePart, ...]
+
+
+class AdaptedStage:
+    """An attention stage, and those of fine-tunes. `adapters`: those that rows may have."""
+
+    def __init__(self, base: AttentionStage, adapters: LoadedAdapters | None) -> None:
+        self._base, self._adapters = base, adapters
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._base.spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._base.dtype
+
+    def make_inputs(self, batch: MicroBatch, cache: KVCache, device: torch.device) -> StepInputs:
+        """Makes the inputs of a micro-batch, with the adapters of its rows."""
+        inputs, adapters = self._base.make_inputs(batch, cache, device), self._adapters
+        if adapters is None:
+            assert not any(s.adapter for s in batch.slices), "this pipeline has no adapters"
+            return inputs
+        own = {}
+        for digest in dict.fromkeys(s.adapter for s in batch.slices if s.adapter):
+            weights = adapters.weights(digest)
+            if isinstance(weights, FineTune):
+                own[digest] = weights
+        if not own:
+            return replace(inputs, adapters=adapter_rows(batch, adapters, device))
+        counts = [len(s.token_ids) for s in batch.slices]
+        owner_T = np.repeat(np.arange(len(counts)), counts)
+        parts = []
+        keys: tuple[bytes | None, ...] = (None, *own)
+        for key in keys:
+            places = [i for i, s in enumerate(batch.slices) if _stage_key(s.adapter, own) == key]
+            if not places:
+                continue
+            some = replace(batch, slices=tuple(batch.slices[i] for i in places))
+            rows = torch.from_numpy(np.flatnonzero(np.isin(owner_T, places))).to(device)
+            if key is None:
+                stage, added = self._base, adapter_rows(some, adapters, device)
+            else:
+                stage, added = own[key].stage, AdapterRows((RowGroup(None, own[key]),))
+            made = stage.make_inputs(some, cache, device)
+            parts.append(StagePart(stage, replace(made, adapters=added), rows))
+        common = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+        return PartedInputs(**common, parts=tuple(parts))
+
+    def embed(self, inputs: StepInputs) -> Tensor:
+        """See AttentionStage.embed."""
+        if not isinstance(inputs, PartedInputs):
+            return self._base.embed(inputs)
+        return _joined(inputs.parts, [part.stage.embed(part.inputs) for part in inputs.parts])
+
+    def advance(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Advance:
+        """See AttentionStage.advance."""
+        if not isinstance(inputs, PartedInputs):
+            return self._base.advance(layer, hidden_TD, inputs, cache)
+        parts = inputs.parts
+        done = [
+            part.stage.advance(layer, hidden_TD.index_select(0, part.rows), part.inputs, cache)
+            for part in parts
+        ]
+        hidden_TD = _joined(parts, [each.hidden_TD for each in done])
+        routed = [each.routed for each in done if each.routed is not None]
+        if not routed:
+            return Advance(hidden_TD, None)
+
+        def joined(of: Callable[[Routed], Tensor]) -> Tensor:
+            return _joined(parts, [of(each) for each in routed])
+
+        rows = RoutedRows(
+            joined(lambda each: each.rows.x_TD),
+            joined(lambda each: each.rows.expert_ids_TK),
+            joined(lambda each: each.rows.weights_TK),
+        )
+        adapted = tuple(
+            _within(part, each)
+            for part, own in zip(parts, routed, strict=True)
+            for each in own.adapted
+        )
+        return Advance(hidden_TD, Routed(joined(lambda each: each.x_TD), rows, adapted=adapted))
+
+    def shared(self, layer: int, x_TD: Tensor, inputs: StepInputs) -> Tensor | None:
+        """See AttentionStage.shared."""
+        if not isinstance(inputs, PartedInputs):
+            return self._base.shared(layer, x_TD, inputs)
+        outputs = [
+            part.stage.shared(layer, x_TD.index_select(0, part.rows), part.inputs)
+            for part in inputs.parts
+        ]
+        found = [out for out in outputs if out is not None]
+        return _joined(inputs.parts, found) if found else None
+
+    def logits(self, hidden_TD: Tensor, rows_R: Tensor, inputs: StepInputs) -> Tensor:
+        """See AttentionStage.logits."""
+        if not isinstance(inputs, PartedInputs):
+            return self._base.logits(hidden_TD, rows_R)
+        places, outputs = [], []
+        for part in inputs.parts:
+            own_r = torch.isin(rows_R, part.rows).nonzero()[:, 0]
+            if len(own_r):  # shards agree: they have the same plan
+                places.append(own_r)
+                outputs.append(part.stage.logits(hidden_TD, rows_R[own_r]))
+        if not outputs:
+            return self._base.logits(hidden_TD, rows_R)
+        return torch.cat(outputs)[torch.cat(places).argsort()]
+
+    def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None = None) -> Tensor:
+        """See AttentionStage.add."""
+        return self._base.add(hidden_TD, out_TD, more_TD)
+
+
+def _stage_key(digest: bytes, own: dict[bytes, FineTune]) -> bytes | None:
+    """Returns the fine-tune that a sequence has; None: the base model's stage computes it."""
+    return digest if digest in own else None
+
+
+def _joined(parts: Sequence[StagePart], outputs: Sequence[Tensor]) -> Tensor:
+    """Returns the rows of all parts in the order of the micro-batch."""
+    if len(outputs) == 1:
+        return outputs[0]
+    num_rows = sum(len(out) for out in outputs)
+    whole = outputs[0].new_empty(num_rows, *outputs[0].shape[1:])
+    for part, out in zip(parts, outputs, strict=True):
+        whole.index_copy_(0, part.rows, out)
+    return whole
+
+
+def _within(part: StagePart, each: ExpertRows) -> ExpertRows:
+    """Returns rows of a part as rows of the micro-batch."""
+    inner = each.group.rows
+    rows = part.rows if inner is None else part.rows[inner]
+    return ExpertRows(RowGroup(rows, each.group.adapter), each.experts)
