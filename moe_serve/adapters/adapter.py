@@ -21,6 +21,8 @@ class AdapterVersion:
     kind: AdapterKind
     rank: int  # the largest of a LoRA; 0: it has none
     loaded_at: int  # seconds since 1970
+    num_bytes: int  # of its weights, on the rank that holds the most
+    is_pinned: bool = False  # its weights are never dropped while the name stands for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
