@@ -67,9 +67,9 @@ def test_every_panel_shows_its_figures(browser: webdriver.Chrome, fake: FakeServ
         "#service tbody": "interactive weight 4: first token 1.0 s, per token 100 ms",
         "#service tbody tr:nth-child(2)": "71%",
         "#adapters": "57 names, 1.46 GiB of 2 GiB in memory, 96 MiB pinned, dropped 33 times",
-        "#adapters tbody": "support-assistant\tLoRA r 16\t3f9a0c1d\t96 MiB\t7\t2\tpinned",
+        "#adapters tbody": "support-assistant\tpinned\t7\t2\t96 MiB\tLoRA r 16\t3f9a0c1d",
         "#adapters tbody tr:nth-child(2)": "team/legal:<i>contracts</i>",
-        "#adapters tbody tr:nth-child(3)": "ESFT\t3f9a0c1d\t412 MiB\t0\t0\tdropped",
+        "#adapters tbody tr:nth-child(3)": "dropped\t0\t0\t412 MiB\tESFT\t3f9a0c1d",
         "#service .tenants": "user:<b>bob</b> (interactive)",
     }
     for selector, words in expected.items():

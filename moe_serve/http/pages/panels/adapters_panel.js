@@ -7,12 +7,12 @@ import { Panel } from "./panel.js";
 const KINDS = { lora: "LoRA", esft: "ESFT", bitdelta: "BitDelta" };
 const COLUMNS = [
   ["Adapter", "the name that requests give as their model"],
-  ["Kind", "LoRA with its largest rank, ESFT or BitDelta"],
-  ["Version", "first digits of the content's SHA-256"],
-  ["Memory", "bytes of its weights; on ranks, on the one that holds the most"],
+  ["State", "pinned: never dropped; dropped: read again when a request names it"],
   ["Running", "sequences that have begun to answer"],
   ["Waiting", "sequences without a token yet"],
-  ["State", "pinned: never dropped; dropped: read again when a request names it"],
+  ["Memory", "bytes of its weights; on ranks, on the one that holds the most"],
+  ["Kind", "LoRA with its largest rank, ESFT or BitDelta"],
+  ["Version", "first digits of the content's SHA-256"],
 ];
 
 export class AdaptersPanel {
@@ -39,7 +39,7 @@ export class AdaptersPanel {
     shown.forEach((adapter, i) => this.#rows[i].update(adapter));
     const rest = adapters.number - shown.length;
     this.more.hidden = rest <= 0;
-    setText(this.more, `and ${plural(rest, "more adapter")} without requests`);
+    setText(this.more, `and ${plural(rest, "more adapter")}`);
   }
 }
 
@@ -48,12 +48,12 @@ class AdapterRow {
     this.name = element("th", { scope: "row", class: "adapter-name" });
     this.cells = COLUMNS.slice(1).map(() => element("td", {}));
     this.badge = element("span", { class: "badge" });
-    this.cells.at(-1).append(this.badge);
+    this.cells[0].append(this.badge);
     this.node = element("tr", {}, this.name, ...this.cells);
   }
 
   update({ name, kind, rank, version, bytes: size, running, waiting, is_pinned: isPinned, state }) {
-    const [kindCell, versionCell, sizeCell, runningCell, waitingCell] = this.cells;
+    const [, runningCell, waitingCell, sizeCell, kindCell, versionCell] = this.cells;
     setText(this.name, name);
     this.name.title = name;
     setText(kindCell, `${KINDS[kind] ?? kind}${rank > 0 ? ` r ${rank}` : ""}`);
