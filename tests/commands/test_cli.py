@@ -77,6 +77,7 @@ def test_the_flags_are_frozen() -> None:
         "--num-pages",
         "--num-threads",
         "--otlp-traces-endpoint",
+        "--pin-adapter",
         "--placement",
         "--port",
         "--predictor",

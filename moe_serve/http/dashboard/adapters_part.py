@@ -10,7 +10,6 @@ from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.http.generation.generation import GenerationService
 
 _MOST = 50  # shown; the others are counted
-_DIGITS = 8  # of a version's digest
 
 
 def adapters_part(
@@ -44,7 +43,7 @@ def _adapter(
         "name": version.name,
         "kind": version.kind,
         "rank": version.rank,
-        "version": version.digest.hex()[:_DIGITS],
+        "version": version.short_digest,
         "loaded_at": version.loaded_at,
         "bytes": version.num_bytes,
         "running": running.get(version.name, 0),

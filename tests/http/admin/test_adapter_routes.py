@@ -90,6 +90,10 @@ def test_load_reload_and_unload(client: TestClient, engine: Any, tmp_path: Path)
     assert again.json()["digest"] != loaded.json()["digest"] == first.version.digest.hex()
     names = [each["id"] for each in client.get("/v1/models").json()["data"]]
     assert names == ["tiny", "fine", "more"]
+    fine, more = client.get("/dashboard/state").json()["adapters"]["adapters"]
+    assert (fine["name"], fine["is_pinned"], fine["state"]) == ("fine", False, "in memory")
+    assert more["version"] == again.json()["digest"][:8] and more["is_pinned"]
+    assert more["running"] + more["waiting"] == 0 < more["bytes"]
     text = client.get("/metrics").text
     assert 'lora_requests_info{max_lora="1000",model_name="tiny",running_lora_adapters=""' in text
     assert "moe_serve:adapter_names{" in text and "adapter_loads_total{" in text
