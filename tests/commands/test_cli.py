@@ -110,6 +110,7 @@ def test_the_flags_are_frozen() -> None:
         "--enable-lora",
         "--lora-modules",
         "--max-lora-rank",
+        "--pin-adapter",
     }
     assert flags_of("chat") == [
         "--api-key",
