@@ -89,7 +89,7 @@ def open_adapter(folder: Path) -> AdapterFiles:
         )
     (config_name,) = found
     try:
-        paths = _weight_files(folder, config_name)
+        paths = weight_files(folder, config_name)
         text = regular_file(folder / config_name).read_bytes()[: _MAX_CONFIG_BYTES + 1]
         digest = _digest(config_name, text, paths)
     except OSError as error:
@@ -123,7 +123,8 @@ def open_unchanged(folder: Path, digest: bytes | None = None) -> Iterator[Adapte
         files.close()
 
 
-def _weight_files(folder: Path, config_name: str) -> list[Path]:
+def weight_files(folder: Path, config_name: str) -> list[Path]:
+    """Returns the weight files of an adapter. Raises CheckpointError."""
     if config_name != PEFT_CONFIG:
         paths = sorted(folder.glob("*.safetensors"))
     else:

@@ -64,7 +64,7 @@ def _joined(
     """Returns A and B, with the scales, of a linear layer that has the rows of several matrices."""
     rank = sum(len(each.a_RK) for each in own.values())
     width = next(iter(sizes.values()))[1]
-    a_RK = torch.zeros(-(-rank // _RANK_STEP) * _RANK_STEP, width)
+    a_RK = torch.zeros(padded_rank(rank), width)
     parts_NR, first_rank = [], 0
     for part, shape in sizes.items():
         part_NR = torch.zeros(shape[0], len(a_RK))
@@ -79,6 +79,11 @@ def _joined(
         held = slice(None) if part == "o" else shard.rows(part, shape[0], spec, layer)
         parts_NR.append(part_NR[held])
     return a_RK, torch.cat(parts_NR)
+
+
+def padded_rank(rank: int) -> int:
+    """Returns the rank in memory, with the rows of zeros."""
+    return -(-rank // _RANK_STEP) * _RANK_STEP
 
 
 def linear_parts(spec: ModelSpec) -> Mapping[str, tuple[str, ...]]:

@@ -16,7 +16,7 @@ def check_adapters(config: EngineConfig) -> None:
     """Raises ConfigError if the configuration asks for adapters in a way that is not served."""
     adapters = config.adapters
     if not adapters.is_enabled:
-        for key in ("modules", "root", "memory_bytes"):
+        for key in ("modules", "pinned", "root", "memory_bytes"):
             if getattr(adapters, key):
                 raise ConfigError(
                     f"adapters.{key} is set, but adapters.is_enabled is false: add --enable-lora "

@@ -274,7 +274,7 @@ def _sources(
     adapters: AdapterRegistry | None,
 ) -> ScrapeSources:
     def names(has_begun: bool) -> list[str]:
-        return generations.adapters(has_begun=has_begun)
+        return sorted(generations.adapters(has_begun=has_begun))
 
     return ScrapeSources(
         engine=generations.engine,

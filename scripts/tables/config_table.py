@@ -44,6 +44,7 @@ PARAMETER_OF = {
     "log.format": "log_format",
     "adapters.is_enabled": "enable_lora",
     "adapters.modules": "lora_modules",
+    "adapters.pinned": "pin_adapters",
     "adapters.max_rank": "max_lora_rank",
     "model.path": "model",
     "server.api_keys": "api_key",

@@ -140,6 +140,7 @@ def _records(schedule: Schedule, choices: StepChoices, runs: Runs) -> list[Route
                 token_ids_N=token_ids[end : end + count],
                 expert_ids_NLK=ids[first : first + count],
                 weights_NLK=None if weights is None else weights[first : first + count],
+                adapter=sequence.request.adapter_label,
             )
         )
         end += count

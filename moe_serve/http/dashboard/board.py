@@ -24,6 +24,7 @@ from moe_serve.engine.routes.cell_placements import AnyPlacement, CellPlacements
 from moe_serve.engine.routes.placement_control import PlacementBrief
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.errors import InvalidRequestError
+from moe_serve.http.dashboard.adapters_part import adapters_part
 from moe_serve.http.dashboard.cells_part import CellPlacementsPart, cells_part
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
 from moe_serve.http.dashboard.service_part import ServiceWindow
@@ -136,6 +137,7 @@ class Board:
             "predictor": predictor_part(stats, facts.predictor),
             "speculation": speculation_part(stats, facts.speculation),
             "service": self._service.part(stats.service),
+            "adapters": adapters_part(self._model.adapters, self._sources.generations),
             "step": None if facts.last_step is None else facts.last_step(),
             "history": self._history.columns(),
         }
