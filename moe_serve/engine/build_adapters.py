@@ -40,5 +40,5 @@ def open_adapters(config: EngineConfig, loader: ModelLoader) -> AdapterRegistry 
     CheckpointError for an adapter that cannot be served."""
     if not config.adapters.is_enabled:
         return None
-    builder = AdapterBuilder(loader, config.adapters.max_rank)
+    builder = AdapterBuilder(loader, config.adapters)
     return open_registry(config.adapters, builder.build)

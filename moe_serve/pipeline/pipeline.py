@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.stage.adapter_rows import LoadedAdapters, adapter_rows
+from moe_serve.model.stage.adapter_rows import AdapterRows, LoadedAdapters, adapter_rows
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, StepPlan
@@ -68,12 +68,14 @@ class Pipeline:
         """
         self._tap.begin(plan)
         self.parked.begin(plan)
-        if self.stacked is None or len(plan.micro_batches) > 1 or plan.has_adapters:
+        if self.stacked is None or len(plan.micro_batches) > 1:
             return self._run_by_layer(plan)
         since, (batch,) = time.perf_counter(), plan.micro_batches
         if batch.is_grouped:
             return self._run_segments(self.stacked, plan, since)
-        result = self.stacked.run(batch, self._log, has_choices=plan.routes is not None)
+        result = self.stacked.run(
+            batch, self._log, has_choices=plan.routes is not None, adapters=self._rows(batch)
+        )
         self._tap.take_stacked(result)
         self._log.passed_layers(since, 0.0)
         self.hidden_RD = hidden_of_logits(batch, result.hidden_TD) if self.keeps_hidden else None
@@ -94,6 +96,7 @@ class Pipeline:
                 has_choices=plan.routes is not None,
                 layers=(segment.first, segment.end),
                 hidden_TD=rows.join(segment),
+                adapters=self._rows(segment.batch),
             )
             self._tap.take_stacked(result, segment.batch.slices)
             rows.leave(segment, result.hidden_TD)
@@ -145,10 +148,14 @@ class Pipeline:
 
     def _inputs(self, batch: MicroBatch) -> StepInputs:
         inputs = self._stage.make_inputs(batch, self._cache, self._device)
+        return replace(inputs, adapters=self._rows(batch))
+
+    def _rows(self, batch: MicroBatch) -> AdapterRows | None:
+        """Returns the adapters of a micro-batch's rows."""
         if self._adapters is None:
             assert not any(s.adapter for s in batch.slices), "this pipeline has no adapters"
-            return inputs
-        return replace(inputs, adapters=adapter_rows(batch, self._adapters, self._device))
+            return None
+        return adapter_rows(batch, self._adapters, self._stage.kernels.adapters, self._device)
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:
         """Runs the embedding and all layers, and returns the residual stream [T, D] of each

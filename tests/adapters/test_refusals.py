@@ -28,7 +28,7 @@ Spoil = Callable[[Path], None]
 
 @pytest.fixture(scope="module")
 def builder(base: Path) -> AdapterBuilder:
-    return AdapterBuilder(ModelLoader(base), 64)
+    return AdapterBuilder(ModelLoader(base), AdapterConfig())
 
 
 def refusal(builder: AdapterBuilder, folder: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,12 @@ class QuantisedMLP:
         return ExpertMLP.from_weights(self.weights, self.activation, x_TD.dtype)(x_TD)
 
 
+class AnyMLP(Protocol):
+    """One expert, ready to run: rows [T, D] -> [T, D] in their dtype."""
+
+    def __call__(self, x_TD: Tensor, /) -> Tensor: ...
+
+
 def made_mlp(
     weights: ExpertWeights, activation: GatedActivation, products: LowBitProducts = "exact"
 ) -> ExpertMLP | QuantisedMLP:
@@ -116,7 +123,7 @@ def routed_experts(
     x_TD: Tensor,
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
-    experts: Sequence[ExpertMLP | QuantisedMLP | None],
+    experts: Sequence[AnyMLP | None],
 ) -> Tensor:
     """Weighted sum of each row's experts, [T, D] in fp64 (see combine_choices).
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.adapters import RowAdditions
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
@@ -22,9 +23,9 @@ from moe_kernels.interface.kernels import (
     ExpertBank,
     ExpertWeights,
     GatedActivation,
-    LayerFrontParts,
     SplitMLP,
 )
+from moe_kernels.interface.layer_front import LayerFrontParts
 from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
     LowBitProducts,
@@ -39,6 +40,7 @@ from moe_kernels.reference.linear import make_linear
 from moe_kernels.reference.low_bit_linear import AnyLinear, made_linear
 from moe_kernels.reference.norm import rms_norm, rotate
 from moe_kernels.reference.paged_attention import AttentionPlan, paged_attention, plan_attention
+from moe_kernels.reference.torch_adapters import TorchAdapterKernels, added_sums
 
 
 class TorchExperts:
@@ -52,6 +54,12 @@ class TorchExperts:
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
+
+    def added_partial(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, additions: RowAdditions
+    ) -> Tensor:
+        """Implements AddingBank."""
+        return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, additions)
 
 
 class TorchHeadLinear:
@@ -87,6 +95,7 @@ class TorchKernels:
 
     def __init__(self, name: str = "torch", low_bit_products: LowBitProducts = "exact") -> None:
         self.name, self._products = name, low_bit_products
+        self.adapters = TorchAdapterKernels()
         # Exact products are made of floats. Products with quantised rows need few bits.
         self.has_packed_products = self.has_packed_linears = low_bit_products == "int8"
 
@@ -278,3 +287,9 @@ class TorchSlotBank:
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
+
+    def added_partial(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, additions: RowAdditions
+    ) -> Tensor:
+        """Implements AddingBank."""
+        return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, additions)

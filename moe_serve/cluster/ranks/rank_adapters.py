@@ -42,8 +42,8 @@ class RankAdapters:
     ) -> None:
         """`orders`: the adapters that the coordinator has already; they are loaded here."""
         self._loader, self._tell, self._experts = loader, tell, experts
-        self._max_rank = config.max_rank
-        self._builder = AdapterBuilder(loader, self._max_rank, part)
+        self._config = config
+        self._builder = AdapterBuilder(loader, config, part)
         self._orders: dict[int, LoadAdapter] = {}
         self._loaded: dict[bytes, AdapterWeights] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -80,7 +80,7 @@ class RankAdapters:
         self._reader.submit(self._hold, part).result()
 
     def _hold(self, part: AdapterPart) -> None:
-        self._builder = AdapterBuilder(self._loader, self._max_rank, part)
+        self._builder = AdapterBuilder(self._loader, self._config, part)
         for order in list(self._orders.values()):
             self._load(order)
 
