@@ -18,7 +18,7 @@ from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, num_panels
 from moe_kernels.cpu.native_experts import Addresses, ExpertTable
 from moe_kernels.cpu.native_linear import NativeLinear
 from moe_kernels.cpu.native_rows import NativeRows
-from moe_kernels.interface.adapters import AdapterParts, Addition, ExpertAddition
+from moe_kernels.interface.adapters import AdapterParts, Addition, ExpertAddition, LowRank
 
 _PANEL = 16
 _PARTS = ("up_a", "gate_b", "up_b", "down_a", "down_b")
@@ -35,12 +35,22 @@ class ChangesStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+class _PartStruct(ctypes.Structure):
+    """`LowRankPart` in cpu/source/adapters.h."""
+
+    _fields_ = (("b", Pointer), ("first_rank", Int), ("first_output", Int))
+
+
+class _LowRankStruct(ctypes.Structure):
+    """`LowRank` in cpu/source/adapters.h."""
+
+    _fields_ = (("a", Pointer), ("parts", Pointer), ("num_parts", Int), ("num_outputs", Int))
+
+
 class _LayerStruct(ctypes.Structure):
     """`LayerChanges` in cpu/source/adapters.h."""
 
-    _fields_ = tuple(
-        (name, Pointer) for name in ("qkv_a", "qkv_b", "output_a", "output_b", "experts", "mlp")
-    )
+    _fields_ = tuple((name, Pointer) for name in ("qkv", "output", "experts", "mlp"))
 
 
 def _padded(rank: int) -> int:
@@ -145,17 +155,28 @@ class NativeAdapter:
         self._kept: list[Any] = [layers]
         self._array = (_LayerStruct * len(layers))()
         for struct, parts in zip(self._array, layers, strict=True):
-            for name, pair in (("qkv", parts.qkv), ("output", parts.output)):
-                if pair is not None:
-                    for side, linear in zip("ab", pair, strict=True):
-                        assert isinstance(linear, NativeLinear), "native layers"
-                        setattr(struct, f"{name}_{side}", linear.pointer)
+            struct.qkv, struct.output = self._low_rank(parts.qkv), self._low_rank(parts.output)
             assert parts.own is None or parts.additions is None, "an expert is replaced or changed"
             struct.experts = self._own(parts.own)
             if parts.additions is not None:
                 struct.experts = parts.additions.pointer
             struct.mlp = self._own(parts.mlp)
         self.pointer = ctypes.addressof(self._array)
+
+    def _low_rank(self, added: LowRank | None) -> int | None:
+        if added is None:
+            return None
+        assert isinstance(added.a, NativeLinear), "native layers"
+        parts = (_PartStruct * len(added.parts))()
+        for struct, part in zip(parts, added.parts, strict=True):
+            assert isinstance(part.b, NativeLinear), "native layers"
+            struct.b, struct.first_rank = part.b.pointer, part.ranks.start
+            struct.first_output = part.outputs.start
+        whole = _LowRankStruct(
+            added.a.pointer, ctypes.addressof(parts), len(parts), added.num_outputs
+        )
+        self._kept += [parts, whole]
+        return ctypes.addressof(whole)
 
     def _own(self, bank: object) -> int | None:
         """Returns the changes that consist of a bank's experts."""

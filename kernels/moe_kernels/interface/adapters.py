@@ -33,13 +33,40 @@ class ExpertAddition:
     down: Addition | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankPart:
+    """B of some neighbouring outputs [N, R], from some neighbouring ranks."""
+
+    b: Any  # a Linear of the same kernels; it contains the scale
+    ranks: slice
+    outputs: slice
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An addition to a linear layer: (x A^T) B^T, whose B is cut into parts. Sums are in fp32;
+    x A^T is rounded to the model's dtype, as in PEFT."""
+
+    a: Any  # a Linear of the same kernels
+    parts: tuple[LowRankPart, ...]
+    num_outputs: int  # of the layer; those in no part keep their values
+
+    def added(self, x_RK: Tensor, y_RN: Tensor) -> Tensor:
+        """Returns y and the addition, rounded to y's dtype. May write to y."""
+        low_RR = self.a(x_RK)
+        for part in self.parts:
+            own = part.b(low_RR[:, part.ranks].contiguous(), y_RN[:, part.outputs].contiguous())
+            y_RN[:, part.outputs] = own
+        return y_RN
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterParts:
-    """What an adapter changes in one layer: A and B of linear layers, experts and an MLP in place
-    of the base model's (ESFT), and additions to experts, which `expert_additions` has made."""
+    """What an adapter changes in one layer: linear layers, experts and an MLP in place of the base
+    model's (ESFT), and additions to experts, which `expert_additions` has made."""
 
-    qkv: tuple[Any, Any] | None = None  # Linears of the same kernels
-    output: tuple[Any, Any] | None = None
+    qkv: LowRank | None = None
+    output: LowRank | None = None
     own: Any | None = None  # an ExpertBank of the same kernels
     additions: Any | None = None
     mlp: Any | None = None  # a bank of one expert

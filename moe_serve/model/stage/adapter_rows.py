@@ -17,24 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experts.virtual_experts import AdapterExperts
-from moe_kernels.interface.adapters import AdapterKernels, AdapterParts, RowAdditions
-from moe_kernels.interface.kernels import ExpertBank, Linear
+from moe_kernels.interface.adapters import AdapterKernels, AdapterParts, LowRank, RowAdditions
+from moe_kernels.interface.kernels import ExpertBank
 from moe_serve.model.step_plan import MicroBatch
 
 AdapterKind = Literal["lora", "esft"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRank:
-    """An addition to a linear layer: (x A^T) B^T, of which B contains the scale. Sums are in fp32;
-    x A^T is rounded to the model's dtype, as in PEFT."""
-
-    a: Linear
-    b: Linear
-
-    def added(self, x_RK: Tensor, y_RN: Tensor) -> Tensor:
-        """Returns y and the addition, rounded to y's dtype."""
-        return self.b(self.a(x_RK), y_RN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +36,10 @@ class AdapterLayer:
     @property
     def parts(self) -> AdapterParts:
         """The same for the kernels of layer_front and layer_stack."""
-        pairs = {key: (each.a, each.b) for key, each in self.linears.items()}
         own = self.experts
         return AdapterParts(
-            qkv=pairs.get("qkv"),
-            output=pairs.get("output"),
+            qkv=self.linears.get("qkv"),
+            output=self.linears.get("output"),
             own=None if own is None else own.bank,
             additions=None if own is None else own.additions,
             mlp=self.mlp,

@@ -18,9 +18,20 @@ struct ExpertChanges {  // mirrored in native_adapters.py
   int64_t up_width, up_first, gate_rank, up_rank, down_width, down_rank;  // up_first: A of up
 };
 
-struct LayerChanges {  // of one adapter; mirrored in native_adapters.py
-  const Linear *qkv_a, *qkv_b, *output_a, *output_b;  // null: no addition
-  const ExpertChanges *experts, *mlp;                 // null: no change
+struct LowRankPart {  // B of some neighbouring outputs; mirrored in native_adapters.py
+  const Linear* b;
+  int64_t first_rank, first_output;
+};
+
+struct LowRank {  // the addition to a linear layer; mirrored in native_adapters.py
+  const Linear* a;
+  const LowRankPart* parts;
+  int64_t num_parts, num_outputs;  // of the layer
+};
+
+struct LayerChanges {  // of one adapter, null: no change; mirrored in native_adapters.py
+  const LowRank *qkv, *output;
+  const ExpertChanges *experts, *mlp;
 };
 
 struct RowAdapters {  // mirrored in native_adapters.py

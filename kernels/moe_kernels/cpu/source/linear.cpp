@@ -93,34 +93,38 @@ static void head_linear(const Linear& l, const T* x, int64_t row_step, int64_t h
   });
 }
 
-// y[t] += (x[t] A^T) B^T for the rows of each adapter, with its matrices A and B. As by two calls of
-// `linear`, the second with y as its residual.
+// y[t] += (x[t] A^T) B^T for the rows of each adapter, with its matrices A and B. As by calls of
+// `linear`, those with B having y as their residual.
 template <class T>
 static void low_rank(const RowAdapters& r, int64_t layer, bool is_output, const T* x,
                      int64_t row_step, T* y, int64_t threads) {
-  struct Job { const Linear *a, *b; int64_t first, count; };
+  struct Job { const LowRank* added; int64_t first, count; };
   std::vector<Job> jobs;
   for (int64_t i = 0; i < r.num_adapters; ++i) {
     const LayerChanges& c = r.layers[i][layer];
-    const Linear *a = is_output ? c.output_a : c.qkv_a, *b = is_output ? c.output_b : c.qkv_b;
-    for (int64_t t = r.starts[i]; a && t < r.starts[i + 1]; t += kAdapterRows)
-      jobs.push_back({a, b, t, std::min(kAdapterRows, r.starts[i + 1] - t)});
+    const LowRank* added = is_output ? c.output : c.qkv;
+    for (int64_t t = r.starts[i]; added && t < r.starts[i + 1]; t += kAdapterRows)
+      jobs.push_back({added, t, std::min(kAdapterRows, r.starts[i + 1] - t)});
   }
   parallel_for(jobs.size(), threads, [&](int64_t j) {
     static thread_local Scratch scratch;
     const Job& job = jobs[j];
-    const int64_t *rows = r.order + job.first, rank = job.a->num_outputs;
-    const int64_t width = job.b->num_outputs;
+    const LowRank& added = *job.added;
+    const int64_t *rows = r.order + job.first, rank = added.a->num_outputs;
     T* narrow = scratch.get<T>(job.count * rank);
-    multiply_rounded<T>(job.a->packed, rank, job.a->width, job.count,
+    multiply_rounded<T>(added.a->packed, rank, added.a->width, job.count,
                         [&](int64_t m) { return x + rows[m] * row_step; }, narrow);
-    auto store = [&](int64_t m, int64_t n, const float* c) {
-      T* to = y + rows[m] * width;
-      for (int64_t end = std::min(width, n + kGroupColumns); n < end; n += kLanes, c += kLanes)
-        store_up_to(to + n, round_to(x, load16(c)) + load_up_to(to + n, width - n), width - n);
-    };
-    multiply_packed<T>(job.b->packed, width, rank, job.count,
-                       [&](int64_t m) { return narrow + m * rank; }, store);
+    for (int64_t p = 0; p < added.num_parts; ++p) {
+      const LowRankPart& part = added.parts[p];
+      const int64_t width = part.b->num_outputs;
+      auto store = [&](int64_t m, int64_t n, const float* c) {
+        T* to = y + rows[m] * added.num_outputs + part.first_output;
+        for (int64_t end = std::min(width, n + kGroupColumns); n < end; n += kLanes, c += kLanes)
+          store_up_to(to + n, round_to(x, load16(c)) + load_up_to(to + n, width - n), width - n);
+      };
+      multiply_packed<T>(part.b->packed, width, part.b->width, job.count,
+                         [&](int64_t m) { return narrow + m * rank + part.first_rank; }, store);
+    }
   });
 }
 
