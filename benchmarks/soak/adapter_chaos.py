@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,8 @@ class Tally:
 
     counts: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    calm_s: list[float] = field(default_factory=list)  # steps during which nothing was loaded
+    busy_s: list[float] = field(default_factory=list)  # the others
 
     def count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -82,6 +85,7 @@ class Chaos:
         self._running: dict[str, _Running] = {}
         self._asked: set[tuple[bytes, int]] = set()  # prompts that this content has answered
         self._changes: queue.Queue[tuple[str, Path | None] | None] = queue.Queue()
+        self._is_loading = False
 
     def run(self) -> Tally:
         """Returns the tally once all requests have ended."""
@@ -120,6 +124,7 @@ class Chaos:
         """Loads and unloads names. Refusals are expected: no room, no rank there at the moment."""
         while (change := self._changes.get()) is not None:
             name, folder = change
+            self._is_loading = folder is not None
             try:
                 if folder is None:
                     self._registry.unload(name)
@@ -128,12 +133,16 @@ class Chaos:
                 self.tally.count("unloads" if folder is None else "loads")
             except (InvalidRequestError, ModelNotFoundError, CheckpointError):
                 self.tally.count("refused changes")
+            self._is_loading = False
 
     def _send(self, number: int) -> None:
         adapter = None
         if self._rng.random() >= self._plan.base_share:
+            name = self._name()
             try:
-                adapter = self._registry.acquire(self._name())
+                is_hit = self._registry.in_memory(name) is not None
+                adapter = self._registry.acquire(name)
+                self.tally.count("found in memory" if is_hit else "read again")
             except (InvalidRequestError, ModelNotFoundError):  # no room; not loaded at the moment
                 self.tally.count("refused requests")
                 return
@@ -156,7 +165,11 @@ class Chaos:
                 self.tally.count("cancelled")
 
     def _step(self) -> None:
-        for delta in self._engine.step():
+        was_loading, clock = self._is_loading, time.perf_counter()
+        deltas = self._engine.step()
+        times = self.tally.busy_s if was_loading or self._is_loading else self.tally.calm_s
+        times.append(time.perf_counter() - clock)
+        for delta in deltas:
             if delta.request_id in self._running:  # else it was cancelled
                 self._take(delta)
 

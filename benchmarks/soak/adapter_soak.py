@@ -12,6 +12,7 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -22,6 +23,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from harness.environment import write_report
+from moe_serve.adapters.adapter_build import WHOLE, AdapterBuilder, AdapterPart
+from moe_serve.adapters.adapter_files import open_unchanged
 from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.members.rank_starter import LocalStarter
@@ -61,9 +64,9 @@ def soak(options: argparse.Namespace, root: Path) -> dict[str, object]:
         [rng.randrange(1, _VOCAB_SIZE) for _ in range(_PROMPT_TOKENS)] for _ in range(_NUM_PROMPTS)
     ]
     alone = _config((0, 0), AdapterConfig(is_enabled=True))
-    expected, sizes = _expected(alone, folders, prompts)
+    expected, layout = _expected(alone, folders, prompts), _layout(options.layout)
+    sizes = _sizes(layout, folders)
     limit = int(options.in_memory * sum(sizes) / len(sizes))
-    layout = _layout(options.layout)
     config = _config(layout, AdapterConfig(is_enabled=True, memory_bytes=limit))
     plan = Plan(num_requests=options.requests, num_names=options.names, seed=options.seed)
     starters: list[LocalStarter] = []
@@ -99,8 +102,8 @@ def _written(root: Path, count: int) -> list[Path]:
 
 def _expected(
     config: EngineConfig, folders: Sequence[Path], prompts: Sequence[Sequence[int]]
-) -> tuple[Expected, list[int]]:
-    """Returns the answers of one process, and the bytes of each adapter."""
+) -> Expected:
+    """Returns the answers of one process."""
     built = build_engine(replace(config, cache=CacheConfig(num_pages=256, prefix_cache=False)))
     registry = built.adapters
     assert registry is not None
@@ -108,10 +111,29 @@ def _expected(
         registry.load(f"c{number}", folder)
     held = [registry.acquire(f"c{number}") for number in range(len(folders))]
     try:
-        answers = answers_of(built.engine, [None, *held], prompts)
+        return answers_of(built.engine, [None, *held], prompts)
     finally:
         built.engine.close()
-    return answers, [each.weights.num_bytes for each in held]
+
+
+def _sizes(layout: tuple[int, int], folders: Sequence[Path]) -> list[int]:
+    """Returns the bytes of each adapter on the rank that holds the most of it."""
+    loader, (_, num_ranks) = ModelLoader(demo_model_folder()), layout
+    spec, parts = loader.spec, [WHOLE]
+    if num_ranks:
+        borders = [spec.router.num_experts * rank // num_ranks for rank in range(num_ranks + 1)]
+        held = [range(first, end) for first, end in itertools.pairwise(borders)]
+        parts = [AdapterPart(experts={})]
+        for experts in held:
+            by_layer = dict.fromkeys(range(spec.num_layers), experts)
+            parts.append(AdapterPart(has_attention=False, experts=by_layer))
+    builders = [AdapterBuilder(loader, AdapterConfig(), part) for part in parts]
+    return [max(_num_bytes(each, folder) for each in builders) for folder in folders]
+
+
+def _num_bytes(builder: AdapterBuilder, folder: Path) -> int:
+    with open_unchanged(folder) as files:
+        return builder.build(files).num_bytes
 
 
 def _config(layout: tuple[int, int], adapters: AdapterConfig) -> EngineConfig:

@@ -100,7 +100,8 @@ def merged(weights: Sequence[ExpertWeights], adapter: Adapter) -> list[ExpertWei
             for weight, part in ((each.gate, own.gate), (each.up, own.up), (each.down, own.down))
             if isinstance(weight, Tensor)
         ]
-        found.append(ExpertWeights(*matrices, each.gate_bias, each.up_bias, each.down_bias))
+        gate, up, down = matrices
+        found.append(ExpertWeights(gate, up, down, each.gate_bias, each.up_bias, each.down_bias))
     return found
 
 
