@@ -59,6 +59,7 @@ BENCHMARKS = {
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",
     "cells_soak": "soak.cells_soak",
+    "adapter_soak": "soak.adapter_soak",
     "deadlines": "deadlines.deadlines",
     "length_answers": "lengths.answers",
     "lengths": "lengths.lengths",

@@ -20,6 +20,7 @@ from rich.progress import Progress, TextColumn
 
 from moe_serve.adapters.adapter import Adapter
 from moe_serve.cluster.started_cells import build_any_engine
+from moe_serve.config.adapter_config import ExpertLora
 from moe_serve.config.cells import CellsConfig
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import (
@@ -116,6 +117,7 @@ class LLM:
         cuda_graphs: CudaGraphsName = "auto",
         speculation: SpeculationMethod = "off",
         adapters: Mapping[str, str] | None = None,
+        expert_lora: ExpertLora = "auto",
     ) -> None:
         model_config = ModelConfig(
             path=model, dtype=dtype, device=device, kernels=kernels,
@@ -133,7 +135,8 @@ class LLM:
             cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype,
                               disk_path=kv_disk, disk_key_file=kv_disk_key_file),
             pipeline=PipelineConfig(micro_batches=micro_batches), cells=CellsConfig(layout=cells),
-            predictor=PredictorConfig(path=predictor), adapters=adapter_config(adapters or {}),
+            predictor=PredictorConfig(path=predictor),
+            adapters=adapter_config(adapters or {}, expert_lora),
             speculation=SpeculationConfig(method=speculation),
         )  # fmt: skip
         checked = local_engine_config(check_engine_config(config, "LLM"))

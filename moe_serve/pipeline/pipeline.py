@@ -70,12 +70,17 @@ class Pipeline:
         """
         self._tap.begin(plan)
         self.parked.begin(plan)
-        if self.stacked is None or len(plan.micro_batches) > 1 or plan.has_adapters:
+        if self.stacked is None or len(plan.micro_batches) > 1 or self._stage.has_parts(plan):
             return self._run_by_layer(plan)
         since, (batch,) = time.perf_counter(), plan.micro_batches
         if batch.is_grouped:
             return self._run_segments(self.stacked, plan, since)
-        result = self.stacked.run(batch, self._log, has_choices=plan.routes is not None)
+        result = self.stacked.run(
+            batch,
+            self._log,
+            has_choices=plan.routes is not None,
+            adapters=self._stage.adapters(batch),
+        )
         self._tap.take_stacked(result)
         self._log.passed_layers(since, 0.0)
         self.hidden_RD = hidden_of_logits(batch, result.hidden_TD) if self.keeps_hidden else None
@@ -96,6 +101,7 @@ class Pipeline:
                 has_choices=plan.routes is not None,
                 layers=(segment.first, segment.end),
                 hidden_TD=rows.join(segment),
+                adapters=self._stage.adapters(segment.batch),
             )
             self._tap.take_stacked(result, segment.batch.slices)
             rows.leave(segment, result.hidden_TD)

@@ -1,4 +1,4 @@
-"""An adapter that PEFT writes gives PEFT's own log probabilities. Skipped without `peft`."""
+"""An adapter that PEFT writes gives PEFT's own log probabilities."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address
 from moe_kernels.cpu.native_attention import NativePlan, PagesStruct, pages_struct
 from moe_kernels.cpu.native_linear import NativeLinear, NativeRouterLinear
-from moe_kernels.interface.kernels import FrontResult, LayerFrontParts
+from moe_kernels.cpu.native_rows import NativeRows
 from moe_kernels.interface.kv_form import KVPages
+from moe_kernels.interface.layer_front import FrontResult, LayerFrontParts
 
 
 class _FrontStruct(ctypes.Structure):
@@ -77,6 +78,8 @@ class NativeFront:
         kv_rows: Tensor,
         pages: KVPages,
         plan: NativePlan,
+        adapters: NativeRows | None = None,
+        layer: int = 0,
     ) -> FrontResult:
         assert hidden_TD.is_contiguous(), f"the residual stream has strides {hidden_TD.stride()}"
         num_rows = hidden_TD.shape[0]
@@ -97,6 +100,8 @@ class NativeFront:
             address(ids_TK),
             address(weights_TK),
             num_rows,
+            None if adapters is None else adapters.pointer,
+            layer,
         )
         return FrontResult(out_TD, x_TD, ids_TK, weights_TK)
 

@@ -21,6 +21,7 @@ from moe_kernels.cpu.cpu_library import (
     address,
     instruction_set,
 )
+from moe_kernels.cpu.native_adapters import NativeAdapterKernels
 from moe_kernels.cpu.native_attention import NativePlan
 from moe_kernels.cpu.native_drafting import NativeDrafting
 from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_experts
@@ -44,10 +45,10 @@ from moe_kernels.interface.kernels import (
     ExpertWeights,
     GatedActivation,
     HeadLinear,
-    LayerFrontParts,
     Linear,
     RouterLinear,
 )
+from moe_kernels.interface.layer_front import LayerFrontParts
 from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
     LowBitProducts,
@@ -91,6 +92,7 @@ class NativeKernels:
     ) -> None:
         self.name = f"native C++ ({SUFFIXES[dtype]}, {instruction_set(library)})"
         self._native = NativeLibrary(library, dtype, num_threads, low_bit_products)
+        self.adapters = NativeAdapterKernels(self._native)
         self._rms_norm = self._native.function("moe_rms_norm")
         self._add = self._native.function("moe_add")
         self._route, self._largest = library.moe_route, library.moe_largest
