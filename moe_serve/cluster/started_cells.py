@@ -29,22 +29,31 @@ from moe_serve.cluster.parcels.link_setup import LinkSetup
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.planner import plan_in_process
-from moe_serve.cluster.started_ranks import CellPart, MakeStarter, StartedRanks, build_cluster
+from moe_serve.cluster.started_ranks import (
+    CellPart,
+    MakeStarter,
+    StartedRanks,
+    adapters_of,
+    build_cluster,
+)
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
-from moe_serve.cluster.steps.rank_witness import RankWitness
+from moe_serve.cluster.steps.rank_witness import CellsWitness
 from moe_serve.config.cell_config import cell_shapes, config_of_cell
 from moe_serve.config.cells import CellShape
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.engine.build_adapters import check_adapters
 from moe_serve.engine.build_tiers import check_tiers
 from moe_serve.engine.drafting.drafting_maker import check_on_ranks
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
 from moe_serve.engine.execute.step_timeline import StepTimeline
 from moe_serve.engine.opened_model import LoadReport
+from moe_serve.engine.routes.cell_placements import CellPlacements
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
+from moe_serve.engine.service.service_policy import ServicePolicy
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
@@ -76,25 +85,31 @@ class _CellStart:
     def run(self, routes: RouteListeners, progress: LoadProgress) -> ClusterEngine:
         """Starts the ranks, waits until they have loaded, and makes their engine."""
         self.ranks.start(self.make_starter, progress)
-        return self.ranks.engine(self.watch, routes, self.make_policy, plan_in_process)
+        own = RouteListeners(routes)  # its placement follows its own rows
+        return self.ranks.engine(self.watch, own, self.make_policy, plan_in_process)
 
 
 class _Shared:
     """Everything that the cells of a server have in common. It is closed after them."""
 
-    def __init__(self, config: EngineConfig, of_cell: EngineConfig) -> None:
-        """`of_cell`: the configuration of any cell. Raises ConfigError."""
+    def __init__(self, config: EngineConfig, model: ClusterModel) -> None:
+        """`model`: of any cell. Raises ConfigError."""
         self.ids, self._step_numbers = itertools.count(), itertools.count(1)
         self.news = threading.Event()
         self.post = ParcelPost(self.news.set)
         self.secret = read_secret(os.environ) or new_secret()
+        self.placements = CellPlacements()
+        self.policy = ServicePolicy.of(config.scheduler, REAL_CLOCK)  # None: no service tiers
         with contextlib.ExitStack() as opened:  # closed again if a part is refused
             self.link = LinkSetup(config.cells)
             opened.callback(self.link.close)
             self.kv_events = KVEvents(config)
             opened.callback(self.kv_events.close)
-            self._arena = RankArena(of_cell)
+            self._arena = RankArena(model.config)
             opened.callback(self._arena.close)
+            self.adapters = adapters_of(model)
+            if self.adapters is not None:
+                opened.callback(self.adapters.close)
             self.close = opened.pop_all().close
 
     def part(self, index: int, first_rank: int) -> CellPart:
@@ -108,6 +123,8 @@ class _Shared:
             kv_events=self.kv_events,
             first_rank=first_rank,
             arena=self._arena,
+            adapters=self.adapters,
+            policy=self.policy,
         )
 
 
@@ -126,10 +143,11 @@ def build_cells(
     for each in configs:
         check_tiers(each)
         check_on_ranks(each)
+        check_adapters(each)
     models, routes = ClusterModel.read_cells(configs), RouteListeners()
     check_next_layer(config, models[0].folder, models[0].spec)
     with contextlib.ExitStack() as opened:  # closed again if a cell cannot start
-        shared = _Shared(config, configs[0])
+        shared = _Shared(config, models[0])
         opened.callback(shared.close)
         starts = _cell_starts(models, shapes, shared, routes, starter_of, opened)
         engines = _started(starts, routes, progress)
@@ -138,7 +156,13 @@ def build_cells(
             Cell(start.index, start.shape, engine, shared.news.set)
             for start, engine in zip(starts, engines, strict=True)
         ]
+        for start in starts:
+            assert start.ranks.rebalancer is not None, "each cell has an engine"
+            shared.placements.add(start.index, start.ranks.rebalancer)
         engine = _engine(config, cells, _carrier(config, starts), shared)
+        opened.pop_all()
+        opened.callback(engine.close)
+        adapters = None if shared.adapters is None else shared.adapters.open(config.adapters)
         opened.pop_all()
     return BuiltEngine(
         engine,
@@ -147,7 +171,9 @@ def build_cells(
         routes,
         last_step=lambda: _last_step(cells, starts),
         grammars=models[0].checkpoint.grammars(),
-        activity=CellsWitness([start.ranks.witness for start in starts]),
+        activity=CellsWitness({cell_name(s.index): s.ranks.witness for s in starts}),
+        adapters=adapters,
+        cell_placements=shared.placements,
         cells=engine,
         nudge=engine.nudge,
         kv_events=shared.kv_events,
@@ -197,6 +223,7 @@ def _engine(
         REAL_CLOCK,
         timeout_s=config.cluster.timeout_s,
         chunk_tokens=config.scheduler.max_batched_tokens,
+        policy=shared.policy,
     )
     return CellsEngine(
         cells,
@@ -307,20 +334,6 @@ def _last_step(cells: Sequence[Cell], starts: Sequence[_CellStart]) -> StepTimel
             tracks = [replace(track, name=f"{cell.name}/{track.name}") for track in found.tracks]
             return replace(found, tracks=tuple(tracks))
     return None
-
-
-class CellsWitness:
-    """Implements ActivityReport for all cells."""
-
-    def __init__(self, witnesses: Sequence[RankWitness | None]) -> None:
-        self._witnesses = witnesses
-
-    def lines(self) -> list[str]:
-        """Returns the lines of each cell below its name."""
-        lines: list[str] = []
-        for index, witness in enumerate(self._witnesses):
-            lines += [f"{cell_name(index)}:", *([] if witness is None else witness.lines())]
-        return lines
 
 
 def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.adapters.registry import AdapterRegistry, open_registry
 from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.clock import REAL_CLOCK
@@ -58,6 +57,7 @@ from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
+from moe_serve.engine.service.service_policy import ServicePolicy
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
@@ -78,6 +78,8 @@ class CellPart:
     kv_events: KVEvents | None = None  # of all cells, whose owner closes it; None: of its own
     first_rank: int = 0  # number of attention ranks in the cells before
     arena: RankArena | None = None  # likewise
+    adapters: ClusterAdapters | None = None  # likewise
+    policy: ServicePolicy | None = None  # of service tiers, likewise
 
 
 class StartedRanks:
@@ -104,11 +106,9 @@ class StartedRanks:
         self.membership = Membership(
             self.roster, self._configure, model.weights, cluster.heartbeat_s, self._part.name
         )
-        self.adapters: ClusterAdapters | None = None
-        if model.config.adapters.is_enabled:
-            num_experts, timeout_s = model.spec.router.num_experts, cluster.start_timeout_s
-            self.adapters = ClusterAdapters(self.roster, num_experts, timeout_s)
-            self.membership.adapters = self.adapters
+        self.adapters = self._part.adapters or adapters_of(model)
+        if self.adapters is not None:
+            self.membership.adapters = self.adapters.join(self.roster, self._part.name)
         decoder = msgspec.msgpack.Decoder(Report)
         self._listener: Listener[Any] = Listener(
             cluster.host, cluster.port, self._secret, decoder, self.membership.admit
@@ -171,7 +171,9 @@ class StartedRanks:
             self._model.checkpoint.stop_rule,
         )
 
-        service = ServiceState.of(self._model.config.scheduler, REAL_CLOCK)
+        service = ServiceState.of(
+            self._model.config.scheduler, REAL_CLOCK, policy=self._part.policy
+        )
 
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
             drafting = make_drafting()
@@ -225,23 +227,16 @@ class StartedRanks:
         )
 
     def _configure(self, name: RankName) -> Configure:
-        adapters = () if self.adapters is None else self.adapters.orders_for(name)
-        version = self.current.version
+        own, version = self.membership.adapters, self.current.version
+        adapters = () if own is None else own.orders_for(name)
         return self._model.configure(name, version, self._arena.path, self._parcels, adapters)
-
-    def open_adapters(self) -> AdapterRegistry | None:
-        """Loads the configured adapters on all ranks; None: requests cannot name one. Raises
-        ConfigError."""
-        if self.adapters is None:
-            return None
-        registry = open_registry(self._model.config.adapters, self.adapters.build)
-        self.adapters.on_missing = registry.discard
-        return registry
 
     def close(self) -> None:
         """Ends the ranks and stops listening."""
-        if self.adapters is not None:
+        if self.adapters is not None and self._part.adapters is None:
             self.adapters.close()
+        if self.membership.adapters is not None:
+            self.membership.adapters.leave()
         self.membership.close()
         self._listener.close()
         self._place.close()
@@ -290,6 +285,13 @@ class StartedRanks:
         )
 
 
+def adapters_of(model: ClusterModel) -> ClusterAdapters | None:
+    """Returns what loads adapters on ranks; None: the configuration has none."""
+    if not model.config.adapters.is_enabled:
+        return None
+    return ClusterAdapters(model.spec.router.num_experts, model.config.cluster.start_timeout_s)
+
+
 def build_cluster(
     config: EngineConfig,
     progress: LoadProgress | None = None,
@@ -320,7 +322,8 @@ def build_cluster(
         engine = ranks.engine(watch, routes, make_policy, plan)
         opened.pop_all()
         opened.callback(engine.close)  # closes ranks and watch
-        adapters = ranks.open_adapters()
+        own = ranks.adapters
+        adapters = None if own is None else own.open(config.adapters)
         opened.pop_all()
     cuts, checkpoint = config.pipeline.micro_batches, model.checkpoint
     layout = EngineFacts.of(

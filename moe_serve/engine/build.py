@@ -36,6 +36,7 @@ from moe_serve.engine.opened_model import (
     device_of,
     model_folder,
 )
+from moe_serve.engine.routes.cell_placements import CellPlacements
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
@@ -72,7 +73,8 @@ class BuiltEngine:
     layout: EngineFacts
     spec: ModelSpec
     routes: RouteListeners = field(default_factory=RouteListeners)  # receive its routing
-    placement: PlacementControl | None = None  # None: no expert ranks
+    placement: PlacementControl | None = None  # None: no expert ranks, or several cells
+    cell_placements: CellPlacements | None = None  # None: one cell
     last_step: Callable[[], StepTimeline | None] | None = None  # None: steps are not recorded
     grammars: Grammars | None = None  # for constrained answers
     activity: ActivityReport | None = None  # for hang reports

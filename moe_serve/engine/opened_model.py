@@ -72,7 +72,7 @@ class LoadReport:
     num_pages: int = 0
     kv_bytes: int = 0
     kv_dtype: str = "auto"  # of the pages; auto: `dtype`
-    page_bytes: int = 0  # of a page, in this process
+    page_bytes: int = 0  # of a page: in this process, or of all shards of an attention rank
     page_geometry: str = ""  # digest of its shapes
     build: str = ""  # of the kernels: bits may differ between two builds
 

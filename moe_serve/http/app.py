@@ -18,7 +18,7 @@ from moe_serve import __version__
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.config.sections import DEFAULT_SCHEDULER, LogConfig, SchedulerConfig, ServerConfig
 from moe_serve.engine.request.client import EngineClient
-from moe_serve.engine.routes.placement_control import PlacementControl
+from moe_serve.engine.routes.cell_placements import AnyPlacement
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
@@ -191,7 +191,7 @@ def create_app(
     model: ServedModel,
     config: ServerConfig,
     tracing: Tracing | None = None,
-    placement: PlacementControl | None = None,
+    placement: AnyPlacement | None = None,
     facts: DashboardFacts = NO_FACTS,
     spans: SpanExport | None = None,
     grammars: Grammars | None = None,
@@ -249,7 +249,7 @@ def create_app(
 
 
 def _add_control(
-    app: FastAPI, max_bytes: int, tracing: Tracing | None, placement: PlacementControl | None
+    app: FastAPI, max_bytes: int, tracing: Tracing | None, placement: AnyPlacement | None
 ) -> None:
     if tracing is not None:
         app.include_router(trace_router(tracing, max_bytes))

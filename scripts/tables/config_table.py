@@ -34,6 +34,7 @@ PARAMETER_OF = {
     "cells.layout": "cells",
     "cache.disk_path": "kv_disk",
     "cache.disk_bytes": "kv_disk_bytes",
+    "cache.disk_key_file": "kv_disk_key_file",
     "model.expert_memory_bytes": "expert_memory",
     "kv_events.endpoint": "kv_events_config",
     "kv_events.replay_endpoint": "kv_events_config",

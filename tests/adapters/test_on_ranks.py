@@ -236,10 +236,11 @@ def test_loading_and_unloading(
 
 def _wait_for_numbers(drive: Drive, count: int) -> None:
     """Waits until the ranks were told to drop all but some adapters."""
-    adapters = drive.engine._coordinator.membership.adapters  # type: ignore[attr-defined]
+    own = drive.engine._coordinator.membership.adapters  # type: ignore[attr-defined]
+    orders = own._shared.orders.by_number
     deadline = time.monotonic() + 20
-    while len(adapters._orders) != count:
-        assert time.monotonic() < deadline, adapters._orders
+    while len(orders) != count:
+        assert time.monotonic() < deadline, orders
         time.sleep(0.01)
 
 

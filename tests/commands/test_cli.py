@@ -63,6 +63,7 @@ def test_the_flags_are_frozen() -> None:
         "--host",
         "--kv-disk",
         "--kv-disk-bytes",
+        "--kv-disk-key-file",
         "--kv-dtype",
         "--kv-events-config",
         "--log-format",

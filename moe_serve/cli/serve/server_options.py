@@ -96,6 +96,14 @@ class BatchOptions:
         "50GiB. Default: 10GiB.",
         rich_help_panel=LIMITS,
     )
+    kv_disk_key_file: str | None = option(
+        None,
+        "--kv-disk-key-file",
+        key="cache.disk_key_file",
+        help="File of 32 random bytes with which the pages in the folder of --kv-disk are "
+        "encrypted. Only this user may read it. Default: the pages are not encrypted.",
+        rich_help_panel=LIMITS,
+    )
     max_num_seqs: int | None = option(
         None,
         key="scheduler.max_num_seqs",

@@ -22,7 +22,7 @@ class Cell:
         self, index: int, shape: CellShape, engine: ClusterEngine, on_news: Callable[[], None]
     ) -> None:
         self.index, self.shape, self.engine = index, shape, engine
-        self.is_draining = False  # it gets no new requests, and its running ones move away
+        self._is_draining = False
         self.lost_at = -math.inf  # when `stats` last found more lost ranks than before
         self._num_lost = 0
         self._aborts: list[str] = []  # for requests of a cell that is out
@@ -31,6 +31,17 @@ class Cell:
     @property
     def name(self) -> str:
         return cell_name(self.index)
+
+    @property
+    def is_draining(self) -> bool:
+        """True if it gets no new requests, and its running ones move away."""
+        return self._is_draining
+
+    @is_draining.setter
+    def is_draining(self, value: bool) -> None:
+        self._is_draining, service = value, self.engine.service
+        if service is not None:  # forecasts count only on cells that take requests
+            service.admission.set_open(service.number, is_open=not value)
 
     @property
     def is_out(self) -> bool:
@@ -93,6 +104,8 @@ class Cell:
         """Ends its ranks. `stop_waiting` of its engine was called."""
         self._waiter.close()
         self.engine.close()
+        if self.engine.service is not None:
+            self.engine.service.policy.remove_cell(self.engine.service.number)
 
 
 def cell_name(index: int) -> str:

@@ -85,8 +85,8 @@ class CellsEngine:
 
     @property
     def admission(self) -> Admission | None:
-        """None: service tiers are refused with several cells."""
-        return None
+        """See `DrivenEngine.admission`. It is the same in all cells."""
+        return self.cells[0].engine.admission
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `DrivenEngine.set_waker`."""

@@ -29,7 +29,7 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_link import Gone, Inbox, LinkEvent, RankLink
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.members.cluster_adapters import ClusterAdapters
+from moe_serve.cluster.members.cluster_adapters import CellAdapters
 from moe_serve.cluster.members.preflight import PreflightRound
 from moe_serve.cluster.members.rank_starter import RankStarter
 from moe_serve.cluster.members.roster import Heartbeats, RankPhase, RankState, Roster
@@ -76,7 +76,7 @@ class Membership:
         self._loading: dict[str, tuple[int, int]] = {}
         self.on_event: Callable[[], None] = lambda: None  # wakes an idle engine
         self.is_due: Callable[[], bool] = lambda: False  # wake without an event?
-        self.adapters: ClusterAdapters | None = None  # set where ranks load adapters
+        self.adapters: CellAdapters | None = None  # set where ranks load adapters
         self.on_parcel: Callable[[LinkEvent], None] = self.inbox.put  # on any thread
         self.num_lost = 0
         self.last_loss = ""

@@ -11,6 +11,7 @@ import msgspec
 from moe_serve.adapters.adapter_part import AdapterPart
 from moe_serve.adapters.live_model import LiveModel
 from moe_serve.cache.kv_cache import check_page_size
+from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.control.messages import (
@@ -93,9 +94,11 @@ class AttentionRank:
             self._shards = AttentionShards(str(name), configure, shard_starter, *paths)
         try:
             self._part = self._load(config)
+            num_heads = self._spec.attention.num_kv_heads
+            self._wire = WirePages(self._part.cache, num_heads, 0, num_shards)
             if memories is not None:
                 self._parcels = self._open_parcels(memories, home)
-            self._pages = RankPages(self._part.cache, configure.arena, 0, num_shards)
+            self._pages = RankPages(self._part.cache, configure.arena, self._wire)
             self._next_layer = open_next_layer(config, self._model.folder, self._loader)
         except BaseException:
             if self._shards is not None:
@@ -134,8 +137,8 @@ class AttentionRank:
         report = model.report(part)
         return RankParcels(
             memories,
-            part.cache,
-            self._spec.attention.num_kv_heads,
+            self._wire,
+            part.cache.page_size,
             self._shards,
             home,
             model.page_identity(report) + report.build.encode(),
@@ -145,7 +148,7 @@ class AttentionRank:
     @property
     def loaded(self) -> Loaded:
         num_shards = self._configure.config.cluster.attention_tp
-        loaded = loaded_message(self._model, self._seconds, self._part, num_shards)
+        loaded = loaded_message(self._model, self._seconds, self._part, num_shards, self._wire)
         facts = None if self._parcels is None else self._parcels.facts
         return msgspec.structs.replace(loaded, parcels=facts)
 

@@ -138,12 +138,12 @@ class AttentionShard:
         form = checked_kv_form(load.config.cache, stage.spec)
         cache = KVCache(stage.spec, pages.num_pages, page_size, dtype, device, form)
         shard = self._group.shard
-        rank_pages = RankPages(cache, load.arena, shard.index, shard.count)
         adapters = self._adapters(load, model.loader, stage)
         transport = FollowerTransport(self._group)
         pipeline = Pipeline(stage, transport, cache, device, adapters=adapters)
         num_heads = model.loader.spec.attention.num_kv_heads
         wire = WirePages(cache, num_heads, shard.index, shard.count)
+        rank_pages = RankPages(cache, load.arena, wire)
         parcels = ShardParcels(wire, load.common, load.own)
         self._tell([True])  # ready
         while not isinstance(order := self._next(), EndShard):

@@ -28,7 +28,7 @@ BRIEF = PlacementBrief(
     state="idle", version=1, age_s=1.0, last=None, num_plans=dict.fromkeys(OUTCOMES, 0)
 )
 CALM = Snapshot(
-    at=1000.0, stats=STATS, placement=BRIEF, is_draining=False, num_rejected=0, ttft_ms=None,
+    at=1000.0, stats=STATS, placements={"": BRIEF}, is_draining=False, num_rejected=0, ttft_ms=None,
     tpot_ms=None,
 )  # fmt: skip
 
@@ -69,10 +69,11 @@ def test_a_rank_is_lost_and_comes_back() -> None:
 
 
 def test_experts_have_moved_or_not() -> None:
-    def plans(outcome: str, text: str) -> Snapshot:
+    def plans(outcome: str, text: str, cell: str = "") -> Snapshot:
         last: Any = LastPlan(outcome=outcome, text=text)  # type: ignore[arg-type]
         counts: Any = dict(BRIEF.num_plans) | {outcome: 1}
-        return replace(CALM, placement=replace(BRIEF, version=2, last=last, num_plans=counts))
+        brief = replace(BRIEF, version=2, last=last, num_plans=counts)
+        return replace(CALM, placements={cell: brief})
 
     assert after(CALM, plans("moved", "5 copies")) == [
         ("rebalanced", "Experts have moved, version 2: 5 copies.")
@@ -81,6 +82,10 @@ def test_experts_have_moved_or_not() -> None:
         ("rebalance_failed", "No experts have moved: a rank died.")
     ]
     assert after(CALM, plans("gain", "too little")) == [], "a plan that is not worth it is no event"
+    cells = replace(CALM, placements={"cell-0": BRIEF, "cell-1": BRIEF})
+    assert after(cells, plans("moved", "5 copies", "cell-1")) == [
+        ("rebalanced", "cell-1: Experts have moved, version 2: 5 copies.")
+    ]
 
 
 def test_the_predictor_is_given_up_and_taken_back() -> None:

@@ -32,15 +32,19 @@ def thread_starters(index: int, shapes: Sequence[CellShape]) -> type[ThreadStart
     return ThreadStarter
 
 
-def in_one_process(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
-    """Returns the answers of one process."""
-    alone = replace(
+def one_process(of: EngineConfig) -> EngineConfig:
+    """Returns the configuration of one process."""
+    return replace(
         of,
         cells=CellsConfig(),
         cluster=ClusterConfig(),
         pipeline=PipelineConfig(micro_batches=1),
     )
-    return serve(build_engine(alone).engine, wanted)
+
+
+def in_one_process(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
+    """Returns the answers of one process."""
+    return serve(build_engine(one_process(of)).engine, wanted)
 
 
 @contextmanager

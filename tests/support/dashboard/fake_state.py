@@ -74,6 +74,7 @@ def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, A
             "age_s": 312.0,
             "last_move": "2 experts of layer 1 from expert-0 to expert-1",
         },
+        "cell_placements": [],
         "predictor": {"kind": "request", "recall": 0.62, "floor": 0.2, "is_acting": True},
         "speculation": {
             "drafters": "auto: ngram, suffix, prediction, grammar; at most 16 tokens",
