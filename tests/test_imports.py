@@ -78,7 +78,6 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "adapter_files",
         "targets",
         "adapter_part",
-        "live_model",
         "peft_config",
         "peft_lora",
         "low_rank",

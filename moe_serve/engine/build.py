@@ -10,7 +10,7 @@ import torch
 
 from experts.expert_stage import ExpertStage
 from moe_kernels.kernel_choice import default_num_threads
-from moe_serve.adapters.live_model import LiveModel
+from moe_serve.adapters.adapter_part import LiveModel
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.kv_cache import check_page_size

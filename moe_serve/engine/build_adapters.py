@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_serve.adapters.adapter_build import AdapterBuilder
-from moe_serve.adapters.live_model import LiveModel
+from moe_serve.adapters.adapter_part import LiveModel
 from moe_serve.adapters.registry import AdapterRegistry, open_registry
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from moe_kernels.kernel_choice import KernelsName
 from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_unchanged
+from moe_serve.adapters.adapter_part import LiveModel
 from moe_serve.adapters.bitdelta.make import make_bitdelta
-from moe_serve.adapters.live_model import LiveModel
 from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.load.loader import ModelLoader

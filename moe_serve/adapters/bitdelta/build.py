@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_kernels.interface.signed_kernels import SignedKernels
 from moe_serve.adapters.adapter_files import AdapterFiles
-from moe_serve.adapters.adapter_part import AdapterPart
+from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.adapters.bitdelta.signed_experts import SignedExperts
 from moe_serve.adapters.bitdelta.signed_stage import SignedStages
 from moe_serve.adapters.bitdelta.tensors import (
@@ -13,7 +13,6 @@ from moe_serve.adapters.bitdelta.tensors import (
     read_bitdelta,
     sign_modules,
 )
-from moe_serve.adapters.live_model import LiveModel
 from moe_serve.adapters.targets import AdapterTargets
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.manifest import feed_forward_table

@@ -16,9 +16,9 @@ from moe_kernels.interface.attention_shape import QKNormWeights
 from moe_kernels.interface.kernels import Linear
 from moe_kernels.interface.sign_matrix import SignMatrix
 from moe_kernels.interface.signed_kernels import SignedKernels
+from moe_serve.adapters.adapter_part import LiveModel
 from moe_serve.adapters.bitdelta.signed_experts import SignedExperts, no_signs, with_bias
 from moe_serve.adapters.bitdelta.tensors import BitDeltaTensors
-from moe_serve.adapters.live_model import LiveModel
 from moe_serve.adapters.low_rank import linear_parts, row_order
 from moe_serve.adapters.targets import AdaptedMatrix
 from moe_serve.model.checkpoint.manifest import (

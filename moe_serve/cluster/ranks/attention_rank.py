@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.adapters.adapter_part import AdapterPart
-from moe_serve.adapters.live_model import LiveModel
+from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
@@ -114,9 +113,8 @@ class AttentionRank:
         if config.adapters.is_enabled:
             part = AdapterPart(shard=TensorShard(0, num_shards), experts={})
             gather = None if self._shards is None else self._shards.group
-            live = LiveModel(attention=self._part.stage, gather=gather)
-            parts = (config.adapters, configure.adapters, part, live)
-            self._adapters = RankAdapters(self._loader, *parts, home.tell)
+            parts = (part, LiveModel(attention=self._part.stage, gather=gather), home.tell)
+            self._adapters = RankAdapters(self._loader, config.adapters, configure.adapters, *parts)
         self._placement = RankPlacement(configure.placement)
         self._last_done = 0  # the last step whose tokens were reported
         self._log = StageLog(configure.is_recording)

@@ -19,8 +19,7 @@ import msgspec
 import torch
 
 from experts.virtual_experts import MissingAdapterError
-from moe_serve.adapters.adapter_part import AdapterPart
-from moe_serve.adapters.live_model import LiveModel
+from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.cache.kv_cache import KVCache, checked_kv_form
 from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from experts.expert_stage import RoutedRows
 from experts.virtual_experts import VirtualExperts
-from moe_serve.adapters.adapter_part import AdapterPart
-from moe_serve.adapters.live_model import LiveModel
+from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.control.messages import (

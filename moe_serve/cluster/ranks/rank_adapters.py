@@ -12,8 +12,7 @@ from pathlib import Path
 from experts.virtual_experts import AdapterExperts, MissingAdapterError, VirtualExperts
 from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_unchanged
-from moe_serve.adapters.adapter_part import AdapterPart
-from moe_serve.adapters.live_model import LiveModel
+from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.cluster.control.adapter_messages import AdapterLoaded, DropAdapter, LoadAdapter
 from moe_serve.cluster.ranks.mirror import adapter_key
 from moe_serve.config.adapter_config import AdapterConfig
