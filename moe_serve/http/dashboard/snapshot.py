@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.engine.request.client import EngineClient
-from moe_serve.engine.request.stats import EngineStats
+from moe_serve.engine.request.stats import CellState, EngineStats
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl, PlanOutcome
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.metrics.recent import RecentRequests
@@ -166,6 +166,16 @@ class EventLog:
         return [event for event in events if event.seq > seq or seq > newest]
 
 
+_CELL_EVENTS: Mapping[CellState, tuple[str, str]] = {
+    "starting": ("cell_added", "starts"),
+    "serving": ("cell_serves", "serves"),
+    "draining": ("cell_drains", "drains: its requests move away"),
+    "leaving": ("cell_leaves", "leaves: its requests move away"),
+    "stopping": ("cell_stops", "has no requests any more, and its ranks end"),
+    "failed": ("cell_failed", "could not start"),
+}
+
+
 class EventWatch:
     """Compares each snapshot with the previous one and adds events, at most a second late.
 
@@ -183,6 +193,7 @@ class EventWatch:
             return
         self._ranks(before.stats, now.stats)
         self._engine(before.stats, now.stats)
+        self._cells(before.stats, now.stats)
         if before.placement is not None and now.placement is not None:
             self._placement(before.placement, now.placement)
         if now.is_draining and not before.is_draining:
@@ -219,6 +230,19 @@ class EventWatch:
         kind = "predictor_on" if stats.is_predictor_on else "predictor_off"
         what = "is used again" if stats.is_predictor_on else "is no longer used"
         self._log.add(kind, f"The predictor {what}: its recall is {recall}.")
+
+    def _cells(self, before: EngineStats, now: EngineStats) -> None:
+        states = {cell.name: cell.state for cell in before.cells}
+        for cell in now.cells:
+            was = states.pop(cell.name, None)
+            if cell.state != was:
+                kind, text = _CELL_EVENTS[cell.state]
+                if cell.state == "serving" and was in ("draining", "leaving"):
+                    kind, text = "cell_back", "takes requests again"
+                note = f": {cell.note.rstrip('.')}" if cell.state == "failed" else ""
+                self._log.add(kind, f"{cell.name} ({cell.ranks} {cell.role}) {text}{note}.")
+        for name in states:
+            self._log.add("cell_gone", f"{name} is gone.")
 
     def _placement(self, before: PlacementBrief, now: PlacementBrief) -> None:
         def num_more(outcome: PlanOutcome) -> int:
