@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 
 from moe_serve.cache.events.change_record import IGNORE_PAGES, PageListener
 from moe_serve.cache.events.endpoints import (
@@ -17,6 +18,8 @@ from moe_serve.config.cell_config import cell_shapes
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError
 
+_REOPEN_S, _POLL_S = 5.0, 0.02
+
 
 class KVEvents:
     """Opens the addresses of all ranks at once; without `kv_events.endpoint` there are none. Cells
@@ -27,6 +30,7 @@ class KVEvents:
         self._config = config
         self._publishers: dict[int, EventPublisher] = {}  # replaced, never changed
         self._past = EventStats()  # of those that were closed
+        self._closed: set[int] = set()
         try:
             self.open(range(_num_ranks(config)))
         except BaseException:
@@ -38,16 +42,30 @@ class KVEvents:
         of them is open."""
         try:
             for rank in ranks:
-                self._open(rank)
+                self._open_again(rank)
         except BaseException:
             self.close_ranks(ranks)
             raise
+
+    def _open_again(self, rank: int) -> None:
+        """Opens the addresses of a rank. Those of one that was closed may be in use for a moment
+        still, as ZeroMQ closes them on a thread of its own."""
+        until = time.monotonic() + (_REOPEN_S if rank in self._closed else 0.0)
+        while True:
+            try:
+                self._open(rank)
+                return
+            except ConfigError:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(_POLL_S)
 
     def close_ranks(self, ranks: range) -> None:
         """Tells the subscribers of some ranks that their caches are gone, and closes them."""
         for publisher in [self._publishers[rank] for rank in ranks if rank in self._publishers]:
             publisher.close()
             self._past += publisher.stats
+        self._closed.update(ranks)
         self._publishers = {r: each for r, each in self._publishers.items() if r not in ranks}
 
     def _open(self, rank: int) -> None:
