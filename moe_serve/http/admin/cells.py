@@ -8,6 +8,7 @@ it is. POST /admin/cells/{index}/drain and /undrain, and POST /admin/ranks/{name
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -83,6 +84,13 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
         control().drain(index, is_draining=False)
         return listed(index)
 
+    _add_rank_routes(router, control, listed)
+    return router
+
+
+def _add_rank_routes(
+    router: APIRouter, control: Callable[[], CellsControl], listed: Callable[[], dict[str, Any]]
+) -> None:
     @router.post("/ranks/{name:path}/drain")
     async def drain_rank(name: str) -> dict[str, Any]:
         control().drain_rank(name, is_draining=True)
@@ -92,8 +100,6 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
     async def undrain_rank(name: str) -> dict[str, Any]:
         control().drain_rank(name, is_draining=False)
         return listed()
-
-    return router
 
 
 def _values(body: dict[str, Any]) -> tuple[str, int | None, bool]:
