@@ -17,11 +17,11 @@ def served(cells: World, *names: str) -> None:
     assert all(map(cells.is_right, requests))
 
 
-def add(cells: World, shape: str = "1A1E", **how: int) -> int:
+def add(cells: World, shape: str = "1A1E", number: int | None = None) -> int:
     """Adds a cell, and returns its number when its start has begun."""
-    number = cells.engine.add_cell(shape, **how)
-    cells.step_until(lambda: number in cells.maker.starts)
-    return number
+    index = cells.engine.add_cell(shape, number=number)
+    cells.step_until(lambda: index in cells.maker.starts)
+    return index
 
 
 def wait_for(cells: World, index: int, state: str | None) -> None:
