@@ -122,8 +122,8 @@ class LLM:
         model_config = ModelConfig(
             path=model, dtype=dtype, device=device, kernels=kernels,
             expert_weights=expert_weights, linear_weights=linear_weights,
-            low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
-            max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs)  # fmt: skip
+            low_bit_products=low_bit_products, num_threads=num_threads, cuda_graphs=cuda_graphs,
+            expert_memory_bytes=expert_memory_bytes, max_model_len=max_model_len)  # fmt: skip
         scheduler_config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
             batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"))  # fmt: skip
