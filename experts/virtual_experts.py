@@ -89,11 +89,12 @@ class VirtualExperts:
         numbers_TK = ids_TK // num_experts
         numbers = [number for number in numbers_TK.unique().tolist() if number > 0]
         held = [self._held(number, layer) for number in numbers]
-        base_TK, parts = ids_TK.clone(), list[tuple[Tensor, Tensor]]()
+        base_TK = torch.where(ids_TK < num_experts, ids_TK, ids_TK % num_experts)
+        parts = list[tuple[Tensor, Tensor]]()
         for number, own in zip(numbers, held, strict=True):
-            is_its_TK = numbers_TK == number
-            base_TK[is_its_TK] = -1 if own.bank is not None else ids_TK[is_its_TK] % num_experts
             if own.bank is not None:
+                is_its_TK = numbers_TK == number
+                base_TK[is_its_TK] = -1
                 rows_n = is_its_TK.any(dim=1).nonzero()[:, 0]
                 own_nK = torch.where(is_its_TK, ids_TK - number * num_experts, -1)[rows_n]
                 parts.append((rows_n, own.bank.partial(x_TD[rows_n], own_nK, weights_TK[rows_n])))
