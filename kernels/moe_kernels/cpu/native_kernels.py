@@ -27,6 +27,7 @@ from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_e
 from moe_kernels.cpu.native_forms import native_layout
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
+from moe_kernels.cpu.native_rank_calls import NativeRankCalls
 from moe_kernels.cpu.native_stack import NativeStack
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
@@ -43,10 +44,10 @@ from moe_kernels.interface.kernels import (
     ExpertWeights,
     GatedActivation,
     HeadLinear,
-    LayerFrontParts,
     Linear,
     RouterLinear,
 )
+from moe_kernels.interface.layer_front import LayerFrontParts
 from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
     LowBitProducts,
@@ -186,6 +187,9 @@ class NativeKernels:
         """Returns the parts as one call; None if the head is a shard's, which gathers columns."""
         is_native = isinstance(parts.head, NativeLinear)
         return NativeStack(self._native, parts) if is_native else None
+
+    def rank_calls(self) -> NativeRankCalls:
+        return NativeRankCalls(self._native, self._router)
 
     def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
         assert x_RN.is_contiguous() and x_RN.dtype == torch.float32, f"rows of {x_RN.dtype}"

@@ -44,9 +44,9 @@ from moe_kernels.interface.kernels import (
     AttentionCall,
     ExpertWeights,
     GatedActivation,
-    LayerFrontParts,
     SplitMLP,
 )
+from moe_kernels.interface.layer_front import LayerFrontParts
 from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
     MatrixForm,
@@ -229,6 +229,9 @@ class TritonKernels:
     def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
         values_R, places_R = x_RN.max(dim=-1)
         return values_R, places_R
+
+    def rank_calls(self) -> None:
+        return None
 
     def drafting(self, parts: DraftingParts) -> None:
         return None

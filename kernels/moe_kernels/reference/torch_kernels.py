@@ -22,9 +22,9 @@ from moe_kernels.interface.kernels import (
     ExpertBank,
     ExpertWeights,
     GatedActivation,
-    LayerFrontParts,
     SplitMLP,
 )
+from moe_kernels.interface.layer_front import LayerFrontParts
 from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
     LowBitProducts,
@@ -188,6 +188,9 @@ class TorchKernels:
     def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
         values_R, places_R = x_RN.max(dim=-1)
         return values_R, places_R
+
+    def rank_calls(self) -> None:
+        return None
 
     def drafting(self, parts: DraftingParts) -> None:
         return None

@@ -50,6 +50,7 @@ from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.rank_turns import RankTurns
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.groups.parked_states import ParkedStates
 from moe_serve.pipeline.links.data_group import DataGroup
@@ -185,6 +186,8 @@ class AttentionRank:
             parked=self._parked,
             adapters=self._adapters,
         )
+        if self._shards is None and self._next_layer is None:
+            pipeline.turns = RankTurns.of(part.stage, part.cache, self._transport, self._log, tap)
         self._executor = LocalExecutor(
             pipeline,
             self._sampler,

@@ -17,10 +17,9 @@ from experts.expert_stage import RoutedRows
 from moe_kernels.interface.kernels import (
     ExpertBank,
     Kernels,
-    LayerFront,
-    LayerFrontParts,
     Linear,
 )
+from moe_kernels.interface.layer_front import LayerFront, LayerFrontParts
 from moe_kernels.interface.layer_stack import LayerStack, StackLayer, StackParts
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.spec import ModelSpec
@@ -168,6 +167,11 @@ class AttentionStage:
                 top_k=spec.router.top_k,
             )
         )
+
+    def front(self, layer: int) -> LayerFront | None:
+        """Returns a layer up to its routed experts as one call. None: the kernels have no such
+        call, or a part of the layer is not in it, or the layer has no routed experts."""
+        return None if self._layers[layer].router is None else self._fronts[layer]
 
     def has_mlp(self, layer: int) -> bool:
         """Returns whether a layer has a shared expert, or is dense."""

@@ -35,6 +35,8 @@ _FIELDS = [
 ]
 _HEADER = np.dtype(_FIELDS)
 _PACKED = struct.Struct("<IIQQIII")  # the same, on the host
+_KEY = struct.Struct("<IIQQII")  # the same before the number of rows
+KEY_BYTES = _KEY.size
 
 
 class WireError(MoeServeError):
@@ -51,6 +53,11 @@ class Exchange(NamedTuple):
 
     def __str__(self) -> str:
         return f"step {self.step}, layer {self.layer}, micro-batch {self.micro_batch}"
+
+
+def key_of(exchange: Exchange) -> bytes:
+    """Returns the beginning of the header of an exchange's frames, up to the number of rows."""
+    return _KEY.pack(MAGIC, 0, *exchange)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.rank_calls import AttentionTurn
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
@@ -22,6 +23,8 @@ class MicroBatchState:
     """A micro-batch whose rows pass all layers together."""
 
     pieces: Sequence[SequenceSlice] | None = None  # of its rows, where these change
+    turn: AttentionTurn | None = None  # if its layers are single calls, see RankTurns
+    is_away_by_turn = False  # the rows with the experts were sent by `turn`
 
     def __init__(self, inputs: StepInputs, hidden_TD: Tensor) -> None:
         self.inputs, self.hidden_TD = inputs, hidden_TD
