@@ -39,6 +39,7 @@ BENCHMARKS = {
     "drafting": "kernel_bench.drafting",
     "pingpong": "pingpong.pingpong",
     "ahead": "pingpong.ahead",
+    "rank_calls": "pingpong.rank_calls",
     "placement": "placement.placement",
     "batching": "batching.batching",
     "decisions": "batching.decisions",

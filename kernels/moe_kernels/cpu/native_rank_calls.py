@@ -244,17 +244,13 @@ class NativeService:
         self._pointer = ctypes.addressof(self._struct)
 
     def __call__(
-        self,
-        bank: Any,
-        key: bytes,
-        rows: list[int],
-        sums: list[int],
-        planned: list[int],
+        self, bank: Any, key: bytes, rows: list[int], sums: list[int], planned: list[int]
     ) -> list[int] | None:
         assert isinstance(bank, ExpertTable), f"native experts, not {type(bank).__name__}"
         if len(rows) != self._num_senders:
             self._make_room(len(rows))
-        self._rows[:], self._sums[:], self._planned[:] = rows, sums, planned
+        self._rows[:], self._sums[:] = [*rows], [*sums]
+        self._planned[:] = [*planned]
         self._struct.key[: len(key)] = key
         if self._function(self._pointer, bank.pointer):
             return None
@@ -262,15 +258,10 @@ class NativeService:
 
     def _make_room(self, num_senders: int) -> None:
         struct, self._num_senders = self._struct, num_senders
-        self._rows, self._sums = (
-            (ctypes.c_void_p * num_senders)(),
-            (ctypes.c_void_p * num_senders)(),
-        )
-        numbers = ctypes.c_int64 * num_senders
-        self._planned, self._counts, self._sizes = numbers(), numbers(), numbers()
+        pointers, numbers = ctypes.c_void_p * num_senders, ctypes.c_int64 * num_senders
+        self._rows, self._sums, self._planned = pointers(), pointers(), numbers()
+        self._counts, self._sizes = numbers(), numbers()
         struct.rows, struct.sums = ctypes.addressof(self._rows), ctypes.addressof(self._sums)
-        struct.planned, struct.counts = (
-            ctypes.addressof(self._planned),
-            ctypes.addressof(self._counts),
-        )
-        struct.sizes, struct.num_senders = ctypes.addressof(self._sizes), num_senders
+        struct.planned = ctypes.addressof(self._planned)
+        struct.counts, struct.sizes = ctypes.addressof(self._counts), ctypes.addressof(self._sizes)
+        struct.num_senders = num_senders

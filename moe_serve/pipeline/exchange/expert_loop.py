@@ -163,7 +163,7 @@ class ExpertLoop:
         assert self._services is not None, "there are such calls"
         layer, micro_batch, log = exchange.layer, exchange.micro_batch, self._log
         bank, start = self._services.bank(layer), log.now()
-        if bank is None:
+        if bank is None or not arrived:
             return False
         log.enter(Stage.EXPERTS, layer, micro_batch)
         frames = []

@@ -111,8 +111,8 @@ class RankTurns:
 
     def _following(self, layer: int, state: MicroBatchState) -> TurnLayer | None:
         """Returns what a turn needs to know of a layer; None if it is not for a turn."""
-        front, inputs = self._stage.front(layer), state.inputs
-        if front is None or state.pieces is not None or inputs.adapters is not None:
+        front = self._stage.front(layer)
+        if front is None or state.pieces is not None or state.inputs.adapters is not None:
             return None
         if state.layer_away is not None and not state.is_away_by_turn:
             return None
@@ -124,7 +124,7 @@ class RankTurns:
             copies = self._copies_of(layer, split)
             if copies is None:
                 return None
-        plan = inputs.attention[self._stage.spec.layers[layer].attention]
+        plan = state.inputs.attention[self._stage.spec.layers[layer].attention]
         return TurnLayer(front, self._cache.layers[layer], plan, copies)
 
     def _copies_of(self, layer: int, split: RowSplit) -> Any | None:
