@@ -30,13 +30,13 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.rank_services import RankServices
-from moe_serve.pipeline.exchange.rank_turns import RankTurns
 from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.frames.wire import WireFormat, make_wire_format
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.transfer import Transfer
 from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.rank_turns import RankTurns
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import StageLog
 

@@ -21,10 +21,10 @@ from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, StepPlan
 from moe_serve.pipeline.exchange.next_layer import NextLayer
-from moe_serve.pipeline.exchange.rank_turns import RankTurns
 from moe_serve.pipeline.groups.micro_batch_state import MicroBatchState, SegmentedState
 from moe_serve.pipeline.groups.parked_states import ParkedStates
 from moe_serve.pipeline.groups.segments import SegmentRows
+from moe_serve.pipeline.rank_turns import RankTurns
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.stacked_layers import StackedLayers, hidden_of_logits
 from moe_serve.pipeline.timeline.stage_log import StageLog

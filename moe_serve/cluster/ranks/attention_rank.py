@@ -50,13 +50,13 @@ from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
-from moe_serve.pipeline.exchange.rank_turns import RankTurns
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.groups.parked_states import ParkedStates
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.shard_group import LeaderTransport, ShardLostError
 from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.rank_turns import RankTurns
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import Operation, StageLog
 from moe_serve.pipeline.timeline.timeline_recorder import NO_LAYER, NO_MICRO_BATCH, Stage

@@ -21,12 +21,12 @@ from moe_serve.model.step_plan import MicroBatch, RouteAsk, SequenceSlice, StepP
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.rank_services import RankServices
-from moe_serve.pipeline.exchange.rank_turns import RankTurns
 from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.rank_turns import RankTurns
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline_recorder import decode_records
@@ -90,34 +90,34 @@ class Ranks:
             stage = loader.expert_stage(
                 [held if i in sparse else () for i in range(len(spec.layers))]
             )
-            routers, kernels = loader.routers(), loader.kernels
+            routers = loader.routers()
             services = RankServices.of(
-                kernels, stage, wire, num_ranks=count, rank=rank, router=spec.router,
+                loader.kernels, stage, wire, num_ranks=count, rank=rank, router=spec.router,
                 routers=routers if routes else None, split=split if routes else None,
             )  # fmt: skip
             assert services is not None, "these ranks have single calls"
 
             def route(layer: int, x_TD: torch.Tensor, routers: Any = routers) -> Any:
-                return choose_experts(kernels, spec.router, routers[layer], x_TD)
+                return choose_experts(loader.kernels, spec.router, routers[layer], x_TD)
 
             self.loops.append(
                 ExpertLoop(
-                    groups[name], stage, expert_rank=rank, attention_ranks=self.attention, wire=wire,
-                    sparse_layers=sparse, route=route if routes else None,
+                    groups[name], stage, expert_rank=rank, attention_ranks=self.attention,
+                    wire=wire, sparse_layers=sparse, route=route if routes else None,
                     split=split if routes else None, log=StageLog(),
                     services=services if is_native else None,
                 )
             )  # fmt: skip
         for rank, name in enumerate(self.attention):
             cache, tap = KVCache(spec, 10, 16, loader.dtype, CPU), RouteTap(num_experts)
-            log, stage = StageLog(is_recording=True), loader.attention_stage(64)
+            log, attention = StageLog(is_recording=True), loader.attention_stage(64)
             transport = GroupTransport(
                 groups[name], attention_rank=rank, expert_ranks=self.experts, wire=wire,
                 split=None if routes else split, sparse_layers=sparse, log=log,
             )  # fmt: skip
-            pipeline = Pipeline(stage, transport, cache, CPU, log, tap)
+            pipeline = Pipeline(attention, transport, cache, CPU, log, tap)
             if is_native:
-                pipeline.turns = RankTurns.of(stage, cache, transport, log, tap)
+                pipeline.turns = RankTurns.of(attention, cache, transport, log, tap)
                 assert pipeline.turns is not None, "these ranks have single calls"
             self.pipelines.append((pipeline, tap, log))
             self.transports.append(transport)
