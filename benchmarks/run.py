@@ -23,6 +23,7 @@ BENCHMARKS = {
     "low_bits": "offline.low_bits",
     "packed_model": "offline.packed_model",
     "step_parts": "offline.step_parts",
+    "packed_serving": "serving.packed_serving",
     "serving": "serving.serving",
     "http_overhead": "serving.http_overhead",
     "streams": "serving.streams",
