@@ -62,8 +62,8 @@ def main() -> int:
     needed = stored.total + _CACHE_BYTES + _ROOM_BYTES
     if free < needed:
         sys.stderr.write(
-            f"{arguments.model} needs {needed / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB "
-            "are available: end other programs, or use a smaller checkpoint.\n"
+            f"{arguments.model} needs {needed / 1e9:.1f} GB of memory, but {free / 1e9:.1f} GB are "
+            "available: end other programs, or use a smaller checkpoint.\n"
         )
         return 2
     read_gb_s = measure_limits(arguments.threads).read_gb_s

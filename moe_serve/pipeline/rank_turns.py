@@ -46,6 +46,9 @@ class RankTurns:
     ) -> None:
         self._stage, self._cache, self._transport = stage, cache, transport
         self._calls, self._shape, self._log, self._tap = calls, shape, log, tap
+        shapes = [layer.attention for layer in stage.spec.layers]
+        self._shapes = list(dict.fromkeys(shapes))
+        self._shape_of = [self._shapes.index(shape) for shape in shapes]  # by layer
         self._split: RowSplit | None = None  # that the copies below are of
         self._copies: dict[int, Any | None] = {}
 
@@ -70,8 +73,7 @@ class RankTurns:
         following = self._following(layer, state)
         if following is None:
             return False
-        log, away, num_rows = self._log, state.layer_away, len(state.hidden_TD)
-        turn = self._turn(state)
+        log, away, turn = self._log, state.layer_away, self._turn(state)
         sums = None if away is None else self._sums(away, index)
         frames = self._transport.empty_frames(layer, index)
         start = log.now()
@@ -91,7 +93,7 @@ class RankTurns:
         state.hidden_TD, state.layer_away, state.is_away_by_turn = turn.hidden_TD, layer, True
         state.shared_TD = self._stage.shared(layer, turn.x_TD)
         if state.shared_TD is not None:
-            log.add(Stage.SHARED, layer, index, num_rows, start)
+            log.add(Stage.SHARED, layer, index, turn.num_rows, start)
         return True
 
     def finish(self, index: int, state: MicroBatchState) -> None:
@@ -107,7 +109,7 @@ class RankTurns:
         state.hidden_TD = turn.hidden_TD
         state.layer_away = state.shared_TD = None
         state.is_away_by_turn = False
-        self._log.add(Stage.COMBINE, layer, index, len(state.hidden_TD), start)
+        self._log.add(Stage.COMBINE, layer, index, turn.num_rows, start)
 
     def _following(self, layer: int, state: MicroBatchState) -> TurnLayer | None:
         """Returns what a turn needs to know of a layer; None if it is not for a turn."""
@@ -124,7 +126,9 @@ class RankTurns:
             copies = self._copies_of(layer, split)
             if copies is None:
                 return None
-        plan = state.inputs.attention[self._stage.spec.layers[layer].attention]
+        if not state.plans:  # a shape takes long to look up
+            state.plans = [state.inputs.attention[shape] for shape in self._shapes]
+        plan = state.plans[self._shape_of[layer]]
         return TurnLayer(front, self._cache.layers[layer], plan, copies)
 
     def _copies_of(self, layer: int, split: RowSplit) -> Any | None:
@@ -154,7 +158,7 @@ class RankTurns:
         self, turn: AttentionTurn, layer: int, index: int, away: int | None, start: int
     ) -> int:
         """Records the stages of a turn that began at `start`; returns the end of the last one."""
-        log, num_rows = self._log, len(turn.x_TD)
+        log, num_rows = self._log, turn.num_rows
         summed, attended, _ = (start + each for each in turn.times)
         if away is not None:
             log.add(Stage.COMBINE, away, index, num_rows, start, summed)

@@ -137,6 +137,7 @@ class NativeTurn:
     ) -> None:
         num_rows, num_ranks = len(hidden_TD), shape.num_ranks
         assert hidden_TD.is_contiguous() and hidden_TD.dtype == native.dtype, "rows in one piece"
+        self.num_rows = num_rows
         self._function, self._keeps_choices = native.function("moe_turn"), keeps_choices
         self._inputs, self._shape = (positions_T, kv_rows), shape
         self.hidden_TD, self.x_TD = hidden_TD, torch.empty_like(hidden_TD)
@@ -211,7 +212,7 @@ class NativeTurn:
         self.hidden_TD = self._out_TD
 
     def _make_choices(self) -> None:
-        num_rows, top_k = len(self.hidden_TD), self._shape.top_k
+        num_rows, top_k = self.num_rows, self._shape.top_k
         self.expert_ids_TK = torch.empty(num_rows, top_k, dtype=torch.int64)
         self.weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32)
         self._struct.ids = self.expert_ids_TK.data_ptr()

@@ -76,6 +76,7 @@ class AttentionTurn(Protocol):
     x_TD: Tensor  # the normed rows of the last layer
     expert_ids_TK: Tensor
     weights_TK: Tensor
+    num_rows: int
 
     @property
     def times(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from moe_serve.pipeline.exchange.step_shape import (
     exchange_order,
 )
 from moe_serve.pipeline.frames.frame_header import Exchange, Leg
-from moe_serve.pipeline.frames.wire import WireFormat
+from moe_serve.pipeline.frames.wire import FrameBytes, WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline_recorder import Stage
@@ -74,6 +74,7 @@ class ExpertLoop:
         self._group, self._stage, self._rank = group, stage, expert_rank
         self._names, self._wire = tuple(attention_ranks), wire
         self._layers, self._route, self._split = tuple(sparse_layers), route, split
+        self._bytes = FrameBytes(wire)
         self._in = FramePool(self._layout.dispatch_frame)
         self._back = FramePool(self._layout.combine_frame)
         self.failure: str | None = None  # of the last step
@@ -130,7 +131,7 @@ class ExpertLoop:
         exchange = Exchange(shape.epoch, shape.step, layer, micro_batch)
         for sender in shape.senders(micro_batch, layer):
             name = self._names[sender]
-            size = self._wire.dispatch_bytes(shape.planned(sender, micro_batch, layer))
+            size = self._bytes.dispatch(shape.planned(sender, micro_batch, layer))
             frame = self._in.get(name, micro_batch, size)
             tag = dispatch_tag(layer, micro_batch)
             leg = Leg("dispatch", exchange)
@@ -168,7 +169,7 @@ class ExpertLoop:
         log.enter(Stage.EXPERTS, layer, micro_batch)
         frames = []
         for each in arrived:
-            size = self._wire.combine_bytes(each.planned)
+            size = self._bytes.combine(each.planned)
             frames.append(self._back.get(self._names[each.sender], micro_batch, size))
         sizes = self._services.serve(bank, exchange, arrived, frames)
         if sizes is None:
@@ -244,7 +245,7 @@ class ExpertLoop:
     ) -> None:
         name = self._names[arrival.attention_rank]
         planned = shape.planned(arrival.attention_rank, exchange.micro_batch, exchange.layer)
-        frame = self._back.get(name, exchange.micro_batch, self._wire.combine_bytes(planned))
+        frame = self._back.get(name, exchange.micro_batch, self._bytes.combine(planned))
         if sums_nD is None:
             content = frame.write_error(self._wire, exchange, planned, self._layout.is_fixed)
         else:

@@ -24,7 +24,7 @@ from moe_serve.pipeline.exchange.step_shape import (
 )
 from moe_serve.pipeline.exchange.virtual_ids import adapter_numbers, with_virtual_ids
 from moe_serve.pipeline.frames.frame_header import HEADER_BYTES, Exchange, Leg, WireError, key_of
-from moe_serve.pipeline.frames.wire import CombineFrame, DispatchFrame, WireFormat
+from moe_serve.pipeline.frames.wire import CombineFrame, DispatchFrame, FrameBytes, WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline_recorder import Stage
@@ -55,6 +55,7 @@ class GroupTransport:
         self._layout = CompactLayout(torch.device("cpu")) if layout is None else layout
         self._group, self._rank, self._experts = group, attention_rank, tuple(expert_ranks)
         self._wire, self._split, self._layers = wire, split, tuple(sparse_layers)
+        self._bytes = FrameBytes(wire)
         self._out = FramePool(self._layout.dispatch_frame)
         self._back = FramePool(self._layout.combine_frame)
         self._rows: dict[tuple[str, int], Tensor | None] = {}  # row numbers that a rank has
@@ -140,7 +141,7 @@ class GroupTransport:
         """Returns a frame for each expert rank, to be filled in and given to `send_frames`."""
         expected = self._left[-1] if self._left else None
         assert expected == (layer, micro_batch), f"{(layer, micro_batch)} before {expected}"
-        size = self._wire.dispatch_bytes(self._planned(layer, micro_batch))
+        size = self._bytes.dispatch(self._planned(layer, micro_batch))
         return [self._out.get(name, micro_batch, size) for name in self._experts]
 
     def send_frames(
@@ -195,7 +196,7 @@ class GroupTransport:
                 self._back.wait(name, micro_batch)
                 planned = self._planned(layer, micro_batch)
                 exchange = self._exchange(layer, micro_batch)
-                frame = self._out.get(name, micro_batch, self._wire.dispatch_bytes(planned))
+                frame = self._out.get(name, micro_batch, self._bytes.dispatch(planned))
                 content = frame.write_nobody(self._wire, exchange, planned, self._layout.is_fixed)
                 self._begin_send(name, exchange, content)
                 if self._layout.is_fixed:
@@ -231,7 +232,7 @@ class GroupTransport:
         self, name: str, layer: int, micro_batch: int, part: RankRows, foreseen_E: Tensor | None
     ) -> None:
         planned, exchange = self._planned(layer, micro_batch), self._exchange(layer, micro_batch)
-        frame = self._out.get(name, micro_batch, self._wire.dispatch_bytes(planned))
+        frame = self._out.get(name, micro_batch, self._bytes.dispatch(planned))
         is_routed = self._split is not None
         content = frame.write(
             self._wire,
@@ -254,7 +255,7 @@ class GroupTransport:
         self._out.use(name, exchange.micro_batch, transfer)
 
     def _begin_receive(self, name: str, exchange: Exchange) -> None:
-        size = self._wire.combine_bytes(self._planned(exchange.layer, exchange.micro_batch))
+        size = self._bytes.combine(self._planned(exchange.layer, exchange.micro_batch))
         frame = self._back.get(name, exchange.micro_batch, size)
         tag = combine_tag(exchange.layer, exchange.micro_batch)
         leg = Leg("combine", exchange)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -60,8 +59,7 @@ def key_of(exchange: Exchange) -> bytes:
     return _KEY.pack(MAGIC, 0, *exchange)
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
+class Leg(NamedTuple):
     """One direction of an exchange, as reports name it."""
 
     name: Literal["dispatch", "combine"]

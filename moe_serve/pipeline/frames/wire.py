@@ -132,6 +132,29 @@ def as_received(wire: WireFormat, x_TD: Tensor) -> Tensor:
     return x_TD.to(wire.row_dtype).to(wire.dtype)
 
 
+class FrameBytes:
+    """The sizes of frames with room for a number of rows, each computed once."""
+
+    def __init__(self, wire: WireFormat) -> None:
+        self._wire = wire
+        self._dispatch: dict[int, int] = {}
+        self._combine: dict[int, int] = {}
+
+    def dispatch(self, planned: int) -> int:
+        """Returns the bytes of a frame with rows."""
+        size = self._dispatch.get(planned)
+        if size is None:
+            size = self._dispatch[planned] = self._wire.dispatch_bytes(planned)
+        return size
+
+    def combine(self, planned: int) -> int:
+        """Returns the bytes of a frame with sums."""
+        size = self._combine.get(planned)
+        if size is None:
+            size = self._combine[planned] = self._wire.combine_bytes(planned)
+        return size
+
+
 class _Frame:
     """A header, followed by sections."""
 

@@ -6,6 +6,7 @@ T rows of a micro-batch, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class MicroBatchState:
         self.inputs, self.hidden_TD = inputs, hidden_TD
         self.layer_away: int | None = None  # layer whose rows are with the experts
         self.shared_TD: Tensor | None = None  # output of that layer's shared expert
+        self.plans: list[Any] = []  # of `inputs`, as `turn` needs them
 
     def enter(self, layer: int) -> bool:
         """Returns whether it has rows in a layer, after the layer before has been added."""
