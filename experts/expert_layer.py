@@ -33,6 +33,12 @@ class ExpertLayer(Protocol):
         """Returns the bank with all experts of the layer, or None if no single bank has them."""
         ...
 
+    @property
+    def only_bank(self) -> ExpertBank | None:
+        """Returns the bank with all experts that are held here, or None if there are several, or
+        if experts come and go."""
+        ...
+
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
         """Takes over experts that are not held yet. `make_bank` reads their weights, if this layer
         reads them right away."""
@@ -111,6 +117,11 @@ class LayerBanks:
         """See ExpertLayer.whole_bank. A room has no such bank, as its experts are exchanged."""
         is_whole = len(self.held) == len(self._bank_E) - 1 and len(self._banks) == 1
         return self._banks[0].bank if is_whole and not self._is_room else None
+
+    @property
+    def only_bank(self) -> ExpertBank | None:
+        """See ExpertLayer.only_bank."""
+        return self._banks[0].bank if len(self._banks) == 1 else None
 
     def bank_of(self, expert: int) -> ExpertBank:
         """Returns the bank that has an expert, which must be held."""

@@ -29,6 +29,10 @@ class MemoryLayer:
     def whole_bank(self) -> None:
         """None: experts come and go."""
 
+    @property
+    def only_bank(self) -> None:
+        """None: experts come and go."""
+
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
         """Takes over experts; they are read when needed and share the budget."""
         more = frozenset(experts)

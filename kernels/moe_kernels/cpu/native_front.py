@@ -94,7 +94,7 @@ class NativeFront:
             hidden_TD.data_ptr(),
             positions.data_ptr(),
             kv_rows.data_ptr(),
-            ctypes.addressof(self._pages_struct(pages)),
+            ctypes.addressof(self.pages_struct(pages)),
             out_TD.data_ptr(),
             x_TD.data_ptr(),
             address(ids_TK),
@@ -105,7 +105,7 @@ class NativeFront:
         )
         return FrontResult(out_TD, x_TD, ids_TK, weights_TK)
 
-    def _pages_struct(self, pages: KVPages) -> PagesStruct:
+    def pages_struct(self, pages: KVPages) -> PagesStruct:
         """Returns where the pages lie: a layer is mostly called with the same ones."""
         if self._pages is None or self._pages[0] is not pages:
             self._pages = pages, pages_struct(pages)

@@ -28,6 +28,7 @@ from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_e
 from moe_kernels.cpu.native_forms import native_layout
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
+from moe_kernels.cpu.native_rank_calls import NativeRankCalls
 from moe_kernels.cpu.native_signs import NativeSignedExperts, NativeSignedLinear
 from moe_kernels.cpu.native_stack import NativeStack
 from moe_kernels.interface.attention_shape import (
@@ -201,6 +202,9 @@ class NativeKernels:
         """Returns the parts as one call; None if the head is a shard's, which gathers columns."""
         is_native = isinstance(parts.head, NativeLinear)
         return NativeStack(self._native, parts) if is_native else None
+
+    def rank_calls(self) -> NativeRankCalls:
+        return NativeRankCalls(self._native, self._router)
 
     def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
         assert x_RN.is_contiguous() and x_RN.dtype == torch.float32, f"rows of {x_RN.dtype}"

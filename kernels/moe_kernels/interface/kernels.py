@@ -28,6 +28,7 @@ from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.interface.layer_front import LayerFront, LayerFrontParts
 from moe_kernels.interface.layer_stack import LayerStack, StackParts
 from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout, Weight
+from moe_kernels.interface.rank_calls import RankCalls
 from moe_kernels.interface.routing import RouterShape
 from moe_kernels.interface.token_sampler import TokenSampler
 
@@ -298,6 +299,11 @@ class Kernels(Protocol):
     def layer_stack(self, parts: StackParts) -> LayerStack | None:
         """Returns all layers as one call, with the same results bit for bit; None: not in this
         set."""
+        ...
+
+    def rank_calls(self) -> RankCalls | None:
+        """Returns what ranks do between two messages as one call, with the same results bit for
+        bit; None: not in this set."""
         ...
 
     def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:

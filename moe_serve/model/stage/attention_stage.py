@@ -187,6 +187,11 @@ class AttentionStage:
             )
         )
 
+    def front(self, layer: int) -> LayerFront | None:
+        """Returns a layer up to its routed experts as one call. None: the kernels have no such
+        call, or a part of the layer is not in it, or the layer has no routed experts."""
+        return None if self._layers[layer].router is None else self._fronts[layer]
+
     def has_mlp(self, layer: int) -> bool:
         """Returns whether a layer has a shared expert, or is dense."""
         return self._layers[layer].mlp is not None

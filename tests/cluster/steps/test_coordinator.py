@@ -140,7 +140,7 @@ def test_a_step_is_repeated_with_a_report(
     faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Which rank, which step, which layer, which micro-batch, which operation."""
-    faults.at(ExpertLoop, "_sums", faults.die, rank="expert-1", time=20)
+    faults.at(ExpertLoop, "_serve", faults.die, rank="expert-1", time=20)
     with driven(faults) as (drive, _):
         assert drive.serve(WANTED) == expected
     line = next(
