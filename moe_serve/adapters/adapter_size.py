@@ -86,6 +86,9 @@ def adapter_bytes(folder: Path, model: Path, spec: ModelSpec, itemsize: int) -> 
         return _lora_bytes(shapes, model, spec, itemsize)
     if configs[0] == ESFT_CONFIG:
         stored = {name: math.prod(shape) * itemsize for name, shape in shapes.items()}
+    elif spec.is_head_tied:  # a BitDelta holds its embedding twice: also packed, as the head
+        names = family_of(HFConfig.read(model)).names_in(lambda _: True)
+        stored["head"] = stored.get(names.embedding, 0)
     experts = sum(size for name, size in stored.items() if _ROUTED in name)
     return AdapterBytes(attention=sum(stored.values()) - experts, experts=experts)
 

@@ -191,7 +191,7 @@ class AdapterRegistry:
         try:
             weights = self._built(folder, expected)
             with self._lock:
-                self._make_room(weights)
+                self._make_room(weights, name)
                 self._alive[weights.digest] = weights
                 self._keep(weights)
         except Exception:
@@ -210,9 +210,10 @@ class AdapterRegistry:
         )
         return version, weights
 
-    def _pinned(self) -> frozenset[bytes]:
-        """Returns the digests of pinned versions."""
-        return frozenset(each.digest for each in self.versions() if each.is_pinned)
+    def _pinned(self, beside: str = "") -> frozenset[bytes]:
+        """Returns the digests of pinned versions, without that of one name."""
+        pinned = (each for each in self.versions() if each.is_pinned and each.name != beside)
+        return frozenset(each.digest for each in pinned)
 
     def _built(self, folder: Path, expected: bytes | None) -> AdapterWeights:
         with open_unchanged(folder, expected) as files:
@@ -223,13 +224,14 @@ class AdapterRegistry:
         self._kept[weights.digest] = weights
         self._kept.move_to_end(weights.digest)
 
-    def _make_room(self, wanted: AdapterWeights) -> None:
+    def _make_room(self, wanted: AdapterWeights, name: str) -> None:
         """Drops weights that are not pinned and that no request holds, those used longest ago
-        first, until the wanted ones fit. Raises InvalidRequestError if they do not."""
+        first, until the wanted ones fit, for which `name` will stand. Raises InvalidRequestError if
+        they do not."""
         limit = self._config.memory_bytes
         if limit is None:
             return
-        pinned = self._pinned()
+        pinned = self._pinned(beside=name)
         for digest in list(self._kept):
             if self._used_beside(wanted) + wanted.num_bytes <= limit:
                 return

@@ -73,6 +73,8 @@ def test_pinned_adapters_are_never_dropped(tmp_path: Path) -> None:
     del held
     stats = registry.stats
     assert (stats.num_pinned, stats.pinned_bytes) == (1, BYTES)
+    write_small(tmp_path / "kept", 10)
+    assert registry.load("kept", tmp_path / "kept", is_pinned=True)  # in place of its old version
     registry.load("kept", tmp_path / "kept")  # again, and not pinned
     for name in "ab":
         registry.acquire(name)

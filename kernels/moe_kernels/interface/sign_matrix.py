@@ -33,6 +33,11 @@ class SignMatrix:
         bias_bytes = 0 if self.bias_N is None else self.bias_N.nbytes
         return self.bits_NB.nbytes + self.scales_N.nbytes + bias_bytes
 
+    def to(self, device: torch.device) -> SignMatrix:
+        bias_N = None if self.bias_N is None else self.bias_N.to(device)
+        parts = self.bits_NB.to(device), self.scales_N.to(device)
+        return replace(self, bits_NB=parts[0], scales_N=parts[1], bias_N=bias_N)
+
     def every_scale(self) -> Tensor:
         """Returns the scale of each row, [N]."""
         return self.scales_N.expand(self.num_rows)

@@ -48,7 +48,7 @@ def make_bitdelta(
     signed = [
         SignedEntry(
             module, target.shape, 1 if scales == "matrix" else target.shape[0],
-            partial(_signs, *reads, scales),
+            partial(_signs, module, *reads, scales),
         )
         for module, target, reads in _matrices(readers)
         if not torch.equal(reads[0](), reads[1]())
@@ -80,12 +80,12 @@ def _check_alike(models: list[ModelLoader], base: Path, tuned: Path) -> None:
             )
 
 
-def _signs(base: Read, tuned: Read, scales: ScalesName) -> Signs:
+def _signs(module: str, base: Read, tuned: Read, scales: ScalesName) -> Signs:
     delta_NK = tuned() - base()
     magnitudes = delta_NK.abs()
     mean = magnitudes.mean(dim=1) if scales == "row" else magnitudes.mean().reshape(1)
     if not bool(torch.isfinite(mean).all()):
-        raise CheckpointError("A checkpoint has values that are not finite.")
+        raise CheckpointError(f"{module} has values that are not finite in one of the checkpoints.")
     return Signs(signs_of(delta_NK), mean)
 
 

@@ -75,8 +75,8 @@ class SignedExperts:
         if "gate_up" in deltas:
             deltas["gate"], deltas["up"] = deltas.pop("gate_up").chunk(2)
         shapes = self._mlp_shapes(table)
-        added = SignedExpert(
-            **{p: with_bias(matrices.get(p), deltas.get(p), shapes[p]) for p in _PARTS}
+        added = self._here(
+            {p: with_bias(matrices.get(p), deltas.get(p), shapes[p]) for p in _PARTS}
         )
         if isinstance(base, GatheredMLP):
             base = self._whole_mlp(layer, table)
@@ -106,7 +106,7 @@ class SignedExperts:
         self, layer: int, expert: int, tensors: BitDeltaTensors, biases: Mapping[str, Tensor]
     ) -> SignedExpert:
         spec = self._loader.spec
-        parts = {}
+        parts: dict[str, SignMatrix | None] = {}
         for part in _PARTS:
             shape = (spec.expert_width, spec.width)
             shape = shape[::-1] if part == "down" else shape
@@ -115,7 +115,13 @@ class SignedExperts:
             )
             bias = biases[part][expert] if part in biases else None
             parts[part] = with_bias(tensors.matrix(target), bias, shape)
-        return SignedExpert(**parts)
+        return self._here(parts)
+
+    def _here(self, parts: Mapping[str, SignMatrix | None]) -> SignedExpert:
+        """Returns the additions to an expert, on the device of the base model."""
+        device = self._loader.device
+        moved = {part: None if each is None else each.to(device) for part, each in parts.items()}
+        return SignedExpert(**moved)
 
     def _base_bank(self, layer: int, expert: int, tensors: BitDeltaTensors) -> ExpertBank:
         assert self._experts is not None, "this process has no experts"

@@ -168,7 +168,7 @@ class _StageBuild:
             ]
         )
         self._num_bytes += joined.nbytes
-        return self._kernels.signed_linear(base, joined)
+        return self._kernels.signed_linear(base, joined.to(self._loader.device))
 
     def _matrix(self, layer: int, part: str, table: Table) -> SignMatrix | None:
         """Reads the signs of a matrix, and the change to its bias."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_serve.errors import CheckpointError
 from moe_serve.regular_file import regular_file
 
-_MAX_PROGRAM_BYTES = 64 * 2**20
+_MAX_PROGRAM_BYTES = 16 * 2**20
 _DTYPES = {
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -71,7 +71,9 @@ class TorchZip:
         self._path = path
         try:
             self._zip = zipfile.ZipFile(regular_file(path))
-        except (OSError, zipfile.BadZipFile, NotImplementedError):
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
+        except (zipfile.BadZipFile, NotImplementedError):
             raise CheckpointError(
                 f"{path} is no zip file of torch.save: files of torch before 1.6 are not read."
             ) from None
@@ -126,8 +128,7 @@ def _checked(path: Path, result: object) -> Mapping[str, ZippedTensor]:
     return result
 
 
-class _Mark:
-    """The place on the stack where a tuple, or the items of a dictionary, begin."""
+_MARK = object()  # on the stack, where a tuple or the items of a dictionary begin
 
 
 class _Program:
@@ -201,7 +202,9 @@ class _Program:
         self.push(_Name(text))
 
     def _since_mark(self) -> list[Any]:
-        place = max(i for i, each in enumerate(self._stack) if isinstance(each, _Mark))
+        place = len(self._stack) - 1
+        while self._stack[place] is not _MARK:  # an IndexError if there is none
+            place -= 1
         items = self._stack[place + 1 :]
         del self._stack[place:]
         return items
@@ -248,7 +251,7 @@ class _Program:
 _HANDLERS: Mapping[bytes, Callable[[_Program], None]] = {
     b"\x80": lambda p: p.skip(1),  # the version
     b"}": lambda p: p.push({}),
-    b"(": lambda p: p.push(_Mark()),
+    b"(": lambda p: p.push(_MARK),
     b")": lambda p: p.push(()),
     b"N": lambda p: p.push(None),
     b"\x88": lambda p: p.push(True),
