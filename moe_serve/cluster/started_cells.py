@@ -156,7 +156,9 @@ def build_cells(
             Cell(start.index, start.shape, engine, shared.news.set)
             for start, engine in zip(starts, engines, strict=True)
         ]
-        for start in starts:
+        for start, cell in zip(starts, cells, strict=True):
+            if start.ranks.membership.adapters is not None:
+                cell.lacks = start.ranks.membership.adapters.lacks
             assert start.ranks.rebalancer is not None, "each cell has an engine"
             shared.placements.add(start.index, start.ranks.rebalancer)
         engine = _engine(config, cells, _carrier(config, starts), shared)

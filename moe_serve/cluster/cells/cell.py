@@ -21,6 +21,7 @@ class Cell:
     def __init__(
         self, index: int, shape: CellShape, engine: ClusterEngine, on_news: Callable[[], None]
     ) -> None:
+        self.lacks: Callable[[int], bool] = lambda adapter: False  # a rank has lost an adapter?
         self.index, self.shape, self.engine = index, shape, engine
         self._is_draining = False
         self.lost_at = -math.inf  # when `stats` last found more lost ranks than before
