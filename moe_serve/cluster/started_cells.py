@@ -18,6 +18,7 @@ from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.cells.cell import Cell, cell_name
 from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
+from moe_serve.cluster.cells.joined_parts import JoinedParts
 from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
 from moe_serve.cluster.control.secret import new_secret, read_secret
@@ -49,11 +50,9 @@ from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
 from moe_serve.engine.execute.step_timeline import StepTimeline
 from moe_serve.engine.opened_model import LoadReport
-from moe_serve.engine.routes.cell_placements import CellPlacements
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
-from moe_serve.engine.service.service_policy import ServicePolicy
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
@@ -98,8 +97,6 @@ class _Shared:
         self.news = threading.Event()
         self.post = ParcelPost(self.news.set)
         self.secret = read_secret(os.environ) or new_secret()
-        self.placements = CellPlacements()
-        self.policy = ServicePolicy.of(config.scheduler, REAL_CLOCK)  # None: no service tiers
         with contextlib.ExitStack() as opened:  # closed again if a part is refused
             self.link = LinkSetup(config.cells)
             opened.callback(self.link.close)
@@ -107,9 +104,8 @@ class _Shared:
             opened.callback(self.kv_events.close)
             self._arena = RankArena(model.config)
             opened.callback(self._arena.close)
-            self.adapters = adapters_of(model)
-            if self.adapters is not None:
-                opened.callback(self.adapters.close)
+            self.joined = JoinedParts(config, adapters_of(model))
+            opened.callback(self.joined.close)
             self.close = opened.pop_all().close
 
     def part(self, index: int, first_rank: int) -> CellPart:
@@ -123,8 +119,8 @@ class _Shared:
             kv_events=self.kv_events,
             first_rank=first_rank,
             arena=self._arena,
-            adapters=self.adapters,
-            policy=self.policy,
+            adapters=self.joined.adapters,
+            policy=self.joined.policy,
         )
 
 
@@ -157,14 +153,12 @@ def build_cells(
             for start, engine in zip(starts, engines, strict=True)
         ]
         for start, cell in zip(starts, cells, strict=True):
-            if start.ranks.membership.adapters is not None:
-                cell.lacks = start.ranks.membership.adapters.lacks
-            assert start.ranks.rebalancer is not None, "each cell has an engine"
-            shared.placements.add(start.index, start.ranks.rebalancer)
+            ranks = start.ranks
+            shared.joined.connect(cell, ranks.membership.adapters, ranks.rebalancer)
         engine = _engine(config, cells, _carrier(config, starts), shared)
         opened.pop_all()
         opened.callback(engine.close)
-        adapters = None if shared.adapters is None else shared.adapters.open(config.adapters)
+        adapters = shared.joined.open_adapters()
         opened.pop_all()
     return BuiltEngine(
         engine,
@@ -175,7 +169,7 @@ def build_cells(
         grammars=models[0].checkpoint.grammars(),
         activity=CellsWitness({cell_name(s.index): s.ranks.witness for s in starts}),
         adapters=adapters,
-        cell_placements=shared.placements,
+        cell_placements=shared.joined.placements,
         cells=engine,
         nudge=engine.nudge,
         kv_events=shared.kv_events,
@@ -225,7 +219,7 @@ def _engine(
         REAL_CLOCK,
         timeout_s=config.cluster.timeout_s,
         chunk_tokens=config.scheduler.max_batched_tokens,
-        policy=shared.policy,
+        policy=shared.joined.policy,
     )
     return CellsEngine(
         cells,

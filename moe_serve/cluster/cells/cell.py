@@ -105,8 +105,6 @@ class Cell:
         """Ends its ranks. `stop_waiting` of its engine was called."""
         self._waiter.close()
         self.engine.close()
-        if self.engine.service is not None:
-            self.engine.service.policy.remove_cell(self.engine.service.number)
 
 
 def cell_name(index: int) -> str:
