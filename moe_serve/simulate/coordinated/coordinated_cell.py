@@ -48,6 +48,10 @@ class CoordinatedCell:
     def rank_engines(self) -> Mapping[str, Engine]:
         return self.engine.rank_engines
 
+    def lacks(self, adapter: int) -> bool:
+        """Returns False: there are no adapters."""
+        return False
+
     def place_of(self, rank: str) -> RankPlace:
         """Returns the process of an attention rank."""
         return RankPlace(self.index, rank, self.engine.start_of(rank))
