@@ -14,6 +14,7 @@ import torch
 
 from moe_serve import __version__
 from moe_serve.cache.page_key import model_identity
+from moe_serve.config.cells import CellShape
 from moe_serve.errors import ConfigError
 from moe_serve.model.hub.hub_name import folder_model_name
 from moe_serve.pipeline.costs.cost_model import (
@@ -40,6 +41,12 @@ from moe_serve.planning.exchange_timing import (
     ExchangeSample,
     ExchangeSetup,
     time_exchanges,
+)
+from moe_serve.planning.layout_fits import (
+    LayoutRequest,
+    check_layouts,
+    measure_layouts,
+    usual_layouts,
 )
 from moe_serve.planning.measure import (
     QUICK_ROWS,
@@ -77,23 +84,30 @@ _NO_LINE = Line(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRequest:
-    """The model and device to measure. `is_quick`: fewer points, a quarter of the time."""
+    """The model and device to measure. `is_quick`: fewer points, a quarter of the time; `layouts`:
+    whose ranks are started and measured (None: the usual ones, or none if it is quick)."""
 
     folder: Path
     device: str = "auto"
     num_threads: int | None = None
     is_quick: bool = False
+    layouts: tuple[CellShape, ...] | None = None
 
 
 def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
-    """Takes under two minutes on a model that fits the machine with room to spare.
+    """Takes under two minutes on a model that fits the machine with room to spare, and about half a
+    minute for each layout.
 
-    Raises CheckpointError and ConfigError as loading does, and ConfigError if no second process can
-    be reached.
+    Raises CheckpointError and ConfigError as loading does, ConfigError if no second process can be
+    reached, and ClusterError if the ranks of a layout cannot start.
     """
     clock = time.monotonic()
     progress("loading", 0.0)
     model = load_measured_model(request.folder, request.device, request.num_threads)
+    shapes = request.layouts
+    if shapes is None:
+        shapes = () if request.is_quick else usual_layouts(model.spec, model.device)
+    check_layouts(shapes, model.device)
     stopwatch = Stopwatch(model.device, 0.03 if request.is_quick else 0.12)
     fits: list[FitReport] = []
     experts, expert_cost = _measure_experts(model, request.is_quick, stopwatch, progress, fits)
@@ -124,11 +138,25 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
     whole, found = fit_whole_steps(experts, samples)
     fits.append(_report("whole steps", found))
     costs = replace(costs, whole=whole)
+    facts, machine = _model_facts(model), _machine_facts(model)
+    costs = measure_layouts(
+        LayoutRequest(
+            folder=request.folder,
+            device=request.device,
+            num_threads=request.num_threads,
+            shapes=shapes,
+            budget_s=_QUICK_MIXED_S if request.is_quick else _MIXED_S,
+            has_pairs=not request.is_quick,
+        ),
+        costs,
+        lambda what: progress(what, 0.97),
+        lambda name, found: fits.append(_report(name, found)),
+    )
     progress("done", 1.0)
     return Calibration(
         schema=SCHEMA,
-        model=_model_facts(model),
-        machine=_machine_facts(model),
+        model=facts,
+        machine=machine,
         costs=costs,
         network=network,
         fits=tuple(fits),
@@ -315,6 +343,7 @@ def _model_facts(model: MeasuredModel) -> CalibratedModel:
         attention_bytes=weights.attention,
         expert_bytes=weights.experts,
         kv_token_bytes=spec.kv_bytes_per_token(itemsize),
+        num_kv_parts=1 if spec.latent is not None else spec.attention.num_kv_heads,
     )
 
 

@@ -7,7 +7,6 @@ are 0 or more: no stage gets faster with more work.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from experts.expert_stage import RoutedRows
 from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
@@ -234,25 +234,18 @@ class Fit:
         return float(np.max(np.abs(self.errors)))
 
 
-def fit(columns: Array, seconds: Array) -> Fit:
+def fit(columns: Array, seconds: Array, weights: Array | None = None) -> Fit:
     """Fits `columns` [N, C] times coefficients [C] to `seconds` [N], all greater than 0.
 
-    Minimises relative errors: a step of a millisecond matters as much as one of a second. With few
-    columns all subsets are tried, which is exact and needs no tolerance.
+    Minimises relative errors: a step of a millisecond matters as much as one of a second, unless
+    `weights` [N] says otherwise.
     """
-    num_columns = columns.shape[1]
     assert columns.shape[0] == len(seconds) > 0, f"{columns.shape} for {len(seconds)} measurements"
-    assert num_columns <= 6, f"{num_columns} columns have too many subsets"
-    best, least = np.zeros(num_columns), np.inf
-    weighted, ones = columns / seconds[:, None], np.ones(len(seconds))
-    for size in range(1, num_columns + 1):
-        for subset in itertools.combinations(range(num_columns), size):
-            part = weighted[:, subset]
-            found = np.linalg.lstsq(part, ones, rcond=None)[0]
-            loss = float(np.square(part @ found - 1).sum())
-            if (found >= 0).all() and loss < least:
-                least, best = loss, np.zeros(num_columns)
-                best[list(subset)] = found
+    roots = np.ones(len(seconds)) if weights is None else np.sqrt(weights)
+    weighted = columns / seconds[:, None] * roots[:, None]
+    scale = np.linalg.norm(weighted, axis=0)  # columns differ by many orders of magnitude
+    scale[scale == 0] = 1.0
+    best = nnls(weighted / scale, roots)[0] / scale
     predicted = columns @ best
     spread = float(np.square(seconds - seconds.mean()).sum())
     rest = float(np.square(seconds - predicted).sum())

