@@ -14,6 +14,7 @@ Prompts and answers are random, the demonstration model is served, and HTTP is n
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -94,9 +95,7 @@ class Row:
         return self.predicted / self.tokens_per_s - 1
 
 
-def contenders(
-    options: argparse.Namespace, opened: ExitStack, samples: Samples
-) -> list[Contender]:
+def contenders(options: argparse.Namespace, opened: ExitStack, samples: Samples) -> list[Contender]:
     """Starts all layouts."""
     model = load_measured_model(options.model, "cpu", 1)
 
@@ -132,7 +131,7 @@ def _calibrator(
 def _pair_calibrator(
     cells: StartedCells, options: argparse.Namespace, samples: Samples
 ) -> Callable[[], None]:
-    return lambda: samples.pairs.append(cells.pair_rates(options.calibrate_seconds))
+    return lambda: samples.pairs.append(cells.pair_rates(3 * options.calibrate_seconds))
 
 
 def workload(options: argparse.Namespace, turn: int) -> list[Slot]:
@@ -154,10 +153,11 @@ def calibration_of(base: Calibration, samples: Samples) -> Calibration:
     costs = replace(base.costs, whole=whole)
     for name, found in samples.ranks.items():
         (shape,) = parse_cells(f"({name})")
-        share = 0.0
+        cores = statistics.mean(each.cores for each in found)
+        steps = RankSteps(tuple(s for each in found for s in each.steps), cores)
+        share = cores / (os.cpu_count() or 1)
         if name == "1A1E":
-            share = statistics.median(share_of(each) for each in samples.pairs)
-        steps = RankSteps(tuple(s for each in found for s in each.steps), found[0].cores)
+            share = share_of(samples.pairs, share)
         costs = with_layout(costs, shape, steps, share, lambda name, fitted: None)
     return replace(base, costs=costs)
 
@@ -246,7 +246,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("moe_serve/demo_model"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=96, help="of each round")
+    parser.add_argument("--requests", type=int, default=80, help="of each round")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--calibrate-seconds", type=float, default=0.4, help="of each loop")
     parser.add_argument("--quick", action="store_true", help="one round of few requests")

@@ -143,7 +143,11 @@ def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
             f"{us(w.alpha_s)} + {us(w.row_s)}/row + {us(w.kv_token_s)}/key read + "
             f"{us(w.pair_s)}/pair + {us(w.expert_s)}/active expert + {us(w.sequence_s)}/sequence"
         )
-        few = [f"{us(each)}/row up to {k}" for k, each in zip(FEW_ROWS, w.few_rows_s, strict=False) if each]
+        few = [
+            f"{us(each)}/row up to {k}"
+            for k, each in zip(FEW_ROWS, w.few_rows_s, strict=False)
+            if each
+        ]
         found.append((name, " + ".join([text, *few])))
     for each in costs.sharded:
         a = each.attention

@@ -74,28 +74,28 @@ def measure_layouts(
     processes that are in them. Raises ConfigError, CheckpointError and ClusterError."""
     for shape in request.shapes:
         progress(shape.ranks)
-        with started_layout(
-            request.folder, shape, request.device, request.num_threads
-        ) as started:
+        with started_layout(request.folder, shape, request.device, request.num_threads) as started:
             found = started.measure(request.budget_s)
         share = found.cores / (os.cpu_count() or 1)
         if request.has_pairs:
             progress(f"two of {shape.ranks}")
             both = CellsConfig(layout=f"2x({shape.ranks})", hand_over="off")
-            with started_cells(
-                request.folder, both, request.device, request.num_threads
-            ) as cells:
-                share = max(share, share_of(cells.pair_rates(request.budget_s)))
+            with started_cells(request.folder, both, request.device, request.num_threads) as cells:
+                share = share_of([cells.pair_rates(request.budget_s)], share)
         costs = with_layout(costs, shape, found, share, report)
     return costs
 
 
-def share_of(rates: PairRates) -> float:
-    """Returns the share of the machine that makes two cells as slow as measured."""
-    slower = statistics.median(
-        2 * alone / both for alone, both in zip(rates.alone, rates.both, strict=True)
-    )
-    return slower / 2 if slower > _SLOWER else 0.0
+def share_of(rates: Sequence[PairRates], busy: float) -> float:
+    """Returns the share of the machine that makes two cells as slow as measured. `busy`: the share
+    of the cores that one keeps busy, which counts if two do not slow each other down."""
+    ratios = [
+        2 * alone / both
+        for each in rates
+        for alone, both in zip(each.alone, each.both, strict=True)
+    ]
+    slower = statistics.median(ratios)
+    return slower / 2 if slower > _SLOWER else min(0.5, busy)
 
 
 def with_layout(

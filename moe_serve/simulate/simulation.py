@@ -58,9 +58,15 @@ class CostedModel:
 
 
 def on_device(
-    model: ModelShape, device: DeviceType, layout: Layout, routing: Path | None
+    model: ModelShape,
+    device: DeviceType,
+    layout: Layout,
+    routing: Path | None,
+    *,
+    expands_latents: bool = False,
 ) -> CostedModel:
-    """Cost a model by published figures. `routing`: a trace of its choices; None: a formula.
+    """Costs a model by published figures. `routing`: a trace of its choices; None: a formula;
+    `expands_latents`: see `RooflineCosts`.
 
     Raises ConfigError, and the errors of reading a trace.
     """
@@ -76,7 +82,7 @@ def on_device(
     )
     return CostedModel(
         size=model.size,
-        costs=RooflineCosts(model, device, layout, law),
+        costs=RooflineCosts(model, device, layout, law, expands_latents=expands_latents),
         ranks=_ranks(layout),
         device_name=device.name,
         device_bytes=device.memory_bytes,
