@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,6 +58,7 @@ from moe_serve.planning.measure import (
     attention_cases,
     first_rows,
     fit,
+    fit_attention,
     fit_experts,
     random_choices,
     time_attention,
@@ -138,8 +139,28 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
     whole, found = fit_whole_steps(experts, samples)
     fits.append(_report("whole steps", found))
     costs = replace(costs, whole=whole)
-    facts, machine = _model_facts(model), _machine_facts(model)
-    costs = measure_layouts(
+    costs = _measure_layouts(request, shapes, costs, progress, fits)
+    progress("done", 1.0)
+    return Calibration(
+        schema=SCHEMA,
+        model=_model_facts(model),
+        machine=_machine_facts(model),
+        costs=costs,
+        network=network,
+        fits=tuple(fits),
+        seconds=time.monotonic() - clock,
+    )
+
+
+def _measure_layouts(
+    request: CalibrationRequest,
+    shapes: tuple[CellShape, ...],
+    costs: StageCosts,
+    progress: Progress,
+    fits: list[FitReport],
+) -> StageCosts:
+    """Adds what real ranks show."""
+    return measure_layouts(
         LayoutRequest(
             folder=request.folder,
             device=request.device,
@@ -151,16 +172,6 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
         costs,
         lambda what: progress(what, 0.97),
         lambda name, found: fits.append(_report(name, found)),
-    )
-    progress("done", 1.0)
-    return Calibration(
-        schema=SCHEMA,
-        model=facts,
-        machine=machine,
-        costs=costs,
-        network=network,
-        fits=tuple(fits),
-        seconds=time.monotonic() - clock,
     )
 
 
@@ -223,39 +234,6 @@ def _measure_attention(
     cost, found = fit_attention(samples)
     fits.append(_report(f"T_a attention, {kind.name}", found))
     return cost
-
-
-def fit_attention(samples: Sequence[AttentionSample]) -> tuple[AttentionCost, Fit]:
-    """Tries every place for the knee and returns the fit with the smallest errors."""
-    loads, seconds = [s.load for s in samples], np.array([s.seconds for s in samples])
-    columns = np.array(
-        [(1, x.num_rows, x.num_kv_tokens, x.num_pairs) for x in loads], dtype=np.float64
-    )
-    best: tuple[float, int, Fit] | None = None
-    for knee in _knees(loads):
-        beyond = np.maximum(0, columns[:, 2] - knee)
-        found = fit(np.column_stack([columns, beyond]), seconds)
-        loss = float(np.square(found.errors).sum())
-        if best is None or loss < best[0]:
-            best = loss, knee, found
-    assert best is not None, "there is always a knee to try"
-    _, knee, found = best
-    alpha_s, row_s, kv_token_s, pair_s, spill_s = found.coefficients
-    cost = AttentionCost(
-        alpha_s=alpha_s,
-        row_s=row_s,
-        kv_token_s=kv_token_s,
-        pair_s=pair_s,
-        spill_s=spill_s,
-        spill_tokens=knee,
-    )
-    return cost, found
-
-
-def _knees(loads: Sequence[BatchLoad]) -> Iterator[int]:
-    """Yields powers of two inside the measured range."""
-    most = max(load.num_kv_tokens for load in loads)
-    return (1 << bits for bits in range(10, max(11, most.bit_length() - 1)))
 
 
 def _measure_link(

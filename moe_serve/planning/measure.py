@@ -8,7 +8,7 @@ are 0 or more: no stage gets faster with more work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from scipy.optimize import nnls
 from experts.expert_stage import RoutedRows
 from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
-from moe_serve.pipeline.costs.cost_model import Experts
+from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.planning.measured_model import LayerKind, MeasuredModel
 
@@ -254,3 +254,36 @@ def fit(columns: Array, seconds: Array, weights: Array | None = None) -> Fit:
         r_squared=1.0 if spread == 0 else 1 - rest / spread,
         errors=tuple((predicted / seconds - 1).tolist()),
     )
+
+
+def fit_attention(samples: Sequence[AttentionSample]) -> tuple[AttentionCost, Fit]:
+    """Tries every place for the knee and returns the fit with the smallest errors."""
+    loads, seconds = [s.load for s in samples], np.array([s.seconds for s in samples])
+    columns = np.array(
+        [(1, x.num_rows, x.num_kv_tokens, x.num_pairs) for x in loads], dtype=np.float64
+    )
+    best: tuple[float, int, Fit] | None = None
+    for knee in _knees(loads):
+        beyond = np.maximum(0, columns[:, 2] - knee)
+        found = fit(np.column_stack([columns, beyond]), seconds)
+        loss = float(np.square(found.errors).sum())
+        if best is None or loss < best[0]:
+            best = loss, knee, found
+    assert best is not None, "there is always a knee to try"
+    _, knee, found = best
+    alpha_s, row_s, kv_token_s, pair_s, spill_s = found.coefficients
+    cost = AttentionCost(
+        alpha_s=alpha_s,
+        row_s=row_s,
+        kv_token_s=kv_token_s,
+        pair_s=pair_s,
+        spill_s=spill_s,
+        spill_tokens=knee,
+    )
+    return cost, found
+
+
+def _knees(loads: Sequence[BatchLoad]) -> Iterator[int]:
+    """Yields powers of two inside the measured range."""
+    most = max(load.num_kv_tokens for load in loads)
+    return (1 << bits for bits in range(10, max(11, most.bit_length() - 1)))
