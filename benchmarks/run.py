@@ -34,6 +34,7 @@ BENCHMARKS = {
     "published_rows": "simulation.published_rows",
     "own_runs": "simulation.own_runs",
     "at_once": "simulation.at_once",
+    "layouts": "simulation.layouts",
     "roles": "simulation.roles",
     "autoscaling": "simulation.autoscaling",
     "kernels": "kernel_bench.kernels",
