@@ -20,6 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 BENCHMARKS = {
     "engine": "offline.engine",
     "adapters": "offline.adapters",
+    "bitdelta": "offline.bitdelta",
     "low_bits": "offline.low_bits",
     "packed_model": "offline.packed_model",
     "step_parts": "offline.step_parts",

@@ -112,6 +112,10 @@ class LayerBanks:
         is_whole = len(self.held) == len(self._bank_E) - 1 and len(self._banks) == 1
         return self._banks[0].bank if is_whole and not self._is_room else None
 
+    def bank_of(self, expert: int) -> ExpertBank:
+        """Returns the bank that has an expert, which must be held."""
+        return next(each.bank for each in self._banks if expert in each.experts)
+
     def put(self, bank: ExpertBank, experts: Collection[int]) -> None:
         """Adds a bank with the rank's own experts; it is never dropped."""
         self.add(bank, experts)

@@ -3,9 +3,10 @@
     python scripts/lock.py             compare with the installed packages
     python scripts/lock.py --write     write the file from the installed packages
 
-The file lists the dependencies of moe-serve with the extras `gpu`, `otel` and `events`, and their
-dependencies, as the installed packages state them. The build of torch (`+cpu`) is left out, so that
-one file serves CPUs and GPUs; torch itself pins the packages of a CUDA build.
+The file lists the dependencies of moe-serve with the extras `gpu`, `otel`, `events` and
+`encryption`, and their dependencies, as the installed packages state them. The build of torch
+(`+cpu`) is left out, so that one file serves CPUs and GPUs; torch itself pins the packages of a
+CUDA build.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 LOCK = Path(__file__).resolve().parents[1] / "deploy" / "requirements.lock"
-PACKAGE, EXTRAS = "moe-serve", ("gpu", "otel", "events")
+PACKAGE, EXTRAS = "moe-serve", ("gpu", "otel", "events", "encryption")
 _HEAD = """\
 # Versions of all packages that moe-serve needs to run, for Python {python} and newer:
 #

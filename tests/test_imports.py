@@ -74,6 +74,15 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "place",
         "trace",
     ),
+    "moe_serve.adapters": (
+        "adapter_files",
+        "targets",
+        "adapter_part",
+        "peft_config",
+        "peft_lora",
+        "low_rank",
+        "bitdelta",
+    ),
     "moe_serve.bench": ("figures", "workload", "client", "report"),
     "moe_serve.cluster": (
         "control",

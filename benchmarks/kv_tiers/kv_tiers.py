@@ -1,8 +1,9 @@
-"""Measures the KV tiers: first token, overhead, steps, slow disks, restarts, kills, and a soak.
+"""Measures the KV tiers: first token, overhead, steps, slow disks, restarts, kills, memory, soak.
 
     python benchmarks/run.py kv_tiers --parts first_token overhead slow_disk restart kills
     python benchmarks/run.py kv_tiers --model build/random-1b --threads 2 --prompt 1024
     python benchmarks/run.py kv_tiers --parts rank_first_token rank_step_times rank_faults
+    python benchmarks/run.py kv_tiers --parts page_memory
     python benchmarks/run.py kv_tiers --parts soak --minutes 60
 
 Cold and warm requests take turns in one process. Before a warm request another prompt fills the
@@ -29,20 +30,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.environment import child_environment, write_report
+from kv_tiers.opened_model import (
+    drop_file_cache,
+    med,
+    opened,
+    prompt_of,
+    tier_of,
+    timed,
+    until_stored,
+)
+from kv_tiers.page_memory import page_memory
 from kv_tiers.rank_faults import rank_faults, rank_kills
 from kv_tiers.rank_tiers import rank_first_token, rank_step_times
+from kv_tiers.step_costs import overhead, step_times
 from kv_tiers.tier_soak import soak
 from moe_serve import LLM, SamplingParams
 from moe_serve.cache.tiers.segment import Segment
-from moe_serve.cache.tiers.store import SavedPage, TierStats
-from moe_serve.engine.request.request import TokenDelta
+from moe_serve.cache.tiers.store import SavedPage
 from moe_serve.engine.schedule.page_tiers import PageTiers
 
-_FIRST = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _ANSWER = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 _KILLED = """
 import sys
-from kv_tiers.kv_tiers import prompt_of
+from kv_tiers.opened_model import prompt_of
 from moe_serve import LLM, SamplingParams
 folder, seed = sys.argv[1], int(sys.argv[2])
 with LLM(kv_disk=folder, num_threads=1) as llm:
@@ -51,56 +61,6 @@ with LLM(kv_disk=folder, num_threads=1) as llm:
         prompts = [prompt_of(llm, 200, seed * 100_000 + turn * 4 + i) for i in range(4)]
         llm.generate(prompts, SamplingParams(max_tokens=16), use_progress_bar=False)
 """
-
-
-def prompt_of(llm: LLM, length: int, seed: int) -> list[int]:
-    """Returns random token ids."""
-    rng = np.random.default_rng(seed)
-    tokens: list[int] = rng.integers(10, llm.layout.vocab_size - 10, length).tolist()
-    return tokens
-
-
-def opened(arguments: argparse.Namespace, folder: Path | None, num_pages: int | None = None) -> LLM:
-    """Opens the model, with a tier in `folder`, and waits until the tier is open."""
-    llm = LLM(
-        arguments.model,
-        num_threads=arguments.threads,
-        num_pages=num_pages,
-        max_model_len=None if num_pages is None else num_pages * 16 - 16,
-        kv_disk=None if folder is None else str(folder),
-        kv_disk_key_file=None if folder is None else arguments.key_file,
-    )
-    while folder is not None and not tier_of(llm).is_reading:
-        time.sleep(0.01)
-    return llm
-
-
-def tier_of(llm: LLM) -> TierStats:
-    tier = llm.stats().tier
-    assert tier is not None, "the model was opened with a tier"
-    return tier
-
-
-def timed(llm: LLM, prompt: list[int], params: SamplingParams = _FIRST) -> float:
-    begin = time.perf_counter()
-    llm.generate([prompt], params, use_progress_bar=False)
-    return time.perf_counter() - begin
-
-
-def until_stored(llm: LLM) -> None:
-    """Lets the engine hand over what it computed, and waits until it is written."""
-    while (tier := tier_of(llm)).num_queued:
-        llm.generate([[1, 2, 3]], _FIRST, use_progress_bar=False)
-        if sum(tier.saves.values()) == 0:
-            time.sleep(0.01)
-
-
-def drop_file_cache(folder: Path) -> None:
-    os.sync()
-    for path in folder.glob("*/*.kv"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def first_token(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -126,91 +86,36 @@ def first_token(arguments: argparse.Namespace, folder: Path) -> dict[str, object
     return {"cold_s": cold, "disk_s": warm, "cached_s": cached, "read_bytes_per_s": rate}
 
 
-def overhead(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Times 16 streams whose prompts are never found, with and without the tier."""
-    rates: dict[str, list[float]] = {"off": [], "on": []}
-    with opened(arguments, None) as off, opened(arguments, folder) as on:
-        params = SamplingParams(max_tokens=256, temperature=0.0, ignore_eos=True)
-        for turn in range(-1, arguments.repeat):
-            for name, llm in (("off", off), ("on", on))[:: 1 if turn % 2 else -1]:
-                prompts = [prompt_of(llm, 128, 5000 + turn * 16 + i) for i in range(16)]
-                begin = time.perf_counter()
-                llm.generate(prompts, params, use_progress_bar=False)
-                if turn >= 0:
-                    rates[name].append(16 * 256 / (time.perf_counter() - begin))
-        tier = tier_of(on)
-    ratios = [a / b for a, b in zip(rates["on"], rates["off"], strict=True)]
-    print(f"16 streams, tokens/s with the tier over without: {statistics.median(ratios):.3f}")
-    print(f"  {min(ratios):.3f} to {max(ratios):.3f}; {tier.saves} pages")
-    return {"rates": rates, "ratio": statistics.median(ratios), "saves": tier.saves}
-
-
-def step_times(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Times the steps of 16 streams whose prompts are never found, with and without the tier."""
-    steps: dict[str, list[float]] = {"off": [], "on": []}
-    params = SamplingParams(max_tokens=256, temperature=0.0, ignore_eos=True)
-    with opened(arguments, None) as off, opened(arguments, folder) as on:
-        for turn in range(-1, arguments.repeat):
-            for name, llm in (("off", off), ("on", on))[:: 1 if turn % 2 else -1]:
-                prompts = [prompt_of(llm, 128, 7000 + turn * 16 + i) for i in range(16)]
-                times = timed_steps(llm, prompts, params)
-                steps[name] += times if turn >= 0 else []
-    result = dict[str, object]()
-    for title, at in (("median", 0.5), ("p99", 0.99)):
-        off_s, on_s = (float(np.quantile(steps[name], at)) for name in ("off", "on"))
-        print(f"step, {title}: {on_s / off_s:.3f} ({on_s * 1e3:.2f} over {off_s * 1e3:.2f} ms)")
-        result[title] = {"off_s": off_s, "on_s": on_s}
-    means = [statistics.mean(steps[name]) for name in ("on", "off")]
-    print(f"step, mean: {means[0] / means[1]:.3f}; {len(steps['on'])} steps each")
-    return result | {"mean": means}
-
-
-def timed_steps(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[float]:
-    """Returns the seconds of each of the engine's steps."""
-    engine, times = llm._engine, list[float]()
-    real = engine.step
-
-    def step() -> list[TokenDelta]:
-        begin = time.perf_counter()
-        deltas = real()
-        times.append(time.perf_counter() - begin)
-        return deltas
-
-    engine.step = step  # type: ignore[method-assign]
-    try:
-        llm.generate(prompts, params, use_progress_bar=False)
-    finally:
-        del engine.step
-    return times
-
-
 def slow_disk(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Times the first token with reads throttled to some rates, beside loading and computing."""
+    """Times the first token with reads throttled to some rates, beside loading and computing, in
+    turns. The disk becomes slow after the start, so what the start measured is wrong."""
     length, real, result = arguments.prompt, Segment.read, dict[str, object]()
-    for mb_s in (10, 50, 200, 1000):
+    for mb_s in (2, 10, 50, 200, 1000):
         with opened(arguments, folder / str(mb_s), num_pages=length // 16 + 8) as llm:
             known = prompt_of(llm, length, 1)
             timed(llm, known)
             until_stored(llm)
-            cold = [timed(llm, prompt_of(llm, length, 1000 + turn)) for turn in range(3)]
-        Segment.read = _throttled(real, mb_s * 1e6)  # type: ignore[assignment,method-assign]
         with opened(arguments, folder / str(mb_s), num_pages=length // 16 + 8) as llm:
+            Segment.read = _throttled(real, mb_s * 1e6)  # type: ignore[assignment,method-assign]
             timed(llm, prompt_of(llm, length, 1900))
-            times, cached = [], []
+            times, cached, cold = list[float](), list[float](), list[float]()
             for turn in range(arguments.repeat):
                 times.append(timed(llm, known))
                 cached.append(timed(llm, known))
-                timed(llm, prompt_of(llm, length, 2000 + turn))
+                cold.append(timed(llm, prompt_of(llm, length, 2000 + turn)))
             loads = tier_of(llm).loads
             num_bytes = length // 16 * llm.layout.kv_bytes / llm.layout.num_pages
         Segment.read = real  # type: ignore[method-assign]
-        transfer, cold_s = num_bytes / (mb_s * 1e6), statistics.median(cold)
-        best, own = min(transfer, cold_s), statistics.median(cached)
-        later = statistics.median(times[2:])
-        print(f"{mb_s:5} MB/s: first {times[0] / best:.2f}, later {later / best:.2f} times the "
-              f"better way, {later / min(transfer + own, cold_s):.2f} with a request that finds "
-              f"all in memory ({own * 1e3:.1f} ms); {loads}")  # fmt: skip
-        result[str(mb_s)] = {"times_s": times, "best_s": best, "cached_s": own, "loads": loads}
+        transfer, own = num_bytes / (mb_s * 1e6), statistics.median(cached)
+        over = {
+            name: [each / min(transfer + extra, c) for each, c in zip(times, cold, strict=True)]
+            for name, extra in (("bytes", 0.0), ("own", own))
+        }
+        later = {name: statistics.median(ratios[1:]) for name, ratios in over.items()}
+        print(f"{mb_s:5} MB/s: first {over['bytes'][0]:.2f}, later {later['bytes']:.2f} times the "
+              f"better of computing ({med(cold)}) and the bytes; {later['own']:.2f} with a request "
+              f"that finds all in memory ({own * 1e3:.1f} ms); {loads}")  # fmt: skip
+        result[str(mb_s)] = {"times_s": times, "cold_s": cold, "cached_s": cached, "loads": loads}
     return result
 
 
@@ -299,11 +204,7 @@ def kills(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     return {"kills": arguments.kills, "failed": failed, "wrong": wrong}
 
 
-def med(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.1f} ms"
-
-
-_ONE_PROCESS = (first_token, overhead, step_times, slow_disk, restart, kills, soak)
+_ONE_PROCESS = (first_token, overhead, step_times, slow_disk, restart, kills, soak, page_memory)
 _RANKS = (rank_first_token, rank_step_times, rank_kills, rank_faults)
 PARTS = {each.__name__: each for each in (*_ONE_PROCESS, *_RANKS)}
 
@@ -317,6 +218,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--key-file", help="encrypts the pages, in one process")
     parser.add_argument("--pages", type=int, default=1000, help="beside those found, of restart")
+    parser.add_argument("--written", type=int, default=30_000, help="pages of page_memory")
     parser.add_argument("--minutes", type=float, default=1.0, help="of the soak")
     parser.add_argument("--disk-mib", type=int, default=1024, help="bound of the soak")
     parser.add_argument("--budget-mib", type=int, default=16384, help="of a day of the soak")

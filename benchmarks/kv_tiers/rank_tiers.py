@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kv_tiers.opened_model import drop_file_cache, med
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
@@ -101,10 +101,11 @@ def rank_first_token(arguments: argparse.Namespace, folder: Path) -> dict[str, o
         known = request_of(length, 1)
         for engine in (disk, memory):
             timed(engine, known)
+        until_stored(disk)
         for turn in range(arguments.repeat):
             times["cold"].append(timed(disk, request_of(length, 1000 + turn)))  # evicts the known
             until_stored(disk)
-            _drop_file_cache(folder)
+            drop_file_cache(folder)
             hits = tier_of(disk).loads.get("hit", 0)
             times["disk"].append(timed(disk, known))
             assert tier_of(disk).loads.get("hit", 0) > hits, "the prompt was not read"
@@ -116,11 +117,11 @@ def rank_first_token(arguments: argparse.Namespace, folder: Path) -> dict[str, o
     finally:
         disk.close()
         memory.close()
-    print(f"1A1E, first token of {length} tokens: cold {_med(times['cold'])}")
+    print(f"1A1E, first token of {length} tokens: cold {med(times['cold'])}")
     for name in ("disk", "memory", "cache"):
         pairs = zip(times[name], times["cold"], strict=True)
         share = statistics.median(warm / cold for warm, cold in pairs)
-        print(f"  {name} {_med(times[name])}: {share:.3f} of cold")
+        print(f"  {name} {med(times[name])}: {share:.3f} of cold")
     return dict(times)
 
 
@@ -158,15 +159,3 @@ def rank_step_times(arguments: argparse.Namespace, folder: Path) -> dict[str, ob
     off = [float(np.quantile(steps["off"], at)) * 1e3 for at in (0.5, 0.99)]
     print(f"  {len(steps['off'])} steps; without {off[0]:.2f} ms, p99 {off[1]:.2f} ms")
     return result
-
-
-def _drop_file_cache(folder: Path) -> None:
-    os.sync()
-    for path in folder.glob("*/*.kv"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def _med(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.1f} ms"

@@ -191,10 +191,12 @@ def _judged(
 
 
 def _row(engine: DrivenEngine, seconds: float) -> Row:
-    """Waits until nothing is queued, and looks at the memory."""
+    """Waits until nothing is queued and the memory of the queue has gone back to the system, and
+    looks at the memory."""
     while (stats := engine.stats().tier) is not None and stats.num_queued:
         time.sleep(0.01)
         engine.step()
     assert stats is not None, "the engine has a tier"
+    time.sleep(1.3)
     info = psutil.Process().memory_info()
     return Row(seconds, stats.num_pages, info.rss - info.shared, stats.written_bytes)

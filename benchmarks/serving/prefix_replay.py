@@ -137,8 +137,7 @@ def replay_with_disk(
         geometry=b"0" * 32,
         identify=lambda: identity,
     )
-    content = np.zeros(_PAGE_BYTES, dtype=np.uint8)
-    access = PageAccess(lambda page: content, lambda page, data: None, _PAGE_BYTES)
+    access = PageAccess(lambda page, into: None, lambda page, data: None, _PAGE_BYTES)
     made = list[PageTiers]()
 
     def make_tier(prefixes: PrefixCache) -> PageTiers:

@@ -17,6 +17,8 @@ from torch import Tensor
 from experts.virtual_experts import AdapterExperts
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels
 from moe_serve.adapters.adapter_files import AdapterFiles
+from moe_serve.adapters.adapter_part import WHOLE, AdapterPart, LiveModel
+from moe_serve.adapters.bitdelta.build import BitDeltaBuilder
 from moe_serve.adapters.esft import read_esft
 from moe_serve.adapters.expert_additions import AdditionMaker
 from moe_serve.adapters.low_rank import make_low_rank
@@ -28,27 +30,8 @@ from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.checkpoint.manifest import feed_forward_table
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.adapter_rows import AdapterLayer, AdapterWeights
-from moe_serve.model.stage.tensor_shard import TensorShard
 
 BuildAdapter = Callable[[AdapterFiles], AdapterWeights]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterPart:
-    """The part of every adapter that a process holds."""
-
-    has_attention: bool = True  # also shared experts, and the MLPs of dense layers
-    shard: TensorShard = TensorShard(0, 1)  # of attention
-    experts: Mapping[int, Collection[int]] | None = None  # by layer; None: all
-
-    def wants(self, target: AdaptedMatrix) -> bool:
-        """Returns True if the change to a matrix is held here."""
-        if target.kind != "expert":
-            return self.has_attention
-        return self.experts is None or target.expert in self.experts.get(target.layer, ())
-
-
-WHOLE = AdapterPart()
 
 
 @dataclass(slots=True)
@@ -78,15 +61,23 @@ class AdapterBuilder:
     """Builds the part of a base model's adapters that a process holds."""
 
     def __init__(
-        self, loader: ModelLoader, config: AdapterConfig, part: AdapterPart = WHOLE
+        self,
+        loader: ModelLoader,
+        config: AdapterConfig,
+        part: AdapterPart = WHOLE,
+        live: LiveModel | None = None,
     ) -> None:
+        """`live`: the loaded base model, which BitDelta adapters share."""
         self._loader, self._max_rank, self._part = loader, config.max_rank, part
         self._is_merging = is_merging(config, loader.kernels)
         self._targets = AdapterTargets(loader)
         self._base = loader.live_experts()
+        self._bitdelta = BitDeltaBuilder(loader, self._targets, part, live or LiveModel())
 
     def build(self, files: AdapterFiles) -> AdapterWeights:
         """Reads an adapter's matrices. Raises CheckpointError with the tensor or the field."""
+        if files.is_bitdelta:
+            return self._bitdelta.build(files)
         layers = [_LayerParts() for _ in range(self._loader.spec.num_layers)]
         rank = 0
         if files.is_lora:

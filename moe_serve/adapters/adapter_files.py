@@ -18,6 +18,7 @@ from moe_serve.regular_file import is_there, regular_file
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ESFT_CONFIG = "expert_cfg.json"
+BITDELTA_CONFIG = "bitdelta_config.json"
 _MAX_CONFIG_BYTES = 2**20
 _BLOCK_BYTES = 2**20
 _FLOATS = ("F32", "F16", "BF16")
@@ -38,18 +39,23 @@ class AdapterFiles:
         return self.config_name == PEFT_CONFIG
 
     @property
+    def is_bitdelta(self) -> bool:
+        return self.config_name == BITDELTA_CONFIG
+
+    @property
     def config_path(self) -> Path:
         return self.folder / self.config_name
 
-    def headers(self) -> Iterator[tuple[str, str]]:
-        """Yields the names of all tensors, each with the words that name its file and itself."""
+    def headers(self, bits: str | None = None) -> Iterator[tuple[str, str]]:
+        """Yields the names of all tensors, each with the words that name its file and itself.
+        `bits`: the ending of names whose tensors are bytes, in place of floats."""
         for file in self.weights:
             for name, header in file.headers.items():
                 where = f"{file.path}: tensor {name[:200]}"
-                if header.dtype not in _FLOATS:
+                dtypes = ("U8",) if bits is not None and name.endswith(bits) else _FLOATS
+                if header.dtype not in dtypes:
                     raise CheckpointError(
-                        f"{where} is {header.dtype}: an adapter's tensors must be one of "
-                        f"{', '.join(_FLOATS)}."
+                        f"{where} is {header.dtype}: it must be one of {', '.join(dtypes)}."
                     )
                 yield name, where
 
@@ -74,16 +80,16 @@ def open_adapter(folder: Path) -> AdapterFiles:
     """Reads the configuration and the headers of an adapter. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give the folder of an adapter.")
-    found = [name for name in (PEFT_CONFIG, ESFT_CONFIG) if is_there(folder / name)]
+    configs = (PEFT_CONFIG, ESFT_CONFIG, BITDELTA_CONFIG)
+    found = [name for name in configs if is_there(folder / name)]
     if len(found) != 1:
-        what = "both" if found else "neither"
+        has = f"both {' and '.join(found[:2])}" if found else "no configuration"
         raise CheckpointError(
-            f"{folder} has {what} {PEFT_CONFIG} {'and' if found else 'nor'} {ESFT_CONFIG}: an "
-            "adapter has exactly one of them."
+            f"{folder} has {has}: an adapter has exactly one of {', '.join(configs)}."
         )
     (config_name,) = found
     try:
-        paths = _weight_files(folder, config_name)
+        paths = weight_files(folder, config_name)
         text = regular_file(folder / config_name).read_bytes()[: _MAX_CONFIG_BYTES + 1]
         digest = _digest(config_name, text, paths)
     except OSError as error:
@@ -117,8 +123,9 @@ def open_unchanged(folder: Path, digest: bytes | None = None) -> Iterator[Adapte
         files.close()
 
 
-def _weight_files(folder: Path, config_name: str) -> list[Path]:
-    if config_name == ESFT_CONFIG:
+def weight_files(folder: Path, config_name: str) -> list[Path]:
+    """Returns the weight files of an adapter. Raises CheckpointError."""
+    if config_name != PEFT_CONFIG:
         paths = sorted(folder.glob("*.safetensors"))
     else:
         paths = [folder / PEFT_WEIGHTS] if is_there(folder / PEFT_WEIGHTS) else []
@@ -130,7 +137,7 @@ def _weight_files(folder: Path, config_name: str) -> list[Path]:
             f"{folder / sorted(pickles)[0]} is a pickle, which can run code and is never opened: "
             "save the adapter as safetensors."
         )
-    wanted = "*.safetensors" if config_name == ESFT_CONFIG else PEFT_WEIGHTS
+    wanted = PEFT_WEIGHTS if config_name == PEFT_CONFIG else "*.safetensors"
     raise CheckpointError(f"{folder} has no {wanted}: an adapter needs its weights.")
 
 

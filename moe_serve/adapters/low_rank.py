@@ -25,7 +25,6 @@ from moe_serve.model.stage.tensor_shard import TensorShard
 
 _ONE = TensorShard(0, 1)
 _RANK_STEP = 16  # ranks are filled up with zeros, so that kernels have whole panels
-# The linear layers of both kinds of attention, and the stored matrices behind each.
 _GROUPED = {"qkv": ("q", "k", "v"), "output": ("o",)}
 _LATENT = {"query_down": ("q_a",), "query": ("q_b", "q"), "latent": ("kv_a",), "output": ("o",)}
 
@@ -43,7 +42,7 @@ def make_low_rank(
     spec = loader.spec
     table = attention_table(loader.names, spec, layer)
     made, num_bytes = {}, 0
-    for key, stored in (_GROUPED if spec.latent is None else _LATENT).items():
+    for key, stored in linear_parts(spec).items():
         sizes = {part: table[part].shape for part in stored if part in table}
         own = {part: matrices[part] for part in sizes if part in matrices}
         if not own:
@@ -64,7 +63,7 @@ def _joined(
     bytes."""
     spec, linear = loader.spec, loader.kernels.linear
     rank = sum(len(each.a_RK) for each in own.values())
-    a_RK = torch.zeros(-(-rank // _RANK_STEP) * _RANK_STEP, next(iter(sizes.values()))[1])
+    a_RK = torch.zeros(padded_rank(rank), next(iter(sizes.values()))[1])
     parts, ranks, outputs, num_bytes = [], slice(0, 0), slice(0, 0), 0
     for part, shape in sizes.items():
         held = slice(None) if part == "o" else shard.rows(part, shape[0], spec, layer)
@@ -74,7 +73,7 @@ def _joined(
             continue
         ranks = slice(ranks.stop, ranks.stop + len(matrices.a_RK))
         a_RK[ranks] = matrices.a_RK.float()
-        whole_NR = rows_in_order(matrices.b_NR.float(), _order(spec, layer, part))
+        whole_NR = rows_in_order(matrices.b_NR.float(), row_order(spec, layer, part))
         b_NR = (matrices.scale * whole_NR[held]).to(loader.device, loader.dtype)
         num_bytes += b_NR.nbytes
         parts.append(LowRankPart(linear(b_NR), ranks, outputs))
@@ -82,7 +81,17 @@ def _joined(
     return LowRank(linear(made), tuple(parts), outputs.stop), num_bytes + made.nbytes
 
 
-def _order(spec: ModelSpec, layer: int, part: str) -> Tensor | None:
+def padded_rank(rank: int) -> int:
+    """Returns the rank in memory, with the rows of zeros."""
+    return -(-rank // _RANK_STEP) * _RANK_STEP
+
+
+def linear_parts(spec: ModelSpec) -> Mapping[str, tuple[str, ...]]:
+    """Returns the linear layers of attention, and the stored matrices behind each."""
+    return _GROUPED if spec.latent is None else _LATENT
+
+
+def row_order(spec: ModelSpec, layer: int, part: str) -> Tensor | None:
     """Returns the order of the rows that the loader gives this matrix."""
     latent = spec.latent
     if latent is None:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_serve.adapters.adapter import Adapter, AdapterVersion
@@ -36,6 +36,8 @@ class AdapterStats:
     num_names: int = 0
     num_in_memory: int = 0
     bytes_in_memory: int = 0
+    num_pinned: int = 0  # names
+    pinned_bytes: int = 0
 
 
 class AdapterRegistry:
@@ -57,6 +59,11 @@ class AdapterRegistry:
     def max_names(self) -> int:
         return self._config.max_adapters
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """The limit of all adapters in memory; None: there is none."""
+        return self._config.memory_bytes
+
     def versions(self) -> list[AdapterVersion]:
         """Returns the current version of every name, in the order of loading."""
         return list(self._versions.values())
@@ -65,9 +72,9 @@ class AdapterRegistry:
         """Returns the current version of a name; None: there is no such adapter."""
         return self._versions.get(name)
 
-    def load(self, name: str, folder: Path) -> AdapterVersion:
+    def load(self, name: str, folder: Path, *, is_pinned: bool = False) -> AdapterVersion:
         """Loads a folder under a name. If the name is in use, its requests from now on get this
-        version.
+        version. The weights of a pinned version are never dropped for others.
 
         Raises CheckpointError for a folder that cannot be served, and InvalidRequestError if there
         are too many names, or no room.
@@ -83,6 +90,7 @@ class AdapterRegistry:
                     code="too_many_adapters",
                 )
             version, _ = self._read(name, folder, expected=None)
+            version = replace(version, is_pinned=is_pinned)
             with self._lock:
                 before = self._versions.get(name)
                 self._versions[name] = version
@@ -90,9 +98,9 @@ class AdapterRegistry:
                     self._release(before)
             return version
 
-    def load_below_root(self, name: str, path: str) -> AdapterVersion:
+    def load_below_root(self, name: str, path: str, *, is_pinned: bool = False) -> AdapterVersion:
         """Loads a folder below `adapters.root`, for a client. See `load`."""
-        return self.load(name, folder_below(self._config.root, path))
+        return self.load(name, folder_below(self._config.root, path), is_pinned=is_pinned)
 
     def unload(self, name: str) -> AdapterVersion:
         """Forgets a name. Requests that hold its version finish."""
@@ -158,6 +166,7 @@ class AdapterRegistry:
     @property
     def stats(self) -> AdapterStats:
         alive = list(self._alive.values())
+        pinned = self._pinned()
         return AdapterStats(
             num_loads=self._num_loads,
             num_failures=self._num_failures,
@@ -166,7 +175,13 @@ class AdapterRegistry:
             num_names=len(self._versions),
             num_in_memory=len(alive),
             bytes_in_memory=sum(each.num_bytes for each in alive),
+            num_pinned=sum(each.is_pinned for each in self.versions()),
+            pinned_bytes=sum(each.num_bytes for each in alive if each.digest in pinned),
         )
+
+    def is_in_memory(self, version: AdapterVersion) -> bool:
+        """Returns True if the weights of a version are in memory. Does not count as a use."""
+        return version.digest in self._alive
 
     def _read(
         self, name: str, folder: Path, expected: bytes | None
@@ -191,8 +206,13 @@ class AdapterRegistry:
             kind=weights.kind,
             rank=weights.rank,
             loaded_at=int(time.time()),
+            num_bytes=weights.num_bytes,
         )
         return version, weights
+
+    def _pinned(self) -> frozenset[bytes]:
+        """Returns the digests of pinned versions."""
+        return frozenset(each.digest for each in self.versions() if each.is_pinned)
 
     def _built(self, folder: Path, expected: bytes | None) -> AdapterWeights:
         with open_unchanged(folder, expected) as files:
@@ -204,22 +224,25 @@ class AdapterRegistry:
         self._kept.move_to_end(weights.digest)
 
     def _make_room(self, wanted: AdapterWeights) -> None:
-        """Drops weights that no request holds, those used longest ago first, until the wanted ones
-        fit. Raises InvalidRequestError if they do not."""
+        """Drops weights that are not pinned and that no request holds, those used longest ago
+        first, until the wanted ones fit. Raises InvalidRequestError if they do not."""
         limit = self._config.memory_bytes
         if limit is None:
             return
+        pinned = self._pinned()
         for digest in list(self._kept):
             if self._used_beside(wanted) + wanted.num_bytes <= limit:
                 return
-            if digest != wanted.digest:
+            if digest != wanted.digest and digest not in pinned:
                 del self._kept[digest]
                 self._num_evictions += digest not in self._alive  # else a request holds it
         used = self._used_beside(wanted)
         if used + wanted.num_bytes > limit:
+            fixed = sum(w.num_bytes for d, w in list(self._alive.items()) if d in pinned)
             raise InvalidRequestError(
                 f"The adapter needs {wanted.num_bytes} bytes, but adapters.memory_bytes is "
-                f"{limit}, of which running requests hold {used}: try again later, or raise it.",
+                f"{limit}, of which running requests and pinned adapters ({fixed}) hold {used}: "
+                "try again later, or raise it.",
                 param="model",
                 code="adapter_memory",
             )
@@ -233,6 +256,13 @@ class AdapterRegistry:
 def open_registry(config: AdapterConfig, build: BuildAdapter) -> AdapterRegistry:
     """Makes the registry and loads the configured adapters. Raises ConfigError for one of them."""
     registry = AdapterRegistry(config, build)
+    names = {item.partition("=")[0] for item in config.modules}
+    unknown = sorted(set(config.pinned) - names)
+    if unknown:
+        raise ConfigError(
+            f"adapters.pinned has the name {unknown[0][:200]!r}, which is none of adapters.modules "
+            f"({', '.join(sorted(names))[:300] or 'there are none'}): name one of these."
+        )
     for item in config.modules:
         name, separator, path = item.partition("=")
         if not separator or not path:
@@ -244,7 +274,7 @@ def open_registry(config: AdapterConfig, build: BuildAdapter) -> AdapterRegistry
                 f"adapters.modules has the name {name!r} twice: choose another for one of them."
             )
         try:
-            registry.load(name, Path(path).expanduser())
+            registry.load(name, Path(path).expanduser(), is_pinned=name in config.pinned)
         except (CheckpointError, InvalidRequestError) as error:
             raise ConfigError(f"adapters.modules, {name[:200]!r}: {error}") from None
     return registry

@@ -66,6 +66,16 @@ class AdapterTargets:
             "the projections of attention, of shared and routed experts, and of dense layers."
         )
 
+    @property
+    def modules(self) -> Mapping[str, AdaptedMatrix]:
+        """All matrices that have a module of their own in some checkpoint."""
+        return self._known
+
+    @property
+    def fused_modules(self) -> Mapping[str, FusedExperts]:
+        """All modules that have the routed experts of a layer as two tensors."""
+        return self._fused
+
     def fused(self, module: str) -> FusedExperts | None:
         """Returns the experts that a module has as two tensors; None: it has none."""
         return self._fused.get(module)

@@ -31,9 +31,9 @@ class PageBytes:
         self.num_bytes = int(ends[-1])
         self.geometry = page_geometry(cache)
 
-    def read(self, page: int) -> NDArray[np.uint8]:
-        """Returns a copy of a page's bytes, [num_bytes]."""
-        return np.concatenate([part[page] for part in self._parts])
+    def read(self, page: int, into: NDArray[np.uint8]) -> None:
+        """Copies a page's bytes, [num_bytes]."""
+        np.concatenate([part[page] for part in self._parts], out=into)
 
     def write(self, page: int, data: NDArray[np.uint8]) -> None:
         """Replaces a page's content by `data`, [num_bytes]."""

@@ -15,9 +15,11 @@ import typer
 
 from experts.placement.placement_error import PlacementError
 from moe_serve import __version__
+from moe_serve.cli.adapters import adapters
 from moe_serve.cli.bench.bench import bench
 from moe_serve.cli.cache import cache
 from moe_serve.cli.calibrate import calibrate
+from moe_serve.cli.cells_commands import cells
 from moe_serve.cli.chat import chat
 from moe_serve.cli.config import config
 from moe_serve.cli.console import OutputError, checked_output, open_missing_streams
@@ -57,6 +59,12 @@ app.command(rich_help_panel="Serve", cls=ServerCommand)(launch)
 app.command(rich_help_panel="Use")(chat)
 app.command(name="run-batch", rich_help_panel="Use")(run_batch)
 app.command(rich_help_panel="Use")(quantize)
+app.add_typer(
+    adapters,
+    name="adapters",
+    rich_help_panel="Use",
+    help="Make adapters of fine-tunes.",
+)
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 app.command(rich_help_panel="Inspect")(doctor)
 app.add_typer(models, name="models", rich_help_panel="Inspect")
@@ -85,6 +93,12 @@ app.add_typer(
     name="placement",
     rich_help_panel="Inspect",
     help="Show, apply, save or rebalance the expert placement of a running server.",
+)
+app.add_typer(
+    cells,
+    name="cells",
+    rich_help_panel="Inspect",
+    help="List, add, remove or drain the cells of a running server.",
 )
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)

@@ -15,23 +15,34 @@ from moe_serve.cli.console import wide_console
 from moe_serve.cli.server_client import URL, AdminClient, AdminKey, Url
 from moe_serve.errors import RebalanceError
 
+_CELLS = frozenset({"cells"})
 _STATUS = frozenset({"mode", "state", "version", "balance", "last", "num_plans"})
 _PLAN = frozenset({"format", "num_ranks", "layers"})
 _POLL_S = 0.2
 
 placement = typer.Typer(no_args_is_help=True)
+Cell = Annotated[
+    int | None,
+    typer.Option(help="Number of the cell, if the server has several.", min=0, metavar="<int>"),
+]
 
 
 @placement.command()
-def status(url: Url = URL, admin_key: AdminKey = None) -> None:
+def status(url: Url = URL, admin_key: AdminKey = None, cell: Cell = None) -> None:
     "Show the current placement, how balanced it is, and the result of the last plan."
-    _print(_client(url, admin_key).ask("GET", "placement", _STATUS))
+    client = _client(url, admin_key)
+    found = client.ask("GET", _path("placement", cell), _STATUS, or_fields=_CELLS)
+    for each in found.get("cells", [found]):
+        if each is not found:
+            typer.echo(f"cell-{each['cell']}")
+        _print(each)
 
 
 @placement.command()
 def rebalance(
     url: Url = URL,
     admin_key: AdminKey = None,
+    cell: Cell = None,
     wait: Annotated[
         bool, typer.Option(help="Wait until the plan is rejected or the experts have moved.")
     ] = True,
@@ -39,10 +50,10 @@ def rebalance(
     """Plans a new placement from recent loads now. Experts move only if the gain is large
     enough."""
     client = _client(url, admin_key)
-    found = client.ask("POST", "placement/rebalance", _STATUS)
+    found = client.ask("POST", _path("placement/rebalance", cell), _STATUS)
     while wait and found["state"] != "idle":
         time.sleep(_POLL_S)
-        found = client.ask("GET", "placement", _STATUS)
+        found = client.ask("GET", _path("placement", cell), _STATUS)
     _print(found)
 
 
@@ -51,16 +62,17 @@ def apply(
     file: Annotated[Path, typer.Argument(help="Plan written by `moe-serve place --out`.")],
     url: Url = URL,
     admin_key: AdminKey = None,
+    cell: Cell = None,
     wait: Annotated[bool, typer.Option(help="Wait until the experts have moved.")] = True,
 ) -> None:
     """Puts a plan into effect on a running server. The experts move while the server answers
     requests."""
     content = _read(file)
     client = _client(url, admin_key)
-    found = client.ask("POST", "placement/plan", _STATUS, content)
+    found = client.ask("POST", _path("placement/plan", cell), _STATUS, content)
     while wait and found["state"] != "idle":
         time.sleep(_POLL_S)
-        found = client.ask("GET", "placement", _STATUS)
+        found = client.ask("GET", _path("placement", cell), _STATUS)
     _print(found)
     last = found["last"]
     if wait and (last is None or last["outcome"] not in ("moved", "nothing")):
@@ -77,9 +89,10 @@ def save(
     ],
     url: Url = URL,
     admin_key: AdminKey = None,
+    cell: Cell = None,
 ) -> None:
     "Write the current placement into a file, so that a server can start with it again."
-    content = _client(url, admin_key).ask("GET", "placement/plan", _PLAN)
+    content = _client(url, admin_key).ask("GET", _path("placement/plan", cell), _PLAN)
     try:
         file.write_text(json.dumps(content) + "\n", encoding="utf-8")
     except OSError as error:
@@ -101,6 +114,10 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 def _client(url: str, key: str | None) -> AdminClient:
     return AdminClient(url=url, key=key, error=RebalanceError)
+
+
+def _path(path: str, cell: int | None) -> str:
+    return path if cell is None else f"{path}?cell={cell}"
 
 
 def _print(found: Mapping[str, Any]) -> None:

@@ -195,16 +195,19 @@ class AdminClient:
         path: str,
         fields: frozenset[str],
         body: Mapping[str, object] | None = None,
+        *,
+        or_fields: frozenset[str] | None = None,
     ) -> Mapping[str, Any]:
-        """Returns the server's answer, which must have these fields. If the server cannot be
-        reached, the command ends with exit code 1."""
+        """Returns the server's answer, which must have these fields, or the other ones. If the
+        server cannot be reached, the command ends with exit code 1."""
         try:
             with self._client() as client:
                 answer = client.request(method, f"/admin/{path}", body)
             content = answer.json()
             if answer.is_error:
                 raise self.error(refusal(answer, "it gives no reason."))
-            if isinstance(content, dict) and content.keys() >= fields:
+            forms = (fields, fields if or_fields is None else or_fields)
+            if isinstance(content, dict) and any(content.keys() >= form for form in forms):
                 return content
             why = f"{self.url} answers, but not like moe-serve."
         except NotReachedError as error:

@@ -58,15 +58,15 @@ class RankArena:
         report: LoadReport,
         reports: Sequence[LoadReport],
     ) -> None:
-        config, num_shards = self._config, self._config.cluster.attention_tp
-        slot_bytes = report.page_bytes * num_shards
+        config, slot_bytes = self._config, report.page_bytes
         index = ArenaIndex(memory.num_bytes, slot_bytes)
         if config.cache.disk_path is None:
             self._index = index
             return
         # What computes a page's values beside the rank that holds it. Experts may be elsewhere.
+        # The number of shards changes neither the values nor the form of a page in a slot.
         kinds = {(r.kernels, r.build, r.device, r.dtype, r.expert_weights) for r in reports}
-        layout = {"attention_shards": num_shards, "ranks": repr(sorted(kinds))}
+        layout = {"ranks": repr(sorted(kinds))}
         store = open_disk(config, model_folder, report, page_bytes=slot_bytes, layout=layout)
         slots, page_size = memory.slots(slot_bytes), config.cache.page_size
         self._index = index

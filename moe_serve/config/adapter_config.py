@@ -14,6 +14,7 @@ class AdapterConfig:
 
     is_enabled: bool = False  # else every other key here must be left out
     modules: tuple[str, ...] = ()  # name=path of each adapter that is loaded at the start
+    pinned: tuple[str, ...] = ()  # names of `modules` whose weights are never dropped
     root: str | None = None  # clients with an admin key load folders below it; None: they load none
     memory_bytes: int | None = None  # of all adapters in memory; None: no limit
     max_adapters: int = 1000  # names

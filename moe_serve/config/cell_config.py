@@ -29,6 +29,7 @@ def config_of_cell(config: EngineConfig, index: int, shape: CellShape) -> Engine
         attention_ranks=shape.attention_ranks,
         expert_ranks=shape.expert_ranks,
         attention_tp=shape.attention_tp,
+        rebalance=config.cluster.rebalance if shape.expert_ranks > 1 else "off",
         port=port and port + index,
     )
     return replace(

@@ -58,24 +58,11 @@ def check_cells(config: EngineConfig) -> None:
                 f"cells.layout is {layout!r} and cluster.{key} is {getattr(cluster, key)}, but "
                 "both set the ranks: leave one of them out."
             )
-    refused = (
-        ("scheduler.tiers", bool(config.scheduler.tiers), "their queues are kept for one cell"),
-        ("cluster.rebalance", cluster.rebalance != "off", "experts move in one cell only"),
-        ("adapters.is_enabled", config.adapters.is_enabled, "adapters are served in one cell only"),
-    )
-    for key, is_set, why in refused:
-        if is_set:
-            raise ConfigError(
-                f"{key} is set and cells.layout is {layout!r}, but {why}: leave one of them out."
-            )
     shapes = cell_shapes(config)
-    has_tier = config.cache.disk_path is not None or config.cache.memory_tier_bytes is not None
-    if has_tier and len({shape.attention_tp for shape in shapes}) > 1:
-        counts = ", ".join(str(shape.attention_tp) for shape in shapes)
+    if cluster.rebalance != "off" and all(shape.expert_ranks < 2 for shape in shapes):
         raise ConfigError(
-            "cache.disk_path or cache.memory_tier_bytes is set, and the cells of cells.layout have "
-            f"{counts} processes for each attention rank (tp), which lay out pages differently: "
-            "give all cells the same tp, or leave the tiers out."
+            f"cluster.rebalance is {cluster.rebalance!r}, but the cells of cells.layout {layout!r} "
+            "have one expert rank each and nothing to balance: give one 2 or more, or leave it off."
         )
     if cluster.placement is not None and len({shape.expert_ranks for shape in shapes}) > 1:
         counts = ", ".join(str(shape.expert_ranks) for shape in shapes)

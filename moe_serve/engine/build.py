@@ -10,6 +10,7 @@ import torch
 
 from experts.expert_stage import ExpertStage
 from moe_kernels.kernel_choice import default_num_threads
+from moe_serve.adapters.adapter_part import LiveModel
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.kv_cache import check_page_size
@@ -35,6 +36,7 @@ from moe_serve.engine.opened_model import (
     device_of,
     model_folder,
 )
+from moe_serve.engine.routes.cell_placements import CellPlacements
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
@@ -71,7 +73,8 @@ class BuiltEngine:
     layout: EngineFacts
     spec: ModelSpec
     routes: RouteListeners = field(default_factory=RouteListeners)  # receive its routing
-    placement: PlacementControl | None = None  # None: no expert ranks
+    placement: PlacementControl | None = None  # None: no expert ranks, or several cells
+    cell_placements: CellPlacements | None = None  # None: one cell
     last_step: Callable[[], StepTimeline | None] | None = None  # None: steps are not recorded
     grammars: Grammars | None = None  # for constrained answers
     activity: ActivityReport | None = None  # for hang reports
@@ -96,9 +99,9 @@ def build_engine(
     tap, routes, log = RouteTap(spec.router.num_experts), RouteListeners(), StageLog()
     make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
     next_layer = open_next_layer(config, model.folder, loader)
-    adapters = open_adapters(config, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = model.load_attention(config)
+    adapters = open_adapters(config, loader, LiveModel(attention=part.stage, experts=experts))
     pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer), adapters)
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_serve.adapters.adapter_build import AdapterBuilder
+from moe_serve.adapters.adapter_part import LiveModel
 from moe_serve.adapters.registry import AdapterRegistry, open_registry
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError
@@ -15,7 +16,7 @@ def check_adapters(config: EngineConfig) -> None:
     """Raises ConfigError if the configuration asks for adapters in a way that is not served."""
     adapters = config.adapters
     if not adapters.is_enabled:
-        for key in ("modules", "root", "memory_bytes"):
+        for key in ("modules", "pinned", "root", "memory_bytes"):
             if getattr(adapters, key):
                 raise ConfigError(
                     f"adapters.{key} is set, but adapters.is_enabled is false: add --enable-lora "
@@ -35,10 +36,12 @@ def check_adapters(config: EngineConfig) -> None:
         )
 
 
-def open_adapters(config: EngineConfig, loader: ModelLoader) -> AdapterRegistry | None:
+def open_adapters(
+    config: EngineConfig, loader: ModelLoader, live: LiveModel
+) -> AdapterRegistry | None:
     """Loads the configured adapters; None: the engine serves none. Raises ConfigError, and
     CheckpointError for an adapter that cannot be served."""
     if not config.adapters.is_enabled:
         return None
-    builder = AdapterBuilder(loader, config.adapters)
+    builder = AdapterBuilder(loader, config.adapters, live=live)
     return open_registry(config.adapters, builder.build)

@@ -21,7 +21,6 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.reservations import Reservation, num_promised
 from moe_serve.engine.schedule.scheduler import Scheduler
 from moe_serve.engine.schedule.step_drafts import StepDrafts
-from moe_serve.engine.schedule.step_service import StepService
 
 
 class MovingSequences:
@@ -149,13 +148,13 @@ class MovingSequences:
 
     def reserve(self, sequence: Sequence, *, may_wait: bool) -> Reservation | None:
         """Reserves a seat and pages for a sequence of another engine; None if there is no room now.
-        Sequences that wait here and came before it have the first claim to seats.
+        Sequences that wait here and came before it, or are more urgent by the order of service
+        tiers, have the first claim to seats.
 
         `may_wait`: no step is under way, so the executor can finish what is to be done with pages
         first: otherwise a page might be cleared when it has already been received.
         """
-        own, reservations = _turn(sequence), self._scheduler.reservations
-        num_before = sum([_turn(other) < own for other in self._scheduler.waiting])
+        reservations, num_before = self._scheduler.reservations, self._num_before(sequence)
         has_seat = reservations.num_free_seats > num_before
         if not has_seat or not self._can_give_pages(may_wait=may_wait):
             return None
@@ -174,21 +173,21 @@ class MovingSequences:
         freed = self._scheduler.reservations.close(reservation, keeps_pages=keeps_pages)
         self._scheduler.add_unproven(freed)
 
-    def arrive(
-        self, reservation: Reservation, hidden: Collection[int], service: StepService | None
-    ) -> None:
+    def arrive(self, reservation: Reservation, hidden: Collection[int]) -> None:
         """Lets a sequence run whose pages have arrived, except the `hidden` ones, which it no
-        longer sees. `service`: of the engine that it comes from."""
-        sequence = reservation.sequence
+        longer sees."""
+        sequence, service = reservation.sequence, self._scheduler.service
         self._scheduler.add_unproven(self._scheduler.reservations.take(reservation, hidden))
-        self.take_over(sequence, service)
+        if service is not None:
+            service.state.take_over(sequence)
         self._join(sequence)
 
-    def take_over(self, sequence: Sequence, service: StepService | None) -> None:
-        """Takes over the standing of a sequence of another engine, whose service is given."""
-        own = self._scheduler.service
-        if own is not None and service is not None:
-            own.state.take_over(sequence, service.state)
+    def _num_before(self, sequence: Sequence) -> int:
+        service = self._scheduler.service
+        if service is not None and service.queue.is_ordered:
+            return service.queue.num_before(sequence)
+        own = _turn(sequence)
+        return sum([_turn(other) < own for other in self._scheduler.waiting])
 
     def _join(self, sequence: Sequence) -> None:
         self._sequences[sequence.request.request_id] = sequence

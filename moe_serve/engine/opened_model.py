@@ -9,6 +9,7 @@ import torch
 
 from moe_kernels.interface.kv_form import FLOATS, KVForm
 from moe_kernels.kernel_choice import kernels_build
+from moe_serve.adapters.adapter_size import configured_bytes, reserved_bytes
 from moe_serve.cache.kv_cache import KVCache, checked_kv_form, num_pages
 from moe_serve.cache.page_bytes import page_geometry
 from moe_serve.cache.page_key import model_identity
@@ -71,7 +72,7 @@ class LoadReport:
     num_pages: int = 0
     kv_bytes: int = 0
     kv_dtype: str = "auto"  # of the pages; auto: `dtype`
-    page_bytes: int = 0  # of a page, in this process
+    page_bytes: int = 0  # of a page: in this process, or of all shards of an attention rank
     page_geometry: str = ""  # digest of its shapes
     build: str = ""  # of the kernels: bits may differ between two builds
 
@@ -227,12 +228,15 @@ class OpenedModel(ServedCheckpoint):
         stage = loader.attention_stage(max_model_len, gather)
         form = checked_kv_form(config.cache, stage.spec)
         token_bytes = kv_bytes_per_token(stage.spec, mtp, loader.dtype.itemsize, form)
+        itemsize = loader.dtype.itemsize  # of adapters, which are loaded later
+        adapters = configured_bytes(config.adapters, self.folder, loader.spec, itemsize)
         pages = num_pages(
             config.cache,
             bytes_per_token=token_bytes,
             max_model_len=max_model_len,
             max_num_seqs=config.scheduler.max_num_seqs,
-            available_bytes=free_bytes(loader.device),
+            available_bytes=free_bytes(loader.device)
+            - reserved_bytes(config.adapters, adapters.total),
         )
         page_size = config.cache.page_size
         cache = KVCache(stage.spec, pages, page_size, loader.dtype, loader.device, form)

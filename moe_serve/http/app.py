@@ -18,7 +18,7 @@ from moe_serve import __version__
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.config.sections import DEFAULT_SCHEDULER, LogConfig, SchedulerConfig, ServerConfig
 from moe_serve.engine.request.client import EngineClient
-from moe_serve.engine.routes.placement_control import PlacementControl
+from moe_serve.engine.routes.cell_placements import AnyPlacement
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
 from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.vocabulary import vocabulary_of
@@ -191,7 +191,7 @@ def create_app(
     model: ServedModel,
     config: ServerConfig,
     tracing: Tracing | None = None,
-    placement: PlacementControl | None = None,
+    placement: AnyPlacement | None = None,
     facts: DashboardFacts = NO_FACTS,
     spans: SpanExport | None = None,
     grammars: Grammars | None = None,
@@ -235,7 +235,7 @@ def create_app(
     app = _empty_app(board)
     app.state.generations, app.state.gate, app.state.metrics = generations, server.gate, metrics
     _add_routes(app, server)
-    app.include_router(cells_router(cells, engine))
+    app.include_router(cells_router(cells, engine, config.max_body_bytes))
     app.include_router(dashboard_router(board))
     _add_control(app, config.max_body_bytes, tracing, placement)
     _add_operations(app, operations)
@@ -249,7 +249,7 @@ def create_app(
 
 
 def _add_control(
-    app: FastAPI, max_bytes: int, tracing: Tracing | None, placement: PlacementControl | None
+    app: FastAPI, max_bytes: int, tracing: Tracing | None, placement: AnyPlacement | None
 ) -> None:
     if tracing is not None:
         app.include_router(trace_router(tracing, max_bytes))
@@ -274,7 +274,7 @@ def _sources(
     adapters: AdapterRegistry | None,
 ) -> ScrapeSources:
     def names(has_begun: bool) -> list[str]:
-        return generations.adapters(has_begun=has_begun)
+        return sorted(generations.adapters(has_begun=has_begun))
 
     return ScrapeSources(
         engine=generations.engine,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.model.stage.adapter_rows import AdapterRows, LoadedAdapters, adapter_rows
+from moe_serve.model.stage.adapted_stage import AdaptedStage
+from moe_serve.model.stage.adapter_rows import LoadedAdapters
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, StepPlan
@@ -48,10 +49,11 @@ class Pipeline:
     ) -> None:
         """`next_layer`: predicts needed experts if not all are held in memory. `parked`: states
         that outlive this pipeline. `adapters`: those that rows may have."""
-        self._stage, self._transport, self._cache, self._device = stage, transport, cache, device
+        self._stage = AdaptedStage(stage, adapters)
+        self._transport, self._cache, self._device = transport, cache, device
         self._log = StageLog() if log is None else log  # its owner begins and ends steps
         self._tap = RouteTap(stage.spec.router.num_experts) if tap is None else tap
-        self._next_layer, self._adapters = next_layer, adapters
+        self._next_layer = next_layer
         self.parked = ParkedStates() if parked is None else parked
         self.stacked: StackedLayers | None = None  # if set, runs steps of one micro-batch
         self.device = device
@@ -68,13 +70,16 @@ class Pipeline:
         """
         self._tap.begin(plan)
         self.parked.begin(plan)
-        if self.stacked is None or len(plan.micro_batches) > 1:
+        if self.stacked is None or len(plan.micro_batches) > 1 or self._stage.has_parts(plan):
             return self._run_by_layer(plan)
         since, (batch,) = time.perf_counter(), plan.micro_batches
         if batch.is_grouped:
             return self._run_segments(self.stacked, plan, since)
         result = self.stacked.run(
-            batch, self._log, has_choices=plan.routes is not None, adapters=self._rows(batch)
+            batch,
+            self._log,
+            has_choices=plan.routes is not None,
+            adapters=self._stage.adapters(batch),
         )
         self._tap.take_stacked(result)
         self._log.passed_layers(since, 0.0)
@@ -96,7 +101,7 @@ class Pipeline:
                 has_choices=plan.routes is not None,
                 layers=(segment.first, segment.end),
                 hidden_TD=rows.join(segment),
-                adapters=self._rows(segment.batch),
+                adapters=self._stage.adapters(segment.batch),
             )
             self._tap.take_stacked(result, segment.batch.slices)
             rows.leave(segment, result.hidden_TD)
@@ -134,7 +139,7 @@ class Pipeline:
             if logit_rows is None:
                 parts.append(self._no_logits())
                 continue
-            parts.append(self._stage.logits(state.hidden_TD, logit_rows))
+            parts.append(self._stage.logits(state.hidden_TD, logit_rows, state.inputs))
             self._log.add(Stage.LOGITS, NO_LAYER, index, len(parts[-1]), start)
             if self.keeps_hidden:
                 hidden.append(state.hidden_TD.index_select(0, logit_rows))
@@ -147,15 +152,7 @@ class Pipeline:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _inputs(self, batch: MicroBatch) -> StepInputs:
-        inputs = self._stage.make_inputs(batch, self._cache, self._device)
-        return replace(inputs, adapters=self._rows(batch))
-
-    def _rows(self, batch: MicroBatch) -> AdapterRows | None:
-        """Returns the adapters of a micro-batch's rows."""
-        if self._adapters is None:
-            assert not any(s.adapter for s in batch.slices), "this pipeline has no adapters"
-            return None
-        return adapter_rows(batch, self._adapters, self._stage.kernels.adapters, self._device)
+        return self._stage.make_inputs(batch, self._cache, self._device)
 
     def pass_layers(self, inputs: Sequence[StepInputs]) -> list[Tensor]:
         """Runs the embedding and all layers, and returns the residual stream [T, D] of each

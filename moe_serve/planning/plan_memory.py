@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from experts.placement.problem.placement import Placement
+from moe_serve.adapters.adapter_size import AdapterBytes, configured_bytes, reserved_bytes
 from moe_serve.cache.kv_cache import checked_kv_form, num_pages
 from moe_serve.cluster.members.cluster_model import num_slots, placement_of
 from moe_serve.config.cell_config import cell_shapes, config_of_cell, has_ranks
@@ -125,6 +126,7 @@ class _Planner:
     weights: WeightBytes
     mtp: MTPLayer | None
     device: torch.device
+    adapters: AdapterBytes
 
     @classmethod
     def read(cls, config: EngineConfig) -> _Planner:
@@ -139,7 +141,8 @@ class _Planner:
         if mtp is not None:
             attention = weights.attention + mtp_bytes(mtp, dtype.itemsize)
             weights = WeightBytes(attention, weights.experts)
-        return cls(config, checkpoint, dtype, weights, mtp, device_of(config.model))
+        adapters = configured_bytes(config.adapters, folder, spec, dtype.itemsize)
+        return cls(config, checkpoint, dtype, weights, mtp, device_of(config.model), adapters)
 
     @property
     def spec(self) -> ModelSpec:
@@ -167,19 +170,22 @@ class _Planner:
 
     def _one_process(self, free: int) -> ProcessMemory:
         weights = self.weights.attention + self._held(self.weights.experts)
-        pages, kv_bytes = self._pages(free - weights)
+        adapters = self._adapters(self.adapters.total)
+        pages, kv_bytes = self._pages(free - weights - adapters)
         return ProcessMemory(
             name=SERVER,
             device=self.device.type,
             weights=weights,
             kv_bytes=kv_bytes,
             num_pages=pages,
+            adapters=adapters,
         )
 
     def _attention_ranks(self, free: int) -> list[ProcessMemory]:
         """Counts the shards of a rank as one process: together they hold the layers once."""
         cluster = self.config.cluster
-        pages, kv_bytes = self._pages(free - self.weights.attention)
+        adapters = self._adapters(self.adapters.attention)
+        pages, kv_bytes = self._pages(free - self.weights.attention - adapters)
         return [
             ProcessMemory(
                 name=f"attention-{index}",
@@ -188,6 +194,7 @@ class _Planner:
                 kv_bytes=kv_bytes,
                 num_pages=pages,
                 buffers=self._buffers() * cluster.expert_ranks,
+                adapters=adapters,
             )
             for index in range(cluster.attention_ranks)
         ]
@@ -197,15 +204,21 @@ class _Planner:
         placement = placement_of(cluster, self.spec)
         num_layers = max(1, len(placement.ranks_of))
         each = self.weights.experts // (num_layers * self.spec.router.num_experts)
+        has_all = cluster.rebalance != "off"  # each rank holds all experts of adapters
+        own = self.adapters.experts // (1 if has_all else cluster.expert_ranks)
         return [
             ProcessMemory(
                 name=f"expert-{index}",
                 device=self.device.type,
                 weights=self._held(each * self._num_experts(placement, index)),
                 buffers=self._buffers() * cluster.attention_ranks,
+                adapters=self._adapters(own),
             )
             for index in range(cluster.expert_ranks)
         ]
+
+    def _adapters(self, configured: int) -> int:
+        return reserved_bytes(self.config.adapters, configured)
 
     def _num_experts(self, placement: Placement, rank: int) -> int:
         """Returns the experts in all layers for which an expert rank has memory."""

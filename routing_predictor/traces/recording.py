@@ -66,6 +66,7 @@ class TracedTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False
     token_ids_N: NDArray[np.int32]
     expert_ids_NLK: NDArray[np.integer[Any]]
     weights_NLK: NDArray[np.float16] | None = None
+    adapter: str = ""  # its name and the first digits of its digest; empty: the base model
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +275,7 @@ def as_trace(
     numbers: dict[str, int] = {}
     for part in parts:
         numbers.setdefault(part.request_id, len(numbers))
+    adapters = {part.request_id: part.adapter for part in parts}
     of_requests = tuple(labels.get(request_id, "") for request_id in numbers)
     counts = np.array([len(part.expert_ids_NLK) for part in parts])
     before = np.cumsum(counts) - counts
@@ -294,6 +296,7 @@ def as_trace(
         layers=header.layers,
         request_ids=tuple(numbers),
         labels=of_requests if any(of_requests) else (),
+        adapters=tuple(adapters.values()) if any(adapters.values()) else (),
         model=header.model,
         model_identity=header.model_identity,
         placement_version=header.placement_version,

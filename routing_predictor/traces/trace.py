@@ -36,6 +36,8 @@ class RoutingTrace:
     token_N: NDArray[np.int32] | None = None  # token ids, if they were recorded
     weights_NLK: NDArray[np.floating] | None = None  # the routers' weights, if they were recorded
     labels: tuple[str, ...] = ()  # of the requests (a domain, a data set); empty if none has one
+    # The adapter that answered each request, "" for the base model; empty if none has one.
+    adapters: tuple[str, ...] = ()
     recording: str = ""  # name of the recording, within which the request ids are unique
 
     def __post_init__(self) -> None:
@@ -58,10 +60,12 @@ class RoutingTrace:
             raise TraceError(
                 f"weights must have the shape {shape} of the ids, got {self.weights_NLK.shape}"
             )
-        if self.labels and len(self.labels) != len(self.request_ids):
-            raise TraceError(
-                f"there are {len(self.labels)} labels for {len(self.request_ids)} requests"
-            )
+        for name in ("labels", "adapters"):
+            words = getattr(self, name)
+            if words and len(words) != len(self.request_ids):
+                raise TraceError(
+                    f"there are {len(words)} {name} for {len(self.request_ids)} requests"
+                )
         if not shape[0]:
             return
         low, high = int(self.expert_ids_NLK.min()), int(self.expert_ids_NLK.max())

@@ -94,6 +94,8 @@ def write_trace(trace: RoutingTrace, path: Path) -> int:
         "placement_version": trace.placement_version,
         "recording": trace.recording,
     }
+    if trace.adapters:
+        facts["adapters"] = list(trace.adapters)
     return write_tensors(path, tensors, facts, FORMAT, VERSION)
 
 
@@ -117,6 +119,7 @@ def read_trace(path: Path) -> RoutingTrace:
             layers=tuple(layers),
             request_ids=file.strings("request_ids"),
             labels=file.strings("labels"),
+            adapters=file.strings("adapters") if "adapters" in file.facts else (),
             model=file.fact("model", str),
             model_identity=file.fact("model_identity", str),
             placement_version=file.fact("placement_version", str),
@@ -161,6 +164,7 @@ def join_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
                 raise TraceError(f"traces with {name} {mine!r} and {other!r} cannot be joined")
     numbers: dict[tuple[object, str], int] = {}
     labels: list[str] = []
+    adapters: list[str] = []
     request_N = []
     for index, trace in enumerate(traces):
         of_part = np.zeros(max(1, len(trace.request_ids)), dtype=np.int32)
@@ -169,6 +173,7 @@ def join_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
             of_part[request] = numbers.setdefault(key, len(numbers))
             if len(numbers) > len(labels):
                 labels.append(trace.labels[request] if trace.labels else "")
+                adapters.append(trace.adapters[request] if trace.adapters else "")
         request_N.append(of_part[trace.request_N])
     recordings = {trace.recording for trace in traces}
     has_tokens = all(trace.token_N is not None for trace in traces)
@@ -183,6 +188,7 @@ def join_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         weights_NLK=_joined([trace.weights_NLK for trace in traces]) if has_weights else None,
         request_ids=_names(numbers, is_one=len(recordings) == 1),
         labels=tuple(labels) if any(labels) else (),
+        adapters=tuple(adapters) if any(adapters) else (),
         recording=first.recording if len(recordings) == 1 else "",
     )
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_serve.adapters.bitdelta.make import make_bitdelta
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.cluster.control.rank_name import all_ranks
 from moe_serve.cluster.control.secret import ClusterSecret
@@ -36,19 +37,23 @@ from tests.support.adapters.adapter_folders import (
     write_lora,
     write_merged,
 )
+from tests.support.adapters.bitdelta_folders import write_fine_tune
 from tests.support.cluster.layouts import Answer, config, requests, serve
 from tests.support.cluster.thread_starter import ThreadStarter
 from tests.support.families.all_cases import CASES
 from tests.support.families.parity import write_checkpoint
 
 VOCAB_SIZE = 300
-NAMES = (None, "esft", "lora", "experts")
+NAMES = (None, "esft", "lora", "experts", "bits")
 
 
 @pytest.fixture(scope="module")
 def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterConfig:
     root = tmp_path_factory.mktemp("ranks")
+    tuned = write_fine_tune(root / "tuned", base, has_routers=False)
+    make_bitdelta(base, tuned, root / "bits")
     folders = {
+        "bits": root / "bits",
         "esft": write_esft(root / "esft", base, {0: [0, 1, 3], 1: [2], 2: [0, 2]}),
         "lora": write_lora(root / "lora", base),
         "experts": write_lora(root / "experts", base, seed=3, pattern=EXPERTS),
@@ -114,15 +119,15 @@ def test_answers_of_one_process(
 def test_an_esft_has_the_bits_of_the_merged_checkpoint(
     base: Path, adapters: AdapterConfig, expected: dict[str, Answer], tmp_path: Path
 ) -> None:
-    esft = Path(adapters.modules[0].partition("=")[2])
+    esft = Path(adapters.modules[1].partition("=")[2])
     merged = write_merged(tmp_path / "merged", base, esft)
     built = build_cluster(of(merged, AdapterConfig(), (2, 3)), make_starter=ThreadStarter)
     try:
-        wanted = requests(8, VOCAB_SIZE, num_tokens=6)[1::4]
+        wanted = requests(8, VOCAB_SIZE, num_tokens=6)[1::5]
         found = serve(built.engine, wanted)
     finally:
         built.engine.close()
-    assert found == {key: expected[key] for key in ("r1", "r5")}
+    assert found == {key: expected[key] for key in ("r1", "r6")}
 
 
 def test_messages_have_the_size_that_they_have_without_adapters(
@@ -226,15 +231,16 @@ def test_loading_and_unloading(
     del before, held
     assert answers(drive.built) == expected
     gc.collect()
-    _wait_for_numbers(drive, 3)
+    _wait_for_numbers(drive, 4)
 
 
 def _wait_for_numbers(drive: Drive, count: int) -> None:
     """Waits until the ranks were told to drop all but some adapters."""
-    adapters = drive.engine._coordinator.membership.adapters  # type: ignore[attr-defined]
+    own = drive.engine._coordinator.membership.adapters  # type: ignore[attr-defined]
+    orders = own._shared.orders.by_number
     deadline = time.monotonic() + 20
-    while len(adapters._orders) != count:
-        assert time.monotonic() < deadline, adapters._orders
+    while len(orders) != count:
+        assert time.monotonic() < deadline, orders
         time.sleep(0.01)
 
 
@@ -273,7 +279,7 @@ def test_bad_adapters_are_refused_by_the_ranks(drive: Drive, base: Path, tmp_pat
     (wrong / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 5, "lora_alpha": 1}')
     with pytest.raises(CheckpointError, match="the rank and the base model need"):
         registry.load("wrong", wrong)
-    _wait_for_numbers(drive, 3)
+    _wait_for_numbers(drive, 4)
 
 
 def test_an_adapter_that_cannot_be_served_is_refused_at_the_start(

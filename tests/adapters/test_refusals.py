@@ -174,7 +174,7 @@ def test_a_folder_without_weights(builder: AdapterBuilder, base: Path, tmp_path:
     (folder / "adapter_model.safetensors").unlink()
     assert "has no adapter_model.safetensors" in refusal(builder, folder)
     (folder / "adapter_config.json").unlink()
-    assert "neither adapter_config.json nor expert_cfg.json" in refusal(builder, folder)
+    assert "has no configuration: an adapter has exactly one of" in refusal(builder, folder)
     assert "is not a folder" in refusal(builder, tmp_path / "nothing")
 
 

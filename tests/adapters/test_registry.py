@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,39 @@ def test_memory_drops_what_was_used_longest_ago(tmp_path: Path) -> None:
     held = registry.acquire("a")  # read again, in place of b
     assert (registry.in_memory("b"), registry.stats.num_evictions) == (None, 2)
     other = registry.acquire("c")
-    with pytest.raises(InvalidRequestError, match="running requests hold 200: try again"):
+    with pytest.raises(InvalidRequestError, match="hold 200: try again"):
         registry.acquire("b")
     del other
     registry.acquire("b")
     assert registry.in_memory("a") is not None, "a request holds it"
     assert held.version.name == "a" and registry.stats.bytes_in_memory == 2 * BYTES
+
+
+def test_pinned_adapters_are_never_dropped(tmp_path: Path) -> None:
+    registry = small_registry(memory_bytes=2 * BYTES)
+    registry.load("kept", write_small(tmp_path / "kept", 9), is_pinned=True)
+    for number, name in enumerate("ab"):
+        registry.load(name, write_small(tmp_path / name, number))
+    assert registry.in_memory("a") is None and registry.in_memory("kept") is not None
+    held = registry.acquire("a")
+    with pytest.raises(InvalidRequestError, match=r"requests and pinned adapters \(100\) hold 200"):
+        registry.acquire("b")
+    del held
+    stats = registry.stats
+    assert (stats.num_pinned, stats.pinned_bytes) == (1, BYTES)
+    registry.load("kept", tmp_path / "kept")  # again, and not pinned
+    for name in "ab":
+        registry.acquire(name)
+    assert registry.in_memory("kept") is None and registry.stats.num_pinned == 0
+
+
+def test_pins_name_configured_adapters(tmp_path: Path) -> None:
+    modules = (f"a={write_small(tmp_path / 'a')}",)
+    build = small_registry()._build
+    config = AdapterConfig(is_enabled=True, modules=modules, pinned=("a",))
+    assert open_registry(config, build).stats.num_pinned == 1
+    with pytest.raises(ConfigError, match=r"adapters.pinned has the name 'b'.*\(a\)"):
+        open_registry(replace(config, pinned=("b",)), build)
 
 
 def test_changed_files_are_not_served_under_the_old_version(tmp_path: Path) -> None:

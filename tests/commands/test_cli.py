@@ -63,6 +63,7 @@ def test_the_flags_are_frozen() -> None:
         "--host",
         "--kv-disk",
         "--kv-disk-bytes",
+        "--kv-disk-key-file",
         "--kv-dtype",
         "--kv-events-config",
         "--log-format",
@@ -77,6 +78,7 @@ def test_the_flags_are_frozen() -> None:
         "--num-pages",
         "--num-threads",
         "--otlp-traces-endpoint",
+        "--pin-adapter",
         "--placement",
         "--port",
         "--predictor",
@@ -109,6 +111,7 @@ def test_the_flags_are_frozen() -> None:
         "--enable-lora",
         "--lora-modules",
         "--max-lora-rank",
+        "--pin-adapter",
     }
     assert flags_of("chat") == [
         "--api-key",

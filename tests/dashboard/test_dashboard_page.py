@@ -28,6 +28,7 @@ from tests.support.dashboard.page_checks import (
 PANELS = [
     "experts",
     "service",
+    "adapters",
     "requests",
     "ttft",
     "tpot",
@@ -65,6 +66,10 @@ def test_every_panel_shows_its_figures(browser: webdriver.Chrome, fake: FakeServ
         "#service": "last 5 min; forecasts of the first token are off by 14%",
         "#service tbody": "interactive weight 4: first token 1.0 s, per token 100 ms",
         "#service tbody tr:nth-child(2)": "71%",
+        "#adapters": "57 names, 1.46 GiB of 2 GiB in memory, 96 MiB pinned, dropped 33 times",
+        "#adapters tbody": "support-assistant\tpinned\t7\t2\t96 MiB\tLoRA r 16\t3f9a0c1d",
+        "#adapters tbody tr:nth-child(2)": "team/legal:<i>contracts</i>",
+        "#adapters tbody tr:nth-child(3)": "dropped\t0\t0\t412 MiB\tESFT\t3f9a0c1d",
         "#service .tenants": "user:<b>bob</b> (interactive)",
     }
     for selector, words in expected.items():

@@ -183,9 +183,9 @@ def pins() -> dict[str, Version]:
 
 def test_every_dependency_is_locked_within_its_range() -> None:
     locked, project = pins(), (ROOT / "pyproject.toml").read_text("utf-8")
-    pattern = r"^(dependencies|gpu|events|otel) = \[(.*?)\]$"
+    pattern = r"^(dependencies|gpu|events|otel|encryption) = \[(.*?)\]$"
     parts = re.findall(pattern, project, re.MULTILINE | re.DOTALL)
-    assert [name for name, _ in parts] == ["dependencies", "gpu", "events", "otel"]
+    assert [name for name, _ in parts] == ["dependencies", "gpu", "events", "otel", "encryption"]
     for requirement in map(
         Requirement, re.findall(r'"([^"]+)"', "".join(text for _, text in parts))
     ):

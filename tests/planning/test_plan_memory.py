@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.members.current_placement import PlacementVersion
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.config.sections import (
     CacheConfig,
     ClusterConfig,
@@ -27,6 +29,7 @@ from moe_serve.engine.memory import free_memory
 from moe_serve.engine.memory.free_memory import free_bytes
 from moe_serve.engine.memory.memory_plan import MemoryPlan, ProcessMemory, Room, gib
 from moe_serve.errors import ConfigError
+from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.planning import plan_memory as module
 from moe_serve.planning.plan_memory import plan_memory
 from tests.support.families.quantised_cases import CASES
@@ -225,3 +228,46 @@ def test_a_containers_limit_counts(
     assert free_bytes(torch.device("cpu")) == 5000 - (4000 - 1500)
     (pod / names[0]).write_text("max\n")
     assert free_bytes(torch.device("cpu")) > 2**20
+
+
+def test_adapters_are_counted_and_refused_with_numbers(
+    free: Callable[[int], None], tmp_path: Path
+) -> None:
+    """The bytes are those that the adapters take when they are loaded."""
+    free(64 * GIB)
+    folders = {
+        name: demo_model_folder() / "adapters" / f"manual-{name}" for name in ("lora", "esft")
+    }
+    folders["bits"] = write_bits(tmp_path)
+    for name, folder in folders.items():
+        own = AdapterConfig(is_enabled=True, modules=(f"{name}={folder}",))
+        config = EngineConfig(model=CPU, cache=CacheConfig(num_pages=300), adapters=own)
+        (server,) = plan_memory(config).processes
+        built = build_engine(config)
+        assert built.adapters is not None
+        loaded = built.adapters.stats.bytes_in_memory
+        assert server.adapters == pytest.approx(loaded, rel=0.03), name
+        cluster = ClusterConfig(attention_ranks=1, expert_ranks=2)
+        ranks = plan_memory(replace(config, cluster=cluster)).processes
+        assert sum(rank.adapters for rank in ranks) == pytest.approx(server.adapters, abs=1)
+    limited = AdapterConfig(is_enabled=True, root=str(tmp_path), memory_bytes=3 * GIB)
+    plan = plan_memory(EngineConfig(model=CPU, adapters=limited))
+    assert plan.processes[0].adapters == 3 * GIB and "adapters 3.00 GiB" in plan.lines()[0]
+    free(2 * GIB)
+    with pytest.raises(ConfigError, match=r"adapters 3\.00 GiB.*limit them \(adapters.memory_byte"):
+        plan_memory(EngineConfig(model=CPU, adapters=limited)).check()
+
+
+def write_bits(root: Path) -> Path:
+    """Writes a BitDelta of the demonstration model's routed experts of one layer."""
+    tensors = {}
+    for part, (rows, width) in {"gate": (96, 256), "up": (96, 256), "down": (256, 96)}.items():
+        for expert in range(32):
+            module = f"model.layers.2.mlp.experts.{expert}.{part}_proj"
+            tensors[f"{module}.delta_sign"] = torch.zeros(rows, width // 8, dtype=torch.uint8)
+            tensors[f"{module}.delta_scale"] = torch.ones(1)
+    folder = root / "bits"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "bitdelta_config.json").write_text('{"format": "bitdelta", "version": 1}')
+    return folder

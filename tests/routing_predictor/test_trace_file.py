@@ -139,6 +139,18 @@ def test_what_not_all_have_is_left_out() -> None:
     assert joined.labels == ("a", "b", "a", "b", "", "", "", "")
 
 
+def test_adapters_of_requests_are_kept(tmp_path: Path) -> None:
+    one = replace(make_trace(), adapters=("", "sql@00ff", "", "sql@00ff"))
+    write_trace(one, tmp_path / "one.safetensors")
+    assert read_trace(tmp_path / "one.safetensors").adapters == one.adapters
+    assert join_traces([one, make_trace()]).adapters == (*one.adapters, "", "", "", "")
+    write_trace(make_trace(), tmp_path / "old.safetensors")  # as before there were adapters
+    assert b"adapters" not in (tmp_path / "old.safetensors").read_bytes()
+    assert read_trace(tmp_path / "old.safetensors").adapters == ()
+    with pytest.raises(TraceError, match="1 adapters for 4 requests"):
+        replace(one, adapters=("sql",))
+
+
 def test_traces_of_different_models_are_not_joined() -> None:
     with pytest.raises(TraceError, match="num_experts 8 and 16 cannot be joined"):
         join_traces([make_trace(), make_trace(num_experts=16)])

@@ -40,6 +40,7 @@ class ExpertsStruct(ctypes.Structure):
         ("up_offset", Float),
         ("gate_up_form", FormStruct),
         ("down_form", FormStruct),
+        ("signs", Pointer),  # by expert, see native_signs.py
     )
 
 
@@ -53,6 +54,9 @@ class Addresses:
     def put(self, expert_id: int, tensor: Tensor) -> None:
         self._tensors[expert_id] = tensor
         self.array[expert_id] = tensor.data_ptr()
+
+    def get(self, expert_id: int) -> Tensor | None:
+        return self._tensors.get(expert_id)
 
     def drop(self, expert_id: int) -> None:
         self.array[expert_id] = None
@@ -117,6 +121,7 @@ class ExpertTable:
 
     def __init__(self, panels: ExpertPanels, count: int, activation: GatedActivation) -> None:
         native = panels.native
+        self.panels, self.activation = panels, activation
         self._function = native.function("moe_experts")
         self._partial_function = native.function("moe_experts_partial")
         self._addresses = gate_up, down, *_ = [Addresses(count) for _ in range(4)]
@@ -152,6 +157,16 @@ class ExpertTable:
     @property
     def num_experts(self) -> int:
         return int(self._struct.num_experts)
+
+    def packed(self, expert_id: int) -> PackedExpert:
+        """Returns an expert that is here."""
+        gate_up, down, *biases = (each.get(expert_id) for each in self._addresses)
+        assert gate_up is not None and down is not None, absence(1 + expert_id)
+        return PackedExpert(gate_up, down, *biases)
+
+    def with_signs(self, address: int) -> None:
+        """Sets the additions of one bit per weight, an array by expert."""
+        self._struct.signs = address
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         out_TD = torch.empty(len(x_TD), self._d, dtype=torch.float32)

@@ -28,6 +28,7 @@ from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_e
 from moe_kernels.cpu.native_forms import native_layout
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
+from moe_kernels.cpu.native_signs import NativeSignedExperts, NativeSignedLinear
 from moe_kernels.cpu.native_stack import NativeStack
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
@@ -56,6 +57,7 @@ from moe_kernels.interface.quantised_matrix import (
     Weight,
 )
 from moe_kernels.interface.routing import RouterShape
+from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 
 
 class _RouterStruct(ctypes.Structure):
@@ -123,6 +125,17 @@ class NativeKernels:
 
     def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> NativeSplitMLP:
         return NativeSplitMLP(self._native, weights, activation)
+
+    def signed_linear(self, base: Linear, added: SignMatrix) -> NativeSignedLinear:
+        return NativeSignedLinear(self._native, base, added)
+
+    def signed_experts(
+        self,
+        base: Sequence[ExpertBank | None],
+        added: Sequence[SignedExpert | None],
+        activation: GatedActivation,
+    ) -> NativeSignedExperts:
+        return NativeSignedExperts(base, added)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         num_rows, width = x_TD.shape

@@ -5,7 +5,7 @@ T rows, K choices per row, E experts here, D model width, F expert width, R = T 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,7 +123,7 @@ def routed_experts(
     x_TD: Tensor,
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
-    experts: Sequence[AnyMLP | None],
+    experts: Sequence[Callable[[Tensor], Tensor] | None],
 ) -> Tensor:
     """Weighted sum of each row's experts, [T, D] in fp64 (see combine_choices).
 

@@ -23,6 +23,7 @@ from moe_kernels.interface.kernels import (
     ExpertBank,
     ExpertWeights,
     GatedActivation,
+    Linear,
     SplitMLP,
 )
 from moe_kernels.interface.layer_front import LayerFrontParts
@@ -34,19 +35,21 @@ from moe_kernels.interface.quantised_matrix import (
     Weight,
 )
 from moe_kernels.interface.routing import RouterShape, route
+from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
 from moe_kernels.reference.kv_rows import page_rows, rotated, store_rows
 from moe_kernels.reference.linear import make_linear
 from moe_kernels.reference.low_bit_linear import AnyLinear, made_linear
 from moe_kernels.reference.norm import rms_norm, rotate
 from moe_kernels.reference.paged_attention import AttentionPlan, paged_attention, plan_attention
+from moe_kernels.reference.signed_products import SignedMLP, TorchSignedLinear
 from moe_kernels.reference.torch_adapters import TorchAdapterKernels, added_sums
 
 
 class TorchExperts:
     """Implements ExpertBank: one MLP per activated expert."""
 
-    def __init__(self, experts: Sequence[ExpertMLP | QuantisedMLP | None]) -> None:
+    def __init__(self, experts: Sequence[ExpertMLP | QuantisedMLP | SignedMLP | None]) -> None:
         self._experts = tuple(experts)
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -60,6 +63,31 @@ class TorchExperts:
     ) -> Tensor:
         """Implements AddingBank."""
         return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, additions)
+
+    def expert(self, expert: int) -> ExpertMLP | QuantisedMLP:
+        """Returns an expert that is here."""
+        found = self._experts[expert]
+        assert isinstance(found, ExpertMLP | QuantisedMLP), f"expert {expert} is not here"
+        return found
+
+
+class TorchSignedExperts(TorchExperts):
+    """Implements ExpertBank: experts of other banks, and additions."""
+
+    def __init__(
+        self,
+        base: Sequence[ExpertBank | None],
+        added: Sequence[SignedExpert | None],
+        activation: GatedActivation,
+    ) -> None:
+        made: list[SignedMLP | None] = []
+        for number, (bank, each) in enumerate(zip(base, added, strict=True)):
+            if bank is None or each is None:
+                made.append(None)
+                continue
+            assert isinstance(bank, TorchExperts), f"signs are added to {type(bank)}"
+            made.append(SignedMLP(bank.expert(number), each, activation))
+        super().__init__(made)
 
 
 class TorchHeadLinear:
@@ -131,6 +159,17 @@ class TorchKernels:
 
     def split_mlp(self, weights: ExpertWeights, activation: GatedActivation) -> SplitMLP:
         raise AssertionError(f"{self.name} does not split columns")
+
+    def signed_linear(self, base: Linear, added: SignMatrix) -> TorchSignedLinear:
+        return TorchSignedLinear(base, added)
+
+    def signed_experts(
+        self,
+        base: Sequence[ExpertBank | None],
+        added: Sequence[SignedExpert | None],
+        activation: GatedActivation,
+    ) -> TorchSignedExperts:
+        return TorchSignedExperts(base, added, activation)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TD, weight_D, eps)

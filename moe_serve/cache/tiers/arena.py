@@ -16,16 +16,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.cache.page_bytes import PageBytes
 from moe_serve.cache.shared_memory import as_slots, open_memory
 from moe_serve.cache.tiers.store import TierStats
+from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.errors import ConfigError
 
 
 class ArenaView:
-    """One shard's part of the slots: copies pages of its cache into them, and back."""
+    """Copies one shard's heads of pages into slots, and back. A slot has the form of a page on the
+    wire, so ranks with other numbers of shards read it, too."""
 
-    def __init__(self, path: str, pages: PageBytes, shard: int, num_shards: int) -> None:
+    def __init__(self, path: str, pages: WirePages) -> None:
         """Raises ConfigError if the memory cannot be opened."""
         try:
             memory = open_memory(path)
@@ -35,19 +36,17 @@ class ArenaView:
                 "cache.memory_tier_bytes or cache.disk_path, attention ranks must be processes of "
                 "the same user on the same host."
             ) from None
-        slots = as_slots(memory, pages.num_bytes * num_shards)
-        parts = slots.reshape(len(slots), num_shards, pages.num_bytes)
-        self._pages, self._slots = pages, parts[:, shard]
+        self._pages, self._slots = pages, as_slots(memory, pages.num_bytes)
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages into slots, given as (page, slot)."""
-        for page, slot in pairs:
-            self._slots[slot] = self._pages.read(page)
+        if pairs:
+            self._pages.save(*zip(*pairs, strict=True), self._slots)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies slots into pages, given as (slot, page)."""
         for slot, page in pairs:
-            self._pages.write(page, self._slots[slot])
+            self._pages.load([page], self._slots[slot : slot + 1])
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Reads runs of pages from a disk on its own threads, and verifies every page.
 
 A run is divided among the threads. It ends at the first page that is missing, expired or not
-proven; the pages before it are handed over.
+proven; the pages before it are handed over. A run that is given up ends after the pages that are
+being read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from moe_serve.cache.tiers.disk_index import DiskIndex, Place
 from moe_serve.cache.tiers.page_cipher import PageCipher
 from moe_serve.cache.tiers.slot import StoredPage
-from moe_serve.cache.tiers.store import LoadDone
+from moe_serve.cache.tiers.store import LoadDone, LoadProgress
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,16 @@ class _Run:
     begin: float = 0.0
     num_left: int = 0
     pages: list[list[NDArray[np.uint8]]] = field(default_factory=list)
+    is_cancelled: bool = False
+
+    def beginning(self) -> tuple[NDArray[np.uint8], ...]:
+        """Returns the pages from the first on that were read so far."""
+        pages: list[NDArray[np.uint8]] = []
+        for part, read in zip(self.parts, self.pages, strict=True):
+            pages += read
+            if len(read) < len(part):
+                break
+        return tuple(pages)
 
 
 class DiskReader:
@@ -58,6 +69,7 @@ class DiskReader:
         self._wall_clock, self._secret = wall_clock, b""
         self._cipher: PageCipher | None = None
         self._queue: SimpleQueue[tuple[_Run, int] | None] = SimpleQueue()
+        self._runs: dict[int, _Run] = {}  # by job
         self._lock = threading.Lock()
         self._done: deque[LoadDone] = deque()
         self._has_done = threading.Event()
@@ -78,7 +90,8 @@ class DiskReader:
         """
         self._secret, self._cipher = secret, cipher
         keys, begin = self._index.some_keys(_PROBED), time.perf_counter()
-        pages = self._read_some(keys)
+        pages: list[NDArray[np.uint8]] = []
+        self._read_some(keys, pages)
         if pages:
             self.rate = len(pages) * self._page_bytes / (time.perf_counter() - begin)
         for thread in self.threads:
@@ -88,8 +101,24 @@ class DiskReader:
         """See `PageStore.load`."""
         parts = [list(keys[at : at + _PART]) for at in range(0, len(keys), _PART)]
         run = _Run(job, parts, num_left=len(parts), pages=[[] for _ in parts])
+        self._runs[job] = run
         for index in range(len(parts)):
             self._queue.put((run, index))
+
+    def progress(self, job: int) -> LoadProgress | None:
+        """See `PageStore.progress`."""
+        run = self._runs.get(job)
+        if run is None or not run.begin:
+            return None
+        return LoadProgress(sum(map(len, run.pages)), time.perf_counter() - run.begin)
+
+    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+        """See `PageStore.cancel`."""
+        run = self._runs.get(job)
+        if run is None:
+            return ()
+        run.is_cancelled = True
+        return run.beginning()
 
     def take_done(self) -> list[LoadDone]:
         """See `PageStore.take_done`."""
@@ -118,7 +147,7 @@ class DiskReader:
             run, index = item
             run.begin = run.begin or time.perf_counter()
             try:
-                run.pages[index] = self._read_some(run.parts[index])
+                self._read_some(run.parts[index], run.pages[index], run)
             except Exception:  # a fault of ours must not leave a request waiting
                 _log.exception("the disk tier failed to read")
             with self._lock:
@@ -127,13 +156,10 @@ class DiskReader:
                     self._finish(run)
 
     def _finish(self, run: _Run) -> None:
-        pages: list[NDArray[np.uint8]] = []
-        for part, read in zip(run.parts, run.pages, strict=True):
-            pages += read
-            if len(read) < len(part):
-                break
+        pages = run.beginning()
         seconds, num_wanted = time.perf_counter() - run.begin, sum(map(len, run.parts))
-        done = LoadDone(run.job, tuple(pages), num_wanted, seconds)
+        done = LoadDone(run.job, pages, num_wanted, seconds)
+        self._runs.pop(run.job, None)
         if pages:
             self.num_pages["hit"] += len(pages)
             self.num_bytes += done.num_bytes
@@ -142,9 +168,13 @@ class DiskReader:
         self._has_done.set()
         self._wake()
 
-    def _read_some(self, keys: Sequence[bytes]) -> list[NDArray[np.uint8]]:
-        pages: list[NDArray[np.uint8]] = []
+    def _read_some(
+        self, keys: Sequence[bytes], pages: list[NDArray[np.uint8]], run: _Run | None = None
+    ) -> None:
+        """Appends pages until one is missing or the run is cancelled."""
         for key in keys:
+            if run is not None and run.is_cancelled:
+                break
             page = None
             try:
                 page = self._read(key)
@@ -153,7 +183,6 @@ class DiskReader:
             if page is None:
                 break
             pages.append(page)
-        return pages
 
     def _read(self, key: bytes) -> NDArray[np.uint8] | None:
         """Reads one page; None if it is missing, expired or not proven."""

@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from moe_serve.cache.tiers.disk_folder import DiskFolder, IdentityFolder
 from moe_serve.cache.tiers.disk_index import DiskIndex
+from moe_serve.cache.tiers.page_memory import anonymous_memory
 from moe_serve.cache.tiers.segment import SUFFIX, Segment, segment_bytes
 from moe_serve.cache.tiers.slot import ALIGNMENT, StoredPage
 from moe_serve.errors import ConfigError
@@ -146,9 +149,11 @@ class DiskSpace:
 
     def _evict(self, segment: Segment) -> list[StoredPage]:
         survivors, now = list[StoredPage](), self._clock()
-        used = [slot for slot in segment.keys if segment.was_used[slot]]
-        for slot in used[: self._most_survivors]:
-            page = StoredPage.of(segment.read(slot), self._own.secret)
+        flags = (np.frombuffer(each, dtype=bool) for each in (segment.is_known, segment.was_used))
+        used = np.flatnonzero(np.logical_and(*flags))[: self._most_survivors].tolist()
+        memory = anonymous_memory(len(used), self._slot_bytes)
+        for slot, into in zip(used, memory, strict=True):
+            page = StoredPage.of(segment.read(slot, into), self._own.secret)
             if page is not None and page.header.expires_at > now:
                 survivors.append(page)
         self.num_evicted += self._index.remove_segment(segment) - len(survivors)

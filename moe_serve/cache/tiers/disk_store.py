@@ -22,18 +22,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moe_serve.cache.tiers.disk_folder import DiskFolder, IdentityFolder, StoreIdentity
 from moe_serve.cache.tiers.disk_index import DiskIndex
 from moe_serve.cache.tiers.disk_reader import DiskReader, be_nice
 from moe_serve.cache.tiers.disk_space import DiskLimits, DiskSpace, num_slots_of
 from moe_serve.cache.tiers.page_cipher import DiskKey, PageCipher, check_key
+from moe_serve.cache.tiers.page_memory import PageBuffers
 from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader, StoredPage, slot_bytes
-from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
+from moe_serve.cache.tiers.store import LoadDone, LoadProgress, SavedPage, TierStats
 
 _log = logging.getLogger(__name__)
 
 _MOST_QUEUED_BYTES = 64 * 2**20
+_IDLE_S = 1.0  # without a page to write, until its memory goes back to the system
 _MOST_FAILURES = 3  # in turn, before the writer stops
 
 
@@ -66,6 +71,9 @@ class DiskStore:
         self._state, self._write_state = "reading the weights' digest", ""
         self._open: Segment | None = None  # the file that is being filled
         self._most_queued = max(16, _MOST_QUEUED_BYTES // page_bytes)
+        self._buffers = PageBuffers(
+            self._most_queued + 1, page_bytes
+        )  # and the one that is written
         self._queue: deque[SavedPage] = deque()
         self._queued: set[bytes] = set()
         self._changed = threading.Condition()  # of the queue
@@ -98,15 +106,22 @@ class DiskStore:
         """See `PageStore.read_rate`."""
         return self._reader.rate
 
+    def buffer(self) -> NDArray[np.uint8]:
+        """See `PageStore.buffer`."""
+        return self._buffers.take()
+
     def save(self, page: SavedPage) -> None:
         """See `PageStore.save`."""
         assert len(page.data) == self._page_bytes, f"a page of {len(page.data)} bytes"
         with self._changed:
             if self._write_state or self._is_closing:
                 self._num_saves["dropped"] += 1
+                self._buffers.give_back(page.data)
                 return
             if len(self._queue) >= self._most_queued:
-                self._queued.discard(self._queue.popleft().key)
+                oldest = self._queue.popleft()
+                self._queued.discard(oldest.key)
+                self._buffers.give_back(oldest.data)
                 self._num_saves["dropped"] += 1
             self._queue.append(page)
             self._queued.add(page.key)
@@ -115,6 +130,14 @@ class DiskStore:
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         """See `PageStore.load`."""
         self._reader.load(job, [self._name(key) for key in keys])
+
+    def progress(self, job: int) -> LoadProgress | None:
+        """See `PageStore.progress`."""
+        return self._reader.progress(job)
+
+    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+        """See `PageStore.cancel`."""
+        return self._reader.cancel(job)
 
     def take_done(self) -> list[LoadDone]:
         """See `PageStore.take_done`."""
@@ -200,7 +223,8 @@ class DiskStore:
         """Waits for a queued page; None at the end."""
         with self._changed:
             while not self._queue and not self._is_closing:
-                self._changed.wait()
+                if not self._changed.wait(_IDLE_S):
+                    self._buffers.trim()
             return self._queue.popleft() if self._queue else None
 
     def _keep(self, page: SavedPage) -> None:
@@ -224,6 +248,7 @@ class DiskStore:
             with self._changed:
                 self._queued.discard(page.key)
             self._num_saves[result] += 1
+            self._buffers.give_back(page.data)
 
     def _stored(self, page: SavedPage, now: float) -> StoredPage:
         """Returns a page as it is written: with its header, and encrypted if there is a key."""
@@ -234,13 +259,13 @@ class DiskStore:
             parent_key=self._name(page.parent_key),
             geometry=self._geometry,
             num_bytes=len(page.data),
-            digest=b"",
+            digest=sha256(page.data.data).digest() if self._cipher is None else b"",
             written_at=now,
             expires_at=now + self._limits.ttl_s,
         )
-        data, seal = page.data, b""
-        if self._cipher is not None:
-            data, seal = self._cipher.encrypt(data, header.context)
+        if self._cipher is None:
+            return StoredPage(header, page.data)
+        data, seal = self._cipher.encrypt(page.data, header.context)
         return StoredPage(replace(header, digest=sha256(data.data).digest()), data, seal)
 
     def _name(self, key: bytes) -> bytes:

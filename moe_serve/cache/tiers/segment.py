@@ -28,6 +28,7 @@ _MAGIC = b"moe-seg\n"
 _FOOTER_MAGIC = b"moe-foot"
 _VERSION = 1
 _MAC_BYTES = 32
+_KEY_BYTES = 32
 ENTRY = np.dtype(  # one slot as the index knows it; packed, as it is in a footer
     [("slot", "<u4"), ("generation", "<u8"), ("key", "V32"), ("expires_at", "<f8")]
 )
@@ -49,8 +50,9 @@ class Segment:
         self.num_bytes = segment_bytes(num_slots, slot_bytes)
         self.num_written = 0  # slots
         self.is_sealed = False
-        self.keys: dict[int, bytes] = {}  # by slot, those that the index has
+        self.keys = bytearray(_KEY_BYTES * num_slots)
         self.generations = array("Q", bytes(8 * num_slots))
+        self.is_known = bytearray(num_slots)  # slots that the index has
         self.was_used = bytearray(num_slots)  # slots that were read since they were written
         self._descriptor = descriptor
 
@@ -90,6 +92,10 @@ class Segment:
     def is_full(self) -> bool:
         return self.num_written == self.num_slots
 
+    def key(self, slot: int) -> bytes:
+        """Returns the key of the page in a slot that was written."""
+        return bytes(self.keys[slot * _KEY_BYTES : (slot + 1) * _KEY_BYTES])
+
     def write(self, page: StoredPage, secret: bytes) -> int:
         """Writes the next slot and returns its number. Raises OSError."""
         slot = self.num_written
@@ -98,12 +104,14 @@ class Segment:
         if written != ALIGNMENT + len(page.payload):
             raise OSError(f"{self.path} took {written} of {ALIGNMENT + len(page.payload)} bytes")
         self.generations[slot] = page.header.generation
+        self.keys[slot * _KEY_BYTES : (slot + 1) * _KEY_BYTES] = page.header.key
         self.num_written += 1
         return slot
 
-    def read(self, slot: int) -> NDArray[np.uint8]:
-        """Returns a slot's bytes, header included, [slot_bytes]. Raises OSError."""
-        data = np.empty(self.slot_bytes, dtype=np.uint8)
+    def read(self, slot: int, into: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """Returns a slot's bytes, header included, [slot_bytes]; in memory of its own, or of the
+        caller. Raises OSError."""
+        data = np.empty(self.slot_bytes, dtype=np.uint8) if into is None else into
         count = os.preadv(self._descriptor, [data.data], self._offset(slot))
         return data[:count]
 
@@ -129,6 +137,7 @@ class Segment:
         last = int(found["slot"].max()) if len(found) else -1
         self.num_written = self.num_slots if self.is_sealed else last + 1
         np.frombuffer(self.generations, dtype=np.uint64)[found["slot"]] = found["generation"]
+        np.frombuffer(self.keys, dtype=ENTRY["key"])[found["slot"]] = found["key"]
         return found
 
     def headers(self, secret: bytes) -> Iterator[tuple[int, SlotHeader]]:

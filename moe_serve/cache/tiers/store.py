@@ -39,6 +39,14 @@ class LoadDone:
         return sum(page.nbytes for page in self.pages)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """What a load that runs has done so far."""
+
+    num_read: int  # pages that were read and proven
+    seconds: float  # since the first read
+
+
 LoadResult = Literal["hit", "late", "corrupt", "failed", "skipped_slow"]
 SaveResult = Literal["saved", "dropped", "failed", "over_budget"]
 
@@ -93,12 +101,26 @@ class PageStore(Protocol):
         """Bytes per second of the last load, or measured at the start; None: not known."""
         ...
 
+    def buffer(self) -> NDArray[np.uint8]:
+        """Returns memory for the bytes of a page that is to be saved, [bytes of a page]."""
+        ...
+
     def save(self, page: SavedPage) -> None:
-        """Queues a page. The oldest queued page is dropped if the queue is full."""
+        """Queues a page, whose data may be in memory that `buffer` returned. The oldest queued page
+        is dropped if the queue is full."""
         ...
 
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         """Queues a run of pages to be read."""
+        ...
+
+    def progress(self, job: int) -> LoadProgress | None:
+        """Returns how far a load is; None before its first read, and once it has ended."""
+        ...
+
+    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+        """Ends a load after the pages that are being read now. Returns the pages of the run's
+        beginning that were read before. `take_done` still returns the load's end."""
         ...
 
     def take_done(self) -> list[LoadDone]:

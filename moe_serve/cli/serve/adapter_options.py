@@ -19,7 +19,7 @@ class AdapterOptions:
         None,
         "--enable-lora",
         key="adapters.is_enabled",
-        help="Serve adapters (LoRA and ESFT), which requests name in their `model` field. "
+        help="Serve adapters (LoRA, ESFT, BitDelta), which requests name in their `model` field. "
         "Default: off.",
         rich_help_panel=_PANEL,
     )
@@ -29,6 +29,14 @@ class AdapterOptions:
         key="adapters.modules",
         help="An adapter to load at the start, as NAME=FOLDER. Several may follow one flag. "
         "Default: none.",
+        rich_help_panel=_PANEL,
+    )
+    pin_adapters: list[str] | None = option(
+        None,
+        "--pin-adapter",
+        key="adapters.pinned",
+        help="Name of one of --lora-modules whose weights are never dropped for others. May be "
+        "given more than once. Default: none.",
         rich_help_panel=_PANEL,
     )
     max_lora_rank: int | None = option(

@@ -193,7 +193,7 @@ def _serve(
             model,
             server,
             tracing=tracing,
-            placement=built.placement,
+            placement=built.placement or built.cell_placements,
             facts=dashboard_facts(built, config.engine),
             spans=spans,
             grammars=built.grammars,

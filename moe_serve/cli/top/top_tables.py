@@ -156,11 +156,11 @@ def cells_table(cells: Sequence[StateView]) -> Table:
     table.add_row(*heads, style="dim")
     for cell in cells:
         outage_s = cell.number("outage_s") or 0.0
-        state = Text("serving", style="green")
+        told = cell.text("state") or "?"
+        style = {"serving": "green", "failed": "red"}.get(told, "yellow")
+        state = Text(told, style=style)
         if outage_s > 0:
             state = Text(f"away for {outage_s:.0f} s", style="red")
-        elif cell.at("is_draining").content is True:
-            state = Text("draining", style="yellow")
         table.add_row(
             Text(cell.text("name") or "?", style="bold"),
             cell.text("ranks") or "?",
@@ -216,17 +216,14 @@ def _percent(value: float | None) -> str:
 
 
 def placement_lines(state: StateView) -> list[Text]:
-    """Returns one line each for the placement and the predictor, if the server has them."""
+    """Returns one line each for the placement, or that of each cell, and for the predictor, if the
+    server has them."""
     lines = []
     placement, predictor = state.at("placement"), state.at("predictor")
     if placement.is_there:
-        parts = [f"version {_plain(placement.number('version'))}"]
-        balance, age = placement.number("balance"), placement.number("age_s")
-        parts += [] if balance is None else [f"mean/max load {balance:.2f}"]
-        parts += [f"{_plain(placement.number('num_replicas'))} replicas"]
-        parts += [] if age is None else [f"{age:.0f} s old"]
-        parts += [placement.text("last_move") or ""]
-        lines.append(_line("placement", parts))
+        lines.append(_line("placement", _placement_parts(placement)))
+    for each in state.at("cell_placements").items:
+        lines.append(_line(f"placement of {each.text('cell') or ''}", _placement_parts(each)))
     if predictor.is_there:
         recall, floor = predictor.number("recall"), predictor.number("floor")
         parts = [predictor.text("kind") or ""]
@@ -236,6 +233,15 @@ def placement_lines(state: StateView) -> list[Text]:
         parts += [] if is_acting is None else ["followed" if is_acting else "not followed"]
         lines.append(_line("predictor", parts))
     return lines
+
+
+def _placement_parts(placement: StateView) -> list[str]:
+    parts = [f"version {_plain(placement.number('version'))}"]
+    balance, age = placement.number("balance"), placement.number("age_s")
+    parts += [] if balance is None else [f"mean/max load {balance:.2f}"]
+    parts += [f"{_plain(placement.number('num_replicas'))} replicas"]
+    parts += [] if age is None else [f"{age:.0f} s old"]
+    return [*parts, placement.text("last_move") or ""]
 
 
 def _line(name: str, parts: Sequence[str]) -> Text:

@@ -142,6 +142,7 @@ def _trace_facts(trace: RoutingTrace) -> dict[str, Any]:
         "generated": num_decode,
         "requests": len(trace.request_ids),
         "labels": sorted(set(trace.labels)),
+        "adapters": sorted(set(trace.adapters) - {""}),
         "top_k": trace.top_k,
         "with": more,
     }

@@ -21,7 +21,7 @@ from moe_serve.engine.execute.step_executor import ExecutorLostError
 from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.request import FinishReason, TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
-from moe_serve.engine.schedule.step_service import StepService
+from moe_serve.engine.service.service_policy import ServicePolicy
 from moe_serve.engine.service.step_model import FittedSteps, StepModel
 
 _MOST_REFUSALS = 4  # of one rank's sequences in a turn, before the others are not tried
@@ -41,16 +41,19 @@ class Moves:
         timeout_s: float,
         chunk_tokens: int,
         make_model: Callable[[], StepModel] = FittedSteps,
+        policy: ServicePolicy | None = None,
     ) -> None:
         """`timeout_s`: the longest that pages may be on their way. `chunk_tokens`: the most tokens
-        of a step. `make_model` makes what predicts the steps of a cell."""
-        self._cells, self._carrier, self._config, self._clock = cells, carrier, config, clock
-        self._steps = StepRates(cells, clock, chunk_tokens, make_model)
-        links = LinkRates(clock)
-        self._router = CellRouter(cells, carrier, config, self._steps, links)
+        of a step. `make_model` makes what predicts the steps of a cell. `policy`: of the service
+        tiers of all cells."""
+        self._policy = policy
+        self._cells, self._carrier, self._config, self._clock = [*cells], carrier, config, clock
+        self._steps = StepRates(self._cells, clock, chunk_tokens, make_model)
+        self._links = links = LinkRates(clock)
+        self._router = CellRouter(self._cells, carrier, config, self._steps, links)
         self._open = OpenMoves(carrier, clock, links, timeout_s)
         self._migration = Migration(self._open, self._router, self._steps, clock)
-        self._homeless: list[tuple[EngineSequence, StepService | None]] = []
+        self._homeless: list[EngineSequence] = []
         self._wishes: dict[int, tuple[EngineSequence, Place]] = {}  # to be handed over, by id
         self._refused_at: dict[tuple[int, str], float] = {}  # by the rank that asked for room
 
@@ -62,12 +65,12 @@ class Moves:
     @property
     def waiting(self) -> Sequence[EngineSequence]:
         """The sequences that belong to no engine."""
-        homeless = [*(sequence for sequence, _ in self._homeless)]
-        return [*homeless, *(m.sequence for m in (*self._open.homeless, *self._open.between))]
+        moving = (*self._open.homeless, *self._open.between)
+        return [*self._homeless, *(move.sequence for move in moving)]
 
     def add(self, sequence: EngineSequence) -> None:
         """Gives a sequence without an engine to a cell. While no cell is live, it is kept."""
-        self._homeless.append((sequence, None))
+        self._homeless.append(sequence)
         self._place_homeless()
 
     def abort(self, request_id: str) -> list[TokenDelta] | None:
@@ -78,14 +81,32 @@ class Moves:
                 self._wishes.pop(move.sequence.id, None)
                 self._open.end(move, "aborted")
                 if move.has_departed:
-                    return self._aborted(move.sequence, move.source.engine.service)
+                    return self._aborted(move.sequence)
                 return None
         self._take_homeless()
         for each in self._homeless:
-            if each[0].request.request_id == request_id:
+            if each.request.request_id == request_id:
                 self._homeless.remove(each)
-                return self._aborted(*each)
+                return self._aborted(each)
         return None
+
+    def add_cell(self, cell: CellLike) -> None:
+        """Lets requests go to a new cell from now on."""
+        self._cells.append(cell)
+
+    def concerns(self, cell: CellLike) -> bool:
+        """Returns whether a move comes from a cell or goes there."""
+        return any(cell in (move.source.cell, move.target.cell) for move in self._open)
+
+    def remove_cell(self, cell: CellLike) -> None:
+        """Forgets a cell that has no requests and that no move concerns."""
+        assert not self.concerns(cell), f"a move concerns cell {cell.index}, which leaves"
+        self._cells.remove(cell)
+        self._wishes = {k: wish for k, wish in self._wishes.items() if wish[1].cell is not cell}
+        for at in [at for at in self.draining_ranks if at[0] == cell.index]:
+            self._router.draining.discard(at)
+        self._steps.forget(cell)
+        self._links.forget(cell.index)
 
     def before_step(self, cell: CellLike) -> None:
         """Moves what can move now to and from a cell that is not out: takes in sequences that have
@@ -107,6 +128,7 @@ class Moves:
         """Notes that a cell has ended a step and published it."""
         has_tokens = self._steps.ended(cell)
         self._open.step_ended(cell, has_tokens=has_tokens)
+        self._follow_wishes(cell)
 
     def turn(self) -> bool:
         """Takes the parcels that have ended, and ends moves that are late. Returns True if
@@ -124,13 +146,20 @@ class Moves:
         their engine, to other ones."""
         self._open.end_lost()
         self._wishes = {key: wish for key, wish in self._wishes.items() if wish[1].is_there}
-        self._homeless += [(sequence, None) for sequence in sequences]
+        self._homeless += sequences
         self._place_homeless()
 
     def drain_rank(self, cell: CellLike, rank: str, *, is_draining: bool) -> None:
-        """Stops or resumes giving requests to one rank; its running ones move away."""
+        """Stops or resumes giving requests to one rank; its running ones move away. On any
+        thread."""
         change = self._router.draining.add if is_draining else self._router.draining.discard
         change((cell.index, rank))
+
+    @property
+    def draining_ranks(self) -> list[tuple[int, str]]:
+        """The ranks that drain by themselves: the number of the cell, and the name. On any
+        thread."""
+        return list(self._router.draining)
 
     def stats(self) -> MovesStats:
         """Returns a snapshot. Safe from any thread."""
@@ -162,13 +191,8 @@ class Moves:
         num_refused, now = 0, self._clock()
         if now < self._refused_at.get(place.order, -_PAUSE_S) + _PAUSE_S:
             return
-        for key, (sequence, home) in list(self._wishes.items()):
-            if not home.is_same(place):
-                continue
-            if not place.engine.moving.has(sequence):
-                if self._open.of(sequence) is None:
-                    del self._wishes[key]  # it is elsewhere, or has ended
-            elif self._should_begin(sequence, place):
+        for sequence, home in list(self._wishes.values()):
+            if home.is_same(place) and self._should_begin(sequence, place):
                 targets = self._router.targets(sequence, place, is_hand_over=True)
                 if any(self._open.begin(sequence, "hand_over", place, t) for t in targets):
                     place.engine.moving.announce(sequence)
@@ -178,11 +202,25 @@ class Moves:
                 if num_refused == _MOST_REFUSALS:
                     break
 
+    def _follow_wishes(self, cell: CellLike) -> None:
+        """Forgets the wishes of sequences that are elsewhere or have ended. One that waits at
+        another rank of its cell now keeps its wish."""
+        for key, (sequence, home) in list(self._wishes.items()):
+            if home.cell is not cell or home.engine.moving.has(sequence):
+                continue
+            if self._open.of(sequence) is None:
+                del self._wishes[key]
+            for place in places_of([cell]):
+                if place.engine.moving.has(sequence):
+                    self._wishes[key] = sequence, place
+
     def _should_begin(self, sequence: EngineSequence, place: Place) -> bool:
         """Returns whether a sequence should be handed over now. One that waits, or that ends with
         its next token, should not."""
+        if not (sequence.is_running and place.engine.moving.has(sequence)):
+            return False
         is_short = place.engine.stop_rule.num_left(sequence) <= 1
-        return sequence.is_running and not is_short and self._open.may_begin(sequence)
+        return not is_short and self._open.may_begin(sequence)
 
     def _drain(self, place: Place) -> None:
         """Lets waiting sequences wait elsewhere, and begins to move running ones."""
@@ -191,7 +229,7 @@ class Moves:
         for sequence in place.engine.moving.waiting:
             place.engine.moving.release(sequence)
             self._wishes.pop(sequence.id, None)
-            self._homeless.append((sequence, place.engine.service))
+            self._homeless.append(sequence)
         if self._config.migrate:
             self._migration.drain(place)
 
@@ -199,16 +237,15 @@ class Moves:
         """Gives sequences without an engine to cells; returns True if some got one."""
         self._take_homeless()
         homeless, self._homeless = self._homeless, []
-        for sequence, service in homeless:
+        for sequence in homeless:
             route = self._router.route(sequence)
             if route is None:
-                self._homeless.append((sequence, service))
+                self._homeless.append(sequence)
                 continue
             moving = route.reader.engine.moving
             if sequence.num_output_tokens > 0:
                 num_lost = sequence.num_tokens - 1 - moving.num_cached_tokens(sequence)
                 self._open.counter.num_recomputed += num_lost
-            moving.take_over(sequence, service)
             route.reader.engine.adopt(sequence)
             is_reader = route.reader.cell.shape.role == "prefill"
             if route.is_hand_over or (is_reader and self._config.hand_over != "off"):
@@ -220,11 +257,11 @@ class Moves:
         moves, self._open.homeless = self._open.homeless, []
         for move in moves:
             move.sequence.leave_engine()
-            self._homeless.append((move.sequence, move.source.engine.service))
+            self._homeless.append(move.sequence)
 
-    def _aborted(self, sequence: EngineSequence, service: StepService | None) -> list[TokenDelta]:
-        if service is not None:
-            service.state.leave(sequence)
+    def _aborted(self, sequence: EngineSequence) -> list[TokenDelta]:
+        if self._policy is not None:
+            self._policy.leave(sequence)
         return [
             TokenDelta(
                 request_id=sequence.request.request_id,

@@ -130,7 +130,7 @@ class OpenMoves:
             assert move.kept is not None
             source, target = move.source, move.target
             hidden = move.kept.hidden
-            target.engine.moving.arrive(move.reservation, hidden, source.engine.service)
+            target.engine.moving.arrive(move.reservation, hidden)
             if source.is_there:
                 source.engine.moving.drop(move.kept, is_verified=True)
             self.counter.arrived(move.num_steps, self._clock() - move.departed_at)

@@ -1,6 +1,7 @@
 """Chooses the cell that reads a prompt, and the one that generates the answer.
 
-    score = seconds until it is read: those in front of it, and its tokens that are not cached
+    score = seconds until it is read: those in front of it (with service tiers, the forecast of the
+            queue), and its tokens that are not cached
           + what reading it costs the rows that decode there
           + transfer of the last pages that is not hidden        if another cell decodes
           + the time by which it lengthens the steps of the cell that decodes
@@ -153,11 +154,21 @@ class CellRouter:
     def _offer(self, sequence: EngineSequence, place: Place, work: StepWork) -> _Offer:
         moving, cell = place.engine.moving, place.cell
         num_uncached = sequence.num_tokens - moving.num_cached_tokens(sequence)
-        num_before = moving.num_tokens_before(sequence.request.priority)
-        queue_s, _ = self._steps.prompt_s(cell, num_before, work)
+        queue_s = self._queue_s(sequence, place, num_uncached, work)
         read_s, delay_s = self._steps.prompt_s(cell, num_uncached, work)
         read_s += delay_s * work.num_decoding
         return _Offer(place, num_uncached, queue_s, read_s, self._more_s(sequence, place, work))
+
+    def _queue_s(
+        self, sequence: EngineSequence, place: Place, num_uncached: int, work: StepWork
+    ) -> float:
+        """Returns the seconds until a rank reads a sequence. With service tiers, those in front of
+        it are the more urgent ones, and seats count."""
+        service = place.engine.service
+        if service is not None and service.state.model.is_measured:
+            return service.forecast_s(sequence, num_uncached)[0]
+        num_before = place.engine.moving.num_tokens_before(sequence.request.priority)
+        return self._steps.prompt_s(place.cell, num_before, work)[0]
 
     def _more_s(self, sequence: EngineSequence, place: Place, work: StepWork) -> float:
         model, row = self._steps.model(place.cell), StepWork(1, 0, sequence.num_tokens)

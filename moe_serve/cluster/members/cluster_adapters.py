@@ -1,8 +1,9 @@
-"""Loads adapters on all ranks, and has them dropped when no request holds them.
+"""Loads adapters on all ranks of all cells, and has them dropped when no request holds them.
 
-An adapter has a number on the ranks. It is usable when all ranks have answered. A rank that starts
-again gets all adapters with its configuration, and one that was just loading gets those that came
-meanwhile before it can get rows.
+An adapter has a number on the ranks, the same in every cell, so a request keeps it when it moves.
+It is usable when all ranks have answered. A rank that starts, also one of a new cell, gets all
+adapters with its configuration, and one that was just loading gets those that came meanwhile before
+it can get rows. So every rank that gets rows has every adapter.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import msgspec
 
 from experts.virtual_experts import MAX_VIRTUAL_ID
 from moe_serve.adapters.adapter_files import AdapterFiles
+from moe_serve.adapters.registry import AdapterRegistry, open_registry
 from moe_serve.cluster.control.adapter_messages import AdapterLoaded, DropAdapter, LoadAdapter
 from moe_serve.cluster.control.rank_link import RankLink
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.members.roster import RankState, Roster
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import CheckpointError
 from moe_serve.model.stage.adapter_rows import AdapterWeights
 
@@ -39,35 +42,130 @@ class _Told:
     numbers: set[int] = field(default_factory=set)
 
 
+class CellAdapters:
+    """The adapters as the membership of one cell sees them."""
+
+    def __init__(self, shared: ClusterAdapters, roster: Roster, cell: str) -> None:
+        """`cell`: its name; empty: the only one."""
+        self._shared, self.roster, self.cell = shared, roster, cell
+        self._told: dict[str, _Told] = {}  # by the ranks' names; guarded by `shared`
+
+    def orders_for(self, name: RankName) -> Sequence[LoadAdapter]:
+        """Returns the adapters that a rank loads before it is ready."""
+        with self._shared.orders as orders:
+            self._told[str(name)] = _Told(self.roster[str(name)].num_starts, set(orders))
+            return tuple(orders.values())
+
+    def ready(self, name: str) -> None:
+        """Tells a rank of the adapters that came and went while it loaded."""
+        with self._shared.orders as orders:
+            state, told = self.roster[name], self._told_to(name)
+            for number in told.numbers - orders.keys():
+                state.send(DropAdapter(number=number))
+            told.numbers &= orders.keys()
+            for order in list(orders.values()):
+                self.tell(state, msgspec.structs.replace(order, is_due=True))
+
+    def heard(self, link: RankLink, report: AdapterLoaded) -> None:
+        """Notes that a rank has an adapter, or has lost it. Called on the link's thread."""
+        self._shared.heard(self, link, report)
+
+    def leave(self) -> None:
+        """Ends the part of a cell that closes: loads no longer wait for its ranks."""
+        self._shared.leave(self)
+
+    def tell(self, state: RankState, order: LoadAdapter) -> None:
+        """Sends an order to a rank that does not have it yet. `shared` is locked."""
+        numbers = self._told_to(str(state.name)).numbers
+        if order.number not in numbers:
+            numbers.add(order.number)
+            state.send(order)
+
+    def drop(self, number: int) -> None:
+        """Tells the ranks that they need an adapter no longer. `shared` is locked."""
+        for state in self.roster.present():
+            told = self._told_to(str(state.name))
+            if number in told.numbers:
+                told.numbers.discard(number)
+                state.send(DropAdapter(number=number))
+
+    def rank(self, name: str) -> str:
+        """Returns the name of a rank in messages."""
+        return f"{self.cell}/{name}" if self.cell else name
+
+    def _told_to(self, name: str) -> _Told:
+        """Returns what the present process of a rank was told of."""
+        start, told = self.roster[name].num_starts, self._told.get(name)
+        if told is None or told.start != start:
+            told = self._told[name] = _Told(start)
+        return told
+
+
+class _Orders:
+    """The adapters that ranks must have, by number. Entered, it is locked."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.by_number: dict[int, LoadAdapter] = {}
+
+    def __enter__(self) -> dict[int, LoadAdapter]:
+        self.changed.acquire()
+        return self.by_number
+
+    def __exit__(self, *_: object) -> None:
+        self.changed.release()
+
+
 class ClusterAdapters:
     """Any thread may load. The engine thread says which ranks start and become ready."""
 
-    def __init__(self, roster: Roster, num_experts: int, timeout_s: float) -> None:
+    def __init__(self, num_experts: int, timeout_s: float) -> None:
         """`timeout_s`: the time that ranks have to load an adapter."""
-        self._roster, self._timeout_s = roster, timeout_s
+        self._timeout_s = timeout_s
         self._numbers = itertools.cycle(range(1, MAX_VIRTUAL_ID // num_experts))
-        self._changed = threading.Condition()  # guards the rest
-        self._orders: dict[int, LoadAdapter] = {}
-        self._told: dict[str, _Told] = {}
+        self.orders = _Orders()  # guards the rest
+        self._cells: list[CellAdapters] = []
         self._answers: dict[int, dict[str, AdapterLoaded]] = {}  # of loads under way
         self._is_closed = False
-        self.on_missing: Callable[[bytes], None] = lambda digest: None  # a rank no longer has it
+        self._on_missing: Callable[[bytes], None] = lambda digest: None  # a rank has it no longer
         # A queue, as the last reference to an adapter may end anywhere, also in this object.
         self._unused: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         threading.Thread(target=self._drop_unused, name="adapter-drops", daemon=True).start()
 
+    def join(self, roster: Roster, cell: str = "") -> CellAdapters:
+        """Adds the ranks of a cell, which must not have started. Those that start get all adapters
+        that there are."""
+        with self.orders:
+            self._cells.append(CellAdapters(self, roster, cell))
+            return self._cells[-1]
+
+    def leave(self, cell: CellAdapters) -> None:
+        """Removes a cell; twice is as good as once."""
+        with self.orders:
+            self._cells = [each for each in self._cells if each is not cell]
+            self.orders.changed.notify_all()
+
+    def open(self, config: AdapterConfig) -> AdapterRegistry:
+        """Loads the configured adapters on all ranks. Raises ConfigError."""
+        registry = open_registry(config, self.build)
+        self._on_missing = registry.discard
+        return registry
+
     def build(self, files: AdapterFiles) -> AdapterWeights:
         """Has all ranks load an adapter, and waits for them. Implements BuildAdapter: the weights
         are on the ranks, as long as the result is held. Raises CheckpointError."""
-        with self._changed:
-            number = next(n for n in self._numbers if n not in self._orders)
+        with self.orders as orders:
+            number = next(n for n in self._numbers if n not in orders)
             order = LoadAdapter(
                 number=number, digest=files.digest, folder=str(files.folder.absolute())
             )
-            self._orders[number], self._answers[number] = order, {}
-            present = {str(s.name): s.link for s in self._roster.present() if s.link is not None}
-            for name in present:
-                self._tell(self._roster[name], order)
+            orders[number], self._answers[number] = order, {}
+            present: dict[str, RankLink] = {}
+            for cell in self._cells:
+                for state in cell.roster.present():
+                    if state.link is not None:
+                        present[cell.rank(str(state.name))] = state.link
+                        cell.tell(state, order)
         try:
             answers = self._wait(number, present)
         except CheckpointError:
@@ -84,59 +182,31 @@ class ClusterAdapters:
         weakref.finalize(weights, self._unused.put, number)
         return weights
 
-    def orders_for(self, name: RankName) -> Sequence[LoadAdapter]:
-        """Returns the adapters that a rank loads before it is ready."""
-        with self._changed:
-            self._told[str(name)] = _Told(self._roster[str(name)].num_starts, set(self._orders))
-            return tuple(self._orders.values())
-
-    def ready(self, name: str) -> None:
-        """Tells a rank of the adapters that came and went while it loaded."""
-        with self._changed:
-            state, told = self._roster[name], self._told_to(name)
-            for number in told.numbers - self._orders.keys():
-                state.send(DropAdapter(number=number))
-            told.numbers &= self._orders.keys()
-            for order in list(self._orders.values()):
-                self._tell(state, msgspec.structs.replace(order, is_due=True))
-
-    def heard(self, link: RankLink, report: AdapterLoaded) -> None:
-        """Notes that a rank has an adapter, or has lost it. Called on the link's thread."""
-        with self._changed:
-            answers, order = self._answers.get(report.number), self._orders.get(report.number)
+    def heard(self, cell: CellAdapters, link: RankLink, report: AdapterLoaded) -> None:
+        """Notes what a rank of a cell says about an adapter. Called on the link's thread."""
+        name = cell.rank(link.name)
+        with self.orders as orders:
+            answers, order = self._answers.get(report.number), orders.get(report.number)
             if answers is not None:
-                answers[link.name] = report
-                self._changed.notify_all()
+                answers[name] = report
+                self.orders.changed.notify_all()
                 return
         if report.why is not None and order is not None:
-            _log.error("%s has lost the adapter in %s: %s", link.name, order.folder, report.why)
-            self.on_missing(order.digest)
+            _log.error("%s has lost the adapter in %s: %s", name, order.folder, report.why)
+            self._on_missing(order.digest)
 
     def close(self) -> None:
         """Ends all waits."""
-        with self._changed:
+        with self.orders:
             self._is_closed = True
-            self._changed.notify_all()
+            self.orders.changed.notify_all()
         self._unused.put(None)
-
-    def _told_to(self, name: str) -> _Told:
-        """Returns what the present process of a rank was told of."""
-        start, told = self._roster[name].num_starts, self._told.get(name)
-        if told is None or told.start != start:
-            told = self._told[name] = _Told(start)
-        return told
-
-    def _tell(self, state: RankState, order: LoadAdapter) -> None:
-        numbers = self._told_to(str(state.name)).numbers
-        if order.number not in numbers:
-            numbers.add(order.number)
-            state.send(order)
 
     def _wait(self, number: int, asked: Mapping[str, RankLink]) -> list[AdapterLoaded]:
         """Waits until the ranks have answered or are gone. Raises CheckpointError if one cannot
         load it."""
         deadline = time.monotonic() + self._timeout_s
-        with self._changed:
+        with self.orders:
             answers = self._answers[number]
             try:
                 while any(n not in answers and not link.is_closed for n, link in asked.items()):
@@ -148,20 +218,21 @@ class ClusterAdapters:
                             else f"{late} did not load it in {self._timeout_s:g} s "
                             "(cluster.start_timeout_s)."
                         )
-                    self._changed.wait(_LOOK_S)
+                    self.orders.changed.wait(_LOOK_S)
             finally:
                 del self._answers[number]
-        failed = next((each.why for each in answers.values() if each.why is not None), None)
-        if failed is not None or not answers:
-            raise CheckpointError(failed or "no rank is there to load it: try again later.")
+        failed = [(name, each.why) for name, each in answers.items() if each.why is not None]
+        if failed:
+            name, why = failed[0]
+            is_all = len(failed) == len(answers)
+            raise CheckpointError(why if is_all else f"{name} cannot load it: {why}")
+        if not answers:
+            raise CheckpointError("no rank is there to load it: try again later.")
         return list(answers.values())
 
     def _drop_unused(self) -> None:
         while (number := self._unused.get()) is not None:
-            with self._changed:
-                self._orders.pop(number, None)
-                for state in self._roster.present():
-                    told = self._told_to(str(state.name))
-                    if number in told.numbers:
-                        told.numbers.discard(number)
-                        state.send(DropAdapter(number=number))
+            with self.orders as orders:
+                orders.pop(number, None)
+                for cell in self._cells:
+                    cell.drop(number)

@@ -29,7 +29,7 @@ from moe_serve.cluster.control.messages import (
 )
 from moe_serve.cluster.control.rank_link import Gone, Inbox, LinkEvent, RankLink
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.members.cluster_adapters import ClusterAdapters
+from moe_serve.cluster.members.cluster_adapters import CellAdapters
 from moe_serve.cluster.members.preflight import PreflightRound
 from moe_serve.cluster.members.rank_starter import RankStarter
 from moe_serve.cluster.members.roster import Heartbeats, RankPhase, RankState, Roster
@@ -40,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 _WATCH_S = 0.05
 _LAST_WORDS_S = 2.0
-_PREFLIGHT_S = 120.0  # for processes to start and import torch, also from a slow file system
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0  # between two starts of a rank that keeps dying
 _LASTING_S = 10.0  # a process that served this long resets the count of failures
 _CLOSE_S = 10.0  # for the watch to end
@@ -76,7 +75,7 @@ class Membership:
         self._loading: dict[str, tuple[int, int]] = {}
         self.on_event: Callable[[], None] = lambda: None  # wakes an idle engine
         self.is_due: Callable[[], bool] = lambda: False  # wake without an event?
-        self.adapters: ClusterAdapters | None = None  # set where ranks load adapters
+        self.adapters: CellAdapters | None = None  # set where ranks load adapters
         self.on_parcel: Callable[[LinkEvent], None] = self.inbox.put  # on any thread
         self.num_lost = 0
         self.last_loss = ""
@@ -103,7 +102,7 @@ class Membership:
             self._start(state)
         self._watcher.start()
         deadline = time.monotonic() + timeout_s
-        self._pass_preflight(preflight, min(timeout_s, _PREFLIGHT_S))
+        self._pass_preflight(preflight, min(timeout_s, preflight.limit_s))
         while waiting := [s for s in self.roster.all() if s.phase is not RankPhase.READY]:
             event = self.next_event(deadline - time.monotonic())
             if event is None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.adapters.adapter_build import AdapterPart
+from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.cache.kv_cache import check_page_size
+from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.control.messages import (
@@ -92,9 +93,11 @@ class AttentionRank:
             self._shards = AttentionShards(str(name), configure, shard_starter, *paths)
         try:
             self._part = self._load(config)
+            num_heads = self._spec.attention.num_kv_heads
+            self._wire = WirePages(self._part.cache, num_heads, 0, num_shards)
             if memories is not None:
                 self._parcels = self._open_parcels(memories, home)
-            self._pages = RankPages(self._part.cache, configure.arena, 0, num_shards)
+            self._pages = RankPages(self._part.cache, configure.arena, self._wire)
             self._next_layer = open_next_layer(config, self._model.folder, self._loader)
         except BaseException:
             if self._shards is not None:
@@ -109,8 +112,9 @@ class AttentionRank:
         self._adapters: RankAdapters | None = None
         if config.adapters.is_enabled:
             part = AdapterPart(shard=TensorShard(0, num_shards), experts={})
-            parts = (config.adapters, configure.adapters, part)
-            self._adapters = RankAdapters(self._loader, *parts, home.tell)
+            gather = None if self._shards is None else self._shards.group
+            parts = (part, LiveModel(attention=self._part.stage, gather=gather), home.tell)
+            self._adapters = RankAdapters(self._loader, config.adapters, configure.adapters, *parts)
         self._placement = RankPlacement(configure.placement)
         self._last_done = 0  # the last step whose tokens were reported
         self._log = StageLog(configure.is_recording)
@@ -131,8 +135,8 @@ class AttentionRank:
         report = model.report(part)
         return RankParcels(
             memories,
-            part.cache,
-            self._spec.attention.num_kv_heads,
+            self._wire,
+            part.cache.page_size,
             self._shards,
             home,
             model.page_identity(report) + report.build.encode(),
@@ -142,7 +146,7 @@ class AttentionRank:
     @property
     def loaded(self) -> Loaded:
         num_shards = self._configure.config.cluster.attention_tp
-        loaded = loaded_message(self._model, self._seconds, self._part, num_shards)
+        loaded = loaded_message(self._model, self._seconds, self._part, num_shards, self._wire)
         facts = None if self._parcels is None else self._parcels.facts
         return msgspec.structs.replace(loaded, parcels=facts)
 

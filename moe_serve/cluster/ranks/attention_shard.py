@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from experts.virtual_experts import MissingAdapterError
-from moe_serve.adapters.adapter_build import AdapterPart
+from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.cache.kv_cache import KVCache, checked_kv_form
 from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
@@ -33,6 +33,7 @@ from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.opened_model import OpenedModel, device_of
 from moe_serve.errors import MoeServeError
 from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.pipeline.links.shard_group import (
     FollowerTransport,
@@ -136,12 +137,12 @@ class AttentionShard:
         form = checked_kv_form(load.config.cache, stage.spec)
         cache = KVCache(stage.spec, pages.num_pages, page_size, dtype, device, form)
         shard = self._group.shard
-        rank_pages = RankPages(cache, load.arena, shard.index, shard.count)
-        adapters = self._adapters(load, model.loader)
+        adapters = self._adapters(load, model.loader, stage)
         transport = FollowerTransport(self._group)
         pipeline = Pipeline(stage, transport, cache, device, adapters=adapters)
         num_heads = model.loader.spec.attention.num_kv_heads
         wire = WirePages(cache, num_heads, shard.index, shard.count)
+        rank_pages = RankPages(cache, load.arena, wire)
         parcels = ShardParcels(wire, load.common, load.own)
         self._tell([True])  # ready
         while not isinstance(order := self._next(), EndShard):
@@ -157,12 +158,15 @@ class AttentionShard:
                 rank_pages.do(order.query.page_work)
                 self._tell(cache.finite(list(order.query.pages)))
 
-    def _adapters(self, load: LoadShard, loader: ModelLoader) -> RankAdapters | None:
+    def _adapters(
+        self, load: LoadShard, loader: ModelLoader, stage: AttentionStage
+    ) -> RankAdapters | None:
         config = load.config.adapters
         if not config.is_enabled:
             return None
         part = AdapterPart(shard=self._group.shard, experts={})
-        return RankAdapters(loader, config, load.adapters, part, tell=lambda report: None)
+        live = LiveModel(attention=stage, gather=self._group)
+        return RankAdapters(loader, config, load.adapters, part, live, tell=lambda report: None)
 
     def _step(self, order: ShardStep, pipeline: Pipeline, pages: RankPages) -> None:
         self._mirrors.append(order.tokens)

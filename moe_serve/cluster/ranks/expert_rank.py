@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experts.expert_stage import RoutedRows
 from experts.virtual_experts import VirtualExperts
-from moe_serve.adapters.adapter_build import AdapterPart
+from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
 from moe_serve.cluster.control.epoch import layout_of, meet, sparse_layers, split_of, wire_of
 from moe_serve.cluster.control.messages import (
@@ -83,7 +83,8 @@ class ExpertRank:
         self._adapters: RankAdapters | None = None
         if config.adapters.is_enabled:
             self._stage.adapters = experts = VirtualExperts(self._spec.router.num_experts)
-            parts = (config.adapters, configure.adapters, self._adapter_part)
+            live = LiveModel(experts=self._stage, is_routing=configure.router_on_experts)
+            parts = (config.adapters, configure.adapters, self._adapter_part, live)
             self._adapters = RankAdapters(self._loader, *parts, tell, experts)
         self._routers = self._loader.routers() if configure.router_on_experts else None
         self._log = StageLog(configure.is_recording)

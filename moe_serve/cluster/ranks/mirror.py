@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.cache.page_bytes import PageBytes
 from moe_serve.cache.tiers.arena import ArenaView
+from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.messages import OpenSequence, PageWork, RunStep, Slice
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.request import DecodingRules, GenerationRequest
@@ -133,8 +133,8 @@ class RankPages:
     """The pages of a rank or of one of its shards, with its view of the memory tier if there is
     one."""
 
-    def __init__(self, cache: KVCache, arena: str, shard: int = 0, num_shards: int = 1) -> None:
-        """`arena`: its path; empty: none. Raises ConfigError."""
+    def __init__(self, cache: KVCache, arena: str, wire: WirePages) -> None:
+        """`arena`: its path; empty: none. `wire`: the form of pages in it. Raises ConfigError."""
         self.cache = cache
         self._view: ArenaView | None = None
         if arena:
@@ -144,7 +144,7 @@ class RankPages:
                     f"{cache.device.type}: tiers serve pages in main memory only (model.device: "
                     "cpu)."
                 )
-            self._view = ArenaView(arena, PageBytes(cache), shard, num_shards)
+            self._view = ArenaView(arena, wire)
 
     def do(self, page_work: Iterable[PageWork]) -> None:
         """Does the coordinator's work on pages in order: a page is cleared before data is copied to

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from experts.virtual_experts import AdapterExperts, MissingAdapterError, VirtualExperts
-from moe_serve.adapters.adapter_build import AdapterBuilder, AdapterPart
+from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_unchanged
+from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.cluster.control.adapter_messages import AdapterLoaded, DropAdapter, LoadAdapter
 from moe_serve.cluster.ranks.mirror import adapter_key
 from moe_serve.config.adapter_config import AdapterConfig
@@ -37,13 +38,15 @@ class RankAdapters:
         config: AdapterConfig,
         orders: Sequence[LoadAdapter],
         part: AdapterPart,
+        live: LiveModel,
         tell: Tell,
         experts: VirtualExperts | None = None,
     ) -> None:
-        """`orders`: the adapters that the coordinator has already; they are loaded here."""
+        """`orders`: the adapters that the coordinator has already; they are loaded here. `live`:
+        what this rank has of the base model."""
         self._loader, self._tell, self._experts = loader, tell, experts
-        self._config = config
-        self._builder = AdapterBuilder(loader, config, part)
+        self._config, self._live = config, live
+        self._builder = AdapterBuilder(loader, config, part, live)
         self._orders: dict[int, LoadAdapter] = {}
         self._loaded: dict[bytes, AdapterWeights] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -80,7 +83,7 @@ class RankAdapters:
         self._reader.submit(self._hold, part).result()
 
     def _hold(self, part: AdapterPart) -> None:
-        self._builder = AdapterBuilder(self._loader, self._config, part)
+        self._builder = AdapterBuilder(self._loader, self._config, part, self._live)
         for order in list(self._orders.values()):
             self._load(order)
 

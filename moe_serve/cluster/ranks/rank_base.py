@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from moe_serve.cache.page_key import model_identity
+from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.messages import Configure, Join, Loaded, RunStep, ServeStep
 from moe_serve.cluster.control.placement_messages import StagePlacement, SwitchPlacement
 from moe_serve.config.sections import ModelConfig
@@ -43,11 +44,18 @@ def open_rank(configure: Configure, progress: LoadProgress) -> OpenedModel:
 
 
 def loaded_message(
-    model: OpenedModel, seconds: float, part: AttentionPart | None = None, num_shards: int = 1
+    model: OpenedModel,
+    seconds: float,
+    part: AttentionPart | None = None,
+    num_shards: int = 1,
+    pages: WirePages | None = None,
 ) -> Loaded:
     """Returns the message that the rank is ready, with its checkpoint's hash. `part`: the first
-    shard's, on attention ranks. Expert ranks have no pages."""
+    shard's, on attention ranks; `pages`: the form of a page of all shards. Expert ranks have no
+    pages."""
     report = model.report(part)
+    if pages is not None:
+        report = replace(report, page_bytes=pages.num_bytes, page_geometry=pages.geometry.hex())
     return Loaded(
         weights_hash=model_identity(model.folder).hex(),
         report=replace(report, kv_bytes=report.kv_bytes * num_shards),

@@ -8,7 +8,6 @@ from hashlib import sha256
 
 import msgspec
 
-from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.transfer.parcel_memory import ParcelMemory, open_parcel_memory
 from moe_serve.cache.transfer.wire_pages import WirePages, checksum
 from moe_serve.cluster.control.messages import Report
@@ -75,21 +74,19 @@ class RankParcels:
     def __init__(
         self,
         memories: ParcelMemories,
-        cache: KVCache,
-        num_heads: int,
+        wire: WirePages,
+        page_size: int,
         shards: AttentionShards | None,
         home: RankHome,
         computed_by: bytes,
         timeout_s: float,
     ) -> None:
-        """`num_heads`: key/value heads of the whole model. `computed_by` digests the weights and
-        how they are computed. Raises ConfigError."""
+        """`wire`: this process's part of pages. `computed_by` digests the weights and how they are
+        computed. Raises ConfigError."""
         self._memories, self._shards = memories, shards
-        num_shards = 1 if shards is None else shards.group.shard.count
-        wire = WirePages(cache, num_heads, 0, num_shards)
         self._parcels = ShardParcels(wire, memories.common, memories.own)
         self.facts = ParcelFacts(
-            page_size=cache.page_size,
+            page_size=page_size,
             page_bytes=wire.num_bytes,
             geometry=wire.geometry.hex(),
             has_memory=memories.common is not None,

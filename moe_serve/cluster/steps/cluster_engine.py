@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moe_serve.cluster.control.messages import StepDone
 from moe_serve.cluster.members.pool_watch import PoolWatch
@@ -14,11 +14,11 @@ from moe_serve.cluster.members.roster import statuses
 from moe_serve.cluster.steps.lockstep_service import LockstepService
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor, as_outcome
 from moe_serve.cluster.steps.step_in_flight import (
+    BegunStep,
     RankLostError,
     RankWork,
     RequestMoves,
     StepCoordinator,
-    StepInFlight,
     given_up,
 )
 from moe_serve.engine.engine import Engine
@@ -30,15 +30,6 @@ from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.model.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A step under way, and the engines in it: by its end a rank may have another engine."""
-
-    flight: StepInFlight
-    engines: dict[str, Engine]
-    at: float = 0.0  # when it was sent out, with service tiers
 
 
 MakeEngine = Callable[[RemoteExecutor, "itertools.count[int]"], Engine]
@@ -73,8 +64,8 @@ class ClusterEngine:
         self._coordinator, self._make, self._close = coordinator, make_engine, close
         self._watch, self._is_ahead = watch, is_ahead
         self._service = None if service is None else LockstepService(service)
-        self._begun: _Begun | None = None  # a step sent out ahead
-        self._running: _Begun | None = None  # the step that `wait` waits for
+        self._begun: BegunStep | None = None  # a step sent out ahead
+        self._running: BegunStep | None = None  # the step that `wait` waits for
         self._outcomes: dict[str, StepDone | Exception] = {}  # of that step
         self._ids = itertools.count() if ids is None else ids
         self._step_numbers = itertools.count(1) if step_numbers is None else step_numbers
@@ -136,6 +127,11 @@ class ClusterEngine:
     def admission(self) -> Admission | None:
         """See `DrivenEngine.admission`."""
         return None if self._service is None else self._service.state.admission
+
+    @property
+    def service(self) -> ServiceState | None:
+        """What its engines share to keep the targets of service tiers."""
+        return None if self._service is None else self._service.state
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
@@ -235,7 +231,7 @@ class ClusterEngine:
             pools=pools,
             expert_memory=self._watch.expert_memory,
             outage_s=self.outage_s,
-            service=None if self._service is None else self._service.state.stats(),
+            service=None if self._service is None else self._service.state.policy.stats(),
             ranks=tuple(RankLoad(name=n, load=stats.load) for n, stats in by_rank.items()),
         )
 
@@ -251,7 +247,7 @@ class ClusterEngine:
             self._evacuate(name)
             return None
 
-    def _launch(self, *, can_wait: bool) -> _Begun | None:
+    def _launch(self, *, can_wait: bool) -> BegunStep | None:
         """Plans all ranks' steps with the same number of micro-batches and sends them out
         together."""
         number = next(self._step_numbers)
@@ -266,9 +262,9 @@ class ClusterEngine:
         works = self._works(plans, lambda engine, count: engine.make_plan(count, number))
         engines = {name: self._engines[name] for name in works}
         flight = self._coordinator.launch(works, can_wait=can_wait)
-        return _Begun(flight, engines, self._now)
+        return BegunStep(flight, engines, self._now)
 
-    def _launch_after(self, begun: _Begun) -> _Begun | None:
+    def _launch_after(self, begun: BegunStep) -> BegunStep | None:
         """Sends out the next step before this one has ended, if every engine can plan it
         already."""
         if not self._can_follow(begun):
@@ -281,7 +277,7 @@ class ClusterEngine:
         plans = {name: engine.make_plan_ahead(1, number) for name, engine in begun.engines.items()}
         works = self._works(plans, lambda engine, count: engine.make_plan_ahead(count, number))
         flight = self._coordinator.launch_after(begun.flight, works)
-        return _Begun(flight, begun.engines, self._now)
+        return BegunStep(flight, begun.engines, self._now)
 
     def _works(
         self, plans: Mapping[str, StepPlan], make_plan: Callable[[Engine, int], StepPlan]
@@ -294,7 +290,7 @@ class ClusterEngine:
             for name, engine in engines.items()
         }
 
-    def _can_follow(self, begun: _Begun) -> bool:
+    def _can_follow(self, begun: BegunStep) -> bool:
         """Returns True if all engines with work are in the step, and none of its ranks is lost."""
         busy = {n: e for n, e in self._engines.items() if e.num_running or e.num_waiting}
         return (
@@ -342,7 +338,7 @@ class ClusterEngine:
 
     def _forget(self, sequence: EngineSequence) -> None:
         if self._service is not None:
-            self._service.state.leave(sequence)
+            self._service.state.policy.leave(sequence)
 
     def _home_of(self, sequence: EngineSequence) -> Engine:
         if self._service is not None:

@@ -39,3 +39,18 @@ def _line(state: RankState) -> str:
     if link.operation:
         at = f"{link.operation}, for {link.operation_s + age:.1f} s"
     return f"{state.name}: {state.phase.value}, last heard of {age:.1f} s ago; {at}"
+
+
+class CellsWitness:
+    """Implements ActivityReport for several cells, by their names."""
+
+    def __init__(self, witnesses: Callable[[], Mapping[str, RankWitness | None]]) -> None:
+        """`witnesses`: returns those of the present cells."""
+        self._witnesses = witnesses
+
+    def lines(self) -> list[str]:
+        """Returns the lines of each cell below its name."""
+        lines: list[str] = []
+        for name, witness in self._witnesses().items():
+            lines += [f"{name}:", *([] if witness is None else witness.lines())]
+        return lines

@@ -26,6 +26,7 @@ from moe_serve.cluster.control.messages import (
 from moe_serve.cluster.members.roster import Roster
 from moe_serve.cluster.ranks.choice_packing import pack_needed
 from moe_serve.cluster.steps.epoch_maker import Epoch
+from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import ExecutorLostError
 from moe_serve.engine.request.request import FinishReason, TokenDelta
 from moe_serve.engine.request.sequence import Sequence
@@ -220,6 +221,15 @@ class Members(Protocol):
     def last_loss(self) -> str:
         """The rank that was lost last, and why; empty if none was."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step under way, and the engines in it: by its end a rank may have another engine."""
+
+    flight: StepInFlight
+    engines: dict[str, Engine]
+    at: float = 0.0  # when it was sent out, with service tiers
 
 
 class StepCoordinator(Protocol):

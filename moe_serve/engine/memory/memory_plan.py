@@ -25,10 +25,11 @@ class ProcessMemory:
     kv_bytes: int = 0
     num_pages: int = 0
     buffers: int = 0  # for rows in transit between attention and experts
+    adapters: int = 0  # those of the configuration, or as many as may be loaded
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_bytes + self.buffers
+        return self.weights + self.kv_bytes + self.buffers + self.adapters
 
     def __str__(self) -> str:
         parts = [f"weights {gib(self.weights)}"]
@@ -36,6 +37,8 @@ class ProcessMemory:
             parts.append(f"{self.num_pages} KV pages {gib(self.kv_bytes)}")
         if self.buffers:
             parts.append(f"dispatch buffers {gib(self.buffers)}")
+        if self.adapters:
+            parts.append(f"adapters {gib(self.adapters)}")
         return f"{self.name} on {self.device}: {', '.join(parts)}, in all {gib(self.total)}"
 
 
@@ -74,17 +77,21 @@ class MemoryPlan:
     def _refusal(self, room: Room) -> str:
         users = [process for process in self.processes if process.name in room.users]
         weights, kv_bytes = sum(p.weights for p in users), sum(p.kv_bytes for p in users)
-        buffers = sum(p.buffers for p in users)
+        buffers, adapters = sum(p.buffers for p in users), sum(p.adapters for p in users)
+        with_adapters = f", adapters {gib(adapters)}" if adapters else ""
         pages = sum(p.num_pages for p in users)
         return (
             f"the model does not fit: weights take {gib(weights)}, {pages} KV pages "
-            f"{gib(kv_bytes)} and dispatch buffers {gib(buffers)}, {gib(self.needed(room))} in all,"
-            f" and {room.name} has {gib(room.free)} free: {_advice(users)}."
+            f"{gib(kv_bytes)}{with_adapters} and dispatch buffers {gib(buffers)}, "
+            f"{gib(self.needed(room))} in all, and {room.name} has {gib(room.free)} free: "
+            f"{_advice(users)}."
         )
 
 
 def _advice(users: Sequence[ProcessMemory]) -> str:
     kv_bytes = sum(process.kv_bytes for process in users)
+    if sum(process.adapters for process in users) > sum(process.weights for process in users):
+        return "load fewer adapters (adapters.modules), or limit them (adapters.memory_bytes)"
     if kv_bytes > sum(process.weights for process in users):
         return "give the KV cache less (cache.num_pages, cache.memory_bytes, model.max_model_len)"
     return (

@@ -83,6 +83,11 @@ class GenerationRequest:
         return b"" if self.adapter is None else self.adapter.version.digest
 
     @property
+    def adapter_label(self) -> str:
+        """The adapter's name and version, for recordings; empty: the base model."""
+        return "" if self.adapter is None else self.adapter.version.label
+
+    @property
     def page_origin(self) -> PageOrigin:
         """The facts beside the tokens that its pages depend on."""
         return PageOrigin(None if self.adapter is None else self.adapter.name, self.cache_salt)

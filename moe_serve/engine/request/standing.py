@@ -1,13 +1,16 @@
 """The state of a request that decides when it is served: its deadline, its age and its past.
 
 It stays with the sequence when a rank is lost. Times named `_s` are on the steady clock
-(`moe_serve/engine/service/steady_clock.py`), those named `_at` on the engine's clock.
+(`moe_serve/engine/service/steady_clock.py`) of the sequence's cell, those named `_at` on the
+engine's clock.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from moe_serve.clock import Clock
 
 
 @dataclass(slots=True)
@@ -16,6 +19,7 @@ class Standing:
 
     queued_s: float
     deadline_s: float  # virtual: of the first token, or the latest start of the answer
+    clock: Clock  # the steady clock of the cell that the sequence is in, or was in last
     first_due_s: float = math.inf  # when a strict request without a first token ends
     last_due_s: float = math.inf  # when a strict request ends in any case
     tier: int = 0  # its place in the configuration

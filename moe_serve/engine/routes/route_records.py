@@ -65,17 +65,26 @@ class RouteListener(Protocol):
 
 
 class RouteListeners:
-    """All route listeners of a server's engines. They may be added and removed on any thread."""
+    """All route listeners of a server's engines. They may be added and removed on any thread.
 
-    def __init__(self) -> None:
-        self._listeners: tuple[RouteListener, ...] = ()
+    A cell has its own, which hear of its engines alone, beside those of the server.
+    """
+
+    def __init__(self, server: RouteListeners | None = None) -> None:
+        """`server`: that of all cells; None: this is the server's."""
+        self._server = server
+        self._own: tuple[RouteListener, ...] = ()
+
+    @property
+    def _listeners(self) -> tuple[RouteListener, ...]:
+        return self._own if self._server is None else (*self._server._listeners, *self._own)
 
     def add(self, listener: RouteListener) -> None:
-        self._listeners = (*self._listeners, listener)
+        self._own = (*self._own, listener)
 
     def remove(self, listener: RouteListener) -> None:
         """Removes a listener. Unknown ones are ignored."""
-        self._listeners = tuple(each for each in self._listeners if each is not listener)
+        self._own = tuple(each for each in self._own if each is not listener)
 
     def with_requests(self, plan: StepPlan, step: int, schedule: Schedule) -> StepPlan:
         """Returns the plan with the route requests of the listeners and of the sequences."""
@@ -97,6 +106,24 @@ class RouteListeners:
         records = _records(schedule, choices, runs)
         for listener in listeners if records else ():
             listener.take(records)
+
+
+class ListenerGroup(RouteListeners):
+    """Adds listeners to a server's, and removes all of them together."""
+
+    def __init__(self, of_server: RouteListeners) -> None:
+        super().__init__()
+        self._of_server = of_server
+
+    def add(self, listener: RouteListener) -> None:
+        """See `RouteListeners.add`."""
+        super().add(listener)
+        self._of_server.add(listener)
+
+    def remove_all(self) -> None:
+        """Removes the listeners that were added here."""
+        for listener in self._listeners:
+            self._of_server.remove(listener)
 
 
 def _records(schedule: Schedule, choices: StepChoices, runs: Runs) -> list[RouteRecord]:
@@ -131,6 +158,7 @@ def _records(schedule: Schedule, choices: StepChoices, runs: Runs) -> list[Route
                 token_ids_N=token_ids[end : end + count],
                 expert_ids_NLK=ids[first : first + count],
                 weights_NLK=None if weights is None else weights[first : first + count],
+                adapter=sequence.request.adapter_label,
             )
         )
         end += count

@@ -79,7 +79,8 @@ class ArenaDisk:
             if slot is None:
                 self._num_dropped += 1  # evicted before
             elif not self._store.has(key):
-                data = self._slots[slot].copy()
+                data = self._store.buffer()
+                data[:] = self._slots[slot]
                 self._store.save(SavedPage(key, parent_key, self._page_size, data))
 
     def wait(self) -> None:

@@ -142,7 +142,7 @@ class ArenaTier(KVTier):
         num_tokens = sum(count for _, count in schedule.values())
         self._most_copied = max(_PAGES_PER_STEP, num_tokens // self._cache.page_size)
         if self._times is not None:
-            self._times.begins(list(schedule.values()))
+            self._times.begins(schedule.values())
         if not schedule:
             self._finish_copies()
 

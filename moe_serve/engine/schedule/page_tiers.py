@@ -32,7 +32,7 @@ _MOST_QUEUED = 65536  # pages that wait to be copied
 class PageAccess:
     """Reads and writes the bytes of pages, on the engine's thread."""
 
-    read: Callable[[int], NDArray[np.uint8]]
+    read: Callable[[int, NDArray[np.uint8]], None]
     write: Callable[[int, NDArray[np.uint8]], None]
     num_bytes: int  # of a page
 
@@ -88,15 +88,21 @@ class PageTiers(KVTier):
         if self.is_due:
             self._next_give = self._clock() + self._give_after_s
         self.loads.take(self._enter)
+        if self._fresh:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Copies pages for the store, while it has room."""
         for _ in range(min(_PAGES_PER_STEP, len(self._fresh), self._store.room)):
             page, key, parent_key = self._fresh.popleft()
             if self._cache.tree.find(key) == page and not self._store.has(key):
-                data, size = self._pages.read(page), self._cache.page_size
+                data, size = self._store.buffer(), self._cache.page_size
+                self._pages.read(page, data)
                 self._store.save(SavedPage(key, parent_key, size, data))
 
     def step_begins(self, schedule: Schedule) -> None:
         """See `KVTier.step_begins`. An empty step waits a moment for a load that runs."""
-        self._times.begins(list(schedule.values()))
+        self._times.begins(schedule.values())
         if not schedule:
             self.loads.wait()
 
@@ -131,14 +137,15 @@ class PageTiers(KVTier):
         if len(found) < load.num_found or not sequence.page_keys:
             return 0  # evicted in the meantime, or the sequence has left the engine
         cache.pin(found)
+        pages = cache.allocate(min(len(done.pages), cache.num_available))
+        start, end = load.num_found, load.num_found + len(pages)
+        tokens = token_array(sequence.token_ids[start * size : end * size]).reshape(-1, size)
+        keys, origin = sequence.page_keys[start : end + 1], sequence.request.page_origin
         run: list[int] = []
-        for data, index in zip(done.pages, itertools.count(load.num_found), strict=False):
-            if not cache.num_available:
-                break
-            (page,) = cache.allocate(1)
+        for page, data, row, (parent_key, key) in zip(
+            pages, done.pages, tokens, itertools.pairwise(keys), strict=False
+        ):
             self._pages.write(page, data)
-            tokens = token_array(sequence.token_ids[index * size : (index + 1) * size])
-            parent_key, key = sequence.page_keys[index : index + 2]
-            run.append(cache.enter(page, key, parent_key, tokens, sequence.request.page_origin))
+            run.append(cache.enter(page, key, parent_key, row, origin))
         cache.release([*found, *run])
         return len(run)

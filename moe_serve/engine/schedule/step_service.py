@@ -60,7 +60,7 @@ class StepService:
         state = ServiceState.of(config, clock) if shared is None else shared
         if state is None:
             return None
-        return cls(state, state.next_engine(), page_size, is_lockstep=shared is not None)
+        return cls(state, state.policy.next_engine(), page_size, is_lockstep=shared is not None)
 
     def enter(self, sequence: Sequence, num_cached: int) -> None:
         """Notes a sequence that will wait: a new one, or one that another engine surrendered."""
@@ -68,6 +68,7 @@ class StepService:
         if sequence.standing is None:
             self.state.enter(sequence, num_left)
         else:
+            self.state.take_over(sequence)
             sequence.standing.num_left = num_left
 
     def restart(self, sequence: Sequence, num_cached: int) -> None:
@@ -79,7 +80,7 @@ class StepService:
         if had_seat:
             self.queue.freed_seat()
         if is_end:
-            self.state.leave(sequence)
+            self.state.policy.leave(sequence)
 
     def abandon(self, waiting: Iterable[Sequence]) -> None:
         """Forgets the waiting sequences, as they go to other engines with their standings."""
@@ -136,7 +137,7 @@ class StepService:
         """Returns the strict sequences whose deadlines have passed, which the engine then ends."""
         found = self.queue.expired(running)
         for sequence in found:
-            self.state.expired(sequence)
+            self.state.policy.expired(sequence)
         return found
 
     def step_begins(self, schedule: Schedule) -> None:
@@ -184,9 +185,9 @@ class StepService:
         if standing is None or (reason is None and standing.first_token_at is not None):
             return
         now = self.state.clock()
-        self.state.got_token(sequence, now)
+        self.state.policy.got_token(sequence, now)
         if reason is not None:
-            self.state.finished(sequence, now)
+            self.state.policy.finished(sequence, now)
 
     @property
     def decoding(self) -> list[Sequence]:
@@ -204,17 +205,24 @@ class StepService:
 
     def predicted_s(self, sequence: Sequence) -> float:
         """Returns the predicted seconds to the first token of a sequence that would wait here."""
-        state, request = self.state, sequence.request
-        service, num_left = request.service, sequence.num_tokens
-        if sequence.standing is None:
+        return sum(self.forecast_s(sequence, sequence.num_tokens))
+
+    def forecast_s(self, sequence: Sequence, num_left: int) -> tuple[float, float]:
+        """Predicts the seconds until a sequence that would wait here is read, and those in which
+        it is. `num_left`: its tokens that are not cached here."""
+        state, request, standing = self.state, sequence.request, sequence.standing
+        service = request.service
+        if standing is None:
             slack_s = state.admission.slack_s(service, request.priority)
         else:
-            slack_s = sequence.standing.deadline_s - state.steady()
+            slack_s = standing.deadline_s - standing.clock()
         work_s = num_left * state.token_s
         keys_at = state.order.keys_over_time(
             slack_s - work_s, work_s, service.weight, request.priority
         )
-        return self.queue.snapshot(self._running).first_token_s(num_left, keys_at)
+        snapshot = self.queue.snapshot(self._running)
+        read_s = snapshot.read_s(num_left)
+        return snapshot.first_token_s(num_left, keys_at) - read_s, read_s
 
     def movable(self, most: int) -> list[Sequence]:
         """Returns up to `most` waiting sequences that may go to another rank: the most urgent ones
@@ -223,7 +231,7 @@ class StepService:
 
     def stats(self) -> ServiceStats | None:
         """Returns a snapshot; None if a coordinator has that of all engines."""
-        return None if self._is_lockstep else self.state.stats()
+        return None if self._is_lockstep else self.state.policy.stats()
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
         """Asserts that the service knows the waiting sequences."""

@@ -1,8 +1,9 @@
 """Tracks the loads from a store, the sequences that wait for them, and the time they may take.
 
-A load that takes longer than computing is given up: its sequence computes. While one is past its
-deadline nothing else is asked, and when that happens for the third time in turn the store is
-switched off. What a load brought is handed to the caller, who knows where pages go.
+A load that takes longer than computing is given up: its sequence takes the pages that were read,
+and computes the rest. While one is past its deadline nothing else is asked, and when that happens
+for the third time in turn the store is switched off. What a load brought is handed to the caller,
+who knows where pages go.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from moe_serve.cache.tiers.store import LoadDone, PageStore, TierStats
@@ -25,7 +25,7 @@ _MOST_LATE = 3  # times in turn that loads took until their deadline: the store 
 _MOST_LOADS = 2  # of one sequence: pages that are evicted at once are not read for ever
 _WAIT_S = 0.005  # for the store, while nothing else is to be done
 _CLOSE_S = 10.0  # for pages that are not stored yet, at the end
-_PROBE_PAGES, _PROBE_EVERY = 4, 32  # a small load after so many that would not pay
+_PROBE_PAGES, _PROBE_EVERY = 4, 32  # a small load after 0, 1, 2, 4 ... 32, 64, 96 that do not pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class StoreLoad:
     keys: list[bytes]
     patience: float  # when its sequence gives it up
     deadline: float  # when it shows that the store hangs
+    decision: Decision
     is_probe: bool = False
 
 
@@ -91,11 +92,13 @@ class StoreLoads:
     def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
         """Hands over loaded pages and gives up late loads. `enter` puts the pages where the
         sequence finds them, and returns their number."""
-        for load, done in self._take_done():
+        if not (self._loads or self._late):
+            return  # most steps: nothing was asked
+        for load, done in itertools.chain(self._take_done(), self._give_up_slow()):
             count = enter(load, done) * self._page_size
             load.sequence.num_tier_tokens += count
             self._num_hit += count
-        self._give_up_late()
+        self._count_hanging()
 
     def wait(self) -> None:
         """Waits a moment if a sequence waits for a load."""
@@ -126,7 +129,9 @@ class StoreLoads:
         number, now = next(self._numbers), self._clock()
         patience = now + (decision.deadline_s if is_probe else decision.patience_s)
         deadline = now + decision.deadline_s
-        self._loads[number] = StoreLoad(sequence, num_found, keys, patience, deadline, is_probe)
+        self._loads[number] = StoreLoad(
+            sequence, num_found, keys, patience, deadline, decision, is_probe
+        )
         self._store.load(number, keys)
         return number
 
@@ -135,34 +140,57 @@ class StoreLoads:
     ) -> None:
         """Counts a run that is computed, and measures the store now and then."""
         self._counts["skipped_slow"] += len(keys)
-        if self._num_skipped % _PROBE_EVERY == 0 and not self._loads:
+        number = self._num_skipped
+        is_due = number % _PROBE_EVERY == 0 or (number < _PROBE_EVERY and not number & (number - 1))
+        if is_due and not self._loads:
             self._begin(sequence, num_found, keys[:_PROBE_PAGES], decision, is_probe=True)
         self._num_skipped += 1
 
     def _take_done(self) -> Iterator[tuple[StoreLoad, LoadDone]]:
         """Yields the loads that have ended and that a sequence waits for."""
         for done in self._store.take_done():
-            self.rule.note_load(done.num_bytes, done.seconds)
             self._hanging.discard(done.job)
             if self._late.pop(done.job, None) is not None:
-                continue  # the sequence computes already
+                continue  # noted when it was given up; the sequence computes already
             load = self._loads.pop(done.job)
             if load.is_probe:
+                self.rule.replace_read_rate(done.num_bytes, done.seconds)
                 continue
+            self.rule.note_load(done.num_bytes, done.seconds)
             del self._awaited[load.keys[0]]
             self._num_late = 0
             yield load, done
 
-    def _give_up_late(self) -> None:
-        """Lets sequences compute whose loads take too long. Switches off a store that hangs."""
-        now = self._clock()
-        for number in [key for key, load in self._loads.items() if now > load.patience]:
-            load = self._late[number] = self._loads.pop(number)
+    def _give_up_slow(self) -> Iterator[tuple[StoreLoad, LoadDone]]:
+        """Ends loads that take too long, and yields those that a sequence waits for with what was
+        read: it computes the rest."""
+        for number in [key for key, load in self._loads.items() if self._is_too_slow(key, load)]:
+            load, progress = self._loads.pop(number), self._store.progress(number)
+            self._late[number] = load
+            pages = self._store.cancel(number)
+            seconds = 0.0 if progress is None else progress.seconds
+            if progress is not None:
+                num_bytes = max(1, progress.num_read) * self._page_bytes
+                self.rule.replace_read_rate(num_bytes, seconds)
             if load.is_probe:
                 continue
+            self._num_skipped = 0
             del self._awaited[load.keys[0]]
             load.sequence.num_tier_loads = _MOST_LOADS
-            self._counts["late"] += len(load.keys)
+            self._counts["late"] += len(load.keys) - len(pages)
+            yield load, LoadDone(number, pages, len(load.keys), seconds)
+
+    def _is_too_slow(self, number: int, load: StoreLoad) -> bool:
+        if self._clock() > load.patience:
+            return True
+        progress = None if load.is_probe else self._store.progress(number)
+        if progress is None:
+            return False
+        return load.decision.is_too_slow(progress.num_read / len(load.keys), progress.seconds)
+
+    def _count_hanging(self) -> None:
+        """Switches off a store that hangs."""
+        now = self._clock()
         hanging = {number for number, load in self._late.items() if now > load.deadline}
         is_new, self._hanging = bool(hanging) and not self._hanging, hanging
         if not is_new or all(self._late[number].is_probe for number in hanging):
@@ -183,10 +211,14 @@ class RecentSteps:
         self._rule, self._clock = rule, clock
         self._step: tuple[float, int, int] | None = None  # its begin, tokens, those of prompts
 
-    def begins(self, steps: Items[tuple[Sequence, int]]) -> None:
-        """Notes a step's sequences and their tokens."""
+    def begins(self, steps: Collection[tuple[Sequence, int]]) -> None:
+        """Notes a step's sequences and their tokens. A step in which no sequence computes more than
+        one says nothing about prompts, and is not looked at again."""
         num_tokens = sum(count for _, count in steps)
-        self._step = self._clock(), num_tokens, sum(s.num_unread(count) for s, count in steps)
+        self._step = None
+        if num_tokens > len(steps):
+            num_prompt_tokens = sum(s.num_unread(count) for s, count in steps)
+            self._step = self._clock(), num_tokens, num_prompt_tokens
 
     def ended(self) -> None:
         """Notes the end of the step that began last. One that began before that end is not

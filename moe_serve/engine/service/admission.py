@@ -1,7 +1,8 @@
 """Decides whether a new request can keep its target for the first token, before it is queued.
 
 The decision uses the last snapshots that the engines published, plus the requests that were
-accepted since. With several attention ranks the one with the earliest first token counts.
+accepted since. With several attention ranks, or cells, the one with the earliest first token
+counts. Cells that are closed to new requests do not count, unless all are.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +24,7 @@ from moe_serve.engine.service.order import Floats, StartOrder
 LEAST_RETRY_S = 0.1
 _NOW = np.zeros(1)
 _MOST_ACCEPTED = 4096  # that are remembered if no turn ends
-_LIFE = 2  # turns after which an accepted request is in a snapshot
+_LIFE = 2  # turns of one cell after which an accepted request is in a snapshot
 
 
 @dataclass(slots=True)
@@ -33,7 +35,37 @@ class _Accepted:
     num_tokens: int
     key: float  # when it came
     raw_s: float | None  # its forecast, uncorrected
-    has_entered: bool = False
+    cell: int | None = None  # that it has entered
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """The turns of the last snapshots: of all, and of each cell. `num_engines`: by cell."""
+
+    last: int
+    by_cell: Mapping[int, int]
+    num_engines: Counter[int]
+
+    @classmethod
+    def of(cls, snapshots: Items[QueueSnapshot]) -> _Turns:
+        by_cell: dict[int, int] = {}
+        for each in snapshots:
+            by_cell[each.cell] = max(by_cell.get(each.cell, 0), each.turn)
+        num_engines = Counter([each.cell for each in snapshots])
+        return cls(max(by_cell.values(), default=0), by_cell, num_engines)
+
+    def include(self, accepted: _Accepted) -> bool:
+        """Returns whether the snapshots include an accepted request."""
+        last = self.last
+        if accepted.cell is not None:
+            last = self.by_cell.get(accepted.cell, last)
+        return accepted.turn < last
+
+    def share(self, accepted: _Accepted) -> float:
+        """Returns the probability that an accepted request is one engine's, if it can be."""
+        if accepted.cell is None:
+            return 1 / self.num_engines.total()
+        return 1 / self.num_engines[accepted.cell]
 
 
 class Admission:
@@ -53,6 +85,7 @@ class Admission:
         self._order, self._priority_s, self._default_s = order, priority_s, default_s
         self._factors = factors
         self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
+        self._closed: set[int] = set()  # cells that take no requests
         self._accepted: deque[_Accepted] = deque(maxlen=_MOST_ACCEPTED)
         self._refused: Counter[str] = Counter()
 
@@ -63,6 +96,18 @@ class Admission:
     def withdraw(self, engine: int) -> None:
         """Drops the snapshot of an engine that is lost."""
         self._snapshots = {key: each for key, each in self._snapshots.items() if key != engine}
+
+    def set_open(self, cell: int, *, is_open: bool) -> None:
+        """Notes whether a cell takes new requests. Safe from any thread."""
+        if is_open:
+            self._closed.discard(cell)
+        else:
+            self._closed.add(cell)
+
+    def remove_cell(self, cell: int) -> None:
+        """Drops the snapshots of a cell that is gone."""
+        self.set_open(cell, is_open=True)
+        self._snapshots = {key: each for key, each in self._snapshots.items() if each.cell != cell}
 
     @property
     def num_snapshots(self) -> int:
@@ -88,23 +133,28 @@ class Admission:
 
     def raw_s(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> float | None:
         """Predicts the seconds to the first token without correction; None: not measured yet."""
-        snapshots = self._snapshots
+        snapshots = self._open_snapshots
         if not snapshots:
             return None
-        raw_s = math.inf
-        turn = max(each.turn for each in snapshots.values())
-        for snapshot in snapshots.values():
+        raw_s, turns = math.inf, _Turns.of(snapshots)
+        for snapshot in snapshots:
             num_left = num_prompt_tokens * snapshot.uncached
             keys_at = self._keys_at(snapshot, service, num_prompt_tokens, priority)
-            num_more, num_more_tokens = self._since(turn, float(keys_at(_NOW)[0]))
+            num_more, num_more_tokens = self._since(snapshot.cell, turns, float(keys_at(_NOW)[0]))
             found_s = snapshot.first_token_s(
                 num_left,
                 keys_at,
-                num_more=num_more / len(snapshots),
-                num_more_tokens=num_more_tokens * snapshot.uncached / len(snapshots),
+                num_more=num_more,
+                num_more_tokens=num_more_tokens * snapshot.uncached,
             )
             raw_s = min(raw_s, found_s)
         return raw_s
+
+    @property
+    def _open_snapshots(self) -> list[QueueSnapshot]:
+        """The snapshots of the engines that take requests; of all, if none does."""
+        closed, all_of_them = self._closed, list(self._snapshots.values())
+        return [each for each in all_of_them if each.cell not in closed] or all_of_them
 
     def check(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> Refusal | None:
         """See `AdmissionCheck.check`."""
@@ -116,12 +166,14 @@ class Admission:
             if forecast.p90_s > target_s:
                 self._refused[service.tier] += 1
                 return self._refusal(forecast, target_s, service.tier)
-        turn = max((each.turn for each in self._snapshots.values()), default=0)
-        while self._accepted and self._accepted[0].turn < turn:
+        snapshots = self._open_snapshots
+        turns = _Turns.of(snapshots)
+        while self._accepted and turns.include(self._accepted[0]):
             self._accepted.popleft()
-        snapshot = next(iter(self._snapshots.values()), QueueSnapshot())
+        snapshot = next(iter(snapshots), QueueSnapshot())
         key = float(self._keys_at(snapshot, service, num_prompt_tokens, priority)(_NOW)[0])
-        self._accepted.append(_Accepted(turn + _LIFE - 1, num_prompt_tokens, key, raw_s))
+        life = _LIFE * max(1, len(turns.num_engines))
+        self._accepted.append(_Accepted(turns.last + life - 1, num_prompt_tokens, key, raw_s))
         return None
 
     def _keys_at(
@@ -132,13 +184,13 @@ class Admission:
         slack_s = self.slack_s(service, priority) - work_s
         return self._order.keys_over_time(slack_s, work_s, service.weight, priority)
 
-    def entered(self, turn: int, num_prompt_tokens: int) -> float | None:
-        """Notes that a request has reached an engine in a turn, whose snapshot will include it.
-        Returns its forecast without correction; None if it was not accepted here, or was accepted
-        long ago."""
+    def entered(self, turn: int, num_prompt_tokens: int, cell: int = 0) -> float | None:
+        """Notes that a request has reached an engine of a cell in a turn; the cell's next snapshot
+        will include it. Returns its forecast without correction; None if it was not accepted here,
+        or was accepted long ago."""
         for each in tuple(self._accepted):
-            if not each.has_entered and each.num_tokens == num_prompt_tokens:
-                each.has_entered, each.turn = True, turn
+            if each.cell is None and each.num_tokens == num_prompt_tokens:
+                each.cell, each.turn = cell, turn
                 return each.raw_s
         return None
 
@@ -159,15 +211,17 @@ class Admission:
             target_s = self._default_s
         return target_s + self._priority_s * priority
 
-    def _since(self, turn: int, key: float) -> tuple[int, int]:
-        """Returns the number of requests that the snapshot of a turn lacks and that go before a
-        key, and their tokens."""
-        counts = [
-            each.num_tokens
-            for each in tuple(self._accepted)
-            if each.turn >= turn and each.key <= key
-        ]
-        return len(counts), sum(counts)
+    def _since(self, cell: int, turns: _Turns, key: float) -> tuple[float, float]:
+        """Returns the number of requests that go before a key and that the snapshots of a cell
+        lack, and their tokens. Each counts with the probability that it has come, or will come, to
+        one engine of the cell."""
+        count = tokens = 0.0
+        for each in tuple(self._accepted):
+            if each.key <= key and each.cell in (None, cell) and not turns.include(each):
+                share = turns.share(each)
+                count += share
+                tokens += share * each.num_tokens
+        return count, tokens
 
 
 def _first_target_s(service: Service) -> float | None:

@@ -33,7 +33,8 @@ class QueueSnapshot:
     `keys` are those of `Order`, `num_left` the prompt tokens that each has to read.
     """
 
-    turn: int = 0  # of the engine, when it was taken
+    turn: int = 0  # number of steps of all cells that had ended when it was taken
+    cell: int = 0  # of the engine
     token_s: float = 0.0  # seconds to read one prompt token
     step_s: float = 0.0  # seconds of a step that reads nothing
     more_s: float = 0.0  # seconds that one more prompt token adds to a step
@@ -63,8 +64,11 @@ class QueueSnapshot:
         `num_more` and `num_more_tokens` are the more urgent requests accepted since the snapshot.
         """
         start_s = self._start_s(num_more, num_more_tokens, keys_at)
-        read_s = max(num_tokens * self.token_s, self.step_s + num_tokens * self.more_s)
-        return self.rest_s + start_s + read_s
+        return self.rest_s + start_s + self.read_s(num_tokens)
+
+    def read_s(self, num_tokens: float) -> float:
+        """Predicts the seconds in which a prompt is read once it is its turn."""
+        return max(num_tokens * self.token_s, self.step_s + num_tokens * self.more_s)
 
     def _start_s(
         self, num_more: float, num_more_tokens: float, keys_at: Callable[[Floats], Floats]

@@ -84,6 +84,20 @@ class ServiceQueue:
         one that is read fastest; only those with keys below `until`."""
         return self._rank().groups(until)
 
+    def num_before(self, sequence: Sequence) -> int:
+        """Returns how many waiting sequences are more urgent than a running one of another cell,
+        which counts as due now if its deadline has passed."""
+        standing, request = standing_of(sequence), sequence.request
+        now_s, work_s = standing.clock(), sequence.num_pending_tokens * self.state.token_s
+        (key,) = self.state.order.keys_of(
+            np.array([now_s - standing.queued_s]),
+            np.array([max(0.0, standing.deadline_s - now_s - work_s)]),
+            np.array([work_s]),
+            np.array([math.log(request.service.weight)]),
+            np.array([request.priority]),
+        )
+        return int(np.count_nonzero(self.keys() < key))
+
     def first(self) -> tuple[float, Sequence] | None:
         """Returns the most urgent waiting sequence and its key."""
         return self._rank().first
@@ -170,7 +184,7 @@ class ServiceQueue:
 
     def expired(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Returns the strict sequences whose deadlines have passed."""
-        if not self.state.num_strict:
+        if not self.state.policy.num_strict:
             return []
         now_s = self.state.steady()
         rows = np.flatnonzero(self.table.due <= now_s)
@@ -198,10 +212,11 @@ class ServiceQueue:
 
     def snapshot(self, running: Items[Sequence]) -> QueueSnapshot:
         """Returns what a newcomer would find now."""
-        state, seat_s, keys = self.state, self.seat_s, self.keys()
+        state, policy, seat_s, keys = self.state, self.state.policy, self.seat_s, self.keys()
         reading = [s for s in running if s.num_pending_tokens > 1]
         return QueueSnapshot(
-            turn=state.num_turns,
+            turn=policy.num_turns,
+            cell=state.number,
             token_s=state.token_s,
             step_s=state.step_s,
             more_s=state.more_s,
@@ -213,9 +228,9 @@ class ServiceQueue:
             keys=keys,
             floors=state.order.floors(self.table, keys, state.token_s),
             num_left=self.table.num_left.copy(),
-            uncached=state.uncached,
-            arrivals=state.arrivals.rates,
-            share=1 / max(1, state.num_live_engines),
+            uncached=policy.uncached,
+            arrivals=policy.arrivals.rates,
+            share=1 / max(1, state.admission.num_snapshots),
         )
 
     def step_ended(self, running: Items[Sequence], *, has_work: bool) -> None:

@@ -55,6 +55,11 @@ class Shares:
         """Number of tenants with any state."""
         return len(self._places) + len(self._idle)
 
+    @property
+    def num_open(self) -> int:
+        """Number of requests that have not ended."""
+        return int(self._num_open.sum())
+
     def enter(self, tier: int, tenant: str) -> int:
         """Notes a new request -> the place of its tenant."""
         key = (tier, tenant)

@@ -1,6 +1,6 @@
 """The admin routes that load and unload adapters, under vLLM's names. They need an admin key.
 
-POST /v1/load_lora_adapter {"lora_name": ..., "lora_path": ...} and
+POST /v1/load_lora_adapter {"lora_name": ..., "lora_path": ..., "pinned": false} and
 POST /v1/unload_lora_adapter {"lora_name": ...}
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,8 +20,10 @@ from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.schema.json_body import read_json_object
 
 
-def _body(*fields: str) -> dict[str, Any]:
+def _body(*fields: str, flag: str | None = None) -> dict[str, Any]:
     properties = {field: {"type": "string"} for field in fields}
+    if flag is not None:
+        properties[flag] = {"type": "boolean"}
     schema = {
         "type": "object",
         "properties": properties,
@@ -30,7 +33,7 @@ def _body(*fields: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-_LOAD, _UNLOAD = ("lora_name", "lora_path"), ("lora_name",)
+_LOAD, _UNLOAD, _PINNED = ("lora_name", "lora_path"), ("lora_name",), "pinned"
 
 
 def adapter_router(server: ServerContext) -> APIRouter:
@@ -46,9 +49,15 @@ def adapter_router(server: ServerContext) -> APIRouter:
             )
         return model.adapters
 
-    @router.post("/v1/load_lora_adapter", openapi_extra=_body(*_LOAD))
+    @router.post("/v1/load_lora_adapter", openapi_extra=_body(*_LOAD, flag=_PINNED))
     async def load(request: Request) -> dict[str, Any]:
-        values = _strings(await read_json_object(request, max_bytes), _LOAD)
+        body = dict(await read_json_object(request, max_bytes))
+        is_pinned = body.pop(_PINNED, False)
+        if not isinstance(is_pinned, bool):
+            raise InvalidRequestError(
+                f"{_PINNED} must be true or false, got {is_pinned!r:.100}.", param=_PINNED
+            )
+        values = _strings(body, _LOAD)
         name = values["lora_name"]
         if name == model.name or name.startswith(f"{model.name}:"):
             raise InvalidRequestError(
@@ -57,7 +66,8 @@ def adapter_router(server: ServerContext) -> APIRouter:
                 param="lora_name",
             )
         try:
-            version = await asyncio.to_thread(adapters().load_below_root, name, values["lora_path"])
+            read = partial(adapters().load_below_root, is_pinned=is_pinned)
+            version = await asyncio.to_thread(read, name, values["lora_path"])
         except CheckpointError as error:
             raise InvalidRequestError(
                 f"The adapter cannot be served: {error}", param="lora_path", code="invalid_adapter"
@@ -78,6 +88,7 @@ def _shown(version: AdapterVersion) -> dict[str, Any]:
         "kind": version.kind,
         "rank": version.rank,
         "digest": version.digest.hex(),
+        _PINNED: version.is_pinned,
     }
 
 
@@ -86,7 +97,8 @@ def _strings(body: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, str]
     unknown = sorted(body.keys() - set(fields))
     if unknown:
         raise InvalidRequestError(
-            f"Unknown field {unknown[0][:100]!r}. The known fields are {', '.join(fields)}.",
+            f"Unknown field {unknown[0][:100]!r}. The known fields are {', '.join(fields)}"
+            f"{' and pinned' if fields == _LOAD else ''}.",
             param=unknown[0][:100],
         )
     for field in fields:

@@ -1,7 +1,8 @@
 """The admin routes for recording routing traces and for the placement. They need an admin key.
 
 POST /admin/trace/start and /admin/trace/stop, GET /admin/trace/status
-GET /admin/placement and /admin/placement/plan, POST /admin/placement/plan and /rebalance
+GET /admin/placement and /admin/placement/plan, POST /admin/placement/plan and /rebalance, all with
+?cell=N if the server has several cells
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from fastapi import APIRouter, Request, Response
 
 from experts.placement.plan_file import parse_json, parse_placement, placement_text
 from experts.placement.problem.placement import Placement
+from moe_serve.engine.routes.cell_placements import AnyPlacement, CellPlacements
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import MIN_RATE, Tracing, TracingStatus
-from moe_serve.errors import InvalidRequestError, RebalanceError
+from moe_serve.errors import CellsError, InvalidRequestError, RebalanceError
 from moe_serve.http.gate.auth import ADMIN_PREFIX
 from moe_serve.http.schema.json_body import read_json_bytes, read_json_object
 
+_MAX_DIGITS = 10  # of a cell's number
 _FIELDS = ("sample_rate", "weights")
 _START_SCHEMA = {
     "type": "object",
@@ -89,37 +92,64 @@ def _options(body: dict[str, Any]) -> tuple[float | None, bool | None]:
     return rate, has_weights
 
 
-def placement_router(placement: PlacementControl | None, max_body_bytes: int) -> APIRouter:
+def placement_router(placement: AnyPlacement | None, max_body_bytes: int) -> APIRouter:
     """`placement` None: the server has no expert ranks, and the routes answer with an error."""
     router = APIRouter(prefix=f"{ADMIN_PREFIX}/placement")
 
-    def control() -> PlacementControl:
-        if placement is None:
-            raise RebalanceError(
-                "This server has no expert ranks, so no experts can be moved "
-                "(cluster.expert_ranks is 0)."
-            )
-        return placement
-
     @router.get("")
-    async def status() -> dict[str, Any]:
-        return asdict(await asyncio.to_thread(control().status))
+    async def status(cell: str | None = None) -> dict[str, Any]:
+        if cell is None and isinstance(placement, CellPlacements):
+            return {"cells": await asyncio.to_thread(_of_all_cells, placement)}
+        return asdict(await asyncio.to_thread(_control(placement, cell).status))
 
     @router.get("/plan")
-    async def plan() -> Response:
-        return Response(placement_text(control().plan()), media_type="application/json")
+    async def plan(cell: str | None = None) -> Response:
+        text = placement_text(_control(placement, cell).plan())
+        return Response(text, media_type="application/json")
 
     @router.post("/plan", openapi_extra=_PLAN_BODY)
-    async def apply(request: Request) -> dict[str, Any]:
-        found = control()
+    async def apply(request: Request, cell: str | None = None) -> dict[str, Any]:
+        found = _control(placement, cell)
         target = await asyncio.to_thread(parse_plan, await read_json_bytes(request, max_body_bytes))
         return asdict(await asyncio.to_thread(found.apply, target))
 
     @router.post("/rebalance")
-    async def rebalance() -> dict[str, Any]:
-        return asdict(await asyncio.to_thread(control().rebalance))
+    async def rebalance(cell: str | None = None) -> dict[str, Any]:
+        return asdict(await asyncio.to_thread(_control(placement, cell).rebalance))
 
     return router
+
+
+def _control(placement: AnyPlacement | None, cell: str | None) -> PlacementControl:
+    """Returns the control of a cell, named by its number; `cell` None: of the only one. Raises
+    RebalanceError, CellsError and InvalidRequestError."""
+    if placement is None:
+        raise RebalanceError(
+            "This server has no expert ranks, so no experts can be moved (cluster.expert_ranks is "
+            "0)."
+        )
+    if isinstance(placement, CellPlacements):
+        if cell is None:
+            raise InvalidRequestError(
+                "Each cell has a placement of its own: name one by ?cell=N; this server has "
+                f"{placement.names}.",
+                param="cell",
+            )
+        if not (cell.isascii() and cell.isdigit() and len(cell) < _MAX_DIGITS):
+            raise InvalidRequestError(
+                f"cell must be the number of a cell, got {cell[:100]!r}; this server has "
+                f"{placement.names}.",
+                param="cell",
+            )
+        return placement.of(int(cell))
+    if cell is not None:
+        raise CellsError("This server has a single cell: leave out ?cell.")
+    return placement
+
+
+def _of_all_cells(placements: CellPlacements) -> list[dict[str, Any]]:
+    controls = placements.by_cell.items()
+    return [{"cell": cell, **asdict(control.status())} for cell, control in controls]
 
 
 def parse_plan(body: bytes) -> Placement:

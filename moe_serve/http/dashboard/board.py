@@ -20,10 +20,12 @@ from moe_serve import __version__
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.config.sections import SpeculationConfig
 from moe_serve.engine.request.stats import EngineStats
-from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl
+from moe_serve.engine.routes.cell_placements import AnyPlacement, CellPlacements
+from moe_serve.engine.routes.placement_control import PlacementBrief
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.errors import InvalidRequestError
-from moe_serve.http.dashboard.cells_part import cells_part
+from moe_serve.http.dashboard.adapters_part import adapters_part
+from moe_serve.http.dashboard.cells_part import CellPlacementsPart, cells_part
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
 from moe_serve.http.dashboard.service_part import ServiceWindow
 from moe_serve.http.dashboard.snapshot import (
@@ -50,9 +52,10 @@ class Board:
     """The dashboard's data of one server."""
 
     def __init__(
-        self, server: ServerContext, placement: PlacementControl | None, facts: DashboardFacts
+        self, server: ServerContext, placement: AnyPlacement | None, facts: DashboardFacts
     ) -> None:
         self._model, self._facts = server.model, facts
+        self._placements = CellPlacementsPart()
         self._sources = Sources(server.generations, server.metrics.recent, placement)
         self._events, self._history = EventLog(), History()
         self._watch = EventWatch(self._events)
@@ -112,8 +115,9 @@ class Board:
         load = facts.experts
         counts = None if load is None else load.look()
         shares: RankShares | None = None
-        if self._sources.placement is not None and counts is not None:
-            shares = self._sharer.of(self._sources.placement.plan(), counts.rows_LE)
+        placement = self._sources.placement
+        if counts is not None and not (placement is None or isinstance(placement, CellPlacements)):
+            shares = self._sharer.of(placement.plan(), counts.rows_LE)
         state = {
             "server": self._server_part(now),
             "now": now.at,
@@ -128,10 +132,12 @@ class Board:
             "expert_memory": memory_part(stats),
             "ranks": ranks_part(stats, shares),
             "cells": cells_part(stats),
-            "placement": placement_part(now.placement, shares),
+            "placement": placement_part(now.placements.get(""), shares),
+            "cell_placements": self._placements.part(placement),
             "predictor": predictor_part(stats, facts.predictor),
             "speculation": speculation_part(stats, facts.speculation),
             "service": self._service.part(stats.service),
+            "adapters": adapters_part(self._model.adapters, self._sources.generations),
             "step": None if facts.last_step is None else facts.last_step(),
             "history": self._history.columns(),
         }

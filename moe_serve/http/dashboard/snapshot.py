@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.engine.request.client import EngineClient
-from moe_serve.engine.request.stats import EngineStats
+from moe_serve.engine.request.stats import CellState, EngineStats
+from moe_serve.engine.routes.cell_placements import AnyPlacement, CellPlacements
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl, PlanOutcome
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.metrics.recent import RecentRequests
@@ -27,7 +28,7 @@ _NUM_SAMPLES = 300
 class Snapshot:
     at: float  # seconds since 1970
     stats: EngineStats
-    placement: PlacementBrief | None
+    placements: Mapping[str, PlacementBrief]  # by cell; of a server with one cell, by ""
     is_draining: bool
     num_rejected: int
     ttft_ms: float | None  # the median of the last seconds
@@ -41,7 +42,7 @@ class Sources:
         self,
         generations: GenerationService,
         recent: RecentRequests,
-        placement: PlacementControl | None,
+        placement: AnyPlacement | None,
     ) -> None:
         self.engine: EngineClient = generations.engine
         self.generations, self.recent, self.placement = generations, recent, placement
@@ -53,12 +54,21 @@ class Sources:
         return Snapshot(
             at=time.time(),
             stats=self.engine.stats(),
-            placement=None if self.placement is None else self.placement.brief(),
+            placements={name: each.brief() for name, each in controls_of(self.placement).items()},
             is_draining=self.generations.is_draining,
             num_rejected=recent.num_rejected,
             ttft_ms=None if first is None else first.p50,
             tpot_ms=None if following is None else following.p50,
         )
+
+
+def controls_of(placement: AnyPlacement | None) -> Mapping[str, PlacementControl]:
+    """Returns the controls by the names of their cells; that of a single cell has none."""
+    if placement is None:
+        return {}
+    if isinstance(placement, CellPlacements):
+        return {f"cell-{number}": each for number, each in placement.by_cell.items()}
+    return {"": placement}
 
 
 _LATELY_S = 3
@@ -166,6 +176,16 @@ class EventLog:
         return [event for event in events if event.seq > seq or seq > newest]
 
 
+_CELL_EVENTS: Mapping[CellState, tuple[str, str]] = {
+    "starting": ("cell_added", "starts"),
+    "serving": ("cell_serves", "serves"),
+    "draining": ("cell_drains", "drains: its requests move away"),
+    "leaving": ("cell_leaves", "leaves: its requests move away"),
+    "stopping": ("cell_stops", "has no requests any more, and its ranks end"),
+    "failed": ("cell_failed", "could not start"),
+}
+
+
 class EventWatch:
     """Compares each snapshot with the previous one and adds events, at most a second late.
 
@@ -183,8 +203,10 @@ class EventWatch:
             return
         self._ranks(before.stats, now.stats)
         self._engine(before.stats, now.stats)
-        if before.placement is not None and now.placement is not None:
-            self._placement(before.placement, now.placement)
+        self._cells(before.stats, now.stats)
+        for cell, brief in now.placements.items():
+            if cell in before.placements:
+                self._placement(before.placements[cell], brief, f"{cell}: " if cell else "")
         if now.is_draining and not before.is_draining:
             self._log.add("draining", "The server is shutting down and accepts no new requests.")
         if now.num_rejected > before.num_rejected and not now.is_draining:
@@ -220,15 +242,28 @@ class EventWatch:
         what = "is used again" if stats.is_predictor_on else "is no longer used"
         self._log.add(kind, f"The predictor {what}: its recall is {recall}.")
 
-    def _placement(self, before: PlacementBrief, now: PlacementBrief) -> None:
+    def _cells(self, before: EngineStats, now: EngineStats) -> None:
+        states = {cell.name: cell.state for cell in before.cells}
+        for cell in now.cells:
+            was = states.pop(cell.name, None)
+            if cell.state != was:
+                kind, text = _CELL_EVENTS[cell.state]
+                if cell.state == "serving" and was in ("draining", "leaving"):
+                    kind, text = "cell_back", "takes requests again"
+                note = f": {cell.note.rstrip('.')}" if cell.state == "failed" else ""
+                self._log.add(kind, f"{cell.name} ({cell.ranks} {cell.role}) {text}{note}.")
+        for name in states:
+            self._log.add("cell_gone", f"{name} is gone.")
+
+    def _placement(self, before: PlacementBrief, now: PlacementBrief, cell: str) -> None:
         def num_more(outcome: PlanOutcome) -> int:
             return now.num_plans.get(outcome, 0) - before.num_plans.get(outcome, 0)
 
         text = "" if now.last is None else f": {now.last.text.rstrip('.')}"
         if num_more("moved") > 0:
-            self._log.add("rebalanced", f"Experts have moved, version {now.version}{text}.")
+            self._log.add("rebalanced", f"{cell}Experts have moved, version {now.version}{text}.")
         if any(num_more(outcome) > 0 for outcome in _FAILURES):
-            self._log.add("rebalance_failed", f"No experts have moved{text}.")
+            self._log.add("rebalance_failed", f"{cell}No experts have moved{text}.")
 
     def _overload(self, before: Snapshot, now: Snapshot) -> None:
         last, self._rejected_at = self._rejected_at, now.at

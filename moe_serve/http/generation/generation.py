@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -81,16 +82,12 @@ class Generation:
         """Registers a callback for each step, which should call `take`. See `DeltaQueue.listen`."""
         self._queue.listen(on_step)
 
-    def adapters(self, *, has_begun: bool) -> set[str]:
+    def adapters(self, *, has_begun: bool) -> list[str]:
         """Returns the adapters of unfinished sequences that have begun to answer, or that have
         not."""
-        return {
-            each.request.adapter.name
-            for each in self._sequences.values()
-            if each.request.adapter is not None
-            and not each.is_finished
-            and (each.num_tokens > 0) == has_begun
-        }
+        open_ones = [each for each in self._sequences.values() if not each.is_finished]
+        named = [(each.request.adapter, each.num_tokens > 0) for each in open_ones]
+        return [adapter.name for adapter, begun in named if adapter and begun == has_begun]
 
     def usage(self) -> Usage:
         sequences = self._sequences.values()
@@ -313,10 +310,10 @@ class GenerationService:
         self._open.add(generation)
         return generation
 
-    def adapters(self, *, has_begun: bool) -> list[str]:
-        """Returns the adapters of all open generations; see `Generation.adapters`."""
+    def adapters(self, *, has_begun: bool) -> Counter[str]:
+        """Counts the sequences of each adapter; see `Generation.adapters`."""
         found = (each.adapters(has_begun=has_begun) for each in tuple(self._open))
-        return sorted(set().union(*found))
+        return Counter(name for names in found for name in names)
 
     def begin_drain(self) -> None:
         """Refuses new requests. Open ones continue."""

@@ -101,7 +101,7 @@ class ServedModel:
             adapter = await asyncio.to_thread(self.adapters.acquire, known)
         fingerprint = self.fingerprint
         if fingerprint is not None:
-            fingerprint = f"{fingerprint}-{adapter.version.digest.hex()[:8]}"
+            fingerprint = f"{fingerprint}-{adapter.version.short_digest}"
         return NamedModel(name=known, fingerprint=fingerprint, adapter=adapter)
 
     def version(self, name: str) -> AdapterVersion | None:

@@ -44,4 +44,9 @@ ADAPTER_ROWS: tuple[MetricRow, ...] = (
     _adapters.gauge(
         "bytes", "Bytes of the weights of adapters.", lambda a: float(a.stats.bytes_in_memory)
     ),
+    _adapters.gauge(
+        "pinned_bytes",
+        "Bytes of the weights of adapters that are never dropped (adapters.pinned).",
+        lambda a: float(a.stats.pinned_bytes),
+    ),
 )

@@ -20,7 +20,8 @@ from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.request.draft_counts import DraftCounts, SourceCounts
 from moe_serve.engine.request.stats import EngineStats
-from moe_serve.engine.routes.placement_control import PlacementControl, PlacementStatus
+from moe_serve.engine.routes.cell_placements import AnyPlacement, CellPlacements
+from moe_serve.engine.routes.placement_control import PlacementStatus
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.engine.tracing import Tracing, TracingStatus
 from moe_serve.engine.watch.expert_load import ExpertCounts, ExpertLoad
@@ -96,7 +97,7 @@ class ExpertScrape:
     layers: tuple[int, ...]
     window: ExpertCounts  # of the last minute
     total: ExpertCounts  # since the start
-    shares: RankShares | None  # None: no expert ranks
+    shares: RankShares | None  # None: no expert ranks, or several cells
     has_each: bool  # a series for each expert of each layer
 
 
@@ -155,7 +156,7 @@ class ScrapeSources:
     is_draining: Callable[[], bool]  # True: the server is shutting down
     cache: CacheFacts = NO_CACHE_FACTS
     tracing: Tracing | None = None
-    placement: PlacementControl | None = None
+    placement: AnyPlacement | None = None
     experts: ExpertLoad | None = None
     has_each_expert: bool = False  # a series for each expert of each layer
     drafters: tuple[str, ...] = ()  # sources of drafts; empty: speculation is off
@@ -189,11 +190,14 @@ class Scraper:
 
     def _experts(self, load: ExpertLoad) -> ExpertScrape:
         window, placement = load.look(), self._sources.placement
+        shares = None
+        if not (placement is None or isinstance(placement, CellPlacements)):
+            shares = self._sharer.of(placement.plan(), window.rows_LE)
         return ExpertScrape(
             layers=load.layers,
             window=window,
             total=load.total,
-            shares=None if placement is None else self._sharer.of(placement.plan(), window.rows_LE),
+            shares=shares,
             has_each=self._sources.has_each_expert,
         )
 

@@ -217,6 +217,7 @@ def _planned_bytes(plan: MemoryPlan) -> Samples:
         ("weights",): sum(process.weights for process in plan.processes),
         ("kv_pages",): sum(process.kv_bytes for process in plan.processes),
         ("dispatch_buffers",): sum(process.buffers for process in plan.processes),
+        ("adapters",): sum(process.adapters for process in plan.processes),
     }
 
 

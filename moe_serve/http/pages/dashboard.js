@@ -2,6 +2,7 @@
 import { element, setText } from "./shared/element.js";
 import { duration } from "./shared/format.js";
 import { askForKey } from "./shared/key.js";
+import { AdaptersPanel } from "./panels/adapters_panel.js";
 import { EventsPanel } from "./panels/events_panel.js";
 import { ExpertsPanel } from "./panels/experts_panel.js";
 import { KvPanel } from "./panels/kv_panel.js";
@@ -19,6 +20,7 @@ const tiles = new Tiles(document.getElementById("tiles"));
 const parts = [
   new ExpertsPanel(),
   new ServicePanel(),
+  new AdaptersPanel(),
   new RequestsPanel(),
   new LatencyPanel({ id: "ttft", title: "TTFT", meaning: "time to the first token", field: "ttft_ms" }),
   new LatencyPanel({ id: "tpot", title: "TPOT", meaning: "time per output token", field: "tpot_ms" }),

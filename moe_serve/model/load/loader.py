@@ -177,8 +177,8 @@ class ModelLoader:
         table = model_table(self.names, self.spec)
         bias = self._tensors.keep(table["head_bias"]) if self.spec.has_head_bias else None
         if self.spec.is_head_tied:
-            return self._head(self.embedding() if embedding is None else embedding, bias, gather)
-        head = self._head(self._linears.matrix(table["head"], self._tensors), bias, gather)
+            return self.head(self.embedding() if embedding is None else embedding, bias, gather)
+        head = self.head(self._linears.matrix(table["head"], self._tensors), bias, gather)
         self._tensors.done(table["head"])
         return head
 
@@ -265,7 +265,8 @@ class ModelLoader:
             banks.put(self.expert_bank(layer, experts), experts)
         return banks
 
-    def _head(self, weight: Weight, bias: Tensor | None, gather: Gather | None) -> Linear:
+    def head(self, weight: Weight, bias: Tensor | None, gather: Gather | None) -> Linear:
+        """Makes an output head, or a shard's part of one."""
         if gather is None:
             return self.kernels.linear(weight, bias)
         own = gather.shard.columns(len(weight))

@@ -21,7 +21,7 @@ from moe_kernels.interface.adapters import AdapterKernels, AdapterParts, LowRank
 from moe_kernels.interface.kernels import ExpertBank
 from moe_serve.model.step_plan import MicroBatch
 
-AdapterKind = Literal["lora", "esft"]
+AdapterKind = Literal["lora", "esft", "bitdelta"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

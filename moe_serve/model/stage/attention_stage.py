@@ -91,11 +91,13 @@ class AttentionStage:
         layers: Sequence[AttentionLayer],
         final_norm: Tensor,
         head: Linear,
+        has_fronts: bool = True,
     ) -> None:
+        """`has_fronts`: parts of a layer run as one call, where the kernels have it."""
         self.spec, self.kernels = spec, kernels
         self._embedding, self._layers = embedding, tuple(layers)
         self._final_norm, self._head = final_norm, head
-        self._fronts = tuple(self._front(layer) for layer in self._layers)
+        self._fronts = tuple(self._front(layer) if has_fronts else None for layer in self._layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,6 +108,16 @@ class AttentionStage:
     def embedding(self) -> Tensor:
         """The token embeddings [V, D]."""
         return self._embedding
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        """The weights of all layers."""
+        return self._layers
+
+    @property
+    def final_norm(self) -> Tensor:
+        """The weights of the final norm [D]."""
+        return self._final_norm
 
     @property
     def head(self) -> Linear:

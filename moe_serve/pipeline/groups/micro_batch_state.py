@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.stage.adapted_stage import AdaptedStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from moe_serve.pipeline.groups.segments import SegmentRows
@@ -40,7 +40,7 @@ class MicroBatchState:
 class SegmentedState(MicroBatchState):
     """A micro-batch some of whose rows take part in some layers only."""
 
-    def __init__(self, rows: SegmentRows, make_inputs: MakeInputs, stage: AttentionStage) -> None:
+    def __init__(self, rows: SegmentRows, make_inputs: MakeInputs, stage: AdaptedStage) -> None:
         self._rows, self._make_inputs, self._stage = rows, make_inputs, stage
         self._segment, self._left = rows.segments[0], list(rows.segments[::-1])
         self.layer_away = self.shared_TD = None

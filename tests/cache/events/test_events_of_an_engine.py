@@ -23,7 +23,7 @@ from tests.support.engine.fake_runner import FakeRunner
 
 def test_the_origin_of_a_page_is_that_of_its_request() -> None:
     version = AdapterVersion(
-        name="sql", folder=Path("sql"), digest=b"1", kind="lora", rank=1, loaded_at=0
+        name="sql", folder=Path("sql"), digest=b"1", kind="lora", rank=1, loaded_at=0, num_bytes=9
     )
     request = GenerationRequest(
         request_id="r",

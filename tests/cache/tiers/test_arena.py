@@ -12,18 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_serve.cache.kv_cache import KVCache
-from moe_serve.cache.page_bytes import PageBytes
 from moe_serve.cache.shared_memory import SharedMemory
 from moe_serve.cache.tiers.arena import ArenaIndex, ArenaView
+from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.config.sections import ModelConfig
 from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.errors import ConfigError
+from moe_serve.model.stage.tensor_shard import TensorShard
+
+SPEC = ServedCheckpoint.read(ModelConfig()).spec
+HEADS = SPEC.attention.num_kv_heads
 
 
 @pytest.fixture
 def cache() -> KVCache:
-    spec = ServedCheckpoint.read(ModelConfig()).spec
-    cache = KVCache(spec, 6, 16, torch.bfloat16, torch.device("cpu"))
+    cache = KVCache(SPEC, 6, 16, torch.bfloat16, torch.device("cpu"))
     for part in cache.parts:
         part.copy_(torch.randn(part.shape))
     return cache
@@ -31,25 +34,38 @@ def cache() -> KVCache:
 
 @pytest.fixture
 def arena(cache: KVCache) -> Iterator[SharedMemory]:
-    memory = SharedMemory(PageBytes(cache).num_bytes * 2 * 4 + 100, "a test")
+    memory = SharedMemory(WirePages(cache, HEADS).num_bytes * 4 + 100, "a test")
     yield memory
     memory.close()
 
 
-def test_each_shard_has_its_part_of_a_slot(cache: KVCache, arena: SharedMemory) -> None:
-    pages = PageBytes(cache)
-    shards = [ArenaView(arena.path, pages, shard, 2) for shard in range(2)]
-    contents = [pages.read(page).copy() for page in (1, 2)]
-    shards[0].save([(1, 3)])
-    shards[1].save([(2, 3)])
-    shards[0].load([(3, 4)])
-    shards[1].load([(3, 5)])
-    assert [pages.read(page).tobytes() for page in (4, 5)] == [c.tobytes() for c in contents]
+def test_ranks_with_other_numbers_of_shards_read_a_slot(
+    cache: KVCache, arena: SharedMemory
+) -> None:
+    """Two shards with half of the heads each, and one process with all."""
+    whole = ArenaView(arena.path, WirePages(cache, HEADS))
+    halves = [
+        KVCache(TensorShard(index, 2).spec(SPEC), 6, 16, torch.bfloat16, torch.device("cpu"))
+        for index in range(2)
+    ]
+    views = [
+        ArenaView(arena.path, WirePages(half, HEADS, shard, 2)) for shard, half in enumerate(halves)
+    ]
+    whole.save([(1, 3), (2, 0)])
+    for view in views:
+        view.load([(3, 5), (0, 4)])
+        view.save([(5, 1)])
+    whole.load([(1, 3)])
+    num = HEADS // 2
+    for number, part in enumerate(cache.parts):
+        assert torch.equal(part[3], part[1])
+        for shard, half in enumerate(halves):
+            assert torch.equal(half.parts[number][4], part[2][shard * num : (shard + 1) * num])
 
 
 def test_memory_that_cannot_be_opened_is_told(cache: KVCache, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be opened .* same host"):
-        ArenaView(str(tmp_path / "nothing"), PageBytes(cache), 0, 1)
+        ArenaView(str(tmp_path / "nothing"), WirePages(cache, HEADS))
 
 
 def test_too_little_memory_is_refused() -> None:

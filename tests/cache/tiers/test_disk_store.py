@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 
 from moe_serve.cache.tiers import segment as segment_module
 from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity
-from moe_serve.cache.tiers.disk_report import clear
+from moe_serve.cache.tiers.disk_report import clear, report
 from moe_serve.cache.tiers.disk_space import DiskLimits
 from moe_serve.cache.tiers.disk_store import DiskStore
 from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.slot import ALIGNMENT
-from moe_serve.cache.tiers.store import SavedPage
+from moe_serve.cache.tiers.store import LoadDone, SavedPage
 from moe_serve.errors import ConfigError
 
 PAGE = 3000  # bytes, not a multiple of the alignment
@@ -182,6 +183,37 @@ def test_a_file_that_was_cut(filled: Path, folder: Path, size: int) -> None:
     save(store, range(5, 8))
     assert load(store, range(5, 8)) == pages_of(range(5, 8))
     store.close(5)
+
+
+class _KilledError(Exception):
+    """Ends the thread that writes, as a kill does."""
+
+
+@pytest.mark.parametrize("size", [0, 100, ALIGNMENT, ALIGNMENT + 1000])
+def test_a_kill_inside_a_write_cuts_that_page_alone(
+    folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(descriptor: int, buffers: list[bytes], offset: int) -> int:
+        os.pwrite(descriptor, b"".join(map(bytes, buffers))[:size], offset)
+        raise _KilledError
+
+    store = open_store(folder)
+    save(store, range(3))
+    monkeypatch.setattr(segment_module.os, "pwritev", cut)
+    store.save(SavedPage(key_of(3), key_of(2), 16, page_of(3)))
+    wait_for(lambda: not store.stats().is_writing)
+    store.close(5)
+    monkeypatch.undo()
+    is_seen = size >= ALIGNMENT  # the header is whole, and its page is not
+    (found,) = report(folder, now=time.time(), verifies=True)
+    assert (found.num_pages, found.num_wrong) == (3 + is_seen, int(is_seen))
+    store = open_store(folder)
+    assert load(store, range(5)) == pages_of(range(3))
+    save(store, range(3, 5))
+    assert load(store, range(5)) == pages_of(range(5))
+    store.close(5)
+    (found,) = report(folder, now=time.time(), verifies=True)
+    assert (found.num_pages, found.num_wrong) == (5 + is_seen, int(is_seen))
 
 
 def test_a_file_of_zeros_or_of_another_server(filled: Path, folder: Path) -> None:
@@ -349,6 +381,33 @@ def test_a_read_error_is_a_page_not_found(
     store.close(5)
 
 
+def test_a_load_that_is_given_up_keeps_what_was_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, may_read, real = open_store(folder), threading.Semaphore(0), Segment.read
+    save(store, range(30))
+
+    def read(segment: Segment, slot: int) -> NDArray[np.uint8]:
+        assert may_read.acquire(timeout=60)
+        return real(segment, slot)
+
+    monkeypatch.setattr(Segment, "read", read)
+    store.load(7, [key_of(number) for number in range(30)])
+    may_read.release(5)
+    wait_for(lambda: (now := store.progress(7)) is not None and now.num_read == 5)
+    pages = store.cancel(7)
+    assert [page.tobytes() for page in pages] == pages_of(range(len(pages)))
+    assert store.take_done() == []
+    may_read.release(2)  # those that the two threads are at
+    done: list[LoadDone] = []
+    wait_for(lambda: bool(done.extend(store.take_done()) or done))
+    assert (done[0].job, done[0].num_wanted, len(done[0].pages) < 8) == (7, 30, True)
+    assert store.progress(7) is None and store.cancel(7) == ()
+    may_read.release(1000)
+    assert load(store, range(30)) == pages_of(range(30))
+    store.close(5)
+
+
 def test_a_removed_folder_ends_nothing(folder: Path) -> None:
     store = open_store(folder)
     save(store, range(2))
@@ -370,4 +429,18 @@ def test_a_weight_file_that_cannot_be_read_leaves_the_tier_off(
     wait_for(lambda: "writing failed" in store.stats().state)
     assert store.num_held([key_of(0)]) == 0 and store.room == 0
     assert "stopped writing" in caplog.text
+    store.close(5)
+
+
+def test_keys_that_begin_alike_are_not_confused(folder: Path) -> None:
+    """An index that looks at the first bytes only compares the whole key."""
+    store = open_store(folder)
+    save(store, range(1))
+    other = key_of(0)[:8] + key_of(1)[8:]
+    assert not store.has(other) and store.num_held([other]) == 0
+    store.load(7, [other])
+    done: list[LoadDone] = []
+    wait_for(lambda: bool(done.extend(store.take_done()) or done))
+    assert done[0].pages == ()
+    assert load(store, range(1)) == pages_of(range(1))
     store.close(5)

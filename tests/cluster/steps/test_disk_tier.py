@@ -128,12 +128,12 @@ def test_a_disk_that_fails_is_no_error(tmp_path: Path, monkeypatch: pytest.Monke
     assert not tier.saves.get("saved") and not stored(tmp_path / "other")[0].num_pages
 
 
-def test_pages_of_another_layout_are_not_found(tmp_path: Path) -> None:
+def test_ranks_with_another_number_of_shards_find_the_pages(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     expected, _ = life(with_disk(config(1, 1), folder))
     answers, tier = life(with_disk(config(1, 1, attention_tp=2), folder))
-    assert answers == expected and tier.hit_tokens == 0
-    assert len(stored(folder)) == 2
+    assert answers == expected and tier.hit_tokens > 0
+    assert len(stored(folder)) == 1
 
 
 @pytest.mark.parametrize("slots", [4, 9])

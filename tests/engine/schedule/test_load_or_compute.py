@@ -57,3 +57,31 @@ def test_a_request_waits_as_long_as_it_would_compute(
     decision = rule(compute_s, read_rate).decide(TOKENS, BYTES, 0)
     assert decision.patience_s == pytest.approx(patience_s)
     assert decision.deadline_s == pytest.approx(deadline_s)
+
+
+@pytest.mark.parametrize(
+    ("share", "seconds", "is_too_slow"),
+    [
+        (0.01, 0.06, False),  # too soon to tell
+        (0.01, 0.08, True),  # all of it would take 8 s
+        (0.5, 0.3, False),  # 0.6 s
+        (0.5, 0.54, False),  # the margin
+        (0.5, 0.56, True),
+        (0.0, 0.2, False),  # nothing is read: threads may wait for their turns
+        (0.0, 0.26, True),
+    ],
+)
+def test_a_load_is_judged_by_what_was_read(share: float, seconds: float, is_too_slow: bool) -> None:
+    decision = rule(1.0, 1e9).decide(TOKENS, BYTES, 0)
+    assert decision.is_too_slow(share, seconds) == is_too_slow
+    assert not rule(None, 1e9).decide(TOKENS, BYTES, 0).is_too_slow(0.0, 60.0)
+
+
+def test_one_load_tells_that_a_disk_is_slow_and_a_probe_that_it_is_fast() -> None:
+    measured = rule(0.3, 1e9)
+    measured.note_load(2**12, 1.0)
+    assert measured.read_rate is not None and measured.read_rate > 1e6, "a page says little"
+    measured.note_load(2**24, 2.0)
+    assert measured.read_rate < 2 * 2**24 / 2.0
+    measured.replace_read_rate(2**18, 2**18 / 1e9)
+    assert measured.read_rate == pytest.approx(1e9)

@@ -18,6 +18,8 @@ from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.service_terms import Service, Targets
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.engine.schedule.reservations import Reservation
+from moe_serve.engine.service.service_policy import ServicePolicy
+from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.simulate.virtual_clock import VirtualClock
 from tests.support.engine.fake_engine import make_engine, request, run, tokens
 from tests.support.engine.fake_runner import NAN, PAGE_SIZE, FakeRunner, continuation
@@ -62,7 +64,7 @@ class Pair:
         self.check()
         num_pages = -(-sequence.num_computed_tokens // PAGE_SIZE)
         self.carry(reservation, kept.table, range(reservation.num_shared, num_pages))
-        self.target.moving.arrive(reservation, kept.hidden, self.source.service)
+        self.target.moving.arrive(reservation, kept.hidden)
         self.source.moving.drop(kept, is_verified=True)
         self.check()
         return reservation
@@ -289,6 +291,8 @@ def test_a_strict_deadline_goes_along_to_an_engine_whose_steady_clock_differs() 
     pair = Pair()
     tiers = (TierConfig(name="gold", e2e_s=90.0),)
     scheduler = SchedulerConfig(max_num_seqs=4, max_batched_tokens=64, tiers=tiers)
+    policy = ServicePolicy(scheduler, lambda: clock.now)
+    before, after = ServiceState(policy), ServiceState(policy)
     pair.source, pair.target = (
         Engine(
             LocalExecutor(runner, Sampler(frozenset())),
@@ -298,23 +302,24 @@ def test_a_strict_deadline_goes_along_to_an_engine_whose_steady_clock_differs() 
             max_model_len=160,
             eos_token_ids=frozenset(),
             clock=lambda: clock.now,
+            service=state,
         )
-        for runner in pair.runners
+        for runner, state in zip(pair.runners, (before, after), strict=True)
     )
-    before, after = (e.service.state for e in (pair.source, pair.target) if e.service is not None)
     targets = Targets(e2e_s=90.0, is_strict=True)
     service = Service(tier="gold", tenant="t", targets=targets)
     pair.source.add(replace(request("a", PROMPT, max_tokens=30), service=service))
     for _ in range(4):
         pair.deltas += pair.source.step()
+        before.turn(has_work=True)
         clock.advance_to(clock.now + 20.0)  # the source leaves most of such a pause out
     (sequence,) = pair.source.moving.running
     standing = sequence.standing
-    assert standing is not None and before.num_strict == 1
+    assert standing is not None and policy.num_strict == 1
     assert abs(before.steady() - after.steady()) > 10.0
     left_s = standing.last_due_s - before.steady()
     pair.move(sequence)
     assert standing.last_due_s - after.steady() == pytest.approx(left_s)
-    assert (before.num_strict, after.num_strict) == (0, 1)
+    assert policy.num_strict == 1
     assert pair.finish() == continuation(PROMPT, 30)
-    assert (before.num_strict, after.num_strict) == (0, 0)
+    assert policy.num_strict == policy.shares.num_open == 0

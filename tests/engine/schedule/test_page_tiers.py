@@ -20,6 +20,7 @@ from moe_serve.engine.schedule.page_tiers import PageAccess, PageTiers
 from tests.support.engine.fake_engine import request, run, tokens
 from tests.support.engine.fake_runner import PAGE_SIZE, FakeRunner, continuation
 from tests.support.engine.fake_store import FakeStore
+from tests.support.engine.timed_store import SetClock, TimedRunner, TimedStore
 
 PROMPT = [1 + index % 40 for index in range(100)]
 NUM_FULL = 99 // PAGE_SIZE
@@ -37,8 +38,8 @@ class ManualClock:
 
 
 def access(runner: FakeRunner) -> PageAccess:
-    def read(page: int) -> NDArray[np.uint8]:
-        return np.array(runner.slots[page], dtype=np.uint8)
+    def read(page: int, into: NDArray[np.uint8]) -> None:
+        into[:] = runner.slots[page]
 
     def write(page: int, data: NDArray[np.uint8]) -> None:
         runner.slots[page] = data.tolist()
@@ -179,6 +180,38 @@ def test_a_request_waits_as_long_as_it_would_compute() -> None:
         engine.add(request("next", [1]))  # takes the late load
         run(engine)
     assert len(store.loads) == len(stems) and not store.stopped
+
+
+@pytest.mark.parametrize("load_s", [0.05, 0.7, 1.3, 3.0, 50.0])  # computing takes 1 s
+@pytest.mark.parametrize("believed", [0.01, 100.0])  # times the disk's rate
+def test_the_first_token_comes_by_the_better_way(load_s: float, believed: float) -> None:
+    """A rate that was wrong costs little, also if the disk is too slow, and is known from then
+    on."""
+    clock, size = SetClock(), 4
+    stems = [[number, *PROMPT[1:]] for number in range(41, 45)]
+    store, num_pages = TimedStore(clock, 1.0), 99 // size
+    cold, warm = (TimedRunner(size, clock, 0.01) for _ in range(2))
+    store.page_bytes = size
+    engine = engine_with(store, cold, clock)
+    for stem in stems:
+        engine.add(request("a", stem))
+        run(engine)
+    engine.close()
+    store.page_s = load_s / num_pages
+    engine = engine_with(store, warm, clock)
+    tier = engine._scheduler.tier
+    assert isinstance(tier, PageTiers)
+    tier.loads.rule.compute_s = 0.01
+    tier.loads.rule.read_rate = believed * size / store.page_s
+    ratios = []
+    for stem in stems:
+        begin = clock.now
+        engine.add(request("a", stem))
+        first = next(deltas for deltas in iter(engine.step, None) if deltas)
+        ratios.append((clock.now - begin) / min(1.0, load_s + 0.04))
+        assert tokens(first + run(engine)["a"]) == continuation(stem, 10)
+    most = 1.25 if store.page_s > 1.0 else 1.1  # without a page it waits for longer
+    assert max(ratios[1:]) <= 1.1 and (believed < 1.0 or ratios[0] <= most), ratios
 
 
 def test_three_late_loads_in_turn_switch_the_store_off() -> None:

@@ -216,3 +216,32 @@ def test_the_cautious_factor_covers_nine_of_ten_and_the_median_is_right() -> Non
     for _ in range(300):
         calibration.compare(1.0, 0.5)
     assert calibration.factors == Factors(0.5, 0.5) and error_of([calibration]).median_error == 0.0
+
+
+def test_a_closed_cell_promises_nothing() -> None:
+    made = admission()
+    made.publish(0, replace(IDLE, cell=1, **reading(5000)))
+    made.publish(1, replace(IDLE, cell=2, **reading(200)))
+    assert made.raw_s(STRICT, 100) == pytest.approx(0.3)
+    made.set_open(2, is_open=False)
+    assert made.raw_s(STRICT, 100) == pytest.approx(5.1)
+    made.set_open(1, is_open=False)
+    assert made.raw_s(STRICT, 100) == pytest.approx(0.3), "none is open, and they are used"
+    made.remove_cell(2)
+    assert made.raw_s(STRICT, 100) == pytest.approx(5.1)
+
+
+def test_an_accepted_request_counts_in_the_cell_that_it_has_entered() -> None:
+    """Cell 1 ends many steps while cell 2, which has the request, ends none."""
+    made = admission()
+    busy = replace(IDLE, cell=1, **reading(5000))
+    made.publish(0, busy)
+    made.publish(1, replace(IDLE, cell=2))
+    assert made.check(STRICT, 400) is None
+    assert made.raw_s(STRICT, 300) == pytest.approx(0.5), "it may come to either"
+    made.entered(1, 400, cell=2)
+    for turn in range(2, 9):
+        made.publish(0, replace(busy, turn=turn))
+        assert made.raw_s(STRICT, 300) == pytest.approx(0.7)
+    made.publish(1, replace(IDLE, cell=2, turn=9, **reading(400)))
+    assert made.raw_s(STRICT, 300) == pytest.approx(0.7), "once, and not twice"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_serve.clock import REAL_CLOCK
 from moe_serve.config.sections import OrderName, SchedulerConfig
 from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.request.sequence import Sequence
@@ -31,7 +32,9 @@ def waiting(
     key: int, *, tier: int = 0, queued: float = 0.0, deadline: float = 1.0, num_left: int = 100
 ) -> Sequence:
     sequence = Sequence(key, request(f"r{key}", service_of(TIERS[tier]), at_s=queued, token=key))
-    sequence.standing = Standing(queued_s=queued, deadline_s=deadline, tier=tier, num_left=num_left)
+    sequence.standing = Standing(
+        queued_s=queued, deadline_s=deadline, clock=REAL_CLOCK, tier=tier, num_left=num_left
+    )
     return sequence
 
 

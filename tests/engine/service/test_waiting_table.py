@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_serve.clock import REAL_CLOCK
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.waiting_table import WaitingTable
@@ -16,7 +17,12 @@ def sequence_of(key: int) -> Sequence:
         key, request(f"r{key}", service_of(TIERS[key % 3]), token=1 + key, num_prompt=2)
     )
     made.standing = Standing(
-        queued_s=float(key), deadline_s=key + 1.0, tier=key % 3, tenant=key % 5, num_left=key
+        queued_s=float(key),
+        deadline_s=key + 1.0,
+        clock=REAL_CLOCK,
+        tier=key % 3,
+        tenant=key % 5,
+        num_left=key,
     )
     made.num_preemptions = int(key % 7 == 0)
     return made

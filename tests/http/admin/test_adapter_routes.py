@@ -78,16 +78,22 @@ def test_models_are_listed_with_their_parents(client: TestClient) -> None:
 
 def test_load_reload_and_unload(client: TestClient, engine: Any, tmp_path: Path) -> None:
     write_small(tmp_path / "root" / "second", 2)
-    body = {"lora_name": "more", "lora_path": "second"}
+    body: dict[str, Any] = {"lora_name": "more", "lora_path": "second"}
     loaded = client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
     assert loaded.status_code == 200 and loaded.json()["lora_name"] == "more"
     client.post("/v1/completions", json={"model": "more", "prompt": "hi"})
     first = engine.submitted[-1].adapter
     write_small(tmp_path / "root" / "second", 3)
+    body["pinned"] = True
     again = client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
+    assert (loaded.json()["pinned"], again.json()["pinned"]) == (False, True)
     assert again.json()["digest"] != loaded.json()["digest"] == first.version.digest.hex()
     names = [each["id"] for each in client.get("/v1/models").json()["data"]]
     assert names == ["tiny", "fine", "more"]
+    fine, more = client.get("/dashboard/state").json()["adapters"]["adapters"]
+    assert (fine["name"], fine["is_pinned"], fine["state"]) == ("fine", False, "in memory")
+    assert more["version"] == again.json()["digest"][:8] and more["is_pinned"]
+    assert more["running"] + more["waiting"] == 0 < more["bytes"]
     text = client.get("/metrics").text
     assert 'lora_requests_info{max_lora="1000",model_name="tiny",running_lora_adapters=""' in text
     assert "moe_serve:adapter_names{" in text and "adapter_loads_total{" in text
@@ -114,6 +120,7 @@ def test_only_an_admin_key_changes_adapters(
         ({"lora_name": "a"}, "lora_path must be a text"),
         ({"lora_name": 3, "lora_path": "first"}, "lora_name must be a text"),
         ({"lora_name": "a", "lora_path": "first", "x": 1}, "Unknown field 'x'"),
+        ({"lora_name": "a", "lora_path": "first", "pinned": 1}, "pinned must be true or false"),
         ({"lora_name": "tiny", "lora_path": "first"}, "the name of the model itself"),
         ({"lora_name": "tiny:sql", "lora_path": "first"}, "begins with it and a colon"),
         ({"lora_name": "a", "lora_path": "../outside"}, "must be a folder below adapters.root"),
@@ -150,7 +157,7 @@ def test_metrics_name_the_adapters_of_open_requests(
         generation, seen = generations.start([request]), []
 
         def names() -> list[list[str]]:
-            return [generations.adapters(has_begun=has_begun) for has_begun in (True, False)]
+            return [list(generations.adapters(has_begun=has_begun)) for has_begun in (True, False)]
 
         seen.append(names())
         async for _ in generation:

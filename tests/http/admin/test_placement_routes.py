@@ -15,12 +15,12 @@ from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cli.main import main
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.request.client import EngineClient
+from moe_serve.engine.routes.cell_placements import AnyPlacement, CellPlacements
 from moe_serve.engine.routes.placement_control import (
     OUTCOMES,
     BalanceFigures,
     LastPlan,
     PlacementBrief,
-    PlacementControl,
     PlacementStatus,
     RebalanceState,
 )
@@ -86,12 +86,12 @@ class FakeControl:
         return self.status()
 
 
-MakeClient = Callable[[PlacementControl | None], TestClient]
+MakeClient = Callable[[AnyPlacement | None], TestClient]
 
 
 @pytest.fixture
 def client_of(engine: EngineClient, model: ServedModel) -> MakeClient:
-    def make(control: PlacementControl | None) -> TestClient:
+    def make(control: AnyPlacement | None) -> TestClient:
         config = ServerConfig(admin_keys=("root",))
         return TestClient(create_app(engine, model, config, placement=control))
 
@@ -139,6 +139,53 @@ def test_a_plan_is_applied(client_of: MakeClient) -> None:
             assert answer.status_code == 400 and words in answer.json()["error"]["message"], wrong
         answer = post(content=placement_text(contiguous([1], 4, 3)))
         assert answer.status_code == 409 and "3 ranks, not 2" in answer.json()["error"]["message"]
+
+
+def test_each_cell_has_a_placement_of_its_own(
+    client_of: MakeClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = CellPlacements()
+    for number in (2, 0):
+        cells.add(number, FakeControl())
+    with client_of(cells) as client:
+        ask = functools.partial(client.request, headers=ADMIN)
+        found = ask("GET", "/admin/placement").json()["cells"]
+        assert [(each["cell"], each["version"]) for each in found] == [(0, 2), (2, 2)]
+        begun = ask("POST", "/admin/placement/rebalance?cell=2")
+        assert begun.status_code == 200 and begun.json()["state"] == "planning"
+        assert ask("POST", "/admin/placement/rebalance?cell=2").status_code == 409
+        assert ask("GET", "/admin/placement?cell=0").json()["state"] == "idle"
+        assert "layers" in ask("GET", "/admin/placement/plan?cell=0").json()
+        for path, status, words in (
+            ("GET /plan", 400, "name one by ?cell=N; this server has the cells 0, 2."),
+            ("POST /plan", 400, "name one by ?cell=N"),
+            ("POST /rebalance", 400, "name one by ?cell=N"),
+            ("POST /rebalance?cell=1", 409, "There is no cell 1: this server has the cells 0, 2."),
+            ("GET ?cell=x", 400, "cell"),
+        ):
+            method, _, rest = path.partition(" ")
+            answer = ask(method, f"/admin/placement{rest}")
+            assert answer.status_code == status, f"{path}: {answer.text}"
+            assert words in answer.json()["error"]["message"], path
+        parts = client.get("/dashboard/state").json()["cell_placements"]
+        assert [(each["cell"], each["version"]) for each in parts] == [("cell-0", 2), ("cell-2", 2)]
+        assert 'placement_copies_total{model_name="tiny"} 10.0' in client.get("/metrics").text
+    with client_of(FakeControl()) as client:
+        answer = client.get("/admin/placement?cell=0", headers=ADMIN)
+        assert answer.status_code == 409 and "single cell" in answer.json()["error"]["message"]
+
+    def opened(**named: object) -> TestClient:
+        client = client_of(cells)
+        client.headers = named["headers"]  # type: ignore[assignment]
+        return client
+
+    monkeypatch.setattr("httpx.Client", opened)
+    assert run("status", "--admin-key", "root") == 0
+    shown = capsys.readouterr().out
+    assert "cell-0" in shown and "cell-2" in shown
+    assert run("rebalance", "--cell", "2", "--admin-key", "root") == 0
+    assert run("rebalance", "--admin-key", "root") == 2
+    assert "name one by ?cell=N" in capsys.readouterr().err
 
 
 def test_a_server_without_ranks_says_so(client_of: MakeClient) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from moe_serve.engine.request.stats import (
+    CellState,
+    CellStatus,
     EngineCounts,
     EngineLoad,
     EngineStats,
@@ -28,7 +30,7 @@ BRIEF = PlacementBrief(
     state="idle", version=1, age_s=1.0, last=None, num_plans=dict.fromkeys(OUTCOMES, 0)
 )
 CALM = Snapshot(
-    at=1000.0, stats=STATS, placement=BRIEF, is_draining=False, num_rejected=0, ttft_ms=None,
+    at=1000.0, stats=STATS, placements={"": BRIEF}, is_draining=False, num_rejected=0, ttft_ms=None,
     tpot_ms=None,
 )  # fmt: skip
 
@@ -68,11 +70,42 @@ def test_a_rank_is_lost_and_comes_back() -> None:
     ]
 
 
+def test_cells_come_and_go() -> None:
+    def cells(**states: CellState) -> Snapshot:
+        made = [
+            CellStatus(name=name.replace("_", "-"), role="both", ranks="1A1E", state=state)
+            for name, state in states.items()
+        ]
+        why = [replace(cell, note="no room.") if cell.state == "failed" else cell for cell in made]
+        return with_stats(cells=tuple(why))
+
+    two = cells(cell_0="serving", cell_1="serving")
+    told = after(
+        two,
+        cells(cell_0="draining", cell_1="serving", cell_2="starting"),
+        cells(cell_0="leaving", cell_1="serving", cell_2="serving"),
+        cells(cell_0="serving", cell_1="serving", cell_2="stopping", cell_3="failed"),
+        two,
+    )
+    assert told == [
+        ("cell_drains", "cell-0 (1A1E both) drains: its requests move away."),
+        ("cell_added", "cell-2 (1A1E both) starts."),
+        ("cell_leaves", "cell-0 (1A1E both) leaves: its requests move away."),
+        ("cell_serves", "cell-2 (1A1E both) serves."),
+        ("cell_back", "cell-0 (1A1E both) takes requests again."),
+        ("cell_stops", "cell-2 (1A1E both) has no requests any more, and its ranks end."),
+        ("cell_failed", "cell-3 (1A1E both) could not start: no room."),
+        ("cell_gone", "cell-2 is gone."),
+        ("cell_gone", "cell-3 is gone."),
+    ]
+
+
 def test_experts_have_moved_or_not() -> None:
-    def plans(outcome: str, text: str) -> Snapshot:
+    def plans(outcome: str, text: str, cell: str = "") -> Snapshot:
         last: Any = LastPlan(outcome=outcome, text=text)  # type: ignore[arg-type]
         counts: Any = dict(BRIEF.num_plans) | {outcome: 1}
-        return replace(CALM, placement=replace(BRIEF, version=2, last=last, num_plans=counts))
+        brief = replace(BRIEF, version=2, last=last, num_plans=counts)
+        return replace(CALM, placements={cell: brief})
 
     assert after(CALM, plans("moved", "5 copies")) == [
         ("rebalanced", "Experts have moved, version 2: 5 copies.")
@@ -81,6 +114,10 @@ def test_experts_have_moved_or_not() -> None:
         ("rebalance_failed", "No experts have moved: a rank died.")
     ]
     assert after(CALM, plans("gain", "too little")) == [], "a plan that is not worth it is no event"
+    cells = replace(CALM, placements={"cell-0": BRIEF, "cell-1": BRIEF})
+    assert after(cells, plans("moved", "5 copies", "cell-1")) == [
+        ("rebalanced", "cell-1: Experts have moved, version 2: 5 copies.")
+    ]
 
 
 def test_the_predictor_is_given_up_and_taken_back() -> None:

@@ -43,7 +43,7 @@ from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
 KEYS = {
     *("server", "now", "requests", "tokens", "latency", "kv", "experts", "expert_memory"),
     *("ranks", "placement", "predictor", "speculation", "service", "step", "history", "events"),
-    "cells",
+    *("cells", "cell_placements", "adapters"),
 }
 
 
@@ -155,7 +155,7 @@ def ranks_client(engine: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> Te
 def test_a_server_that_has_little_says_null(client: TestClient) -> None:
     found = state(client)
     assert found.keys() == KEYS
-    for part in ("experts", "expert_memory", "placement", "predictor", "step"):
+    for part in ("experts", "expert_memory", "placement", "predictor", "step", "adapters"):
         assert found[part] is None
     assert found["ranks"] == []
     assert found["server"]["layout"] == "one process" and found["server"]["is_ready"]

@@ -89,6 +89,7 @@ def test_phases_and_planned_memory() -> None:
         "planned_memory_bytes{weights}": 12.0,
         "planned_memory_bytes{kv_pages}": 3.0,
         "planned_memory_bytes{dispatch_buffers}": 2.0,
+        "planned_memory_bytes{adapters}": 0.0,
     }
     assert [phase.name for phase in phases] == ["checking", "loading", "preparing", "ready"]
     assert found(startup) == samples, "phases that have ended do not grow"

@@ -12,17 +12,22 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.rates import TokenSteps
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.parcels.parcel import Lease, Parcel, ParcelEnd, RankPlace
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.remote_executor import RemoteExecutor
 from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
 from moe_serve.config.sections import SchedulerConfig
+from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.service.step_model import FittedSteps, StepModel
+from moe_serve.engine.request.service_terms import NO_SERVICE, Service
+from moe_serve.engine.service.service_policy import ServicePolicy
+from moe_serve.engine.service.service_state import ServiceState
+from moe_serve.engine.service.step_model import FittedSteps, StepModel, StepWork
 from tests.support.cluster.fake_coordinator import FakeCoordinator
 from tests.support.engine.fake_runner import NAN, PAGE_SIZE, continuation
 from tests.support.engine.windows import windowed_answer
@@ -55,10 +60,15 @@ class FakeCell:
         ids: itertools.count[int],
         numbers: itertools.count[int],
         limits: Limits,
+        policy: ServicePolicy | None = None,
     ) -> None:
         self.index, self.shape, self.is_draining, self.is_out = index, shape, False, False
         self.coordinator = FakeCoordinator(shape.attention_ranks)
         scheduler = SchedulerConfig(max_num_seqs=limits.num_seats, max_batched_tokens=limits.budget)
+        service = None
+        if policy is not None:
+            scheduler, service = policy.config, ServiceState(policy, TokenSteps())
+            service.refresh(StepWork())
 
         def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
             return Engine(
@@ -70,6 +80,7 @@ class FakeCell:
                 eos_token_ids=frozenset(),
                 ids=ids,
                 clock=clock,
+                service=service,
             )
 
         self.engine = ClusterEngine(
@@ -78,6 +89,7 @@ class FakeCell:
             PoolWatch(None, 2, None),
             lambda: None,
             is_ahead=limits.is_ahead,
+            service=service,
             ids=ids,
             step_numbers=numbers,
         )
@@ -215,13 +227,20 @@ class CellsWorld:
     room: int = 8
     step_s: float = 0.01
     make_model: Callable[[], StepModel] = FittedSteps
+    tiers: tuple[TierConfig, ...] = ()  # steps are told to take a second for each token, with tiers
 
     def __post_init__(self) -> None:
         self.clock = Clock()
         self.ids = itertools.count()
         numbers = itertools.count(1)
+        scheduler = SchedulerConfig(
+            max_num_seqs=self.limits.num_seats,
+            max_batched_tokens=self.limits.budget,
+            tiers=self.tiers,
+        )
+        self.policy = ServicePolicy.of(scheduler, self.clock)
         self.cells = [
-            FakeCell(index, shape, self.clock, self.ids, numbers, self.limits)
+            FakeCell(index, shape, self.clock, self.ids, numbers, self.limits, self.policy)
             for index, shape in enumerate(parse_cells(self.layout))
         ]
         self.carrier = FakeCarrier(
@@ -236,6 +255,7 @@ class CellsWorld:
             timeout_s=self.timeout_s,
             chunk_tokens=self.limits.budget,
             make_model=self.make_model,
+            policy=self.policy,
         )
         self._poison()
         for cell in self.cells:
@@ -247,12 +267,21 @@ class CellsWorld:
     def _on_lost(self, cell: FakeCell) -> Callable[[str, int, list[Sequence]], None]:
         return lambda rank, start, sequences: self.moves.rank_lost(cell, rank, sequences)
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 10, **params: object) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 10,
+        service: Service = NO_SERVICE,
+        **params: object,
+    ) -> None:
         fields = {"temperature": 0.0, "max_tokens": max_tokens} | params
         request = GenerationRequest(
             request_id=name,
             prompt_token_ids=tuple(prompt),
             params=SamplingParams(**fields),  # type: ignore[arg-type]
+            service=service,
+            arrival_time=self.clock(),
         )
         self.requests[name] = request
         self.moves.add(Sequence(next(self.ids), request))

@@ -7,7 +7,7 @@ from typing import Any
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 6, 16, 2
 HISTORY_S = 120
-_OPTIONAL = ("expert_memory", "placement", "predictor", "speculation", "service")
+_OPTIONAL = ("expert_memory", "placement", "predictor", "speculation", "service", "adapters")
 
 
 def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, Any]:
@@ -74,6 +74,7 @@ def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, A
             "age_s": 312.0,
             "last_move": "2 experts of layer 1 from expert-0 to expert-1",
         },
+        "cell_placements": [],
         "predictor": {"kind": "request", "recall": 0.62, "floor": 0.2, "is_acting": True},
         "speculation": {
             "drafters": "auto: ngram, suffix, prediction, grammar; at most 16 tokens",
@@ -84,6 +85,7 @@ def fake_state(now: float, started: float, *, num_ranks: int = 3) -> dict[str, A
             "accepted_by_source": {"ngram": 3280},
         },
         "service": _service(),
+        "adapters": _adapters(),
         "step": _step(num_ranks),
         "history": _history(now),
         "events": [
@@ -116,6 +118,49 @@ def idle_state(now: float, started: float) -> dict[str, Any]:
     state["history"] = {"interval_s": 1, **{name: [] for name in state["history"]["_names"]}}
     state["events"] = []
     return state
+
+
+def _adapters() -> dict[str, Any]:
+    common = {"version": "3f9a0c1d", "loaded_at": 0, "rank": 0, "waiting": 0}
+    return {
+        "number": 57,
+        "in_memory_bytes": 1_500 * 2**20,
+        "memory_bytes": 2 * 2**30,
+        "pinned_bytes": 96 * 2**20,
+        "loads_total": 90,
+        "evictions_total": 33,
+        "adapters": [
+            common
+            | {
+                "name": "support-assistant",
+                "kind": "lora",
+                "rank": 16,
+                "bytes": 96 * 2**20,
+                "running": 7,
+                "waiting": 2,
+                "is_pinned": True,
+                "state": "in memory",
+            },
+            common
+            | {
+                "name": "team/legal:<i>contracts</i>@2026-11-with-a-rather-long-name",
+                "kind": "bitdelta",
+                "bytes": 1_404 * 2**20,
+                "running": 1,
+                "is_pinned": False,
+                "state": "in memory",
+            },
+            common
+            | {
+                "name": "sql",
+                "kind": "esft",
+                "bytes": 412 * 2**20,
+                "running": 0,
+                "is_pinned": False,
+                "state": "dropped",
+            },
+        ],
+    }
 
 
 def _service() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.tiers.store import LoadDone, SavedPage, TierStats
+from moe_serve.cache.tiers.store import LoadDone, LoadProgress, SavedPage, TierStats
 
 
 class FakeStore:
@@ -17,6 +17,7 @@ class FakeStore:
         self.pages: dict[bytes, NDArray[np.uint8]] = {}
         self.parents: dict[bytes, bytes] = {}
         self.delay, self.room = delay, room
+        self.page_bytes = 16
         self.is_hanging = False
         self.most_pages: int | None = None  # that a load returns
         self.loads: list[list[bytes]] = []
@@ -34,12 +35,21 @@ class FakeStore:
     def has(self, key: bytes) -> bool:
         return key in self.pages
 
+    def buffer(self) -> NDArray[np.uint8]:
+        return np.full(self.page_bytes, 255, dtype=np.uint8)
+
     def save(self, page: SavedPage) -> None:
         self.pages[page.key], self.parents[page.key] = page.data.copy(), page.parent_key
 
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         self.loads.append(list(keys))
         self._running.append((job, self.delay, list(keys)))
+
+    def progress(self, job: int) -> LoadProgress | None:
+        return None
+
+    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+        return ()
 
     def take_done(self) -> list[LoadDone]:
         if self.is_hanging:

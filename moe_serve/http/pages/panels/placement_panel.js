@@ -13,17 +13,19 @@ export class PlacementPanel {
     this.panel.body.append(this.balance.node, this.facts.node);
   }
 
-  update({ placement, cells = [] }) {
-    if (placement === null) {
+  update({ placement, cell_placements = [] }) {
+    if (placement === null && cell_placements.length === 0) {
       this.panel.note("");
-      this.panel.sayInstead(
-        cells.length > 0
-          ? "Every cell holds all experts. They do not move between its ranks."
-          : "No expert ranks: all experts are in one process.",
-      );
+      this.panel.sayInstead("No expert ranks: all experts are in one process.");
       return;
     }
     this.panel.sayInstead(null);
+    this.balance.node.hidden = placement === null;
+    if (placement === null) {
+      this.panel.note("of each cell");
+      this.facts.update(cell_placements.map((each) => [each.cell, summary(each)]));
+      return;
+    }
     this.panel.note(`version ${placement.version}`);
     const { balance } = placement;
     this.balance.update({
@@ -38,6 +40,16 @@ export class PlacementPanel {
       ["Last plan", placement.last_move ?? "none since the start"],
     ]);
   }
+}
+
+/** Returns the placement of a cell in one line. */
+function summary({ version, balance, num_replicas, age_s, last_move }) {
+  const parts = [
+    `version ${version} for ${duration(age_s)}`,
+    balance === null ? "balance not counted" : `balance ${percent(balance)}`,
+    `${count(num_replicas)} replicas`,
+  ];
+  return [...parts, ...(last_move === null ? [] : [last_move])].join(" · ");
 }
 
 export class PredictorPanel {

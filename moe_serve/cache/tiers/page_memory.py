@@ -1,0 +1,64 @@
+"""Memory for copies of pages, apart from that of the allocator.
+
+The allocator keeps what was freed: pages that waited for a disk once would take memory for ever.
+This memory goes back to the system.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LEAST_TRIMMED = 2**20  # bytes; less is not worth the call
+
+
+def anonymous_memory(count: int, num_bytes: int) -> NDArray[np.uint8]:
+    """Returns zeros, [count, num_bytes], that the system gets back with the last view of them."""
+    if not count:
+        return np.empty((0, num_bytes), dtype=np.uint8)
+    return np.frombuffer(_private(count * num_bytes), dtype=np.uint8).reshape(count, num_bytes)
+
+
+def _private(num_bytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class PageBuffers:
+    """Memory of a fixed number of pages. Any thread may call it."""
+
+    def __init__(self, count: int, page_bytes: int) -> None:
+        self._map = _private(count * page_bytes)
+        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._rows = self._bytes.reshape(count, page_bytes)
+        self._num_used = 0  # rows that were handed out since the memory was given back
+        self._free: list[NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> NDArray[np.uint8]:
+        """Returns memory of a page, [page_bytes]. If all is taken, it is the allocator's."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if self._num_used < len(self._rows):
+                self._num_used += 1
+                row: NDArray[np.uint8] = self._rows[self._num_used - 1]
+                return row
+        return np.empty(self._rows.shape[1], dtype=np.uint8)
+
+    def give_back(self, page: NDArray[np.uint8]) -> None:
+        """Takes back what `take` returned; other memory is ignored."""
+        if page.base is self._bytes:
+            with self._lock:
+                self._free.append(page)
+
+    def trim(self) -> None:
+        """Gives the memory to the system, if no page is in it."""
+        with self._lock:
+            is_idle = len(self._free) == self._num_used
+            if is_idle and self._num_used * self._rows.shape[1] >= _LEAST_TRIMMED:
+                if hasattr(mmap, "MADV_DONTNEED"):
+                    self._map.madvise(mmap.MADV_DONTNEED)
+                self._free, self._num_used = [], 0

@@ -1,0 +1,108 @@
+"""`moe-serve adapters`: makes adapters of fine-tunes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from moe_serve.cli.options import REQUIRED, argument, option, with_options
+from moe_serve.cli.predictor.predictor import progress_bar
+from moe_serve.errors import ConfigError
+
+if TYPE_CHECKING:  # it imports torch, which is slow to start
+    from moe_serve.adapters.bitdelta.writer import BitDeltaSize
+
+adapters = typer.Typer(no_args_is_help=True)
+
+_SCALES = ("matrix", "row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakeBitDeltaOptions:
+    """Options of `adapters make-bitdelta`."""
+
+    base: str = argument(REQUIRED, help="Folder or name of the base model.")
+    tuned: Path = argument(REQUIRED, help="Folder of the fine-tuned checkpoint.")
+    out: Path = option(REQUIRED, help="Folder to write; it must not exist.")
+    scales: str = option(
+        "matrix", help="matrix: one scale for each matrix. row: one for each of its rows."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertBitDeltaOptions:
+    """Options of `adapters convert-bitdelta`."""
+
+    file: Path = argument(REQUIRED, help="File of torch.save with masks and coefficients.")
+    base: str = argument(REQUIRED, help="Folder or name of the base model.")
+    out: Path = option(REQUIRED, help="Folder to write; it must not exist.")
+
+
+@adapters.callback()
+def _group() -> None:
+    """Make adapters of fine-tunes."""
+
+
+@adapters.command("make-bitdelta")
+@with_options(MakeBitDeltaOptions)
+def make(options: MakeBitDeltaOptions) -> None:
+    """Stores a fine-tune as one sign for each weight, a sixteenth of its bytes.
+
+    Embeddings, norms, routers and the head are stored in full if they differ from the base model's.
+    """
+    if options.scales not in _SCALES:
+        raise ConfigError(f"--scales is {options.scales!r}: it is one of {', '.join(_SCALES)}.")
+
+    from moe_serve.adapters.bitdelta.make import make_bitdelta
+
+    scales = "row" if options.scales == "row" else "matrix"
+    _run(
+        lambda progress: make_bitdelta(
+            _folder(options.base),
+            options.tuned.expanduser(),
+            options.out.expanduser(),
+            scales,  # type: ignore[arg-type]  # one of the two names
+            progress,
+        ),
+        options.out,
+    )
+
+
+@adapters.command("convert-bitdelta")
+@with_options(ConvertBitDeltaOptions)
+def convert(options: ConvertBitDeltaOptions) -> None:
+    """Converts a published BitDelta file (.pt). No code of the file is run: a file with anything
+    but tensors is refused."""
+    from moe_serve.adapters.bitdelta.convert import convert_bitdelta
+
+    _run(
+        lambda progress: convert_bitdelta(
+            options.file.expanduser(),
+            _folder(options.base),
+            options.out.expanduser(),
+            progress,
+        ),
+        options.out,
+    )
+
+
+def _folder(name: str) -> Path:
+    from moe_serve.config.sections import ModelConfig
+    from moe_serve.engine.opened_model import model_folder
+
+    return model_folder(ModelConfig(path=name))
+
+
+def _run(work: Callable[[Callable[[int, int], None]], BitDeltaSize], out: Path) -> None:
+    with progress_bar() as report:
+        size = work(lambda done, total: report(f"{done} of {total} tensors", done / total))
+    ratio = size.matrix_bf16_bytes / max(1, size.matrix_bytes)
+    typer.echo(
+        f"{out}: {size.num_matrices} matrices in {size.matrix_bytes:,} bytes, 1/{ratio:.1f} of "
+        f"bf16, and {size.num_full} tensors in full, {size.full_bytes:,} bytes. Serve it with "
+        f"--enable-lora --lora-modules NAME={out}"
+    )
