@@ -23,6 +23,7 @@ BENCHMARKS = {
     "bitdelta": "offline.bitdelta",
     "low_bits": "offline.low_bits",
     "packed_model": "offline.packed_model",
+    "load_memory": "offline.load_memory",
     "step_parts": "offline.step_parts",
     "packed_serving": "serving.packed_serving",
     "serving": "serving.serving",
