@@ -40,8 +40,8 @@ class ArenaView:
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages into slots, given as (page, slot)."""
-        if pairs:
-            self._pages.save(*zip(*pairs, strict=True), self._slots)
+        pages, slots = [page for page, _ in pairs], [slot for _, slot in pairs]
+        self._pages.save(pages, slots, self._slots)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies slots into pages, given as (slot, page)."""
