@@ -22,9 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+
 from harness.environment import write_report
-from moe_serve.adapters.adapter_build import WHOLE, AdapterBuilder, AdapterPart
+from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_unchanged
+from moe_serve.adapters.adapter_part import WHOLE, AdapterPart
 from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.members.rank_starter import LocalStarter
@@ -87,7 +90,13 @@ def soak(options: argparse.Namespace, root: Path) -> dict[str, object]:
         "problems": tally.problems[:20],
         "adapters": stats,
         "seconds": seconds,
+        "p99 of a step in s, nothing loads": _p99(tally.calm_s),
+        "p99 of a step in s, an adapter loads": _p99(tally.busy_s),
     }
+
+
+def _p99(seconds: Sequence[float]) -> float | None:
+    return round(float(np.quantile(seconds, 0.99)), 5) if seconds else None
 
 
 def _written(root: Path, count: int) -> list[Path]:

@@ -174,16 +174,14 @@ class ExpertTable:
         return out_TD
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        out_TD = torch.empty(len(x_TD), self._d, dtype=torch.float64)
-        self._run(self._partial_function, x_TD, expert_ids_TK, weights_TK, out_TD)
-        return out_TD
+        return self.added_partial(x_TD, expert_ids_TK, weights_TK, None)
 
     def added_partial(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, additions: RowAdditions
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, added: RowAdditions | None
     ) -> Tensor:
-        """Implements AddingBank."""
+        """Implements AddingBank. None: nothing is added."""
         out_TD = torch.empty(len(x_TD), self._d, dtype=torch.float64)
-        rows = rows_of_additions(additions)
+        rows = None if added is None else rows_of_additions(added)
         self._run(self._partial_function, x_TD, expert_ids_TK, weights_TK, out_TD, rows)
         return out_TD
 

@@ -98,7 +98,7 @@ class AddingBank(Protocol):
     """An ExpertBank that adds what adapters add to its experts."""
 
     def added_partial(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, additions: RowAdditions
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, added: RowAdditions
     ) -> Tensor:
         """Returns the sum [T, D] in fp64, as `ExpertBank.partial` does."""
         ...

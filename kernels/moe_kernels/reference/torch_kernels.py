@@ -59,10 +59,10 @@ class TorchExperts:
         return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
 
     def added_partial(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, additions: RowAdditions
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, added: RowAdditions
     ) -> Tensor:
         """Implements AddingBank."""
-        return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, additions)
+        return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, added)
 
     def expert(self, expert: int) -> ExpertMLP | QuantisedMLP:
         """Returns an expert that is here."""
@@ -331,7 +331,7 @@ class TorchSlotBank:
         return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
 
     def added_partial(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, additions: RowAdditions
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, added: RowAdditions
     ) -> Tensor:
         """Implements AddingBank."""
-        return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, additions)
+        return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, added)
