@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.adapters import AddingBank, RowAdditions
 from moe_kernels.interface.kernels import ExpertBank
 
 MakeBank = Callable[[], ExpertBank]
@@ -30,6 +31,12 @@ class ExpertLayer(Protocol):
     @property
     def whole_bank(self) -> ExpertBank | None:
         """Returns the bank with all experts of the layer, or None if no single bank has them."""
+        ...
+
+    @property
+    def only_bank(self) -> ExpertBank | None:
+        """Returns the bank with all experts that are held here, or None if there are several, or
+        if experts come and go."""
         ...
 
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
@@ -50,10 +57,30 @@ class ExpertLayer(Protocol):
         """Returns the rows' weighted sums [T, D], rounded to fp32."""
         ...
 
-    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def partial(
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        additions: RowAdditions | None = None,
+    ) -> Tensor:
         """Returns the sums [T, D] in fp64 over the experts held here; id -1 marks a choice held
-        elsewhere."""
+        elsewhere. `additions`: of adapters, to the rows' experts."""
         ...
+
+
+def partial_sums(
+    bank: ExpertBank,
+    x_TD: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    additions: RowAdditions | None,
+) -> Tensor:
+    """Returns a bank's sums [T, D] in fp64; with additions, the bank must be an AddingBank."""
+    if additions is None:
+        return bank.partial(x_TD, expert_ids_TK, weights_TK)
+    assert isinstance(bank, AddingBank), f"{type(bank).__name__} has no additions of adapters"
+    return bank.added_partial(x_TD, expert_ids_TK, weights_TK, additions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +117,11 @@ class LayerBanks:
         """See ExpertLayer.whole_bank. A room has no such bank, as its experts are exchanged."""
         is_whole = len(self.held) == len(self._bank_E) - 1 and len(self._banks) == 1
         return self._banks[0].bank if is_whole and not self._is_room else None
+
+    @property
+    def only_bank(self) -> ExpertBank | None:
+        """See ExpertLayer.only_bank."""
+        return self._banks[0].bank if len(self._banks) == 1 else None
 
     def bank_of(self, expert: int) -> ExpertBank:
         """Returns the bank that has an expert, which must be held."""
@@ -142,11 +174,17 @@ class LayerBanks:
             return self._banks[0].bank(x_TD, expert_ids_TK, weights_TK)
         return self.partial(x_TD, expert_ids_TK, weights_TK).float()
 
-    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Returns the sums [T, D] in fp64 over the experts held here; id -1 marks a choice held
-        elsewhere."""
+    def partial(
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        additions: RowAdditions | None = None,
+    ) -> Tensor:
+        """See ExpertLayer.partial."""
         if len(self._banks) == 1:
-            return self._banks[0].bank.partial(x_TD, expert_ids_TK, weights_TK)
+            bank = self._banks[0].bank
+            return partial_sums(bank, x_TD, expert_ids_TK, weights_TK, additions)
         bank_TK = self._bank_E[expert_ids_TK]
         if self._device.type == "cpu":  # on a GPU this check would wait for the device
             missing = expert_ids_TK[(bank_TK < 0) & (expert_ids_TK >= 0)].unique().tolist()
@@ -154,5 +192,5 @@ class LayerBanks:
         sum_TD = torch.zeros(len(x_TD), self._width, dtype=torch.float64, device=self._device)
         for index, each in enumerate(self._banks):
             ids_TK = torch.where(bank_TK == index, expert_ids_TK, -1)
-            sum_TD += each.bank.partial(x_TD, ids_TK, weights_TK)
+            sum_TD += partial_sums(each.bank, x_TD, ids_TK, weights_TK, additions)
         return sum_TD

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from experts.expert_layer import ExpertLayer
+from moe_kernels.interface.adapters import RowAdditions
 from moe_kernels.interface.kernels import ExpertBank
 
 MAX_VIRTUAL_ID = 2**31 - 1  # ids are int32 between ranks
@@ -22,10 +25,14 @@ MAX_VIRTUAL_ID = 2**31 - 1  # ids are int32 between ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterExperts:
-    """The experts of a layer that an adapter has in place of the base model's."""
+    """The experts of a layer that an adapter replaces, or adds to.
 
-    bank: ExpertBank | None  # those of them that are held here; None: other ranks have them
-    is_own_E: Tensor  # bool [E + 1]; the last entry is for id -1
+    At most one of `bank` and `additions` is set; neither, if other ranks have all that it changes.
+    """
+
+    bank: ExpertBank | None  # those in place of the base model's that are held here
+    is_own_E: Tensor  # bool [E + 1]: those that it changes; the last entry is for id -1
+    additions: Any | None = None  # to those that are held here, from AdapterKernels
 
 
 class MissingAdapterError(KeyError):
@@ -79,26 +86,33 @@ class VirtualExperts:
         num_experts = self._num_experts
         if not len(ids_TK) or int(ids_TK.max()) < num_experts:
             return base.partial(x_TD, ids_TK, weights_TK)
-        base_TK = torch.where(ids_TK < num_experts, ids_TK, -1)
-        sum_TD = base.partial(x_TD, base_TK, weights_TK)
         numbers_TK = ids_TK // num_experts
-        for number in numbers_TK.unique().tolist():
-            if number > 0:
+        numbers = [number for number in numbers_TK.unique().tolist() if number > 0]
+        held = [self._held(number, layer) for number in numbers]
+        base_TK = torch.where(ids_TK < num_experts, ids_TK, ids_TK % num_experts)
+        parts = list[tuple[Tensor, Tensor]]()
+        for number, own in zip(numbers, held, strict=True):
+            if own.bank is not None:
                 is_its_TK = numbers_TK == number
+                base_TK[is_its_TK] = -1
                 rows_n = is_its_TK.any(dim=1).nonzero()[:, 0]
                 own_nK = torch.where(is_its_TK, ids_TK - number * num_experts, -1)[rows_n]
-                bank = self._bank(number, layer)
-                part_nD = bank.partial(x_TD[rows_n], own_nK, weights_TK[rows_n])
-                sum_TD.index_add_(0, rows_n, part_nD)
+                parts.append((rows_n, own.bank.partial(x_TD[rows_n], own_nK, weights_TK[rows_n])))
+        owners_T = numbers_TK.amax(dim=1).cpu().numpy()  # a row has one adapter
+        index_T = np.where(owners_T > 0, np.searchsorted(numbers, owners_T), -1)
+        additions = RowAdditions.of(index_T, [own.additions for own in held])
+        sum_TD = base.partial(x_TD, base_TK, weights_TK, additions)
+        for rows_n, part_nD in parts:
+            sum_TD.index_add_(0, rows_n, part_nD)
         return sum_TD
 
-    def _bank(self, number: int, layer: int) -> ExpertBank:
+    def _held(self, number: int, layer: int) -> AdapterExperts:
         layers = self._layers.get(number)
         if layers is None:
             raise MissingAdapterError(f"adapter {number} is not loaded on this rank")
         own = layers.get(layer)
-        if own is None or own.bank is None:
+        if own is None or (own.bank is None and own.additions is None):
             raise MissingAdapterError(
                 f"adapter {number} has no experts of layer {layer} on this rank"
             )
-        return own.bank
+        return own

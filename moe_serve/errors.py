@@ -17,7 +17,8 @@
         + ChannelClosedError         a control connection has ended; the message says why
       x TracingError                 a recording of the routing cannot start or stop; says why
       x RebalanceError               experts cannot be moved now; says why
-      x CellsError                   a cell cannot be drained or is unknown; says why
+      x CellsError                   a cell cannot be added, drained or removed now; says why
+        + UnknownCellError           there is no such cell, or no such rank
       x TimelineError                a timeline's file or records are invalid
       x BenchError                   a load, its file, or a report cannot be used
         + BenchServerError           the server under load cannot be reached, or refuses it
@@ -167,7 +168,11 @@ class RebalanceError(MoeServeError):
 
 
 class CellsError(MoeServeError):
-    """A cell is unknown, or cannot be drained at the moment."""
+    """A cell cannot be added, drained or removed at the moment."""
+
+
+class UnknownCellError(CellsError):
+    """There is no cell or rank with this number or name."""
 
 
 class TimelineError(MoeServeError):
@@ -218,6 +223,7 @@ __all__ = [
     "TimelineError",
     "TokenizerError",
     "TracingError",
+    "UnknownCellError",
     "printable",
     "shortened",
 ]

@@ -115,6 +115,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "route_tap",
         "stacked_layers",
         "groups",
+        "rank_turns",
         "pipeline",
         "costs",
         "graphs",

@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import httpx
 
@@ -19,20 +20,40 @@ _START_LIMIT_S = 300.0
 _STOP_LIMIT_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is ready."""
+
+    url: str
+    pid: int
+    ready_s: float  # since its process was started
+
+
 @contextmanager
 def spawned_server(options: str) -> Iterator[str]:
     """Starts a server on a free port with additional `options`, yields its URL when it is ready,
     stops it.
     """
+    with spawned_process(options) as server:
+        yield server.url
+
+
+@contextmanager
+def spawned_process(
+    options: str, limit_s: float = _START_LIMIT_S, settings: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Does the same and says more about the server. It has `limit_s` to get ready; `settings` are
+    environment variables."""
     port = _free_port()
     command = [sys.executable, "-m", "moe_serve", "serve", "--port", str(port)]
+    environment, began = child_environment() | dict(settings or {}), time.monotonic()
     process = subprocess.Popen(
-        [*command, *shlex.split(options)], stdout=subprocess.DEVNULL, env=child_environment()
+        [*command, *shlex.split(options)], stdout=subprocess.DEVNULL, env=environment
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_ready(process, url)
-        yield url
+        _wait_until_ready(process, url, limit_s)
+        yield Server(url, process.pid, time.monotonic() - began)
     finally:
         process.terminate()
         try:
@@ -42,8 +63,8 @@ def spawned_server(options: str) -> Iterator[str]:
             process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + _START_LIMIT_S
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise SystemExit(f"moe-serve ended with code {process.returncode} before it was ready.")
@@ -51,7 +72,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
             if httpx.get(f"{url}/health/ready", timeout=2).status_code == 200:
                 return
         time.sleep(0.2)
-    raise SystemExit(f"moe-serve was not ready after {_START_LIMIT_S:.0f} s.")
+    raise SystemExit(f"moe-serve was not ready after {limit_s:.0f} s.")
 
 
 def _free_port() -> int:

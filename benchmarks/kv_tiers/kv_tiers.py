@@ -90,7 +90,7 @@ def slow_disk(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Times the first token with reads throttled to some rates, beside loading and computing, in
     turns. The disk becomes slow after the start, so what the start measured is wrong."""
     length, real, result = arguments.prompt, Segment.read, dict[str, object]()
-    for mb_s in (10, 50, 200, 1000):
+    for mb_s in (2, 10, 50, 200, 1000):
         with opened(arguments, folder / str(mb_s), num_pages=length // 16 + 8) as llm:
             known = prompt_of(llm, length, 1)
             timed(llm, known)

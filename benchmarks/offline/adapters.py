@@ -3,8 +3,10 @@
     python benchmarks/run.py adapters                                 the demonstration model
     python scripts/make_random_model.py build/random-1b
     python benchmarks/run.py adapters --model build/random-1b --threads 2 --json adapters.json
+    python benchmarks/run.py adapters --on all --clock cpu            on a busy machine
 
-Writes 16 random LoRAs of attention (rank 16) into a temporary folder. The cases take turns, in one
+Writes 16 random LoRAs (rank 16), of attention or of attention and all experts, into a temporary
+folder. The cases take turns, in one
 process and on the same prompts; each figure is the median of the rounds. "merged in turns" answers
 one stream after the other, as 16 merged checkpoints in one process would, without counting the time
 to load them.
@@ -17,7 +19,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from safetensors.torch import save_file
 from harness.environment import write_report
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
-from moe_serve.model.checkpoint.manifest import attention_table
+from moe_serve.model.checkpoint.manifest import Stored, attention_table, expert_table
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.offline.llm import LLM
 
@@ -45,20 +47,30 @@ class Case:
     is_in_turns: bool = False  # one stream after the other
 
 
-def write_loras(loader: ModelLoader, root: Path, count: int) -> dict[str, str]:
-    """Write random LoRAs of all projections of grouped-query attention."""
-    spec, folders = loader.spec, {}
+def adapted_tensors(loader: ModelLoader, on: str) -> Iterator[Stored]:
+    """Yields all projections of grouped-query attention and, with "all", those of all experts."""
+    spec = loader.spec
+    for layer in range(spec.num_layers):
+        table = attention_table(loader.names, spec, layer)
+        yield from (table[part] for part in _PARTS)
+        if on == "all" and spec.layers[layer].is_sparse:
+            layout = next(each for each in loader.names.experts if each.gate)
+            for expert in range(spec.router.num_experts):
+                yield from expert_table(layout, spec, layer, expert).values()
+
+
+def write_loras(loader: ModelLoader, root: Path, count: int, on: str) -> dict[str, str]:
+    """Writes random LoRAs."""
+    folders = {}
     for number in range(count):
         generator, matrices = torch.Generator().manual_seed(number), {}
-        for layer in range(spec.num_layers):
-            table = attention_table(loader.names, spec, layer)
-            for part in _PARTS:
-                num_outputs, num_inputs = table[part].shape
-                module = "base_model.model." + table[part].name.removesuffix(".weight")
-                a = torch.randn(_RANK, num_inputs, generator=generator)
-                b = torch.randn(num_outputs, _RANK, generator=generator)
-                matrices[f"{module}.lora_A.weight"] = (0.02 * a).bfloat16()
-                matrices[f"{module}.lora_B.weight"] = (0.02 * b).bfloat16()
+        for stored in adapted_tensors(loader, on):
+            num_outputs, num_inputs = stored.shape
+            module = "base_model.model." + stored.name.removesuffix(".weight")
+            a = torch.randn(_RANK, num_inputs, generator=generator)
+            b = torch.randn(num_outputs, _RANK, generator=generator)
+            matrices[f"{module}.lora_A.weight"] = (0.02 * a).bfloat16()
+            matrices[f"{module}.lora_B.weight"] = (0.02 * b).bfloat16()
         folder = root / f"a{number}"
         folder.mkdir()
         config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK}
@@ -81,21 +93,24 @@ def cases(count: int) -> list[Case]:
     ]
 
 
-def tokens_per_second(llm: LLM, case: Case, prompts: Sequence[list[int]], num_tokens: int) -> float:
+def tokens_per_second(
+    llm: LLM, case: Case, prompts: Sequence[list[int]], num_tokens: int, clock: Callable[[], float]
+) -> float:
     params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-    chosen, start = list(prompts[: len(case.adapters)]), time.perf_counter()
+    chosen, start = list(prompts[: len(case.adapters)]), clock()
     if case.is_in_turns:
         for prompt in chosen:
             llm.generate([prompt], params, use_progress_bar=False)
     else:
         llm.generate(chosen, params, adapter=case.adapters, use_progress_bar=False)
-    return len(chosen) * num_tokens / (time.perf_counter() - start)
+    return len(chosen) * num_tokens / (clock() - start)
 
 
 def measure(options: argparse.Namespace, root: Path) -> dict[str, float]:
     """Returns the tokens per second of each case, and the bytes of adapters and of the model."""
     folder = demo_model_folder() if options.model is None else options.model
-    folders = write_loras(ModelLoader(folder), root, options.adapters)
+    folders = write_loras(ModelLoader(folder), root, options.adapters, options.on)
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, 250, 8).tolist() for _ in range(options.adapters)]
     found: dict[str, list[float]] = {}
@@ -106,10 +121,10 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, float]:
     ):
         for number in range(options.rounds + 1):  # the first is not counted
             for case in cases(options.adapters):
-                speed = tokens_per_second(llm, case, prompts, options.tokens)
+                speed = tokens_per_second(llm, case, prompts, options.tokens, clock)
                 found.setdefault(case.name, []).extend([speed] if number else [])
             case = cases(options.adapters)[2]
-            speed = tokens_per_second(without, case, prompts, options.tokens)
+            speed = tokens_per_second(without, case, prompts, options.tokens, clock)
             found.setdefault(f"{case.name}, adapters off", []).extend([speed] if number else [])
         assert llm._adapters is not None, "adapters were given"
         num_bytes = float(llm._adapters.stats.bytes_in_memory)
@@ -142,6 +157,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="default: the demonstration model")
+    parser.add_argument("--on", choices=("attention", "all"), default="attention")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--adapters", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")

@@ -33,6 +33,8 @@ class Series:
     epoch: int
     delay_s: float
     steps: list[list[int]]
+    is_parted: bool = False  # run layers in parts, though there are single calls for them
+    is_counted: bool = False  # count the calls from Python, which takes time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +49,5 @@ class StepMarks:
     whole_end: int  # logits are there
     received: list[int]
     sent: list[int]
+    cpu: int = 0  # of the rank's thread, in the layers
+    num_calls: int = 0  # of functions, from Python, if they are counted

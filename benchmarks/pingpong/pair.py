@@ -30,12 +30,23 @@ class Pair:
         self.num_layers: int = facts[0]["num_layers"]
 
     def take_steps(
-        self, delay_s: float, steps: Sequence[Sequence[int]]
+        self,
+        delay_s: float,
+        steps: Sequence[Sequence[int]],
+        *,
+        is_parted: bool = False,
+        is_counted: bool = False,
     ) -> list[tuple[StepMarks, StepMarks]]:
         """Returns each step as the attention rank and as the expert rank measured it."""
         self._epoch += 1
         left_s = self._way.delay(delay_s)
-        series = Series(epoch=self._epoch, delay_s=left_s, steps=[list(rows) for rows in steps])
+        series = Series(
+            epoch=self._epoch,
+            delay_s=left_s,
+            steps=[list(rows) for rows in steps],
+            is_parted=is_parted,
+            is_counted=is_counted,
+        )
         for process in self._processes:
             _write(process, asdict(series))
         attention, expert = (

@@ -29,12 +29,15 @@ from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.rank_services import RankServices
 from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.frames.wire import WireFormat, make_wire_format
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.transfer import Transfer
 from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.rank_turns import RankTurns
+from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import StageLog
 
 from .job import RankJob, Series, StepMarks
@@ -107,25 +110,39 @@ class AttentionOfPair(PairRank):
             sparse_layers=self.layers,
             log=StageLog(),
         )
-        pipeline = Pipeline(self._stage, transport, self._cache, torch.device("cpu"))
+        log, tap = StageLog(), RouteTap(self.spec.router.num_experts)
+        pipeline = Pipeline(self._stage, transport, self._cache, torch.device("cpu"), log, tap)
+        if not series.is_parted:
+            pipeline.turns = RankTurns.of(self._stage, self._cache, transport, log, tap)
         inputs = {tuple(rows): self._inputs(rows) for rows in series.steps}
         for step, rows in enumerate(series.steps):
             group.forget()
             transport.begin(StepShape(series.epoch, step, (tuple(rows),)))
-            yield self._take_step(pipeline, group, inputs[tuple(rows)])
+            yield self._take_step(pipeline, group, inputs[tuple(rows)], series.is_counted)
         transport.close()
 
     def _take_step(
-        self, pipeline: Pipeline, group: TimedGroup, inputs: Sequence[StepInputs]
+        self,
+        pipeline: Pipeline,
+        group: TimedGroup,
+        inputs: Sequence[StepInputs],
+        is_counted: bool,
     ) -> StepMarks:
         start = time.monotonic_ns()
-        passed = pipeline.pass_layers(inputs)
+        with Meter(is_counted) as meter:
+            passed = pipeline.pass_layers(inputs)
         end = time.monotonic_ns()
         for x_TD, each in zip(passed, inputs, strict=True):
             self._stage.logits(x_TD, each.logit_rows).argmax(dim=1)
         whole_end = time.monotonic_ns()
         return StepMarks(
-            start=start, end=end, whole_end=whole_end, received=group.received, sent=group.sent
+            start=start,
+            end=end,
+            whole_end=whole_end,
+            received=group.received,
+            sent=group.sent,
+            cpu=meter.cpu,
+            num_calls=meter.num_calls,
         )
 
     def _inputs(self, rows: Sequence[int]) -> list[StepInputs]:
@@ -158,16 +175,57 @@ class ExpertOfPair(PairRank):
             wire=self.wire(),
             sparse_layers=self.layers,
             log=StageLog(),
+            services=None if series.is_parted else self._services(),
         )
         for step, rows in enumerate(series.steps):
             group.forget()
             start = time.monotonic_ns()
-            loop.run(StepShape(series.epoch, step, (tuple(rows),)))
+            with Meter(series.is_counted) as meter:
+                loop.run(StepShape(series.epoch, step, (tuple(rows),)))
             end = time.monotonic_ns()
             yield StepMarks(
-                start=start, end=end, whole_end=end, received=group.received, sent=group.sent
+                start=start,
+                end=end,
+                whole_end=end,
+                received=group.received,
+                sent=group.sent,
+                cpu=meter.cpu,
+                num_calls=meter.num_calls,
             )
         loop.close()
+
+    def _services(self) -> RankServices | None:
+        return RankServices.of(
+            self.loader.kernels,
+            self._stage,
+            self.wire(),
+            num_ranks=1,
+            rank=0,
+            router=self.spec.router,
+            routers=None,
+            split=None,
+        )
+
+
+class Meter:
+    """Measures the CPU time of this thread in a block, and counts its calls from Python."""
+
+    def __init__(self, is_counting: bool) -> None:
+        self._is_counting, self._begin = is_counting, 0
+        self.cpu = self.num_calls = 0
+
+    def __enter__(self) -> Meter:
+        self._begin = time.thread_time_ns()
+        if self._is_counting:
+            sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        self.cpu = time.thread_time_ns() - self._begin
+
+    def _note(self, frame: object, event: str, argument: object) -> None:
+        self.num_calls += event in ("call", "c_call")
 
 
 def main() -> None:

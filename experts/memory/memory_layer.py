@@ -9,8 +9,9 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from experts.expert_layer import MakeBank
+from experts.expert_layer import MakeBank, partial_sums
 from experts.memory.expert_memory import ExpertMemory
+from moe_kernels.interface.adapters import RowAdditions
 
 
 class MemoryLayer:
@@ -26,6 +27,10 @@ class MemoryLayer:
 
     @property
     def whole_bank(self) -> None:
+        """None: experts come and go."""
+
+    @property
+    def only_bank(self) -> None:
         """None: experts come and go."""
 
     def take(self, make_bank: MakeBank, experts: Collection[int]) -> None:
@@ -49,18 +54,30 @@ class MemoryLayer:
     def total(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return self._sum(x_TD, expert_ids_TK, weights_TK, is_whole=True)
 
-    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return self._sum(x_TD, expert_ids_TK, weights_TK, is_whole=False)
+    def partial(
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        additions: RowAdditions | None = None,
+    ) -> Tensor:
+        return self._sum(x_TD, expert_ids_TK, weights_TK, additions, is_whole=False)
 
     def _sum(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, *, is_whole: bool
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        additions: RowAdditions | None = None,
+        *,
+        is_whole: bool,
     ) -> Tensor:
         sum_TD: Tensor | None = None
         for each in self._memory.visit(self._layer, expert_ids_TK):
             if each.is_all and is_whole:
                 sum_TD = self._bank(x_TD, each.expert_ids_TK, weights_TK)
                 continue
-            part_TD = self._bank.partial(x_TD, each.expert_ids_TK, weights_TK)
+            part_TD = partial_sums(self._bank, x_TD, each.expert_ids_TK, weights_TK, additions)
             sum_TD = part_TD if sum_TD is None else sum_TD.add_(part_TD)
         assert sum_TD is not None, "a visit yields at least one pass"
         return sum_TD.float() if is_whole else sum_TD

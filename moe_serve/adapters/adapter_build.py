@@ -1,8 +1,9 @@
 """Builds an adapter's weights, in the form that steps use, from the matrices of its files.
 
-A LoRA of attention stays two small matrices. A LoRA of experts is merged into copies of these
-experts, as the kernels of experts have no place for an addition before the activation; so it has
-the bits, and takes the memory, of a fine-tune of whole experts (ESFT).
+A LoRA of attention stays two small matrices. So does a LoRA of experts where the kernels add it
+before the activation; else, or if asked for, it is merged into copies of these experts, and has the
+bits, and takes the memory, of a fine-tune of whole experts (ESFT). A LoRA of a shared expert or of
+a dense MLP is always merged.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import torch
 from torch import Tensor
 
 from experts.virtual_experts import AdapterExperts
-from moe_kernels.interface.kernels import ExpertBank, ExpertWeights
+from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels
 from moe_serve.adapters.adapter_files import AdapterFiles
 from moe_serve.adapters.adapter_part import WHOLE, AdapterPart, LiveModel
 from moe_serve.adapters.bitdelta.build import BitDeltaBuilder
 from moe_serve.adapters.esft import read_esft
+from moe_serve.adapters.expert_additions import AdditionMaker
 from moe_serve.adapters.low_rank import make_low_rank
 from moe_serve.adapters.peft_config import read_peft_config
 from moe_serve.adapters.peft_lora import LowRankMatrices, read_lora
 from moe_serve.adapters.targets import AdaptedMatrix, AdapterTargets
-from moe_serve.errors import CheckpointError
+from moe_serve.config.adapter_config import AdapterConfig
+from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.checkpoint.manifest import feed_forward_table
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.adapter_rows import AdapterLayer, AdapterWeights
@@ -38,6 +41,7 @@ class _LayerParts:
     attention: dict[str, LowRankMatrices] = field(default_factory=dict)
     mlp: dict[str, Tensor] = field(default_factory=dict)  # whole matrices, or additions
     experts: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # without matrices: away
+    additions: dict[int, dict[str, LowRankMatrices]] = field(default_factory=dict)  # likewise
 
     def put(self, target: AdaptedMatrix, matrix: Tensor | None) -> None:
         """Takes the matrix of an expert or MLP, or the addition to it; None: it is not held."""
@@ -46,6 +50,12 @@ class _LayerParts:
         if matrix is not None:
             parts[target.part] = matrix
 
+    def add(self, target: AdaptedMatrix, added: LowRankMatrices | None) -> None:
+        """Takes the addition to an expert that is not merged; None: it is not held."""
+        parts = self.additions.setdefault(target.expert, {})
+        if added is not None:
+            parts[target.part] = added
+
 
 class AdapterBuilder:
     """Builds the part of a base model's adapters that a process holds."""
@@ -53,12 +63,13 @@ class AdapterBuilder:
     def __init__(
         self,
         loader: ModelLoader,
-        max_rank: int,
+        config: AdapterConfig,
         part: AdapterPart = WHOLE,
         live: LiveModel | None = None,
     ) -> None:
         """`live`: the loaded base model, which BitDelta adapters share."""
-        self._loader, self._max_rank, self._part = loader, max_rank, part
+        self._loader, self._max_rank, self._part = loader, config.max_rank, part
+        self._is_merging = is_merging(config, loader.kernels)
         self._targets = AdapterTargets(loader)
         self._base = loader.live_experts()
         self._bitdelta = BitDeltaBuilder(loader, self._targets, part, live or LiveModel())
@@ -73,21 +84,30 @@ class AdapterBuilder:
             config = read_peft_config(files.config_path, files.config, self._max_rank)
             for target, added in read_lora(files, config, self._targets, self._part.wants):
                 rank = rank if added is None else max(rank, len(added.a_RK))
-                if target.kind != "attention":
-                    layers[target.layer].put(target, None if added is None else added.delta())
-                elif added is not None:
-                    layers[target.layer].attention[target.part] = added
+                self._put(layers[target.layer], target, added)
         else:
             for target, matrix in read_esft(files, self._targets, self._part.wants).items():
                 layers[target.layer].put(target, matrix)
         built = [self._layer(*item, files) for item in enumerate(layers)]
+        parts, kernels = tuple(layer for layer, _ in built), self._loader.kernels.adapters
         return AdapterWeights(
             digest=files.digest,
-            layers=tuple(layer for layer, _ in built),
+            layers=parts,
+            prepared=None if kernels is None else kernels.adapter([each.parts for each in parts]),
             num_bytes=sum(num_bytes for _, num_bytes in built),
             kind="lora" if files.is_lora else "esft",
             rank=rank,
         )
+
+    def _put(
+        self, parts: _LayerParts, target: AdaptedMatrix, added: LowRankMatrices | None
+    ) -> None:
+        if target.kind == "expert" and not self._is_merging:
+            parts.add(target, added)
+        elif target.kind != "attention":
+            parts.put(target, None if added is None else added.delta())
+        elif added is not None:
+            parts.attention[target.part] = added
 
     def _layer(
         self, layer: int, parts: _LayerParts, files: AdapterFiles
@@ -103,11 +123,12 @@ class AdapterBuilder:
         mlp = self._mlp(layer, parts.mlp, files)
         for each in (*experts.values(), *(() if mlp is None else (mlp,))):
             num_bytes += each.num_bytes
-        return AdapterLayer(
-            linears=linears,
-            experts=self._experts(parts.experts, experts) if parts.experts else None,
-            mlp=None if mlp is None else self._bank([mlp]),
-        ), num_bytes
+        own = self._experts(parts.experts, experts) if parts.experts else None
+        if parts.additions:
+            own = self._added(parts.additions)
+            num_bytes += 0 if own.additions is None else own.additions.num_bytes
+        bank = None if mlp is None else self._bank([mlp])
+        return AdapterLayer(linears=linears, experts=own, mlp=bank), num_bytes
 
     def _mlp(
         self, layer: int, changes: Mapping[str, Tensor], files: AdapterFiles
@@ -122,10 +143,25 @@ class AdapterBuilder:
     def _experts(self, own: Collection[int], held: Mapping[int, ExpertWeights]) -> AdapterExperts:
         """`own`: all experts that the adapter has; `held`: those that are here."""
         num_experts = self._loader.spec.router.num_experts
-        is_own_E = torch.zeros(num_experts + 1, dtype=torch.bool)
-        is_own_E[torch.tensor(sorted(own))] = True
         bank = self._bank([held.get(expert) for expert in range(num_experts)]) if held else None
-        return AdapterExperts(bank=bank, is_own_E=is_own_E.to(self._loader.device))
+        return AdapterExperts(bank=bank, is_own_E=self._marked(own))
+
+    def _added(self, additions: Mapping[int, Mapping[str, LowRankMatrices]]) -> AdapterExperts:
+        """Returns the additions to a layer's experts. `additions` has all, some without matrices,
+        as they are not here."""
+        kernels = self._loader.kernels.adapters
+        maker = AdditionMaker(self._loader.device, self._loader.dtype)
+        assert kernels is not None, "kernels with additions"
+        held = {expert: maker.expert(each) for expert, each in additions.items() if each}
+        is_own_E = self._marked(additions)
+        made = kernels.expert_additions(held, is_own_E[:-1]) if held else None
+        return AdapterExperts(bank=None, is_own_E=is_own_E, additions=made)
+
+    def _marked(self, experts: Collection[int]) -> Tensor:
+        """Returns bool [E + 1], true for these experts."""
+        is_own_E = torch.zeros(self._loader.spec.router.num_experts + 1, dtype=torch.bool)
+        is_own_E[torch.tensor(sorted(experts))] = True
+        return is_own_E.to(self._loader.device)
 
     def _bank(self, experts: list[ExpertWeights | None]) -> ExpertBank:
         return self._loader.kernels.experts(experts, self._loader.spec.activation)
@@ -159,6 +195,16 @@ class AdapterBuilder:
             *(part.contiguous() for part in parts),
             *(None if bias is None else bias.clone() for bias in biases),
         )
+
+
+def is_merging(config: AdapterConfig, kernels: Kernels) -> bool:
+    """Returns whether LoRAs of experts are merged. Raises ConfigError."""
+    if config.expert_lora == "added" and kernels.adapters is None:
+        raise ConfigError(
+            f"adapters.expert_lora is 'added', but the kernels ({kernels.name}) cannot add a LoRA "
+            "to experts: use 'merged' or 'auto'."
+        )
+    return config.expert_lora == "merged" or kernels.adapters is None
 
 
 def _split(changes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -1,8 +1,9 @@
 """Makes the additions to the linear layers of attention from the matrices of a LoRA.
 
-Queries, keys and values are one linear layer here, so their additions are one, too:
+Queries, keys and values are one linear layer here, so their additions are one, too. Its B is three
+parts, each of which reads its own ranks:
 
-    A = [A_q; A_k; A_v]      B = diag(scale_q B_q, scale_k B_k, scale_v B_v)
+    A = [A_q; A_k; A_v]      B = scale_q B_q, scale_k B_k, scale_v B_v
 
 N outputs, K inputs, R rank.
 """
@@ -14,12 +15,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.adapters import LowRank, LowRankPart
 from moe_serve.adapters.peft_lora import LowRankMatrices
 from moe_serve.model.checkpoint.manifest import attention_table
 from moe_serve.model.load.load_attention import rotation_order, rows_in_order
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.stage.adapter_rows import LowRank
 from moe_serve.model.stage.tensor_shard import TensorShard
 
 _ONE = TensorShard(0, 1)
@@ -46,39 +47,38 @@ def make_low_rank(
         own = {part: matrices[part] for part in sizes if part in matrices}
         if not own:
             continue
-        joined = _joined(spec, layer, sizes, own, shard)
-        a_RK, b_NR = (each.to(loader.device, loader.dtype) for each in joined)
-        num_bytes += a_RK.nbytes + b_NR.nbytes
-        linear = loader.kernels.linear
-        made[key] = LowRank(a=linear(a_RK), b=linear(b_NR))
+        made[key], size = _joined(loader, layer, sizes, own, shard)
+        num_bytes += size
     return made, num_bytes
 
 
 def _joined(
-    spec: ModelSpec,
+    loader: ModelLoader,
     layer: int,
     sizes: Mapping[str, tuple[int, ...]],
     own: Mapping[str, LowRankMatrices],
     shard: TensorShard,
-) -> tuple[Tensor, Tensor]:
-    """Returns A and B, with the scales, of a linear layer that has the rows of several matrices."""
+) -> tuple[LowRank, int]:
+    """Returns the addition to a linear layer that has the rows of several matrices, and its
+    bytes."""
+    spec, linear = loader.spec, loader.kernels.linear
     rank = sum(len(each.a_RK) for each in own.values())
-    width = next(iter(sizes.values()))[1]
-    a_RK = torch.zeros(padded_rank(rank), width)
-    parts_NR, first_rank = [], 0
+    a_RK = torch.zeros(padded_rank(rank), next(iter(sizes.values()))[1])
+    parts, ranks, outputs, num_bytes = [], slice(0, 0), slice(0, 0), 0
     for part, shape in sizes.items():
-        part_NR = torch.zeros(shape[0], len(a_RK))
-        if part in own:
-            matrices = own[part]
-            ranks = slice(first_rank, first_rank + len(matrices.a_RK))
-            a_RK[ranks] = matrices.a_RK.float()
-            part_NR[:, ranks] = matrices.scale * rows_in_order(
-                matrices.b_NR.float(), row_order(spec, layer, part)
-            )
-            first_rank = ranks.stop
         held = slice(None) if part == "o" else shard.rows(part, shape[0], spec, layer)
-        parts_NR.append(part_NR[held])
-    return a_RK, torch.cat(parts_NR)
+        outputs = slice(outputs.stop, outputs.stop + len(range(shape[0])[held]))
+        matrices = own.get(part)
+        if matrices is None:
+            continue
+        ranks = slice(ranks.stop, ranks.stop + len(matrices.a_RK))
+        a_RK[ranks] = matrices.a_RK.float()
+        whole_NR = rows_in_order(matrices.b_NR.float(), row_order(spec, layer, part))
+        b_NR = (matrices.scale * whole_NR[held]).to(loader.device, loader.dtype)
+        num_bytes += b_NR.nbytes
+        parts.append(LowRankPart(linear(b_NR), ranks, outputs))
+    made = a_RK.to(loader.device, loader.dtype)
+    return LowRank(linear(made), tuple(parts), outputs.stop), num_bytes + made.nbytes
 
 
 def padded_rank(rank: int) -> int:

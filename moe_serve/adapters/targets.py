@@ -110,6 +110,10 @@ class AdapterTargets:
             for part, stored in table.items():
                 name, target = _entry(stored, layer, "expert", part)
                 yield name, replace(target, expert=expert)
+        # transformers 5 fuses separate experts, and names Mixtral's module as others do.
+        module = layout.gate.format(layer=layer, expert=0).partition(".experts.")[0]
+        module = module.replace(".block_sparse_moe", ".mlp")
+        self._fused.setdefault(f"{module}.experts", FusedExperts(layer, is_interleaved=False))
 
     def _refuse(self, name: str, what: str) -> None:
         self._refused[name.removesuffix(".weight")] = what

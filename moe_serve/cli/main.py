@@ -19,6 +19,7 @@ from moe_serve.cli.adapters import adapters
 from moe_serve.cli.bench.bench import bench
 from moe_serve.cli.cache import cache
 from moe_serve.cli.calibrate import calibrate
+from moe_serve.cli.cells_commands import cells
 from moe_serve.cli.chat import chat
 from moe_serve.cli.config import config
 from moe_serve.cli.console import OutputError, checked_output, open_missing_streams
@@ -92,6 +93,12 @@ app.add_typer(
     name="placement",
     rich_help_panel="Inspect",
     help="Show, apply, save or rebalance the expert placement of a running server.",
+)
+app.add_typer(
+    cells,
+    name="cells",
+    rich_help_panel="Inspect",
+    help="List, add, remove or drain the cells of a running server.",
 )
 app.command(rich_help_panel="Plan")(calibrate)
 app.command(rich_help_panel="Plan")(plan)

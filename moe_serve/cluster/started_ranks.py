@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,6 +16,7 @@ import msgspec
 from moe_serve.cache.events.kv_events import KVEvents, check_kv_events
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.clock import REAL_CLOCK
+from moe_serve.cluster.cell_part import CellPart
 from moe_serve.cluster.control.listener import Listener
 from moe_serve.cluster.control.meeting_store import StoreServer
 from moe_serve.cluster.control.messages import Configure, Loaded, Report
@@ -51,35 +50,17 @@ from moe_serve.engine.drafting.drafting_maker import check_on_ranks, drafting_ma
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_facts import EngineFacts, memory_line
 from moe_serve.engine.execute.next_layer_prediction import check_next_layer
-from moe_serve.engine.opened_model import LoadReport
 from moe_serve.engine.routes.route_records import RouteListeners
 from moe_serve.engine.schedule.layered_prefill import LayeredPrefill
 from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.policy.policy_maker import MakePolicy, policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
-from moe_serve.engine.service.service_policy import ServicePolicy
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
 from moe_serve.pipeline.links.meeting import MeetingPlace
 
 MakeStarter = Callable[[str, int, ClusterSecret, int], RankStarter]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellPart:
-    """The place of a cell among the cells of a server, and what they share."""
-
-    name: str = ""  # before the names of its ranks in messages; empty: the only cell
-    ids: itertools.count[int] = field(default_factory=itertools.count)  # of sequences
-    step_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    outage_limit_s: float | None = None  # see `Coordinator`; None: as long as a start may take
-    patience_s: float = math.inf  # likewise
-    kv_events: KVEvents | None = None  # of all cells, whose owner closes it; None: of its own
-    first_rank: int = 0  # number of attention ranks in the cells before
-    arena: RankArena | None = None  # likewise
-    adapters: ClusterAdapters | None = None  # likewise
-    policy: ServicePolicy | None = None  # of service tiers, likewise
 
 
 class StartedRanks:
@@ -100,6 +81,8 @@ class StartedRanks:
         self.current = CurrentPlacement(model.placement)
         self.rebalancer: Rebalancer | None = None  # set with the engine
         self.witness: RankWitness | None = None  # of the engine
+        self._steps: Coordinator | None = None  # likewise
+        self._is_closed = False
         self._starter: RankStarter | None = None
         self._arena = self._part.arena or RankArena(model.config)
         self.roster = Roster(model.ranks)
@@ -133,13 +116,15 @@ class StartedRanks:
             for name, state in self.roster.states.items()
         ]
         try:
-            preflight = PreflightRound(expected, self._model.folder, cluster.host)
+            preflight = PreflightRound(
+                expected, self._model.folder, cluster.host, self._part.join_s
+            )
         except BaseException:
             starter.stop()  # once started, the membership does that
             raise
         self.membership.start(starter, preflight, cluster.start_timeout_s, progress)
-        loaded = {name: state.loaded for name, state in self.roster.states.items()}
-        gpus = {name: "" if found is None else found.gpu for name, found in loaded.items()}
+        states = self.roster.states
+        gpus = {name: of.loaded.gpu if of.loaded is not None else "" for name, of in states.items()}
         check_transport(cluster.transport, gpus)
 
     @property
@@ -149,18 +134,17 @@ class StartedRanks:
         assert loaded is not None, "the attention ranks have loaded"
         return loaded
 
-    @property
-    def _reports(self) -> list[LoadReport]:
-        return [s.loaded.report for s in self.roster.states.values() if s.loaded is not None]
-
     def engine(
         self, watch: PoolWatch, routes: RouteListeners, make_policy: MakePolicy, plan: Plan
     ) -> ClusterEngine:
         """Makes the engine over all ranks. `routes` tells listeners which experts were chosen."""
-        self._arena.open(self._model.folder, self.first_loaded.report, self._reports)
+        reports = [s.loaded.report for s in self.roster.all() if s.loaded is not None]
+        self._arena.open(self._model.folder, self.first_loaded.report, reports)
         calls = RankCalls(self.membership, watch)
         mover = make_mover(self._model, self.roster, calls, self.current)
-        coordinator = self._coordinator(calls, watch, mover)
+        coordinator = self._steps = self._coordinator(calls, watch, mover)
+        if self._is_closed:  # meanwhile: the engine must not wait for its ranks
+            coordinator.stop()
         stacks = self._starter.stacks if isinstance(self._starter, LocalStarter) else None
         self.witness = RankWitness(self.roster, coordinator, stacks)
         identity = self._model.checkpoint.page_identity(self.first_loaded.report)
@@ -232,7 +216,10 @@ class StartedRanks:
         return self._model.configure(name, version, self._arena.path, self._parcels, adapters)
 
     def close(self) -> None:
-        """Ends the ranks and stops listening."""
+        """Ends the ranks and stops listening. May be called again, and while they start."""
+        self._is_closed = True
+        if self._steps is not None:
+            self._steps.stop()
         if self.adapters is not None and self._part.adapters is None:
             self.adapters.close()
         if self.membership.adapters is not None:

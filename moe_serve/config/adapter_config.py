@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+ExpertLora = Literal["auto", "added", "merged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +19,6 @@ class AdapterConfig:
     memory_bytes: int | None = None  # of all adapters in memory; None: no limit
     max_adapters: int = 1000  # names
     max_rank: int = 64  # of a LoRA
+    # LoRAs of routed experts: added in the kernels, or merged into copies of whole experts, which
+    # cost more memory and no time; auto: added, where the kernels can.
+    expert_lora: ExpertLora = "auto"

@@ -66,6 +66,7 @@ class CellsConfig:
     parcel_bytes: int = 4 * 2**20  # of KV pages that one parcel carries
     memory_bytes: int = 256 * 2**20  # of the shared memory that parcels pass through
     migrate: bool = True  # move running requests off cells that drain or run out of pages
+    can_grow: bool = False  # a layout of one cell may get more while it runs, as others may
 
 
 def parse_cells(
@@ -83,14 +84,7 @@ def parse_cells(
         if found is None or (found[3] is None and not is_simulated):
             also = ", or cells of whole devices such as (8D tp4)" if is_simulated else ""
             raise ConfigError(f"{name} cannot be {text!r}: {_TAKES}{also}.")
-        count, ranks, experts, shards, role = found.groups()
-        shape = CellShape(
-            attention_ranks=int(ranks) if experts else _whole_ranks(found, name),
-            expert_ranks=int(experts or 0),
-            attention_tp=int(shards or 1),
-            role=_role(role or "both"),
-        )
-        shapes += [shape] * int(count or 1)
+        shapes += [_shape_of(found, name)] * int(found[1] or 1)
         position = found.end()
         while position < len(rest) and rest[position].isspace():
             position += 1
@@ -105,6 +99,31 @@ def parse_cells(
         )
     check_roles(shapes, name)
     return tuple(shapes)
+
+
+def parse_cell(text: str, name: str = "shape") -> CellShape:
+    """Parses one cell such as "1A1E decode" or "(1A2E tp2)". `name` names the field in errors.
+    Raises ConfigError."""
+    inner = text.strip()
+    inner = inner[1:-1] if inner.startswith("(") and inner.endswith(")") else inner
+    found = _GROUP.fullmatch(f"({inner})")
+    if found is None or found[3] is None:
+        raise ConfigError(
+            f"{name} cannot be {text[:200]!r}: it takes one cell such as '1A1E' or '1A2E tp2 "
+            "decode': attention ranks (A), expert ranks (E), the processes of each attention rank "
+            "(tp, 1 if left out), and a role (prefill, decode or both; both if left out)."
+        )
+    return _shape_of(found, name)
+
+
+def _shape_of(group: re.Match[str], name: str) -> CellShape:
+    _, ranks, experts, shards, role = group.groups()
+    return CellShape(
+        attention_ranks=int(ranks) if experts else _whole_ranks(group, name),
+        expert_ranks=int(experts or 0),
+        attention_tp=int(shards or 1),
+        role=_role(role or "both"),
+    )
 
 
 def check_roles(shapes: Sequence[CellShape], name: str = "cells.layout") -> None:

@@ -43,5 +43,5 @@ def open_adapters(
     CheckpointError for an adapter that cannot be served."""
     if not config.adapters.is_enabled:
         return None
-    builder = AdapterBuilder(loader, config.adapters.max_rank, live=live)
+    builder = AdapterBuilder(loader, config.adapters, live=live)
     return open_registry(config.adapters, builder.build)

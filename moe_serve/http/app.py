@@ -235,7 +235,7 @@ def create_app(
     app = _empty_app(board)
     app.state.generations, app.state.gate, app.state.metrics = generations, server.gate, metrics
     _add_routes(app, server)
-    app.include_router(cells_router(cells, engine))
+    app.include_router(cells_router(cells, engine, config.max_body_bytes))
     app.include_router(dashboard_router(board))
     _add_control(app, config.max_body_bytes, tracing, placement)
     _add_operations(app, operations)

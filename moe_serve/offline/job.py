@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_serve.adapters.adapter import Adapter
 from moe_serve.adapters.registry import AdapterRegistry
-from moe_serve.config.adapter_config import AdapterConfig
+from moe_serve.config.adapter_config import AdapterConfig, ExpertLora
 from moe_serve.config.tiers import TierConfig, find_tier
 from moe_serve.engine.request.request import (
     DecodingRules,
@@ -243,12 +243,12 @@ def check_prompt(ids: tuple[int, ...], params: SamplingParams, vocab_size: int, 
     params.check_vocabulary(vocab_size)
 
 
-def adapter_config(adapters: Mapping[str, str]) -> AdapterConfig:
+def adapter_config(adapters: Mapping[str, str], expert_lora: ExpertLora) -> AdapterConfig:
     """Returns the configuration of adapters by name: their folders."""
     if not isinstance(adapters, Mapping):
         raise ConfigError(f"adapters cannot be {adapters!r:.80} (LLM): give {{name: folder}}.")
     modules = tuple(f"{name}={folder}" for name, folder in adapters.items())
-    return AdapterConfig(is_enabled=bool(modules), modules=modules)
+    return AdapterConfig(is_enabled=bool(modules), modules=modules, expert_lora=expert_lora)
 
 
 def each_adapter(

@@ -20,6 +20,7 @@ from rich.progress import Progress, TextColumn
 
 from moe_serve.adapters.adapter import Adapter
 from moe_serve.cluster.started_cells import build_any_engine
+from moe_serve.config.adapter_config import ExpertLora
 from moe_serve.config.cells import CellsConfig
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import (
@@ -116,13 +117,13 @@ class LLM:
         cuda_graphs: CudaGraphsName = "auto",
         speculation: SpeculationMethod = "off",
         adapters: Mapping[str, str] | None = None,
+        expert_lora: ExpertLora = "auto",
     ) -> None:
         model_config = ModelConfig(
             path=model, dtype=dtype, device=device, kernels=kernels,
             expert_weights=expert_weights, linear_weights=linear_weights,
-            low_bit_products=low_bit_products, expert_memory_bytes=expert_memory_bytes,
-            max_model_len=max_model_len, num_threads=num_threads, cuda_graphs=cuda_graphs,
-        )  # fmt: skip
+            low_bit_products=low_bit_products, num_threads=num_threads, cuda_graphs=cuda_graphs,
+            expert_memory_bytes=expert_memory_bytes, max_model_len=max_model_len)  # fmt: skip
         scheduler_config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
             batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"))  # fmt: skip
@@ -133,8 +134,9 @@ class LLM:
             cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache, kv_dtype=kv_dtype,
                               disk_path=kv_disk, disk_key_file=kv_disk_key_file),
             pipeline=PipelineConfig(micro_batches=micro_batches), cells=CellsConfig(layout=cells),
-            predictor=PredictorConfig(path=predictor), adapters=adapter_config(adapters or {}),
+            predictor=PredictorConfig(path=predictor),
             speculation=SpeculationConfig(method=speculation),
+            adapters=adapter_config(adapters or {}, expert_lora),
         )  # fmt: skip
         checked = local_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first

@@ -25,6 +25,7 @@ from moe_serve.pipeline.exchange.next_layer import NextLayer
 from moe_serve.pipeline.groups.micro_batch_state import MicroBatchState, SegmentedState
 from moe_serve.pipeline.groups.parked_states import ParkedStates
 from moe_serve.pipeline.groups.segments import SegmentRows
+from moe_serve.pipeline.rank_turns import RankTurns
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.stacked_layers import StackedLayers, hidden_of_logits
 from moe_serve.pipeline.timeline.stage_log import StageLog
@@ -56,6 +57,7 @@ class Pipeline:
         self._next_layer = next_layer
         self.parked = ParkedStates() if parked is None else parked
         self.stacked: StackedLayers | None = None  # if set, runs steps of one micro-batch
+        self.turns: RankTurns | None = None  # if set, runs layers whose experts are on other ranks
         self.device = device
         self.keeps_hidden = False
         self.hidden_RD: Tensor | None = None  # the last step's states behind its logits, if kept
@@ -70,12 +72,17 @@ class Pipeline:
         """
         self._tap.begin(plan)
         self.parked.begin(plan)
-        if self.stacked is None or len(plan.micro_batches) > 1 or plan.has_adapters:
+        if self.stacked is None or len(plan.micro_batches) > 1 or self._stage.has_parts(plan):
             return self._run_by_layer(plan)
         since, (batch,) = time.perf_counter(), plan.micro_batches
         if batch.is_grouped:
             return self._run_segments(self.stacked, plan, since)
-        result = self.stacked.run(batch, self._log, has_choices=plan.routes is not None)
+        result = self.stacked.run(
+            batch,
+            self._log,
+            has_choices=plan.routes is not None,
+            adapters=self._stage.adapters(batch),
+        )
         self._tap.take_stacked(result)
         self._log.passed_layers(since, 0.0)
         self.hidden_RD = hidden_of_logits(batch, result.hidden_TD) if self.keeps_hidden else None
@@ -96,6 +103,7 @@ class Pipeline:
                 has_choices=plan.routes is not None,
                 layers=(segment.first, segment.end),
                 hidden_TD=rows.join(segment),
+                adapters=self._stage.adapters(segment.batch),
             )
             self._tap.take_stacked(result, segment.batch.slices)
             rows.leave(segment, result.hidden_TD)
@@ -164,11 +172,10 @@ class Pipeline:
         states = []
         for index, each in enumerate(begun):
             states.append(each)
-            self._start(0, index, each)
+            self._pass(0, index, each)
         for layer in range(1, self._stage.spec.num_layers):
             for index, state in enumerate(states):
-                self._finish(index, state)
-                self._start(layer, index, state)
+                self._pass(layer, index, state)
         for index, state in enumerate(states):
             self._finish(index, state)
             yield state
@@ -189,6 +196,12 @@ class Pipeline:
     def finite_pages(self, pages: list[int]) -> list[bool]:
         """Returns for each page whether its contents are finite in every layer."""
         return self._cache.finite(pages) if pages else []
+
+    def _pass(self, layer: int, index: int, state: MicroBatchState) -> None:
+        """Ends the layer before, and starts this one: as one call, or in parts."""
+        if self.turns is None or not self.turns.run(layer, index, state):
+            self._finish(index, state)
+            self._start(layer, index, state)
 
     def _start(self, layer: int, index: int, state: MicroBatchState) -> None:
         """Runs a layer's attention and sends its rows to the experts, unless the layer is dense."""
@@ -220,6 +233,9 @@ class Pipeline:
         """Adds the experts' sum to the residual stream."""
         if state.layer_away is None:
             return
+        if state.is_away_by_turn:
+            assert self.turns is not None, "rows were sent by a turn"
+            return self.turns.finish(index, state)
         layer, out_TD = state.layer_away, self._transport.combine(state.layer_away, index)
         start = self._log.now()
         self._log.enter(Stage.COMBINE, layer, index)

@@ -50,6 +50,11 @@ class RouteTap:
         self._in_groups: dict[int, list[_Choices]] = {}
         self._parked: dict[int, tuple[int, list[_Choices]]] = {}
 
+    @property
+    def is_on(self) -> bool:
+        """True if the step's plan asks for choices, which are then kept until its end."""
+        return self._is_on
+
     def begin(self, plan: StepPlan) -> None:
         """Starts a step; data left by a failed step is dropped."""
         self._is_on = plan.routes is not None

@@ -14,6 +14,7 @@ from torch import Tensor
 from experts.expert_stage import ExpertStage
 from moe_kernels.interface.layer_stack import LayerStack, StackResult, StackRows
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.model.stage.adapter_rows import AdapterRows
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.step_plan import MicroBatch
 from moe_serve.pipeline.timeline.stage_log import StageLog
@@ -55,11 +56,14 @@ class StackedLayers:
         has_choices: bool,
         layers: tuple[int, int] | None = None,
         hidden_TD: Tensor | None = None,
+        adapters: AdapterRows | None = None,
     ) -> StackResult:
         """Computes a step of one micro-batch. `has_choices`: return the routers' choices too.
+        `adapters`: of its rows.
 
         With `layers`, it computes these layers only, [first, end), from the residual stream before
         them. Logits exist behind the last layer."""
+        assert adapters is None or adapters.prepared is not None, "adapters of these kernels"
         rows = StackRows()
         for piece in batch.slices:
             table, dropped = piece.page_table, piece.num_dropped
@@ -67,7 +71,12 @@ class StackedLayers:
         start = log.now()
         log.enter(Stage.STEP, at_layer=lambda: self.call.at_layer)
         result = self.call(
-            rows, has_choices=has_choices, has_times=log.is_on, layers=layers, hidden_TD=hidden_TD
+            rows,
+            has_choices=has_choices,
+            has_times=log.is_on,
+            layers=layers,
+            hidden_TD=hidden_TD,
+            adapters=None if adapters is None else adapters.prepared,
         )
         if result.times is not None:
             self._note(result, log, start, 0 if layers is None else layers[0])

@@ -6,7 +6,6 @@ other micro-batches' attention: that is the ping-pong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from experts.expert_layer import ExpertLayer
 from experts.expert_stage import ExpertStage, RoutedRows
-from moe_serve.model.stage.adapter_rows import ExpertRows
+from moe_serve.model.stage.adapter_rows import RowGroup
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.frames.wire import WireFormat, as_received
 
@@ -63,7 +62,7 @@ class LocalTransport:
         self._stage.foresee(layer, micro_batch, routed.foreseen_E)
         experts = self._stage.layer(layer)
         if routed.adapted:
-            sums_TD = _adapted_total(experts, replace(rows, x_TD=x_TD), routed.adapted)
+            sums_TD = _adapted_total(experts, replace(rows, x_TD=x_TD), routed)
         else:
             sums_TD = experts.total(x_TD, rows.expert_ids_TK, rows.weights_TK)
         self._results[micro_batch] = sums_TD
@@ -78,22 +77,26 @@ class LocalTransport:
         self._results.clear()
 
 
-def _adapted_total(experts: ExpertLayer, rows: RoutedRows, adapted: Sequence[ExpertRows]) -> Tensor:
-    """Returns the rows' sums [T, D] in fp32, where adapters have experts in place of others.
+def _adapted_total(experts: ExpertLayer, rows: RoutedRows, routed: Routed) -> Tensor:
+    """Returns the rows' sums [T, D] in fp32, where adapters have experts in place of others, or add
+    to them.
 
     Sums over banks are exact and rounded once (moe_kernels), so a row has the bits of a checkpoint
     that contains the adapter's experts.
     """
-    base_TK, parts = rows.expert_ids_TK.clone(), []
-    for each in adapted:
+    base_TK, parts = rows.expert_ids_TK.clone(), list[tuple[RowGroup, Tensor]]()
+    for each in routed.adapted:
         group, bank = each.group, each.experts.bank
-        assert bank is not None, "the experts of an adapter are on ranks"
+        if bank is None:
+            assert each.experts.additions is not None, "the experts of an adapter are on ranks"
+            continue
         ids_RK = group.select(rows.expert_ids_TK)
         is_own_RK = each.experts.is_own_E[ids_RK]
         x_RD, weights_RK = group.select(rows.x_TD), group.select(rows.weights_TK)
-        parts.append(bank.partial(x_RD, torch.where(is_own_RK, ids_RK, -1), weights_RK))
+        own_RK = torch.where(is_own_RK, ids_RK, -1)
+        parts.append((group, bank.partial(x_RD, own_RK, weights_RK)))
         base_TK = group.put(base_TK, torch.where(is_own_RK, -1, ids_RK))
-    sum_TD = experts.partial(rows.x_TD, base_TK, rows.weights_TK)
-    for each, part_RD in zip(adapted, parts, strict=True):
-        sum_TD = each.group.put(sum_TD, each.group.select(sum_TD) + part_RD)
+    sum_TD = experts.partial(rows.x_TD, base_TK, rows.weights_TK, routed.additions)
+    for group, part_RD in parts:
+        sum_TD = group.put(sum_TD, group.select(sum_TD) + part_RD)
     return sum_TD.float()

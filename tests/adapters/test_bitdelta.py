@@ -15,10 +15,11 @@ from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_unchanged
 from moe_serve.adapters.adapter_part import LiveModel
 from moe_serve.adapters.bitdelta.make import make_bitdelta
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.offline.llm import LLM
-from tests.support.adapters.adapter_folders import tensors_of, write_lora
+from tests.support.adapters.adapter_folders import EXPERTS, tensors_of, write_lora
 from tests.support.adapters.answers import (
     GREEDY,
     PROMPTS,
@@ -84,13 +85,14 @@ def test_bits_do_not_depend_on_the_batch(base: Path, kernels: KernelsName, tmp_p
         one=made(tmp_path, base, 1),
         two=made(tmp_path, base, 2),
         lora=write_lora(tmp_path / "lora", base),
+        experts=write_lora(tmp_path / "experts", base, seed=3, pattern=EXPERTS),
     )
-    names = [None, "one", "lora", "two", "one"]
+    names = [None, "one", "lora", "two", "experts", "one"]
     with LLM(str(base), dtype="bfloat16", kernels=kernels, adapters=adapters) as llm:
         alone = {name: content(answers(llm, name, PROMPTS[:1])) for name in dict.fromkeys(names)}
-        both = llm.generate([PROMPTS[0]] * 5, GREEDY, adapter=names, use_progress_bar=False)
+        both = llm.generate([PROMPTS[0]] * 6, GREEDY, adapter=names, use_progress_bar=False)
     assert [content([each]) for each in both] == [alone[name] for name in names]
-    assert len({str(each) for each in alone.values()}) == 4
+    assert len({str(each) for each in alone.values()}) == 5
     assert alone[None] == content(answers_of(base, dtype="bfloat16", kernels=kernels))[:1]
 
 
@@ -121,7 +123,7 @@ def test_files_that_are_refused(base: Path, tmp_path: Path) -> None:
     adapter = made(tmp_path, base)
     loader = ModelLoader(base)
     live = LiveModel(attention=loader.attention_stage(64), experts=loader.expert_stage())
-    builder = AdapterBuilder(loader, 64, live=live)
+    builder = AdapterBuilder(loader, AdapterConfig(), live=live)
     whole = (adapter / "model.safetensors").read_bytes()
     for what, (change, message) in WRONG.items():
         weights = load_file(adapter / "model.safetensors")
@@ -140,7 +142,7 @@ def test_other_routers_are_refused_where_expert_ranks_route(base: Path, tmp_path
     adapter, loader = made(tmp_path, base), ModelLoader(base)
     live = LiveModel(experts=loader.expert_stage(), is_routing=True)
     with open_unchanged(adapter) as files, pytest.raises(CheckpointError, match="cluster.router"):
-        AdapterBuilder(loader, 64, live=live).build(files)
+        AdapterBuilder(loader, AdapterConfig(), live=live).build(files)
 
 
 def test_moving_experts_are_refused(base: Path, tmp_path: Path) -> None:

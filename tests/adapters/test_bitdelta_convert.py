@@ -17,6 +17,7 @@ from moe_serve.adapters.adapter_files import open_unchanged
 from moe_serve.adapters.adapter_part import AdapterPart
 from moe_serve.adapters.bitdelta.convert import convert_bitdelta
 from moe_serve.adapters.bitdelta.torch_zip import TorchZip
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import CheckpointError
 from moe_serve.model.load.loader import ModelLoader
 from tests.support.adapters.bitdelta_folders import dense
@@ -59,7 +60,7 @@ def test_a_published_file(tmp_path: Path) -> None:
     assert len(own) == 5 and (size.num_matrices, size.num_full) == (2, 1)
     loader = ModelLoader(BASE)
     with open_unchanged(tmp_path / "bits") as files:
-        built = AdapterBuilder(loader, 64, AdapterPart(experts={})).build(files)
+        built = AdapterBuilder(loader, AdapterConfig(), AdapterPart(experts={})).build(files)
     assert built.kind == "bitdelta" and built.layers[2].experts is not None
 
 

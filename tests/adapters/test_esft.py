@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from tests.support.kernels.kernel_sets import KERNEL_SETS
 EXPERTS = {0: [1, 3], 2: [0]}
 
 
-def check_bits(base: Path, tmp_path: Path, **model: Any) -> None:
-    adapter = write_esft(tmp_path / "esft", base, EXPERTS)
+def check_bits(
+    base: Path, tmp_path: Path, experts: Mapping[int, list[int]] = EXPERTS, **model: Any
+) -> None:
+    adapter = write_esft(tmp_path / "esft", base, experts)
     with LLM(str(base), adapters=adapters_of(own=adapter), **model) as llm:
         own, without = content(answers(llm, "own")), content(answers(llm))
     model.pop("expert_memory_bytes", None)
@@ -42,6 +45,12 @@ def test_bits_of_the_merged_checkpoint(
     base: Path, kernels: KernelsName, dtype: str, tmp_path: Path
 ) -> None:
     check_bits(base, tmp_path, kernels=kernels, dtype=dtype)
+
+
+def test_bits_of_a_step_in_one_call(tmp_path: Path) -> None:
+    """All layers of Qwen3-MoE are one native call, with adapters too."""
+    base = write_checkpoint(tmp_path / "base", CASES["qwen3_moe-dense-layers"])
+    check_bits(base, tmp_path, {1: [0, 3]}, dtype="bfloat16")
 
 
 def test_bits_with_an_expert_memory(base: Path, tmp_path: Path) -> None:

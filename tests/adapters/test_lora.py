@@ -21,11 +21,21 @@ from tests.support.adapters.adapter_folders import (
     write_merged,
     write_peft,
 )
-from tests.support.adapters.answers import adapters_of, answers, answers_of, largest_difference
+from tests.support.adapters.answers import (
+    PROMPTS,
+    adapters_of,
+    answers,
+    answers_of,
+    content,
+    largest_difference,
+)
 from tests.support.families.all_cases import CASES
 from tests.support.families.parity import write_checkpoint
+from tests.support.families.quantised_cases import CASES as QUANTISED
+from tests.support.families.quantised_folder import write_pair
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
+ROUTED = re.compile(r".*\.experts\.\d+\.\w+\.weight")
 CLOSE = 1e-4  # of log probabilities, in fp32
 FAMILIES = (
     "qwen2_moe",
@@ -56,6 +66,56 @@ def test_on_attention_and_experts(base: Path, kernels: KernelsName, tmp_path: Pa
     both = re.compile(f"{ATTENTION.pattern}|{EXPERTS.pattern}")
     adapter = write_lora(tmp_path / "lora", base, pattern=both, rank=3)
     check_equals_merged(base, adapter, tmp_path / "merged", kernels=kernels)
+
+
+EVERYTHING = re.compile(rf"{ATTENTION.pattern}|{EXPERTS.pattern}|.*\.mlp\.\w+_proj\.weight")
+
+
+@pytest.mark.parametrize("kind", ["added", "merged"])
+def test_a_step_in_one_call(kind: str, tmp_path: Path) -> None:
+    """All layers of Qwen3-MoE, dense ones among them, are one native call, with adapters too."""
+    base = write_checkpoint(tmp_path / "base", CASES["qwen3_moe-dense-layers"])
+    adapter = write_lora(tmp_path / "lora", base, pattern=EVERYTHING)
+    check_equals_merged(base, adapter, tmp_path / "merged", expert_lora=kind)
+
+
+def test_experts_that_come_and_go(base: Path, tmp_path: Path) -> None:
+    """An expert memory loads the base model's experts; what is added to them stays."""
+    adapter = adapters_of(own=write_lora(tmp_path / "lora", base, pattern=EXPERTS))
+    with LLM(str(base), adapters=adapter) as llm:
+        wanted = content(answers(llm, "own"))
+    with LLM(str(base), adapters=adapter, expert_memory_bytes=200_000) as llm:
+        assert content(answers(llm, "own")) == wanted
+
+
+@pytest.mark.parametrize("products", ["exact", "int8"])
+def test_experts_in_few_bits(products: str, tmp_path: Path) -> None:
+    """What is added needs no floats: with exact products, the bits are those of a base model that
+    is stored in floats."""
+    packed, floats = write_pair(tmp_path, QUANTISED["Kimi-K2-Thinking"])
+    adapter = adapters_of(own=write_lora(tmp_path / "lora", floats, pattern=ROUTED, size=0.1))
+    few: dict[str, Any] = {"expert_weights": "auto", "low_bit_products": products}
+    with LLM(str(packed), adapters=adapter, **few) as llm:
+        own, without = answers(llm, "own"), answers(llm)
+        alone = answers(llm, "own", PROMPTS[:1])
+    assert largest_difference(own, without) > 0.01
+    assert content(alone) == content(own[:1])
+    if products == "exact":
+        with LLM(str(floats), adapters=adapter) as llm:
+            assert content(answers(llm, "own")) == content(own)
+
+
+def test_a_lora_of_experts_needs_little_memory(base: Path, tmp_path: Path) -> None:
+    """Sixteen of them are sixteen small matrices, and not sixteen copies of all experts."""
+    adapter = adapters_of(own=write_lora(tmp_path / "lora", base, pattern=ROUTED, rank=1))
+    found = {}
+    for kind in ("added", "merged"):
+        with LLM(str(base), adapters=adapter, expert_lora=kind) as llm:
+            assert llm._adapters is not None
+            found[kind] = llm._adapters.stats.bytes_in_memory
+    weights = tensors_of(base)
+    routed = sum(t.nbytes for name, t in weights.items() if ROUTED.fullmatch(name))
+    assert found["merged"] == routed and found["added"] < routed, f"{found}, {routed=}"
 
 
 def test_ranks_and_alphas_of_single_modules(base: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An adapter that PEFT writes gives PEFT's own log probabilities. Skipped without `peft`."""
+"""An adapter that PEFT writes gives PEFT's own log probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import transformers
 from moe_serve.offline.llm import LLM
 from moe_serve.offline.outputs import RequestOutput
 from tests.support.adapters.answers import PROMPTS, adapters_of, answers, logprobs_of
+from tests.support.families import quantised_models as tiny
 from tests.support.families.all_cases import CASES
+from tests.support.families.case import Case
 from tests.support.families.parity import write_checkpoint
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed")
@@ -36,6 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss, fused experts": ("gpt_oss", {"target_parameters": FUSED}),
     "deepseek, latent attention": ("deepseek_v2-lite", {"target_modules": LATENT}),
     "deepseek, fused experts": ("deepseek_v2-lite", {"target_parameters": FUSED}),
+    "mixtral, both": ("mixtral", {"target_modules": ATTENTION, "target_parameters": FUSED}),
     "qwen2, both": ("qwen2_moe", {"target_modules": ATTENTION, "target_parameters": FUSED}),
 }
 
@@ -43,7 +46,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities(kind: str, tmp_path: Path) -> None:
     family, config = KINDS[kind]
-    base = write_checkpoint(tmp_path / "base", CASES[family])
+    base = write_checkpoint(tmp_path / "base", mixtral() if family == "mixtral" else CASES[family])
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     lora = peft.LoraConfig(r=4, lora_alpha=6, **{"target_modules": [], **config})
     adapted = peft.get_peft_model(model, lora)
@@ -59,6 +62,13 @@ def test_log_probabilities(kind: str, tmp_path: Path) -> None:
     assert (found - theirs(adapted)).abs().max() < CLOSE
     merged = adapted.merge_and_unload()
     assert (found - theirs(merged)).abs().max() < CLOSE
+
+
+def mixtral() -> Case:
+    """Returns a model whose fused matrices are not square: PEFT's layouts can be told apart."""
+    case = tiny.mixtral()
+    case.config.intermediate_size = 96
+    return case
 
 
 def logprobs(outputs: Sequence[RequestOutput]) -> torch.Tensor:

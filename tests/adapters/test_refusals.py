@@ -7,13 +7,15 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_serve.adapters.adapter_build import AdapterBuilder
+from moe_kernels.interface.kernels import Kernels
+from moe_serve.adapters.adapter_build import AdapterBuilder, is_merging
 from moe_serve.adapters.adapter_files import open_adapter
 from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.config.sections import EngineConfig, SpeculationConfig
@@ -28,7 +30,7 @@ Spoil = Callable[[Path], None]
 
 @pytest.fixture(scope="module")
 def builder(base: Path) -> AdapterBuilder:
-    return AdapterBuilder(ModelLoader(base), 64)
+    return AdapterBuilder(ModelLoader(base), AdapterConfig())
 
 
 def refusal(builder: AdapterBuilder, folder: Path) -> str:
@@ -200,3 +202,11 @@ def test_a_root_that_is_no_folder_is_refused_at_the_start(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"adapters\.root is '.*none', which is not a folder"):
         check_adapters(EngineConfig(adapters=adapters))
     check_adapters(EngineConfig(adapters=replace(adapters, root=str(tmp_path))))
+
+
+def test_kernels_without_additions() -> None:
+    """They merge LoRAs of experts, unless they are told not to."""
+    without = cast(Kernels, SimpleNamespace(name="triton", adapters=None))
+    assert is_merging(AdapterConfig(), without)
+    with pytest.raises(ConfigError, match=r"adapters.expert_lora is 'added', .*\(triton\) cannot"):
+        is_merging(AdapterConfig(expert_lora="added"), without)

@@ -25,6 +25,7 @@ from moe_serve.engine.request.request import FinishReason
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
+from moe_serve.pipeline.exchange.rank_services import RankServices
 from moe_serve.pipeline.links import data_group
 from tests.support.cluster.fault_drive import (
     DEADLINE_S,
@@ -49,12 +50,12 @@ def expected() -> dict[str, Answer]:
 @pytest.mark.parametrize(
     ("rank", "owner", "function", "nth"),
     [
-        ("expert-1", ExpertLoop, "_arrivals", 4),
-        ("expert-0", ExpertLoop, "_sums", 9),
-        ("expert-2", ExpertLoop, "_answer", 5),
+        ("expert-1", ExpertLoop, "_arrived", 4),
+        ("expert-0", ExpertLoop, "_serve", 9),
+        ("expert-2", ExpertLoop, "_send", 5),
         ("expert-1", ExpertRank, "handle", 6),
-        ("attention-1", GroupTransport, "dispatch", 4),
-        ("attention-0", GroupTransport, "combine", 12),
+        ("attention-1", GroupTransport, "send_frames", 4),
+        ("attention-0", GroupTransport, "await_frames", 12),
         ("attention-1", GroupTransport, "begin", 3),
         ("attention-0", Mirrors, "update", 4),
         ("attention-1", Mirrors, "append", 2),
@@ -85,7 +86,7 @@ def test_killed_in_a_step(
         ("attention-0", Worker, "_join", 2),
         ("expert-0", ExpertRank, "__init__", 2),  # restarted, it loads
         ("expert-0", data_group, "meet", 2),  # restarted, it joins
-        ("expert-2", ExpertLoop, "_sums", 4),  # in the same layer
+        ("expert-2", ExpertLoop, "_serve", 4),  # in the same layer
     ],
 )
 def test_another_one_while_the_first_is_overcome(
@@ -96,7 +97,7 @@ def test_another_one_while_the_first_is_overcome(
     function: str,
     nth: int,
 ) -> None:
-    faults.at(ExpertLoop, "_sums", faults.die, rank="expert-0", time=4)
+    faults.at(ExpertLoop, "_serve", faults.die, rank="expert-0", time=4)
     faults.at(owner, function, faults.die, rank=rank, time=nth)
     with driven(faults) as (drive, _):
         start = time.monotonic()
@@ -111,7 +112,7 @@ def test_the_only_one_is_killed_in_a_step(
     faults: Faults, expected: dict[str, Answer], rank: str
 ) -> None:
     owner = GroupTransport if rank == "attention-0" else ExpertLoop
-    function = "combine" if rank == "attention-0" else "_sums"
+    function = "await_frames" if rank == "attention-0" else "_serve"
     faults.at(owner, function, faults.die, rank=rank, time=8)
     with driven(faults, fault_config(1, 1)) as (drive, _):
         assert_recovers(drive, expected, num_lost=1)
@@ -121,7 +122,7 @@ def test_no_room_for_a_takeover(
     faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rank that cannot take more experts stays; requests wait for the one that has them."""
-    faults.at(ExpertLoop, "_sums", faults.die, rank="expert-0", time=4)
+    faults.at(ExpertLoop, "_serve", faults.die, rank="expert-0", time=4)
     faults.at(ModelLoader, "expert_bank", faults.fail, rank="expert-1", time=None)
     with driven(faults) as (drive, _):
         assert_recovers(drive, expected, num_lost=1)
@@ -132,7 +133,7 @@ def test_no_room_for_a_takeover(
     ("rank", "owner", "function", "nth"),
     [
         ("expert-1", ExpertStage, "partial", 7),
-        ("attention-1", GroupTransport, "combine", 40),
+        ("attention-1", GroupTransport, "await_frames", 40),
         ("attention-0", LocalExecutor, "run", 3),
     ],
 )
@@ -143,8 +144,11 @@ def test_a_rank_that_raises(
     owner: type,
     function: str,
     nth: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody is lost: what failed is computed again, alone."""
+    """Nobody is lost: what failed is computed again, alone. Experts are multiplied in parts, as
+    where they are in several banks."""
+    monkeypatch.setattr(RankServices, "serve", lambda *_: None)
     faults.at(owner, function, faults.fail, rank=rank, time=nth)
     with driven(faults) as (drive, _):
         assert_recovers(drive, expected, num_lost=0)
@@ -153,7 +157,7 @@ def test_a_rank_that_raises(
 
 @pytest.mark.parametrize(
     ("rank", "owner", "function"),
-    [("expert-1", ExpertLoop, "_sums"), ("attention-1", GroupTransport, "combine")],
+    [("expert-1", ExpertLoop, "_serve"), ("attention-1", GroupTransport, "await_frames")],
 )
 def test_a_stale_rank_that_wakes(
     faults: Faults, expected: dict[str, Answer], rank: str, owner: type, function: str
@@ -200,7 +204,7 @@ def test_a_request_that_ends_every_rank_ends_itself(
             faults.die()
 
     for rank in ("attention-0", "attention-1"):
-        faults.at(GroupTransport, "dispatch", die_if_armed, rank=rank, time=None)
+        faults.at(GroupTransport, "send_frames", die_if_armed, rank=rank, time=None)
     with driven(faults) as (drive, _):
         (answer,) = drive.serve(WANTED[:1]).values()
         assert answer.end is FinishReason.ERROR and answer.error is not None

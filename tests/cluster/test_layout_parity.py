@@ -156,14 +156,14 @@ def test_an_aborted_request_leaves_the_ranks_in_step() -> None:
 
 def test_a_dispatch_that_fails_half_way_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three expert ranks does not get its frame: the step is walked to its end."""
-    send, calls = GroupTransport._send, itertools.count()
+    send, calls = GroupTransport._begin_send, itertools.count()
 
     def failing(transport: GroupTransport, *arguments: Any) -> None:
         if next(calls) == 61:
             raise ValueError("no memory")
         send(transport, *arguments)
 
-    monkeypatch.setattr(GroupTransport, "_send", failing)
+    monkeypatch.setattr(GroupTransport, "_begin_send", failing)
     of = config(1, 3, 2)
     wanted = requests(4, VOCAB_SIZE)
     engine = build_cluster(of, make_starter=ThreadStarter).engine

@@ -141,4 +141,4 @@ def test_a_cell_that_cannot_start_ends_the_start_of_the_others() -> None:
 
     starters = [Absent, Refused]
     with pytest.raises(ClusterError, match="attention-0 has no place"):
-        build_cells(cells_config("2x(1A1E)"), starter_of=lambda index, _: starters[index])
+        build_cells(cells_config("2x(1A1E)"), starter_of=lambda cell: starters[cell.index])

@@ -43,14 +43,16 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_linear": (*[_POINTER] * 2, _INT, *[_POINTER] * 2, _INT),
     "moe_head_linear": (*[_POINTER] * 2, *[_INT] * 2, _POINTER, _INT),
     "moe_router_linear": (*[_POINTER] * 2, _INT, _POINTER, _INT),
-    "moe_experts": (*[_POINTER] * 5, *[_INT] * 2),
-    "moe_experts_partial": (*[_POINTER] * 5, *[_INT] * 2),
+    "moe_experts": (*[_POINTER] * 5, *[_INT] * 2, _POINTER, *[_INT] * 2),
+    "moe_experts_partial": (*[_POINTER] * 5, *[_INT] * 2, _POINTER, *[_INT] * 2),
     "moe_mlp_hidden": (*[_POINTER] * 3, _INT),
     "moe_mlp_down": (*[_POINTER] * 4, _INT),
     "moe_rms_norm": (_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 2, _REAL, _INT),
     "moe_attend": (_POINTER,) * 12,
-    "moe_front": (*[_POINTER] * 10, _INT),
+    "moe_front": (*[_POINTER] * 10, _INT, _POINTER, _INT),
     "moe_stack": (_POINTER, _POINTER),
+    "moe_turn": (_POINTER,),
+    "moe_service": (_POINTER, _POINTER),
     "moe_draft": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_add": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_add_signs": (*[_POINTER] * 2, _INT, *[_POINTER] * 3, *[_INT] * 2),
@@ -67,7 +69,8 @@ _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_pack_low_bits": (*[_POINTER] * 3, *[_INT] * 3),
     "moe_instruction_set": (),
 }
-_COUNTING = ("moe_experts", "moe_stack", "moe_low_bit_bytes")  # functions that return a number
+# functions that return a number
+_COUNTING = ("moe_experts", "moe_stack", "moe_turn", "moe_service", "moe_low_bit_bytes")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Float, Int, NativeLibrary, Pointer, num_panels
 from moe_kernels.cpu.native_forms import FormStruct, NativeForm
+from moe_kernels.cpu.native_rows import NativeRows, rows_of_additions
+from moe_kernels.interface.adapters import RowAdditions
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
 _UNIT_BYTES = 4
@@ -152,6 +154,10 @@ class ExpertTable:
         for addresses in self._addresses:
             addresses.drop(expert_id)
 
+    @property
+    def num_experts(self) -> int:
+        return int(self._struct.num_experts)
+
     def packed(self, expert_id: int) -> PackedExpert:
         """Returns an expert that is here."""
         gate_up, down, *biases = (each.get(expert_id) for each in self._addresses)
@@ -163,24 +169,39 @@ class ExpertTable:
         self._struct.signs = address
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        num_rows, top_k = expert_ids_TK.shape
-        out_TD = torch.empty(num_rows, self._d, dtype=torch.float32)
-        absent = self._function(
-            self._pointer, x_TD.data_ptr(), expert_ids_TK.data_ptr(), weights_TK.data_ptr(),
-            out_TD.data_ptr(), num_rows, top_k,
-        )  # fmt: skip
-        assert not absent, absence(absent)
+        out_TD = torch.empty(len(x_TD), self._d, dtype=torch.float32)
+        self._run(self._function, x_TD, expert_ids_TK, weights_TK, out_TD)
         return out_TD
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        out_TD = torch.empty(len(x_TD), self._d, dtype=torch.float64)
+        self._run(self._partial_function, x_TD, expert_ids_TK, weights_TK, out_TD)
+        return out_TD
+
+    def added_partial(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, additions: RowAdditions
+    ) -> Tensor:
+        """Implements AddingBank."""
+        out_TD = torch.empty(len(x_TD), self._d, dtype=torch.float64)
+        rows = rows_of_additions(additions)
+        self._run(self._partial_function, x_TD, expert_ids_TK, weights_TK, out_TD, rows)
+        return out_TD
+
+    def _run(
+        self,
+        function: ctypes._NamedFuncPointer,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        out_TD: Tensor,
+        rows: NativeRows | None = None,
+    ) -> None:
         num_rows, top_k = expert_ids_TK.shape
-        out_TD = torch.empty(num_rows, self._d, dtype=torch.float64)
-        absent = self._partial_function(
+        absent = function(
             self._pointer, x_TD.data_ptr(), expert_ids_TK.data_ptr(), weights_TK.data_ptr(),
-            out_TD.data_ptr(), num_rows, top_k,
+            out_TD.data_ptr(), num_rows, top_k, None if rows is None else rows.pointer, 0, 0,
         )  # fmt: skip
         assert not absent, absence(absent)
-        return out_TD
 
 
 def absence(absent: int) -> str:

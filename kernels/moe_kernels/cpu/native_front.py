@@ -13,8 +13,9 @@ from torch import Tensor
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address
 from moe_kernels.cpu.native_attention import NativePlan, PagesStruct, pages_struct
 from moe_kernels.cpu.native_linear import NativeLinear, NativeRouterLinear
-from moe_kernels.interface.kernels import FrontResult, LayerFrontParts
+from moe_kernels.cpu.native_rows import NativeRows
 from moe_kernels.interface.kv_form import KVPages
+from moe_kernels.interface.layer_front import FrontResult, LayerFrontParts
 
 
 class _FrontStruct(ctypes.Structure):
@@ -77,6 +78,8 @@ class NativeFront:
         kv_rows: Tensor,
         pages: KVPages,
         plan: NativePlan,
+        adapters: NativeRows | None = None,
+        layer: int = 0,
     ) -> FrontResult:
         assert hidden_TD.is_contiguous(), f"the residual stream has strides {hidden_TD.stride()}"
         num_rows = hidden_TD.shape[0]
@@ -91,16 +94,18 @@ class NativeFront:
             hidden_TD.data_ptr(),
             positions.data_ptr(),
             kv_rows.data_ptr(),
-            ctypes.addressof(self._pages_struct(pages)),
+            ctypes.addressof(self.pages_struct(pages)),
             out_TD.data_ptr(),
             x_TD.data_ptr(),
             address(ids_TK),
             address(weights_TK),
             num_rows,
+            None if adapters is None else adapters.pointer,
+            layer,
         )
         return FrontResult(out_TD, x_TD, ids_TK, weights_TK)
 
-    def _pages_struct(self, pages: KVPages) -> PagesStruct:
+    def pages_struct(self, pages: KVPages) -> PagesStruct:
         """Returns where the pages lie: a layer is mostly called with the same ones."""
         if self._pages is None or self._pages[0] is not pages:
             self._pages = pages, pages_struct(pages)

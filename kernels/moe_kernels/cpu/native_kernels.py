@@ -21,12 +21,14 @@ from moe_kernels.cpu.cpu_library import (
     address,
     instruction_set,
 )
+from moe_kernels.cpu.native_adapters import NativeAdapterKernels
 from moe_kernels.cpu.native_attention import NativePlan
 from moe_kernels.cpu.native_drafting import NativeDrafting
 from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_experts
 from moe_kernels.cpu.native_forms import native_layout
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
+from moe_kernels.cpu.native_rank_calls import NativeRankCalls
 from moe_kernels.cpu.native_signs import NativeSignedExperts, NativeSignedLinear
 from moe_kernels.cpu.native_stack import NativeStack
 from moe_kernels.interface.attention_shape import (
@@ -44,10 +46,10 @@ from moe_kernels.interface.kernels import (
     ExpertWeights,
     GatedActivation,
     HeadLinear,
-    LayerFrontParts,
     Linear,
     RouterLinear,
 )
+from moe_kernels.interface.layer_front import LayerFrontParts
 from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
     LowBitProducts,
@@ -91,6 +93,7 @@ class NativeKernels:
     ) -> None:
         self.name = f"native C++ ({SUFFIXES[dtype]}, {instruction_set(library)})"
         self._native = NativeLibrary(library, dtype, num_threads, low_bit_products)
+        self.adapters = NativeAdapterKernels(self._native)
         self._rms_norm = self._native.function("moe_rms_norm")
         self._add = self._native.function("moe_add")
         self._route, self._largest = library.moe_route, library.moe_largest
@@ -199,6 +202,9 @@ class NativeKernels:
         """Returns the parts as one call; None if the head is a shard's, which gathers columns."""
         is_native = isinstance(parts.head, NativeLinear)
         return NativeStack(self._native, parts) if is_native else None
+
+    def rank_calls(self) -> NativeRankCalls:
+        return NativeRankCalls(self._native, self._router)
 
     def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
         assert x_RN.is_contiguous() and x_RN.dtype == torch.float32, f"rows of {x_RN.dtype}"

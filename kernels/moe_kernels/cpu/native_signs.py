@@ -35,7 +35,7 @@ class SignsStruct(ctypes.Structure):
 
 
 class _SignedExpertStruct(ctypes.Structure):
-    """`SignedExpert` in cpu/source/experts.cpp."""
+    """`SignedExpert` in cpu/source/experts.h."""
 
     _fields_ = (("gate_up", SignsStruct), ("down", SignsStruct))
 

@@ -16,6 +16,7 @@ from moe_kernels.cpu.native_attention import PlanStruct, pages_struct, plan_stru
 from moe_kernels.cpu.native_experts import ExpertTable, absence
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeLinear
+from moe_kernels.cpu.native_rows import NativeRows
 from moe_kernels.interface.layer_stack import CLOCKS, StackParts, StackResult, StackRows
 
 
@@ -47,6 +48,7 @@ class _StepStruct(ctypes.Structure):
     _fields_ = (
         *((name, Pointer) for name in (
             "slices", "tokens", "pages", "logits", "hidden", "ids", "weights", "times", "at_layer",
+            "adapters",
         )),
         *((name, Int) for name in ("num_slices", "num_tokens", "num_logits", "first", "end")),
     )  # fmt: skip
@@ -107,6 +109,7 @@ class NativeStack:
         has_times: bool = False,
         layers: tuple[int, int] | None = None,
         hidden_TD: Tensor | None = None,
+        adapters: NativeRows | None = None,
     ) -> StackResult:
         step, num_tokens = self._step, len(rows.tokens)
         first, end = (0, len(self._layers)) if layers is None else layers
@@ -130,6 +133,7 @@ class NativeStack:
         step.logits, step.hidden = logits_RV.data_ptr(), hidden_TD.data_ptr()
         step.ids, step.weights = address(ids_LTK), address(weights_LTK)
         step.times = None if times is None else times.ctypes.data
+        step.adapters = None if adapters is None else adapters.pointer
         step.num_slices, step.num_tokens = num_numbers // 5, num_tokens
         step.num_logits, step.first, step.end = num_logits, first, end
         absent = self._function(*self._pointers)

@@ -40,13 +40,8 @@ from moe_kernels.interface.attention_shape import (
     StepRows,
 )
 from moe_kernels.interface.head_drafting import DraftingParts
-from moe_kernels.interface.kernels import (
-    AttentionCall,
-    ExpertWeights,
-    GatedActivation,
-    LayerFrontParts,
-    SplitMLP,
-)
+from moe_kernels.interface.kernels import AttentionCall, ExpertWeights, GatedActivation, SplitMLP
+from moe_kernels.interface.layer_front import LayerFrontParts
 from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
     MatrixForm,
@@ -68,6 +63,7 @@ class TritonKernels:
     least_page_size = 1
     has_packed_products = True
     has_packed_linears = False
+    adapters = None  # LoRAs of experts are merged into copies
     can_be_captured = True
     can_split_columns = False  # not checked on a card yet
 
@@ -229,6 +225,9 @@ class TritonKernels:
     def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
         values_R, places_R = x_RN.max(dim=-1)
         return values_R, places_R
+
+    def rank_calls(self) -> None:
+        return None
 
     def drafting(self, parts: DraftingParts) -> None:
         return None

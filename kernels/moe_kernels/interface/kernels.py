@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.adapters import AdapterKernels
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
@@ -24,8 +25,10 @@ from moe_kernels.interface.attention_shape import (
 )
 from moe_kernels.interface.head_drafting import DraftingParts, HeadDrafting
 from moe_kernels.interface.kv_form import KVPages
+from moe_kernels.interface.layer_front import LayerFront, LayerFrontParts
 from moe_kernels.interface.layer_stack import LayerStack, StackParts
 from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout, Weight
+from moe_kernels.interface.rank_calls import RankCalls
 from moe_kernels.interface.routing import RouterShape
 from moe_kernels.interface.token_sampler import TokenSampler
 
@@ -152,43 +155,6 @@ class AttentionCall(Generic[Plan]):
     plan: Plan  # the kernel set's own, from `plan_attention` or `fixed_attention`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerFrontParts:
-    """The weights of a layer's grouped-query attention and router. In a layer without
-    routed experts `router`, its shape and its bias are None."""
-
-    attention_norm: Tensor
-    qkv: Linear
-    qk_norm: QKNormWeights | None
-    sinks_H: Tensor | None
-    rotary: RotaryTable
-    shape: AttentionShape
-    output: Linear
-    moe_norm: Tensor
-    norm_eps: float
-    router: RouterLinear | None
-    router_shape: RouterShape | None
-    selection_bias_E: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class FrontResult:
-    """The residual stream after attention, the normed rows, and what the router chose for them."""
-
-    hidden_TD: Tensor
-    x_TD: Tensor
-    expert_ids_TK: Tensor | None
-    weights_TK: Tensor | None
-
-
-class LayerFront(Protocol):
-    """Norm, attention, residual, norm, router: all between two visits to the experts, in a call."""
-
-    def __call__(
-        self, hidden_TD: Tensor, positions: Tensor, kv_rows: Tensor, pages: KVPages, plan: Any
-    ) -> FrontResult: ...
-
-
 class Kernels(Protocol):
     """A set of kernels for one device and dtype. `AttentionPlan` is the set's own type."""
 
@@ -219,6 +185,11 @@ class Kernels(Protocol):
     @property
     def has_packed_linears(self) -> bool:
         """The same of linear layers."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterKernels | None:
+        """Additions of adapters to experts, to fronts and to stacks; None: not in this set."""
         ...
 
     @property
@@ -328,6 +299,11 @@ class Kernels(Protocol):
     def layer_stack(self, parts: StackParts) -> LayerStack | None:
         """Returns all layers as one call, with the same results bit for bit; None: not in this
         set."""
+        ...
+
+    def rank_calls(self) -> RankCalls | None:
+        """Returns what ranks do between two messages as one call, with the same results bit for
+        bit; None: not in this set."""
         ...
 
     def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:

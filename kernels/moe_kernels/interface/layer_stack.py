@@ -105,9 +105,11 @@ class LayerStack(Protocol):
         has_times: bool = False,
         layers: tuple[int, int] | None = None,
         hidden_TD: Tensor | None = None,
+        adapters: Any | None = None,
     ) -> StackResult:
         """`has_choices`: return the routers' choices. `has_times`: return the times of stages.
 
         `layers`: compute only layers [first, end), from the residual stream before them. There are
-        logits only if the last layer is among them. L and Ls of the result count these layers."""
+        logits only if the last layer is among them. L and Ls of the result count these layers.
+        `adapters`: of the rows, from AdapterKernels.rows."""
         ...

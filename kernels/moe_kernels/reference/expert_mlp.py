@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,12 @@ class QuantisedMLP:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return ExpertMLP.from_weights(self.weights, self.activation, x_TD.dtype)(x_TD)
+
+
+class AnyMLP(Protocol):
+    """One expert, ready to run: rows [T, D] -> [T, D] in their dtype."""
+
+    def __call__(self, x_TD: Tensor, /) -> Tensor: ...
 
 
 def made_mlp(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.adapters import RowAdditions
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
@@ -22,10 +23,10 @@ from moe_kernels.interface.kernels import (
     ExpertBank,
     ExpertWeights,
     GatedActivation,
-    LayerFrontParts,
     Linear,
     SplitMLP,
 )
+from moe_kernels.interface.layer_front import LayerFrontParts
 from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
     LowBitProducts,
@@ -42,6 +43,7 @@ from moe_kernels.reference.low_bit_linear import AnyLinear, made_linear
 from moe_kernels.reference.norm import rms_norm, rotate
 from moe_kernels.reference.paged_attention import AttentionPlan, paged_attention, plan_attention
 from moe_kernels.reference.signed_products import SignedMLP, TorchSignedLinear
+from moe_kernels.reference.torch_adapters import TorchAdapterKernels, added_sums
 
 
 class TorchExperts:
@@ -55,6 +57,12 @@ class TorchExperts:
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
+
+    def added_partial(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, additions: RowAdditions
+    ) -> Tensor:
+        """Implements AddingBank."""
+        return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, additions)
 
     def expert(self, expert: int) -> ExpertMLP | QuantisedMLP:
         """Returns an expert that is here."""
@@ -115,6 +123,7 @@ class TorchKernels:
 
     def __init__(self, name: str = "torch", low_bit_products: LowBitProducts = "exact") -> None:
         self.name, self._products = name, low_bit_products
+        self.adapters = TorchAdapterKernels()
         # Exact products are made of floats. Products with quantised rows need few bits.
         self.has_packed_products = self.has_packed_linears = low_bit_products == "int8"
 
@@ -228,6 +237,9 @@ class TorchKernels:
         values_R, places_R = x_RN.max(dim=-1)
         return values_R, places_R
 
+    def rank_calls(self) -> None:
+        return None
+
     def drafting(self, parts: DraftingParts) -> None:
         return None
 
@@ -317,3 +329,9 @@ class TorchSlotBank:
 
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
+
+    def added_partial(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, additions: RowAdditions
+    ) -> Tensor:
+        """Implements AddingBank."""
+        return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, additions)

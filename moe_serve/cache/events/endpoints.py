@@ -98,6 +98,16 @@ def check_endpoints(config: KVEventsConfig, num_ranks: int) -> None:
             _check_free(key, address.host, address.port)
 
 
+def check_port(key: str, endpoint: EventAddress, rank: int) -> None:
+    """Raises ConfigError if an attention rank would need a port that is too high."""
+    port = endpoint.for_rank(rank).port
+    if port is not None and port > _MAX_PORT:
+        raise ConfigError(
+            f"{key} is {endpoint.address!r}, and attention rank {rank} takes the port {rank} "
+            f"higher, but ports end at {_MAX_PORT}: give a lower one."
+        )
+
+
 def _check_free(key: str, host: str, port: int) -> None:
     name = {"*": "0.0.0.0"}.get(host, host.strip("[]"))
     family = socket.AF_INET6 if ":" in name else socket.AF_INET

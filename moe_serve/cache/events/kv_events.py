@@ -3,34 +3,79 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 
 from moe_serve.cache.events.change_record import IGNORE_PAGES, PageListener
-from moe_serve.cache.events.endpoints import check_endpoints, event_endpoint, replay_endpoint
+from moe_serve.cache.events.endpoints import (
+    check_endpoints,
+    check_port,
+    event_endpoint,
+    replay_endpoint,
+)
 from moe_serve.cache.events.event_encoder import EventEncoder
 from moe_serve.cache.events.publisher import EventPublisher, EventStats, PublisherLimits
 from moe_serve.config.cell_config import cell_shapes
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError
 
+_REOPEN_S, _POLL_S = 5.0, 0.02
+
 
 class KVEvents:
-    """Opens the addresses of all ranks at once; without `kv_events.endpoint` there are none."""
+    """Opens the addresses of all ranks at once; without `kv_events.endpoint` there are none. Cells
+    that are added have further ranks, and those of a cell that has left are closed."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError for an address that cannot be used."""
-        self._publishers: list[EventPublisher] = []
+        self._config = config
+        self._publishers: dict[int, EventPublisher] = {}  # replaced, never changed
+        self._past = EventStats()  # of those that were closed
+        self._closed: set[int] = set()
         try:
-            for rank in range(_num_ranks(config)):
-                self._open(config, rank)
+            self.open(range(_num_ranks(config)))
         except BaseException:
             self.close()
             raise
 
-    def _open(self, config: EngineConfig, rank: int) -> None:
-        events = config.kv_events
+    def open(self, ranks: range) -> None:
+        """Opens the addresses of some ranks. If one cannot be used, it raises ConfigError, and none
+        of them is open."""
+        try:
+            for rank in ranks:
+                self._open_again(rank)
+        except BaseException:
+            self.close_ranks(ranks)
+            raise
+
+    def _open_again(self, rank: int) -> None:
+        """Opens the addresses of a rank. Those of one that was closed may be in use for a moment
+        still, as ZeroMQ closes them on a thread of its own."""
+        until = time.monotonic() + (_REOPEN_S if rank in self._closed else 0.0)
+        while True:
+            try:
+                self._open(rank)
+                return
+            except ConfigError:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(_POLL_S)
+
+    def close_ranks(self, ranks: range) -> None:
+        """Tells the subscribers of some ranks that their caches are gone, and closes them."""
+        for publisher in [self._publishers[rank] for rank in ranks if rank in self._publishers]:
+            publisher.close()
+            self._past += publisher.stats
+        self._closed.update(ranks)
+        self._publishers = {r: each for r, each in self._publishers.items() if r not in ranks}
+
+    def _open(self, rank: int) -> None:
+        config, events = self._config, self._config.kv_events
         endpoint, replay = event_endpoint(events), replay_endpoint(events)
         if endpoint is None:
             return
+        check_port("kv_events.endpoint", endpoint, rank)
+        if replay is not None:
+            check_port("kv_events.replay_endpoint", replay, rank)
         encoder = EventEncoder(
             rank=rank,
             page_size=config.cache.page_size,
@@ -48,7 +93,7 @@ class KVEvents:
                 give_after_s=config.cache.checkpoint_after_s,
             ),
         )
-        self._publishers.append(publisher)
+        self._publishers = {**self._publishers, rank: publisher}
 
     def listener(self, rank: int) -> PageListener:
         """Returns what the prefix cache of an attention rank tells its changes; one process has
@@ -57,13 +102,13 @@ class KVEvents:
 
     def stats(self) -> EventStats | None:
         """Returns the counts of all ranks, on any thread; None if nothing is published."""
-        if not self._publishers:
+        if self._config.kv_events.endpoint is None:
             return None
-        return sum((publisher.stats for publisher in self._publishers), EventStats())
+        return sum((each.stats for each in self._publishers.values()), self._past)
 
     def close(self) -> None:
         """Ends all publishers. May be called again."""
-        for publisher in self._publishers:
+        for publisher in self._publishers.values():
             publisher.close()
 
 

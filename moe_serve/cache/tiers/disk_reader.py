@@ -159,7 +159,7 @@ class DiskReader:
         pages = run.beginning()
         seconds, num_wanted = time.perf_counter() - run.begin, sum(map(len, run.parts))
         done = LoadDone(run.job, pages, num_wanted, seconds)
-        del self._runs[run.job]
+        self._runs.pop(run.job, None)
         if pages:
             self.num_pages["hit"] += len(pages)
             self.num_bytes += done.num_bytes

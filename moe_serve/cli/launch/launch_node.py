@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 
 import psutil
@@ -17,6 +17,7 @@ from moe_serve.cli.console import optional_output
 from moe_serve.cli.launch.launch_options import LaunchRequest
 from moe_serve.cli.serve.serve import check_can_listen, check_is_guarded
 from moe_serve.cli.serve.service import run_service
+from moe_serve.cluster.cell_start import NewCell, StarterOfCell
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.launch.cell_nodes import CellNodes
@@ -28,10 +29,9 @@ from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.cluster.members.rank_starter import RankStarter
-from moe_serve.cluster.started_cells import StarterOfCell, build_cells
+from moe_serve.cluster.started_cells import build_cells
 from moe_serve.cluster.started_ranks import MakeStarter, build_cluster
 from moe_serve.config.cell_config import cell_shapes
-from moe_serve.config.cells import CellShape
 from moe_serve.config.logs import is_json_log, set_up_logs
 from moe_serve.config.sections import Config
 from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, LoadedConfig
@@ -163,8 +163,10 @@ def _run_node_0(
 def starter_of_cells(nodes: CellNodes) -> StarterOfCell:
     """Returns what starts the ranks of each cell on the nodes of a launch."""
 
-    def of_cell(index: int, shapes: Sequence[CellShape]) -> MakeStarter:
-        return lambda host, port, secret, num_threads: nodes.starter_of(index, host, port, secret)
+    def of_cell(cell: NewCell) -> MakeStarter:
+        return lambda host, port, secret, num_threads: nodes.starter_of(
+            cell.index, cell.shape, host, port, secret
+        )
 
     return of_cell
 

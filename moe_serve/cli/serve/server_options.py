@@ -82,7 +82,6 @@ class BatchOptions:
     )
     kv_disk: str | None = option(
         None,
-        "--kv-disk",
         key="cache.disk_path",
         help="Folder in which computed prefixes survive a restart. It holds data made from "
         "prompts, and only this user may read it. Default: prefixes are kept in memory only.",
@@ -90,25 +89,20 @@ class BatchOptions:
     )
     kv_disk_bytes: str | None = option(
         None,
-        "--kv-disk-bytes",
         key="cache.disk_bytes",
-        help="Largest size of the folder given with --kv-disk, in bytes or as a size such as "
-        "50GiB. Default: 10GiB.",
+        help="Largest size of the folder of --kv-disk, such as 50GiB. Default: 10GiB.",
         rich_help_panel=LIMITS,
     )
     kv_disk_key_file: str | None = option(
         None,
-        "--kv-disk-key-file",
         key="cache.disk_key_file",
-        help="File of 32 random bytes with which the pages in the folder of --kv-disk are "
-        "encrypted. Only this user may read it. Default: the pages are not encrypted.",
+        help="File of 32 random bytes with which these pages are encrypted. Default: they are not.",
         rich_help_panel=LIMITS,
     )
     max_num_seqs: int | None = option(
         None,
         key="scheduler.max_num_seqs",
-        help="Largest number of sequences that one step of an attention rank computes. Default: "
-        "64.",
+        help="Largest number of sequences that a step of an attention rank computes. Default: 64.",
         rich_help_panel=LIMITS,
     )
     max_batched_tokens: int | None = option(

@@ -156,11 +156,11 @@ def cells_table(cells: Sequence[StateView]) -> Table:
     table.add_row(*heads, style="dim")
     for cell in cells:
         outage_s = cell.number("outage_s") or 0.0
-        state = Text("serving", style="green")
+        told = cell.text("state") or "?"
+        style = {"serving": "green", "failed": "red"}.get(told, "yellow")
+        state = Text(told, style=style)
         if outage_s > 0:
             state = Text(f"away for {outage_s:.0f} s", style="red")
-        elif cell.at("is_draining").content is True:
-            state = Text("draining", style="yellow")
         table.add_row(
             Text(cell.text("name") or "?", style="bold"),
             cell.text("ranks") or "?",

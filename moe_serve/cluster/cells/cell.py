@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping
 from moe_serve.cluster.cells.waiter import Waiter
 from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
+from moe_serve.cluster.steps.step_in_flight import RankLostError
 from moe_serve.config.cells import CellShape
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.request import TokenDelta
@@ -19,10 +21,17 @@ class Cell:
     """Used by the engine's thread. `on_news` is called, on any thread, when a step has ended."""
 
     def __init__(
-        self, index: int, shape: CellShape, engine: ClusterEngine, on_news: Callable[[], None]
+        self,
+        index: int,
+        shape: CellShape,
+        engine: ClusterEngine,
+        on_news: Callable[[], None],
+        on_closed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.index, self.shape, self.engine = index, shape, engine
+        """`on_closed` is called when its ranks have ended, to free what else it has."""
+        self.index, self.shape, self.engine, self._on_closed = index, shape, engine, on_closed
         self._is_draining = False
+        self.is_leaving = False  # it is drained, and ends then
         self.lost_at = -math.inf  # when `stats` last found more lost ranks than before
         self._num_lost = 0
         self._aborts: list[str] = []  # for requests of a cell that is out
@@ -100,12 +109,21 @@ class Cell:
             self._num_lost, self.lost_at = stats.num_lost_ranks, time.monotonic()
         return stats
 
+    def retire(self) -> None:
+        """Hands over the pages that a tier keeps, on the engine's thread. The cell has no requests;
+        only `close` may follow."""
+        for engine in self.engine.rank_engines.values():
+            with contextlib.suppress(RankLostError):
+                engine.close()
+            engine.surrender()  # gives back what it has of a tier that other cells use
+
     def close(self) -> None:
-        """Ends its ranks. `stop_waiting` of its engine was called."""
+        """Ends its ranks. On any thread, and after `stop_waiting` of its engine."""
         self._waiter.close()
         self.engine.close()
         if self.engine.service is not None:
             self.engine.service.policy.remove_cell(self.engine.service.number)
+        self._on_closed()
 
 
 def cell_name(index: int) -> str:

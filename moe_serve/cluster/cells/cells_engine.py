@@ -1,6 +1,7 @@
 """Several cells behind the interface of one engine.
 
 step:  end the steps of cells that have come back
+       take in cells that were added, and give up those that leave
        move requests between cells
        begin the next step of every cell that has work
        wait, unless there is something to tell
@@ -12,10 +13,12 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_serve.cluster.cells.cell import Cell
+from moe_serve.cluster.cells.cell_roll import CellRoll
 from moe_serve.cluster.cells.cell_stats import stats_of
 from moe_serve.cluster.cells.moves import Moves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
@@ -25,11 +28,12 @@ from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.service.admission import Admission
-from moe_serve.errors import CellsError, ClusterError
+from moe_serve.errors import CellsError, ClusterError, UnknownCellError
 
 _log = logging.getLogger(__name__)
 
-_RETRY_S = 0.02  # until a cell that could begin nothing is asked again
+_RETRY_S = 0.02  # until a cell that could begin nothing, or that leaves, is looked at again
+_LAST_WORK_S = 2.0  # for a tier to take the pages of a cell that leaves and has no requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,12 @@ class Parcels:
 
 
 class CellsEngine:
-    """Implements DrivenEngine. `news` is set, on any thread, when there is something to do."""
+    """Implements DrivenEngine and CellsControl. `news` is set, on any thread, when there is
+    something to do."""
 
     def __init__(
         self,
-        cells: Sequence[Cell],
+        roll: CellRoll,
         moves: Moves,
         parcels: Parcels,
         ids: itertools.count[int],
@@ -55,21 +60,29 @@ class CellsEngine:
         outage_limit_s: float,
     ) -> None:
         """`outage_limit_s`: seconds without a live cell after which `step` raises ClusterError."""
-        self.cells, self._moves, self._ids, self._news = tuple(cells), moves, ids, news
+        self._roll, self._moves, self._ids, self._news = roll, moves, ids, news
         self._parcels = parcels
         self._outage_limit_s = outage_limit_s
         self._pending: list[TokenDelta] = []
         self._is_nudged = False
+        self._free_since: dict[int, float] = {}  # when cells that leave had no requests any more
         for cell in self.cells:
             cell.engine.on_lost = functools.partial(self._rank_lost, cell)
         self.set_waker(lambda: None)
         self.max_model_len = min(cell.engine.max_model_len for cell in self.cells)
 
     @property
+    def cells(self) -> tuple[Cell, ...]:
+        """The cells that serve. They change on the engine's thread only; any thread may read."""
+        return self._roll.now.cells
+
+    @property
     def has_work(self) -> bool:
         is_any_busy = any(cell.is_out or cell.engine.has_work for cell in self.cells)
         has_news = self._parcels.post.has_reports or self._parcels.carrier.has_news
-        return is_any_busy or bool(self._pending) or self._moves.has_work or has_news
+        is_changing = self._roll.has_news or self._roll.has_leaving
+        has_moves = bool(self._pending) or self._moves.has_work
+        return is_any_busy or has_moves or has_news or is_changing
 
     @property
     def num_waiting(self) -> int:
@@ -95,9 +108,11 @@ class CellsEngine:
             self._news.set()
             wake()
 
+        self._wake_all = wake_all
         for cell in self.cells:
             cell.engine.set_waker(wake_all)
         self._parcels.post.on_news = wake_all
+        self._roll.set_waker(wake_all)
 
     def nudge(self) -> None:
         """Ends the wait of `step`, as a request or an abort waits to be handed in. Safe from any
@@ -114,6 +129,7 @@ class CellsEngine:
     def close(self) -> None:
         """See `DrivenEngine.close`."""
         self.stop_waiting()
+        self._roll.close()
         for cell in self.cells:
             cell.close()
         self._parcels.close()
@@ -139,37 +155,66 @@ class CellsEngine:
         while True:
             self._news.clear()
             self._parcels.post.deliver(self._parcels.carrier)
-            is_changed = self._end_steps() | self._moves.turn()
+            is_changed = self._end_steps() | self._change_cells() | self._moves.turn()
             num_stuck = self._begin_steps()
             if is_changed or self._pending or self._is_nudged or not self.has_work:
                 break
             self._check_outage()
-            is_stuck = num_stuck > 0 or self._moves.has_work
+            is_stuck = num_stuck > 0 or self._moves.has_work or self._roll.has_leaving
             self._news.wait(_RETRY_S if is_stuck else None)
         self._is_nudged = False
         deltas, self._pending = self._pending, []
         return deltas
 
+    def add_cell(self, shape: str, *, number: int | None = None, by_hand: bool = False) -> int:
+        """See `CellsControl.add_cell`."""
+        return self._roll.add(shape, number=number, by_hand=by_hand)
+
+    def remove_cell(self, index: int) -> None:
+        """See `CellsControl.remove_cell`."""
+        self._roll.remove(index)
+
     def drain(self, index: int, *, is_draining: bool) -> None:
-        """Stops or resumes giving requests to a cell. Safe from any thread; raises CellsError."""
-        if not 0 <= index < len(self.cells):
-            raise CellsError(
-                f"There is no cell {index}: this server has the cells 0 to {len(self.cells) - 1}."
+        """See `CellsControl.drain`."""
+        self._roll.drain(index, is_draining=is_draining)
+
+    def drain_rank(self, name: str, *, is_draining: bool) -> None:
+        """See `CellsControl.drain_rank`."""
+        cells, drained = self.cells, set(self._moves.draining_ranks)
+        ranks = {
+            f"{cell.name}/attention-{index}": (cell, f"attention-{index}")
+            for cell in cells
+            for index in range(cell.shape.attention_ranks)
+        }
+        if name not in ranks:
+            raise UnknownCellError(
+                f"There is no attention rank {name[:100]!r}: this server has {', '.join(ranks)}. "
+                "Expert ranks have no requests of their own."
             )
-        others = [cell for cell in self.cells if cell.index != index and not cell.is_draining]
-        if is_draining and not others:
+        cell, rank = ranks[name]
+        open_ranks = [
+            other
+            for other, (of, at) in ranks.items()
+            if of.is_live and not of.is_draining and (of.index, at) not in drained and other != name
+        ]
+        if is_draining and not open_ranks:
             raise CellsError(
-                f"Cell {index} is not drained: it is the only one that takes requests. Undrain "
-                "another one first."
+                f"{name} is not drained: of {len(ranks)} attention ranks it is the only one that "
+                "takes requests. Undrain another one first."
             )
-        self.cells[index].is_draining = is_draining
-        what = "drains: its requests move away" if is_draining else "takes requests again"
-        _log.info("%s %s", self.cells[index].name, what)
-        self._news.set()
+        if ((cell.index, rank) in drained) != is_draining:
+            what = "drains: its requests move away" if is_draining else "takes requests again"
+            _log.info("%s %s", name, what)
+        self._moves.drain_rank(cell, rank, is_draining=is_draining)
+        self._wake_all()
 
     def stats(self) -> EngineStats:
         """Returns the sums over all cells. Names of ranks begin with that of their cell."""
-        return stats_of(self.cells, self._moves)
+        changing, now = self._roll.changing(), self._roll.now
+        known = {cell.name for cell in now.cells}
+        return stats_of(
+            now.cells, self._moves, now.past, [each for each in changing if each.name not in known]
+        )
 
     def check_integrity(self) -> None:
         """See `Engine.check_integrity`. Cells that are out are not checked."""
@@ -184,6 +229,37 @@ class CellsEngine:
     ) -> None:
         self._parcels.carrier.rank_lost(RankPlace(cell.index, rank, start))
         self._moves.rank_lost(cell, rank, sequences)
+
+    def _change_cells(self) -> bool:
+        """Takes in the cells that have loaded, and gives up those that leave and have no requests
+        any more. Returns True if there were any."""
+        arrived, ended = self._roll.take_arrived(), self._roll.take_ended()
+        for cell in arrived:
+            cell.engine.on_lost = functools.partial(self._rank_lost, cell)
+            cell.engine.set_waker(self._wake_all)
+            self._moves.add_cell(cell)
+        given_up = self._roll.give_up(self._is_free)
+        for cell in given_up:
+            self._pending += cell.end()
+            self._moves.remove_cell(cell)
+            cell.retire()
+            self._roll.stop(cell)
+        for place in ended:
+            self._parcels.carrier.rank_lost(place)  # its slots are free now
+        return bool(arrived or given_up or ended)
+
+    def _is_free(self, cell: Cell) -> bool:
+        """Returns True if a cell that leaves has nothing any more that another cell would miss."""
+        has_requests = cell.engine.num_running > 0 or cell.engine.num_waiting > 0
+        if cell.is_out or has_requests or self._moves.concerns(cell):
+            self._free_since.pop(cell.index, None)
+            return False
+        now = time.monotonic()
+        is_late = now - self._free_since.setdefault(cell.index, now) > _LAST_WORK_S
+        is_free = is_late or not (cell.is_live and cell.engine.has_work)
+        if is_free:
+            del self._free_since[cell.index]
+        return is_free
 
     def _end_steps(self) -> bool:
         """Returns True if a step has ended."""

@@ -47,10 +47,10 @@ class Moves:
         of a step. `make_model` makes what predicts the steps of a cell. `policy`: of the service
         tiers of all cells."""
         self._policy = policy
-        self._cells, self._carrier, self._config, self._clock = cells, carrier, config, clock
-        self._steps = StepRates(cells, clock, chunk_tokens, make_model)
-        links = LinkRates(clock)
-        self._router = CellRouter(cells, carrier, config, self._steps, links)
+        self._cells, self._carrier, self._config, self._clock = [*cells], carrier, config, clock
+        self._steps = StepRates(self._cells, clock, chunk_tokens, make_model)
+        self._links = links = LinkRates(clock)
+        self._router = CellRouter(self._cells, carrier, config, self._steps, links)
         self._open = OpenMoves(carrier, clock, links, timeout_s)
         self._migration = Migration(self._open, self._router, self._steps, clock)
         self._homeless: list[EngineSequence] = []
@@ -89,6 +89,24 @@ class Moves:
                 self._homeless.remove(each)
                 return self._aborted(each)
         return None
+
+    def add_cell(self, cell: CellLike) -> None:
+        """Lets requests go to a new cell from now on."""
+        self._cells.append(cell)
+
+    def concerns(self, cell: CellLike) -> bool:
+        """Returns whether a move comes from a cell or goes there."""
+        return any(cell in (move.source.cell, move.target.cell) for move in self._open)
+
+    def remove_cell(self, cell: CellLike) -> None:
+        """Forgets a cell that has no requests and that no move concerns."""
+        assert not self.concerns(cell), f"a move concerns cell {cell.index}, which leaves"
+        self._cells.remove(cell)
+        self._wishes = {k: wish for k, wish in self._wishes.items() if wish[1].cell is not cell}
+        for at in [at for at in self.draining_ranks if at[0] == cell.index]:
+            self._router.draining.discard(at)
+        self._steps.forget(cell)
+        self._links.forget(cell.index)
 
     def before_step(self, cell: CellLike) -> None:
         """Moves what can move now to and from a cell that is not out: takes in sequences that have
@@ -132,9 +150,16 @@ class Moves:
         self._place_homeless()
 
     def drain_rank(self, cell: CellLike, rank: str, *, is_draining: bool) -> None:
-        """Stops or resumes giving requests to one rank; its running ones move away."""
+        """Stops or resumes giving requests to one rank; its running ones move away. On any
+        thread."""
         change = self._router.draining.add if is_draining else self._router.draining.discard
         change((cell.index, rank))
+
+    @property
+    def draining_ranks(self) -> list[tuple[int, str]]:
+        """The ranks that drain by themselves: the number of the cell, and the name. On any
+        thread."""
+        return list(self._router.draining)
 
     def stats(self) -> MovesStats:
         """Returns a snapshot. Safe from any thread."""

@@ -7,6 +7,7 @@ the numbers of tokens decide.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from moe_serve.clock import Clock
 from moe_serve.cluster.cells.places import CellLike
@@ -30,6 +31,18 @@ class TokenSteps:
         """Learns nothing."""
 
 
+@dataclass(slots=True)
+class _Measured:
+    """The steps of one cell. `progress`: prompt tokens read and tokens generated, at the last
+    end."""
+
+    model: StepModel
+    begun_at: float = 0.0
+    ended_at: float = 0.0
+    usual_s: float = 0.0
+    progress: tuple[int, int] = (0, 0)
+
+
 class StepRates:
     """Measures the steps of cells by the clock, and the rows in them by the tokens that they gave.
 
@@ -45,43 +58,43 @@ class StepRates:
     ) -> None:
         """`chunk_tokens`: the most tokens of a step, see `scheduler.max_batched_tokens`."""
         self._cells, self._clock, self.chunk_tokens = cells, clock, chunk_tokens
-        self._models = [make_model() for _ in cells]
-        self._begun_at = [0.0] * len(cells)
-        self._ended_at = [0.0] * len(cells)
-        self._usual_s = [0.0] * len(cells)
-        self._progress: list[tuple[int, int]] = [(0, 0)] * len(cells)
-        self._tokens = TokenSteps()
+        self._make_model, self._tokens = make_model, TokenSteps()
+        self._measured: dict[int, _Measured] = {}  # by the numbers of cells
+
+    def forget(self, cell: CellLike) -> None:
+        """Forgets a cell that has left."""
+        self._measured.pop(cell.index, None)
 
     def begins(self, cell: CellLike) -> None:
         """Notes that a cell may begin a step."""
-        self._begun_at[cell.index] = self._clock()
+        self._of(cell).begun_at = self._clock()
 
     def ended(self, cell: CellLike) -> bool:
         """Learns from a step that has ended; returns False if it gave no tokens."""
-        place, now = cell.index, self._clock()
-        begun_at = max(self._begun_at[place], self._ended_at[place])
-        before, after = self._progress[place], _progress(cell)
-        self._progress[place], self._ended_at[place] = after, now
+        of, now = self._of(cell), self._clock()
+        begun_at = max(of.begun_at, of.ended_at)
+        before, after = of.progress, _progress(cell)
+        of.progress, of.ended_at = after, now
         num_prompt, num_generated = after[0] - before[0], after[1] - before[1]
         has_tokens = num_prompt >= 0 and num_generated >= 0 and num_prompt + num_generated > 0
         if has_tokens:
             context, seconds = work_of(cell).num_context, now - begun_at
             rows = StepWork(num_generated, num_prompt, context)
-            self._models[place].observe(rows, seconds)
-            weight = _WEIGHT if self._usual_s[place] else 1.0
-            self._usual_s[place] += weight * (seconds - self._usual_s[place])
+            of.model.observe(rows, seconds)
+            weight = _WEIGHT if of.usual_s else 1.0
+            of.usual_s += weight * (seconds - of.usual_s)
         return has_tokens
 
     def model(self, cell: CellLike) -> StepModel:
         """Returns a cell's own model; until it is measured, that of another cell, if possible of
         the same shape."""
-        own = self._models[cell.index]
+        own = self._of(cell).model
         if own.is_measured:
             return own
-        known = [other for other in self._cells if self._models[other.index].is_measured]
+        known = [other for other in self._cells if self._of(other).model.is_measured]
         if not known:
             return self._tokens
-        return self._models[min(known, key=lambda c: (c.shape != cell.shape, c.index)).index]
+        return self._of(min(known, key=lambda c: (c.shape != cell.shape, c.index))).model
 
     def prompt_s(self, cell: CellLike, num_tokens: int, work: StepWork) -> tuple[float, float]:
         """Predicts the seconds in which a cell reads so many tokens beside the rows of `work`, and
@@ -96,11 +109,16 @@ class StepRates:
 
     def usual_s(self, cell: CellLike) -> float:
         """Returns the usual seconds of a step of a cell lately; 0 if it had none."""
-        return self._usual_s[cell.index]
+        return self._of(cell).usual_s
 
     def step_s(self, cell: CellLike, more: StepWork | None = None) -> float:
         """Predicts a step in which the sequences of a cell decode, and `more` rows."""
         return self.model(cell).seconds(work_of(cell) + (more or StepWork()))
+
+    def _of(self, cell: CellLike) -> _Measured:
+        if cell.index not in self._measured:
+            self._measured[cell.index] = _Measured(self._make_model())
+        return self._measured[cell.index]
 
 
 class LinkRates:
@@ -127,6 +145,14 @@ class LinkRates:
         if count > 1:
             rest_s = min(_MOST_REST_S, _REST_S * 2 ** min(count - 2, 10))
             self._rests_until[pair] = self._clock() + rest_s
+
+    def forget(self, cell: int) -> None:
+        """Forgets the pairs of a cell that has left."""
+        for pair in {*self._page_s, *self._failures, *self._rests_until}:
+            if cell in pair:
+                self._page_s.pop(pair, None)
+                self._failures.pop(pair, None)
+                self._rests_until.pop(pair, None)
 
     def is_resting(self, source: int, target: int) -> bool:
         return self._clock() < self._rests_until.get((source, target), -1.0)

@@ -10,7 +10,8 @@ Nodes know ranks by numbers that count through all cells. Each cell counts its o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from moe_serve.cluster.control.rank_name import RankName, Role, all_ranks
 from moe_serve.cluster.control.secret import ClusterSecret
@@ -22,22 +23,18 @@ from moe_serve.config.cells import CellShape
 
 def ranks_of_cells(shapes: Sequence[CellShape]) -> list[RankName]:
     """Returns all ranks as nodes know them, cell by cell."""
-    return [
-        global_rank(shapes, cell, rank)
-        for cell, shape in enumerate(shapes)
-        for rank in all_ranks(shape.attention_ranks, shape.expert_ranks)
-    ]
+    counts: Counter[Role] = Counter()
+    return [name for shape in shapes for name in _named(shape, counts).values()]
 
 
-def global_rank(shapes: Sequence[CellShape], cell: int, rank: RankName) -> RankName:
-    """Returns the name by which nodes know a rank of a cell."""
-    return RankName(
-        rank.role, rank.index + sum(_count(shape, rank.role) for shape in shapes[:cell])
-    )
-
-
-def _count(shape: CellShape, role: Role) -> int:
-    return shape.attention_ranks if role == "attention" else shape.expert_ranks
+def _named(shape: CellShape, counts: Counter[Role]) -> dict[RankName, RankName]:
+    """Returns the names by which nodes know the ranks of a cell, by those in the cell. `counts`:
+    the ranks that nodes know already."""
+    names: dict[RankName, RankName] = {}
+    for rank in all_ranks(shape.attention_ranks, shape.expert_ranks):
+        names[rank] = RankName(rank.role, counts[rank.role])
+        counts[rank.role] += 1
+    return names
 
 
 class CellNodes:
@@ -47,28 +44,42 @@ class CellNodes:
     def __init__(
         self, make_starter: Callable[[ClusterSecret], NodeStarter], shapes: Sequence[CellShape]
     ) -> None:
-        self._make_starter, self._shapes = make_starter, shapes
+        self._make_starter = make_starter
         self._lock = threading.Lock()
         self._starter: NodeStarter | None = None
         self._running: set[int] = set()  # cells
-        self._cells = {
-            str(global_rank(shapes, cell, rank)): (cell, str(rank))
-            for cell, shape in enumerate(shapes)
-            for rank in all_ranks(shape.attention_ranks, shape.expert_ranks)
-        }
+        self._counts: Counter[Role] = Counter()  # of ranks that nodes have heard of
+        self._names: dict[int, dict[RankName, RankName]] = {}  # on nodes, by those in the cell
+        self._cells: dict[str, tuple[int, str]] = {}  # the opposite
         self._ended: list[tuple[int, RankExit]] = []
+        for cell, shape in enumerate(shapes):
+            self._name(cell, shape)
 
-    def starter_of(self, cell: int, host: str, port: int, secret: ClusterSecret) -> RankStarter:
-        """Returns what starts the ranks of a cell, which connect to its coordinator."""
+    def starter_of(
+        self, cell: int, shape: CellShape, host: str, port: int, secret: ClusterSecret
+    ) -> RankStarter:
+        """Returns what starts the ranks of a cell, which connect to its coordinator. One that is
+        added later is spread over the nodes that there are."""
         with self._lock:
             self._running.add(cell)
+            if cell not in self._names:
+                assert self._starter is not None, "cells that were there first have started"
+                self._starter.add(self._name(cell, shape))
             if self._starter is None:
                 try:
                     self._starter = self._make_starter(secret)
                 except BaseException:
                     self._running.discard(cell)
                     raise
-            return CellStarter(self, self._starter, self._shapes, cell, HostPort(host, port))
+            names = self._names[cell]
+            return CellStarter(self, self._starter, names, cell, HostPort(host, port))
+
+    def _name(self, cell: int, shape: CellShape) -> list[RankName]:
+        """Gives the ranks of a cell the names by which nodes know them."""
+        names = _named(shape, self._counts)
+        self._cells |= {str(name): (cell, str(rank)) for rank, name in names.items()}
+        self._names[cell] = names
+        return list(names.values())
 
     def exited(self, cell: int) -> list[RankExit]:
         """Returns the ranks of a cell that ended since the last call, by their names there."""
@@ -76,7 +87,8 @@ class CellNodes:
         with self._lock:
             for ended in self._starter.exited():
                 owner, name = self._cells[ended.name]
-                self._ended.append((owner, RankExit(name, ended.why)))
+                if owner in self._running:
+                    self._ended.append((owner, RankExit(name, ended.why)))
             own = [ended for owner, ended in self._ended if owner == cell]
             self._ended = [item for item in self._ended if item[0] != cell]
         return own
@@ -84,6 +96,8 @@ class CellNodes:
     def stop(self, cell: int) -> None:
         """Notes that a cell ends. The last one dismisses the nodes."""
         with self._lock:
+            if cell in self._running and self._starter is not None:
+                self._starter.remove(self._names[cell].values())
             self._running.discard(cell)
             is_last = not self._running
         if is_last and self._starter is not None:
@@ -97,11 +111,12 @@ class CellStarter:
         self,
         nodes: CellNodes,
         starter: NodeStarter,
-        shapes: Sequence[CellShape],
+        names: Mapping[RankName, RankName],
         cell: int,
         at: HostPort,
     ) -> None:
-        self._nodes, self._starter, self._shapes = nodes, starter, shapes
+        """`names`: those by which nodes know its ranks."""
+        self._nodes, self._starter, self._names = nodes, starter, names
         self._cell, self._at = cell, at
         self._started: set[RankName] = set()
 
@@ -121,9 +136,10 @@ class CellStarter:
 
     def stop(self) -> None:
         """Ends the ranks of this cell; those of others go on."""
-        for rank in self._started:
+        started, self._started = self._started, set()
+        for rank in started:
             self.kill(rank)
         self._nodes.stop(self._cell)
 
     def _global(self, rank: RankName) -> RankName:
-        return global_rank(self._shapes, self._cell, rank)
+        return self._names[rank]

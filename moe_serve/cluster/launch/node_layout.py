@@ -7,7 +7,7 @@ order share a host. A cluster file may list the ranks of each node instead (`clu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from moe_serve.cluster.control.rank_name import RankName, Role, all_ranks
@@ -29,6 +29,9 @@ class NodeLayout:
     def num_ranks(self, role: Role) -> int:
         return sum(rank.role == role for ranks in self.nodes for rank in ranks)
 
+    def has(self, rank: RankName) -> bool:
+        return any(rank in ranks for ranks in self.nodes)
+
     def node_of(self, rank: RankName) -> int:
         for node, ranks in enumerate(self.nodes):
             if rank in ranks:
@@ -38,6 +41,18 @@ class NodeLayout:
     def place_on_node(self, rank: RankName) -> int:
         """Returns the number of ranks before it on its node, which is its device's number."""
         return self.nodes[self.node_of(rank)].index(rank)
+
+    def with_rank(self, rank: RankName, instead_of: Collection[RankName] = ()) -> NodeLayout:
+        """Returns the layout with one more rank: in the place of one that has left, or else on the
+        node that has the fewest."""
+        old = next((old for ranks in self.nodes for old in ranks if old in instead_of), None)
+        if old is not None:
+            nodes = [[rank if each == old else each for each in ranks] for ranks in self.nodes]
+            return NodeLayout(nodes=tuple(map(tuple, nodes)))
+        target = min(range(self.num_nodes), key=lambda node: len(self.nodes[node]))
+        return NodeLayout(
+            nodes=tuple((*n, rank) if node == target else n for node, n in enumerate(self.nodes))
+        )
 
     def describe(self, node: int) -> str:
         """Describes the ranks of a node, such as "attention 0-3, expert 0"."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -121,6 +121,7 @@ class NodeStarter:
         self._num_starts: dict[str, int] = {}
         self._ended: list[RankExit] = []
         self._refused: dict[str, str] = {}  # host -> why
+        self._removed: set[RankName] = set()  # in the layout, with places to be used again
         self._is_stopped = False
         self._listener: Listener[AgentMessage] | None = None
 
@@ -137,6 +138,18 @@ class NodeStarter:
     def use_coordinator(self, at: HostPort) -> None:
         """Sets the address to which ranks connect; call it before the first start."""
         self._coordinator = at
+
+    def add(self, ranks: Sequence[RankName]) -> None:
+        """Gives further ranks their places on the nodes, those of removed ones first."""
+        with self._changed:
+            for rank in ranks:
+                self.layout = self.layout.with_rank(rank, self._removed)
+                self._removed = {old for old in self._removed if self.layout.has(old)}
+
+    def remove(self, ranks: Iterable[RankName]) -> None:
+        """Lets the places of ranks that were killed be used again."""
+        with self._changed:
+            self._removed.update(ranks)
 
     def wait_for_nodes(self, timeout_s: float) -> None:
         """Waits until every node's agent is there; raises ClusterError with the missing nodes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experts.placement.placement_error import PlacementError
@@ -48,14 +48,8 @@ class ClusterModel:
         """Reads a model once for cells that share this host and differ in their ranks only."""
         checkpoint = ServedCheckpoint.read(configs[0].model)
         for config in configs:
-            _check_has_experts(checkpoint.spec, config.cluster)
-            check_shards(checkpoint.spec, config.cluster.attention_tp)
-            check_replica_choice(config.cluster)
-        num_processes = sum(
-            of.attention_ranks * of.attention_tp + of.expert_ranks
-            for of in (config.cluster for config in configs)
-        )
-        share = max(1, (os.cpu_count() or 1) // num_processes)
+            _check_ranks(checkpoint.spec, config.cluster)
+        share = _threads_each(sum(_num_processes(config.cluster) for config in configs))
         weights = model_identity(checkpoint.folder).hex()
         return [
             cls(
@@ -67,6 +61,18 @@ class ClusterModel:
             )
             for config in configs
         ]
+
+    def for_cell(self, config: EngineConfig, num_others: int) -> ClusterModel:
+        """Returns the same model for a further cell, whose ranks must find the same weights.
+        `num_others`: the processes of the other cells on this host. Raises ConfigError."""
+        _check_ranks(self.spec, config.cluster)
+        share = _threads_each(num_others + _num_processes(config.cluster))
+        return replace(
+            self,
+            config=config,
+            placement=placement_of(config.cluster, self.spec),
+            num_threads=config.model.num_threads or share,
+        )
 
     @property
     def folder(self) -> Path:
@@ -123,6 +129,21 @@ class ClusterModel:
             parcels=None if is_expert else parcels,
             adapters=adapters,
         )
+
+
+def _num_processes(cluster: ClusterConfig) -> int:
+    return cluster.attention_ranks * cluster.attention_tp + cluster.expert_ranks
+
+
+def _threads_each(num_processes: int) -> int:
+    """Returns an equal share of this host's cores."""
+    return max(1, (os.cpu_count() or 1) // num_processes)
+
+
+def _check_ranks(spec: ModelSpec, cluster: ClusterConfig) -> None:
+    _check_has_experts(spec, cluster)
+    check_shards(spec, cluster.attention_tp)
+    check_replica_choice(cluster)
 
 
 def _check_has_experts(spec: ModelSpec, cluster: ClusterConfig) -> None:

@@ -40,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 _WATCH_S = 0.05
 _LAST_WORDS_S = 2.0
-_PREFLIGHT_S = 120.0  # for processes to start and import torch, also from a slow file system
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0  # between two starts of a rank that keeps dying
 _LASTING_S = 10.0  # a process that served this long resets the count of failures
 _CLOSE_S = 10.0  # for the watch to end
@@ -103,7 +102,7 @@ class Membership:
             self._start(state)
         self._watcher.start()
         deadline = time.monotonic() + timeout_s
-        self._pass_preflight(preflight, min(timeout_s, _PREFLIGHT_S))
+        self._pass_preflight(preflight, min(timeout_s, preflight.limit_s))
         while waiting := [s for s in self.roster.all() if s.phase is not RankPhase.READY]:
             event = self.next_event(deadline - time.monotonic())
             if event is None:

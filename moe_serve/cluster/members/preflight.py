@@ -218,13 +218,17 @@ def _listed(names: Iterable[str]) -> str:
 
 
 PROBE_TIMEOUT_S = 5.0
+JOIN_S = 120.0
 
 
 class PreflightRound:
-    """`folder` is the checkpoint as the coordinator, on `host`, sees it."""
+    """`folder` is the checkpoint as the coordinator, on `host`, sees it. `limit_s`: for processes
+    to start and import torch, also from a slow file system."""
 
-    def __init__(self, expected: Sequence[ExpectedRank], folder: Path, host: str) -> None:
-        self._expected, self._folder = expected, folder
+    def __init__(
+        self, expected: Sequence[ExpectedRank], folder: Path, host: str, limit_s: float = JOIN_S
+    ) -> None:
+        self._expected, self._folder, self.limit_s = expected, folder, limit_s
         self._reference = RankReport(
             name="the coordinator",
             host=host,

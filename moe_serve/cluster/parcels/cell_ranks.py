@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from moe_serve.cluster.control.messages import Loaded
@@ -26,8 +26,16 @@ class CellRanks(Protocol):
 class RosterRanks:
     """Implements CellRanks for the rosters of all cells, by the number of the cell."""
 
-    def __init__(self, rosters: Sequence[Roster]) -> None:
-        self._rosters = rosters
+    def __init__(self, rosters: Mapping[int, Roster]) -> None:
+        self._rosters = dict(rosters)
+
+    def add(self, cell: int, roster: Roster) -> None:
+        """Adds the ranks of a cell that serves from now on."""
+        self._rosters[cell] = roster
+
+    def remove(self, cell: int) -> None:
+        """Forgets a cell whose processes have ended."""
+        self._rosters.pop(cell, None)
 
     def loaded(self, place: RankPlace) -> Loaded | None:
         state = self._state(place)
@@ -42,6 +50,6 @@ class RosterRanks:
         return RankPlace(cell, rank, self._rosters[cell][rank].num_starts)
 
     def _state(self, place: RankPlace) -> RankState | None:
-        roster = self._rosters[place.cell]
-        state = roster.states.get(place.rank)
+        roster = self._rosters.get(place.cell)
+        state = None if roster is None else roster.states.get(place.rank)
         return state if state is not None and state.num_starts == place.start else None

@@ -57,6 +57,7 @@ from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.shard_group import LeaderTransport, ShardLostError
 from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.pipeline import Pipeline
+from moe_serve.pipeline.rank_turns import RankTurns
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import Operation, StageLog
 from moe_serve.pipeline.timeline.timeline_recorder import NO_LAYER, NO_MICRO_BATCH, Stage
@@ -189,6 +190,8 @@ class AttentionRank:
             parked=self._parked,
             adapters=self._adapters,
         )
+        if self._shards is None and self._next_layer is None:
+            pipeline.turns = RankTurns.of(part.stage, part.cache, self._transport, self._log, tap)
         self._executor = LocalExecutor(
             pipeline,
             self._sampler,

@@ -44,8 +44,12 @@ from moe_serve.model.load.load_expert_memory import MemoryBudget
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.model.stage.feed_forward import Router, choose_experts
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
+from moe_serve.pipeline.exchange.frame_layout import FrameLayout
+from moe_serve.pipeline.exchange.rank_services import RankServices
+from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.frames.frame_header import WireError
+from moe_serve.pipeline.frames.wire import WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.timeline.stage_log import Operation, StageLog
@@ -118,19 +122,38 @@ class ExpertRank:
         split = split_of(join, configure, loader.device) if is_routing else None
         group = meet(join, str(self._name), store, configure, host, loader.device)
         self._group = group
+        wire = wire_of(join, configure, self._spec, loader.dtype)
+        layout = layout_of(group, loader.device)
         self._loop = ExpertLoop(
             group,
             self._stage,
             expert_rank=join.expert_ranks.index(str(self._name)),
             attention_ranks=join.attention_ranks,
-            wire=wire_of(join, configure, self._spec, loader.dtype),
+            wire=wire,
             sparse_layers=sparse_layers(self._spec),
             route=self._route if is_routing else None,
             split=split,
             log=self._log,
-            layout=layout_of(group, loader.device),
+            layout=layout,
+            services=self._services(join, wire, layout, split),
         )
         self._placement.joined(split, self._loop.use)
+
+    def _services(
+        self, join: Join, wire: WireFormat, layout: FrameLayout, split: RowSplit | None
+    ) -> RankServices | None:
+        if not layout.is_direct:
+            return None
+        return RankServices.of(
+            self._loader.kernels,
+            self._stage,
+            wire,
+            num_ranks=len(join.expert_ranks),
+            rank=join.expert_ranks.index(str(self._name)),
+            router=self._spec.router,
+            routers=self._routers,
+            split=split,
+        )
 
     def leave(self) -> None:
         """Closes the epoch's connections; ranks that wait for this one wake."""

@@ -45,8 +45,8 @@ class RankAdapters:
         """`orders`: the adapters that the coordinator has already; they are loaded here. `live`:
         what this rank has of the base model."""
         self._loader, self._tell, self._experts = loader, tell, experts
-        self._max_rank, self._live = config.max_rank, live
-        self._builder = AdapterBuilder(loader, self._max_rank, part, live)
+        self._config, self._live = config, live
+        self._builder = AdapterBuilder(loader, config, part, live)
         self._orders: dict[int, LoadAdapter] = {}
         self._loaded: dict[bytes, AdapterWeights] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -83,7 +83,7 @@ class RankAdapters:
         self._reader.submit(self._hold, part).result()
 
     def _hold(self, part: AdapterPart) -> None:
-        self._builder = AdapterBuilder(self._loader, self._max_rank, part, self._live)
+        self._builder = AdapterBuilder(self._loader, self._config, part, self._live)
         for order in list(self._orders.values()):
             self._load(order)
 

@@ -1,5 +1,4 @@
-"""Drives epochs and steps: chooses the members, sends out the work, and repeats steps after a
-loss."""
+"""Drives epochs and steps: chooses the members, sends out work, and repeats steps after a loss."""
 
 from __future__ import annotations
 
@@ -128,6 +127,8 @@ class Coordinator:
             for flight in list(self._open):  # a rank's answers are needed before it moves on
                 self._await_end(flight)
             if self._is_stopping.is_set():
+                if not self._epoch.number:  # the engine waits for its first one
+                    raise ClusterError("the start was called off")
                 return False
             self._note_outage()
             if self._maker.can_make:
@@ -174,8 +175,7 @@ class Coordinator:
         return flight.is_sound and is_of_now and not self._is_stale
 
     def launch_after(self, flight: StepInFlight, works: Mapping[str, RankWork]) -> StepInFlight:
-        """Sends out the next step of the same ranks while this one runs; check `can_follow`
-        first."""
+        """Sends out the ranks' next step while this one runs; check `can_follow` first."""
         return self._send_step({n: replace(work, after=flight.step) for n, work in works.items()})
 
     def collect(self, flight: StepInFlight) -> dict[str, StepDone | Exception]:

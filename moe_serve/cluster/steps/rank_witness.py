@@ -44,12 +44,13 @@ def _line(state: RankState) -> str:
 class CellsWitness:
     """Implements ActivityReport for several cells, by their names."""
 
-    def __init__(self, witnesses: Mapping[str, RankWitness | None]) -> None:
+    def __init__(self, witnesses: Callable[[], Mapping[str, RankWitness | None]]) -> None:
+        """`witnesses`: returns those of the present cells."""
         self._witnesses = witnesses
 
     def lines(self) -> list[str]:
         """Returns the lines of each cell below its name."""
         lines: list[str] = []
-        for name, witness in self._witnesses.items():
+        for name, witness in self._witnesses().items():
             lines += [f"{name}:", *([] if witness is None else witness.lines())]
         return lines

@@ -21,6 +21,14 @@ from moe_serve.engine.request.step_tokens import StepTokens
 PolicyName = Literal["fifo", "balanced", "expert-aware"]
 RankPhase = Literal["starting", "loading", "ready", "serving"]
 Pool = Literal["attention", "expert"]
+CellState = Literal[
+    "starting",  # its ranks start and load
+    "serving",
+    "draining",  # its requests move away, and it stays
+    "leaving",  # its requests move away, and then it ends
+    "stopping",  # it has no requests any more, and its ranks end
+    "failed",  # it could not start
+]
 MicroBatchReason = Literal[
     "fixed",  # the configuration says so
     "one sequence",
@@ -199,11 +207,19 @@ class CellStatus:
     name: str  # cell-0
     role: str  # prefill, decode or both
     ranks: str  # 1A2E, as in `cells.layout`
-    load: EngineLoad
-    num_steps: int
-    num_lost_ranks: int  # since the start
-    outage_s: float  # how long it has been unable to compute
-    is_draining: bool  # it gets no new requests
+    state: CellState = "serving"
+    load: EngineLoad = EngineLoad()
+    num_steps: int = 0
+    num_lost_ranks: int = 0  # since the start
+    outage_s: float = 0.0  # how long it has been unable to compute
+    draining_ranks: tuple[str, ...] = ()  # attention ranks that drain by themselves
+    note: str = ""  # why it failed, or what it waits for
+    commands: tuple[str, ...] = ()  # that start the ranks for which it waits, one for each
+
+    @property
+    def is_draining(self) -> bool:
+        """True if it gets no new requests, and its running ones move away."""
+        return self.state in ("draining", "leaving")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,24 @@ class RouteListeners:
             listener.take(records)
 
 
+class ListenerGroup(RouteListeners):
+    """Adds listeners to a server's, and removes all of them together."""
+
+    def __init__(self, of_server: RouteListeners) -> None:
+        super().__init__()
+        self._of_server = of_server
+
+    def add(self, listener: RouteListener) -> None:
+        """See `RouteListeners.add`."""
+        super().add(listener)
+        self._of_server.add(listener)
+
+    def remove_all(self) -> None:
+        """Removes the listeners that were added here."""
+        for listener in self._listeners:
+            self._of_server.remove(listener)
+
+
 def _records(schedule: Schedule, choices: StepChoices, runs: Runs) -> list[RouteRecord]:
     """Builds records as views of the step's arrays. Sequences that ended during the step are left
     out, and so are rows of tokens that were not kept."""

@@ -6,9 +6,30 @@ from typing import Protocol
 
 
 class CellsControl(Protocol):
-    """Controls which cells take requests. Safe from any thread. `EngineStats.cells` lists them."""
+    """Adds and removes cells, and controls which take requests. Safe from any thread; nothing
+    waits. `EngineStats.cells` lists them with their states. All methods raise UnknownCellError if
+    there is no such cell, and CellsError, without changing anything, if they cannot be followed
+    now."""
+
+    def add_cell(self, shape: str, *, number: int | None = None, by_hand: bool = False) -> int:
+        """Begins to start a cell such as "1A1E decode", and returns its number.
+
+        `number` makes the call safe to repeat: a cell of the same shape that has this number is
+        that of the first call. `by_hand`: operators start its ranks, by the commands in its status.
+        Raises ConfigError for a shape that the server cannot have.
+        """
+        ...
+
+    def remove_cell(self, index: int) -> None:
+        """Begins to remove a cell: its requests move away, then its ranks end. A start is called
+        off, and one that has failed is not listed any more. May be repeated."""
+        ...
 
     def drain(self, index: int, *, is_draining: bool) -> None:
-        """Stops or resumes giving requests to a cell; its running ones move away. Raises
-        CellsError, and changes nothing, if there is no such cell or no other one is left."""
+        """Stops or resumes giving requests to a cell; its running ones move away. To resume also
+        calls off a removal, until the cell has no requests any more."""
+        ...
+
+    def drain_rank(self, name: str, *, is_draining: bool) -> None:
+        """Does the same for one attention rank, such as "cell-1/attention-0"."""
         ...

@@ -1,46 +1,126 @@
 """The admin routes of cells. They need an admin key.
 
-GET /admin/cells, POST /admin/cells/{index}/drain and /admin/cells/{index}/undrain
+GET /admin/cells lists them with their states. POST /admin/cells {"shape": "1A1E decode"} and DELETE
+/admin/cells/{index} add and remove one: they answer at once, with 202, and the list tells how far
+it is. POST /admin/cells/{index}/drain and /undrain, and POST /admin/ranks/{name}/drain and
+/undrain, control who takes requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.watch.cells_control import CellsControl
-from moe_serve.errors import CellsError
+from moe_serve.errors import CellsError, ConfigError, InvalidRequestError
 from moe_serve.http.dashboard.cells_part import cells_part
 from moe_serve.http.gate.auth import ADMIN_PREFIX
+from moe_serve.http.schema.json_body import read_json_object
+
+_FIELDS = ("shape", "number", "by_hand")
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "shape": {"type": "string"},
+        "number": {"type": ["integer", "null"], "minimum": 0},
+        "by_hand": {"type": ["boolean", "null"]},
+    },
+    "required": ["shape"],
+    "additionalProperties": False,
+}
+_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
 
 
-def cells_router(cells: CellsControl | None, engine: EngineClient) -> APIRouter:
+def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: int) -> APIRouter:
     """`cells` None: the server has one cell, and the routes answer with an error."""
-    router = APIRouter(prefix=f"{ADMIN_PREFIX}/cells")
+    router = APIRouter(prefix=ADMIN_PREFIX)
 
     def control() -> CellsControl:
         if cells is None:
-            raise CellsError("This server has a single cell: start it with --cells to have more.")
+            raise CellsError(
+                "This server has a single cell: start it with --cells and several cells, or set "
+                "cells.can_grow to true as well, to have more."
+            )
         return cells
 
-    def listed() -> dict[str, Any]:
-        return {"cells": cells_part(engine.stats())}
+    def listed(index: int | None = None) -> dict[str, Any]:
+        """Returns all cells, and one of them by itself. One that has gone has this state only."""
+        found = cells_part(engine.stats(), has_commands=True)
+        if index is None:
+            return {"cells": found}
+        gone = {"name": f"cell-{index}", "state": "gone"}
+        one = next((cell for cell in found if cell["name"] == gone["name"]), gone)
+        return {"cell": one, "cells": found}
 
-    @router.get("")
+    @router.get("/cells")
     async def show() -> dict[str, Any]:
         control()
         return listed()
 
-    @router.post("/{index:int}/drain")
+    @router.post("/cells", status_code=202, openapi_extra=_BODY)
+    async def add(request: Request) -> dict[str, Any]:
+        found = control()
+        shape, number, by_hand = _values(await read_json_object(request, max_bytes))
+        try:
+            return listed(found.add_cell(shape, number=number, by_hand=by_hand))
+        except ConfigError as error:
+            raise InvalidRequestError(str(error), param="shape") from None
+
+    @router.delete("/cells/{index:int}", status_code=202)
+    async def remove(index: int) -> dict[str, Any]:
+        control().remove_cell(index)
+        return listed(index)
+
+    @router.post("/cells/{index:int}/drain")
     async def drain(index: int) -> dict[str, Any]:
         control().drain(index, is_draining=True)
-        return listed()
+        return listed(index)
 
-    @router.post("/{index:int}/undrain")
+    @router.post("/cells/{index:int}/undrain")
     async def undrain(index: int) -> dict[str, Any]:
         control().drain(index, is_draining=False)
+        return listed(index)
+
+    _add_rank_routes(router, control, listed)
+    return router
+
+
+def _add_rank_routes(
+    router: APIRouter, control: Callable[[], CellsControl], listed: Callable[[], dict[str, Any]]
+) -> None:
+    @router.post("/ranks/{name:path}/drain")
+    async def drain_rank(name: str) -> dict[str, Any]:
+        control().drain_rank(name, is_draining=True)
         return listed()
 
-    return router
+    @router.post("/ranks/{name:path}/undrain")
+    async def undrain_rank(name: str) -> dict[str, Any]:
+        control().drain_rank(name, is_draining=False)
+        return listed()
+
+
+def _values(body: dict[str, Any]) -> tuple[str, int | None, bool]:
+    unknown = sorted(body.keys() - set(_FIELDS))
+    if unknown:
+        raise InvalidRequestError(
+            f"Unknown field {unknown[0][:100]!r}. The known fields are {', '.join(_FIELDS)}.",
+            param=unknown[0][:100],
+        )
+    shape, number, by_hand = (body.get(field) for field in _FIELDS)
+    if not isinstance(shape, str):
+        raise InvalidRequestError(
+            f"shape must be a text such as '1A1E decode', got {shape!r:.100}.", param="shape"
+        )
+    is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 0
+    if number is not None and not is_number:
+        raise InvalidRequestError(
+            f"number must be an integer of 0 or more, got {number!r:.100}.", param="number"
+        )
+    if by_hand is not None and not isinstance(by_hand, bool):
+        raise InvalidRequestError(
+            f"by_hand must be true or false, got {by_hand!r:.100}.", param="by_hand"
+        )
+    return shape, number, bool(by_hand)

@@ -9,11 +9,13 @@ from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.cell_placements import AnyPlacement, CellPlacements
 
 
-def cells_part(stats: EngineStats) -> list[dict[str, Any]]:
-    """Returns one object for each cell; none with a single cell."""
+def cells_part(stats: EngineStats, *, has_commands: bool = False) -> list[dict[str, Any]]:
+    """Returns one object for each cell; none with a single cell. `has_commands`: with the commands
+    that start ranks by hand."""
     return [
         {
             "name": cell.name,
+            "state": cell.state,
             "role": cell.role,
             "ranks": cell.ranks,
             "running": cell.load.num_running,
@@ -23,6 +25,9 @@ def cells_part(stats: EngineStats) -> list[dict[str, Any]]:
             "lost_ranks": cell.num_lost_ranks,
             "outage_s": round(cell.outage_s, 1),
             "is_draining": cell.is_draining,
+            "draining_ranks": list(cell.draining_ranks),
+            "note": cell.note,
+            **({"commands": list(cell.commands)} if has_commands else {}),
         }
         for cell in stats.cells
     ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.engine.request.client import EngineClient
-from moe_serve.engine.request.stats import EngineStats
+from moe_serve.engine.request.stats import CellState, EngineStats
 from moe_serve.engine.routes.cell_placements import AnyPlacement, CellPlacements
 from moe_serve.engine.routes.placement_control import PlacementBrief, PlacementControl, PlanOutcome
 from moe_serve.http.generation.generation import GenerationService
@@ -176,6 +176,16 @@ class EventLog:
         return [event for event in events if event.seq > seq or seq > newest]
 
 
+_CELL_EVENTS: Mapping[CellState, tuple[str, str]] = {
+    "starting": ("cell_added", "starts"),
+    "serving": ("cell_serves", "serves"),
+    "draining": ("cell_drains", "drains: its requests move away"),
+    "leaving": ("cell_leaves", "leaves: its requests move away"),
+    "stopping": ("cell_stops", "has no requests any more, and its ranks end"),
+    "failed": ("cell_failed", "could not start"),
+}
+
+
 class EventWatch:
     """Compares each snapshot with the previous one and adds events, at most a second late.
 
@@ -193,6 +203,7 @@ class EventWatch:
             return
         self._ranks(before.stats, now.stats)
         self._engine(before.stats, now.stats)
+        self._cells(before.stats, now.stats)
         for cell, brief in now.placements.items():
             if cell in before.placements:
                 self._placement(before.placements[cell], brief, f"{cell}: " if cell else "")
@@ -230,6 +241,19 @@ class EventWatch:
         kind = "predictor_on" if stats.is_predictor_on else "predictor_off"
         what = "is used again" if stats.is_predictor_on else "is no longer used"
         self._log.add(kind, f"The predictor {what}: its recall is {recall}.")
+
+    def _cells(self, before: EngineStats, now: EngineStats) -> None:
+        states = {cell.name: cell.state for cell in before.cells}
+        for cell in now.cells:
+            was = states.pop(cell.name, None)
+            if cell.state != was:
+                kind, text = _CELL_EVENTS[cell.state]
+                if cell.state == "serving" and was in ("draining", "leaving"):
+                    kind, text = "cell_back", "takes requests again"
+                note = f": {cell.note.rstrip('.')}" if cell.state == "failed" else ""
+                self._log.add(kind, f"{cell.name} ({cell.ranks} {cell.role}) {text}{note}.")
+        for name in states:
+            self._log.add("cell_gone", f"{name} is gone.")
 
     def _placement(self, before: PlacementBrief, now: PlacementBrief, cell: str) -> None:
         def num_more(outcome: PlanOutcome) -> int:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from moe_serve.engine.request.moves_stats import MovesStats
-from moe_serve.engine.request.stats import CellStatus
+from moe_serve.engine.request.stats import CellState, CellStatus
 from moe_serve.http.metrics.scrape import MetricRow, Samples, ScrapePart
 
+_SERVING = ("serving", "draining", "leaving")  # cells with series of their own
 _LABELS = ("cell", "role")
 _cells = ScrapePart[Sequence[CellStatus]](lambda scrape: scrape.stats.cells or None, "cell_")
 
 
 def _each(value: Callable[[CellStatus], float]) -> Callable[[Sequence[CellStatus]], Samples]:
     """Reads a value of every cell."""
-    return lambda cells: {(cell.name, cell.role): value(cell) for cell in cells}
+    return lambda cells: {
+        (cell.name, cell.role): value(cell) for cell in cells if cell.state in _SERVING
+    }
+
+
+def _by_state(cells: Sequence[CellStatus]) -> Samples:
+    """Counts the cells in each state, also in those that no cell is in."""
+    return {(state,): sum(cell.state == state for cell in cells) for state in get_args(CellState)}
 
 
 _CELL_ROWS: tuple[MetricRow, ...] = (
+    _cells.gauge("count", "Cells by state.", _by_state, "state"),
     _cells.gauge(
         "requests_running",
         "Sequences in the batches of a cell.",
@@ -38,7 +48,7 @@ _CELL_ROWS: tuple[MetricRow, ...] = (
     ),
     _cells.gauge(
         "draining",
-        "1 while a cell gets no new requests, else 0.",
+        "1 while a cell gets no new requests, as it drains or leaves, else 0.",
         _each(lambda cell: float(cell.is_draining)),
         *_LABELS,
     ),

@@ -23,6 +23,7 @@ from moe_serve.errors import (
     ServerOverloadedError,
     TokenizerError,
     TracingError,
+    UnknownCellError,
     printable,
 )
 
@@ -150,6 +151,8 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(409, str(error), code="tracing_conflict")
     if isinstance(error, RebalanceError):
         return ApiError(409, str(error), code="rebalance_conflict")
+    if isinstance(error, UnknownCellError):
+        return ApiError(404, str(error), code="cell_not_found")
     if isinstance(error, CellsError):
         return ApiError(409, str(error), code="cells_conflict")
     if isinstance(error, TokenizerError):

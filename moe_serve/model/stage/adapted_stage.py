@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from experts.expert_stage import RoutedRows
+from moe_kernels.interface.adapters import RowAdditions
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.adapter_rows import (
@@ -26,7 +27,7 @@ from moe_serve.model.stage.adapter_rows import (
 )
 from moe_serve.model.stage.attention_stage import Advance, AttentionStage, Routed
 from moe_serve.model.stage.step_inputs import StepInputs
-from moe_serve.model.step_plan import MicroBatch
+from moe_serve.model.step_plan import MicroBatch, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,19 +68,23 @@ class AdaptedStage:
     def dtype(self) -> torch.dtype:
         return self._base.dtype
 
+    def has_parts(self, plan: StepPlan) -> bool:
+        """Returns whether rows of a step pass other stages than the base model's."""
+        return any(self._fine_tunes(batch) for batch in plan.micro_batches)
+
+    def adapters(self, batch: MicroBatch) -> AdapterRows | None:
+        """Returns the adapters of a micro-batch's rows, which all pass the base model's stage."""
+        if self._adapters is None:
+            assert not any(s.adapter for s in batch.slices), "this pipeline has no adapters"
+            return None
+        device = self._base.embedding.device
+        return adapter_rows(batch, self._adapters, self._base.kernels.adapters, device)
+
     def make_inputs(self, batch: MicroBatch, cache: KVCache, device: torch.device) -> StepInputs:
         """Makes the inputs of a micro-batch, with the adapters of its rows."""
-        inputs, adapters = self._base.make_inputs(batch, cache, device), self._adapters
-        if adapters is None:
-            assert not any(s.adapter for s in batch.slices), "this pipeline has no adapters"
-            return inputs
-        own = {}
-        for digest in dict.fromkeys(s.adapter for s in batch.slices if s.adapter):
-            weights = adapters.weights(digest)
-            if isinstance(weights, FineTune):
-                own[digest] = weights
+        inputs, own = self._base.make_inputs(batch, cache, device), self._fine_tunes(batch)
         if not own:
-            return replace(inputs, adapters=adapter_rows(batch, adapters, device))
+            return replace(inputs, adapters=self.adapters(batch))
         counts = [len(s.token_ids) for s in batch.slices]
         owner_T = np.repeat(np.arange(len(counts)), counts)
         parts = []
@@ -90,14 +95,27 @@ class AdaptedStage:
                 continue
             some = replace(batch, slices=tuple(batch.slices[i] for i in places))
             rows = torch.from_numpy(np.flatnonzero(np.isin(owner_T, places))).to(device)
+            stage, added = self._base, None
             if key is None:
-                stage, added = self._base, adapter_rows(some, adapters, device)
+                added = self.adapters(some)
             else:
-                stage, added = own[key].stage, AdapterRows((RowGroup(None, own[key]),))
+                index_T = np.zeros(len(rows), dtype=np.int64)
+                stage, added = own[key].stage, AdapterRows(index_T, [own[key]], None, device)
             made = stage.make_inputs(some, cache, device)
             parts.append(StagePart(stage, replace(made, adapters=added), rows))
         common = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         return PartedInputs(**common, parts=tuple(parts))
+
+    def _fine_tunes(self, batch: MicroBatch) -> dict[bytes, FineTune]:
+        """Returns the fine-tunes that sequences of a micro-batch have, by digest."""
+        if self._adapters is None:
+            return {}
+        own = {}
+        for digest in dict.fromkeys(s.adapter for s in batch.slices if s.adapter):
+            weights = self._adapters.weights(digest)
+            if isinstance(weights, FineTune):
+                own[digest] = weights
+        return own
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """See AttentionStage.embed."""
@@ -132,7 +150,10 @@ class AdaptedStage:
             for part, own in zip(parts, routed, strict=True)
             for each in own.adapted
         )
-        return Advance(hidden_TD, Routed(joined(lambda each: each.x_TD), rows, adapted=adapted))
+        found = [_placed(*pair, len(hidden_TD)) for pair in zip(parts, routed, strict=True)]
+        added = next((each for each in found if each is not None), None)  # to the base's experts
+        x_TD = joined(lambda each: each.x_TD)
+        return Advance(hidden_TD, Routed(x_TD, rows, adapted=adapted, additions=added))
 
     def shared(self, layer: int, x_TD: Tensor, inputs: StepInputs) -> Tensor | None:
         """See AttentionStage.shared."""
@@ -185,3 +206,12 @@ def _within(part: StagePart, each: ExpertRows) -> ExpertRows:
     inner = each.group.rows
     rows = part.rows if inner is None else part.rows[inner]
     return ExpertRows(RowGroup(rows, each.group.adapter), each.experts)
+
+
+def _placed(part: StagePart, routed: Routed, num_rows: int) -> RowAdditions | None:
+    """Returns the additions to the experts of a part's rows, for all rows of the micro-batch."""
+    if routed.additions is None:
+        return None
+    index_T = np.full(num_rows, -1, dtype=np.int64)
+    index_T[part.rows.cpu().numpy()] = routed.additions.index_T
+    return RowAdditions(index_T, routed.additions.additions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -17,23 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experts.virtual_experts import AdapterExperts
-from moe_kernels.interface.kernels import ExpertBank, Linear
+from moe_kernels.interface.adapters import AdapterKernels, AdapterParts, LowRank, RowAdditions
+from moe_kernels.interface.kernels import ExpertBank
 from moe_serve.model.step_plan import MicroBatch
 
 AdapterKind = Literal["lora", "esft", "bitdelta"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRank:
-    """An addition to a linear layer: (x A^T) B^T, of which B contains the scale. Sums are in fp32;
-    x A^T is rounded to the model's dtype, as in PEFT."""
-
-    a: Linear
-    b: Linear
-
-    def added(self, x_RK: Tensor, y_RN: Tensor) -> Tensor:
-        """Returns y and the addition, rounded to y's dtype."""
-        return self.b(self.a(x_RK), y_RN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +32,18 @@ class AdapterLayer:
     linears: Mapping[str, LowRank]
     experts: AdapterExperts | None = None
     mlp: ExpertBank | None = None  # in place of the shared expert, or of a dense layer's MLP
+
+    @property
+    def parts(self) -> AdapterParts:
+        """The same for the kernels of layer_front and layer_stack."""
+        own = self.experts
+        return AdapterParts(
+            qkv=self.linears.get("qkv"),
+            output=self.linears.get("output"),
+            own=None if own is None else own.bank,
+            additions=None if own is None else own.additions,
+            mlp=self.mlp,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # without slots, for weak references
@@ -57,6 +57,7 @@ class AdapterWeights:
     kind: AdapterKind
     rank: int  # the largest of a LoRA; 0: it has none
     number: int = 0  # among the adapters of ranks, for virtual expert ids
+    prepared: Any = None  # for layer_front and layer_stack, if the kernels have these
 
 
 class LoadedAdapters(Protocol):
@@ -130,31 +131,66 @@ class LayerAdditions:
         return tuple((group, layer.mlp) for group, layer in self.groups if layer.mlp is not None)
 
 
-@dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The groups of a micro-batch."""
+    """The adapters of a micro-batch's rows: as groups, and as the kernels take them.
 
-    groups: tuple[RowGroup, ...]
+    `prepared`: for layer_front and layer_stack; None: the kernels have neither.
+    """
+
+    def __init__(
+        self,
+        index_T: NDArray[np.int64],
+        adapters: Sequence[AdapterWeights],
+        kernels: AdapterKernels | None,
+        device: torch.device,
+    ) -> None:
+        """`index_T`: the number of each row's adapter among `adapters`, or -1."""
+        self._index_T, self._adapters, self._device = index_T, adapters, device
+        self._groups: tuple[RowGroup, ...] | None = None
+        prepared = [each.prepared for each in adapters]
+        self.prepared: Any = None
+        if kernels is not None and None not in prepared:
+            self.prepared = kernels.rows(index_T, prepared)
+
+    @property
+    def groups(self) -> tuple[RowGroup, ...]:
+        """The groups, which a step that is one call never needs."""
+        if self._groups is None:
+            self._groups = tuple(self._group(*item) for item in enumerate(self._adapters))
+        return self._groups
+
+    def _group(self, index: int, adapter: AdapterWeights) -> RowGroup:
+        rows = np.flatnonzero(self._index_T == index)
+        return RowGroup(_as_rows(rows, len(self._index_T), self._device), adapter)
 
     def layer(self, layer: int) -> LayerAdditions:
         """Returns what the adapters add to a layer."""
         return LayerAdditions(tuple((group, group.adapter.layers[layer]) for group in self.groups))
 
+    def to_experts(self, layer: int) -> RowAdditions | None:
+        """Returns the additions to a layer's routed experts; None: there are none."""
+        experts = [each.layers[layer].experts for each in self._adapters]
+        found = [None if each is None else each.additions for each in experts]
+        return RowAdditions.of(self._index_T, found)
+
 
 def adapter_rows(
-    batch: MicroBatch, adapters: LoadedAdapters, device: torch.device
+    batch: MicroBatch,
+    adapters: LoadedAdapters,
+    kernels: AdapterKernels | None,
+    device: torch.device,
 ) -> AdapterRows | None:
-    """Groups the rows of a micro-batch by adapter; None: no row has one."""
-    digests = dict.fromkeys(s.adapter for s in batch.slices if s.adapter)
-    if not digests:
+    """Finds the adapters of a micro-batch's rows; None: no row has one."""
+    numbers = {b"": -1}
+    for piece in batch.slices:
+        numbers.setdefault(piece.adapter, len(numbers) - 1)
+    if len(numbers) == 1:
         return None
-    counts = [len(s.token_ids) for s in batch.slices]
-    owner_T = np.repeat(np.arange(len(counts)), counts)
-    groups = []
-    for digest in digests:
-        rows = np.flatnonzero(np.isin(owner_T, _owned(batch, digest)))
-        groups.append(RowGroup(_as_rows(rows, len(owner_T), device), adapters.weights(digest)))
-    return AdapterRows(tuple(groups))
+    of_slices = [numbers[piece.adapter] for piece in batch.slices]
+    counts = [len(piece.token_ids) for piece in batch.slices]
+    index_T = np.repeat(np.array(of_slices, dtype=np.int64), counts)
+    held = [adapters.weights(digest) for digest in numbers if digest]
+    return AdapterRows(index_T, held, kernels, device)
 
 
 def _as_rows(rows: NDArray[np.int64], num_rows: int, device: torch.device) -> slice | Tensor | None:
@@ -163,7 +199,3 @@ def _as_rows(rows: NDArray[np.int64], num_rows: int, device: torch.device) -> sl
         return None
     first, end = int(rows[0]), int(rows[-1]) + 1
     return slice(first, end) if end - first == len(rows) else torch.from_numpy(rows).to(device)
-
-
-def _owned(batch: MicroBatch, digest: bytes) -> Sequence[int]:
-    return [index for index, each in enumerate(batch.slices) if each.adapter == digest]

@@ -14,17 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experts.expert_stage import RoutedRows
-from moe_kernels.interface.kernels import (
-    ExpertBank,
-    Kernels,
-    LayerFront,
-    LayerFrontParts,
-    Linear,
-)
+from moe_kernels.interface.adapters import RowAdditions
+from moe_kernels.interface.kernels import ExpertBank, Kernels, Linear
+from moe_kernels.interface.layer_front import LayerFront, LayerFrontParts
 from moe_kernels.interface.layer_stack import LayerStack, StackLayer, StackParts
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.spec import ModelSpec
-from moe_serve.model.stage.adapter_rows import ExpertRows, LayerAdditions
+from moe_serve.model.stage.adapter_rows import AdapterRows, ExpertRows, LayerAdditions
 from moe_serve.model.stage.attention import Attention, GroupedQueryAttention
 from moe_serve.model.stage.feed_forward import DenseMLP, Router, choose_experts
 from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
@@ -62,13 +58,23 @@ class Routed:
     """The normed rows for the shared expert, and the rows for the routed ones.
 
     `foreseen_E`: a prediction of the experts that the rows need in the next layer, uint8 in units
-    of 1/255, if there is one. `adapted`: the rows that have experts of an adapter.
+    of 1/255, if there is one. `adapted`: the rows whose adapter changes experts of the layer, and
+    `additions`: what is added to these.
     """
 
     x_TD: Tensor
     rows: RoutedRows
     foreseen_E: Tensor | None = None
     adapted: tuple[ExpertRows, ...] = ()
+    additions: RowAdditions | None = None
+
+
+def _adapted(routed: Routed, layer: int, adapters: AdapterRows | None) -> Routed:
+    """Returns routed rows with what adapters change for them."""
+    if adapters is None:
+        return routed
+    adapted, additions = adapters.layer(layer).experts, adapters.to_experts(layer)
+    return replace(routed, adapted=adapted, additions=additions)
 
 
 class AttentionStage:
@@ -181,34 +187,39 @@ class AttentionStage:
             )
         )
 
+    def front(self, layer: int) -> LayerFront | None:
+        """Returns a layer up to its routed experts as one call. None: the kernels have no such
+        call, or a part of the layer is not in it, or the layer has no routed experts."""
+        return None if self._layers[layer].router is None else self._fronts[layer]
+
     def has_mlp(self, layer: int) -> bool:
         """Returns whether a layer has a shared expert, or is dense."""
         return self._layers[layer].mlp is not None
 
     def advance(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Advance:
         """Runs a layer up to its routed experts: attention, and the router or the dense MLP."""
-        front, weights = self._fronts[layer], self._layers[layer]
-        additions = None if inputs.adapters is None else inputs.adapters.layer(layer)
-        if front is None or additions is not None:  # both ways have the same bits
+        front, weights, adapters = self._fronts[layer], self._layers[layer], inputs.adapters
+        additions = None if adapters is None else adapters.layer(layer)
+        if front is None or (adapters is not None and adapters.prepared is None):
             hidden_TD = self.attend(layer, hidden_TD, inputs, cache, additions)
             if weights.router is None:
                 return Advance(self.dense(layer, hidden_TD, additions), None)
-            routed = self.route(layer, hidden_TD)
-            if additions is not None:
-                routed = replace(routed, adapted=additions.experts)
-            return Advance(hidden_TD, routed)
+            return Advance(hidden_TD, _adapted(self.route(layer, hidden_TD), layer, adapters))
         done = front(
             hidden_TD,
             inputs.positions,
             inputs.kv_rows,
             cache.layers[layer],
             inputs.attention[self.spec.layers[layer].attention],
+            None if adapters is None else adapters.prepared,
+            layer,
         )
         if done.expert_ids_TK is None or done.weights_TK is None:
             assert weights.mlp is not None, f"layer {layer} is neither sparse nor dense"
-            return Advance(self.add(done.hidden_TD, weights.mlp(done.x_TD)), None)
+            out_TD = weights.mlp.adapted(done.x_TD, additions)
+            return Advance(self.add(done.hidden_TD, out_TD), None)
         rows = RoutedRows(done.x_TD, done.expert_ids_TK, done.weights_TK)
-        return Advance(done.hidden_TD, Routed(done.x_TD, rows))
+        return Advance(done.hidden_TD, _adapted(Routed(done.x_TD, rows), layer, adapters))
 
     def attend(
         self,

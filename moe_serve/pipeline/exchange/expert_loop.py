@@ -17,6 +17,7 @@ from torch import Tensor
 from experts.expert_stage import ExpertStage, RoutedRows
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, FramePool
 from moe_serve.pipeline.exchange.next_layer import together
+from moe_serve.pipeline.exchange.rank_services import ArrivedFrame, RankServices
 from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.exchange.step_shape import (
     StepShape,
@@ -25,7 +26,7 @@ from moe_serve.pipeline.exchange.step_shape import (
     exchange_order,
 )
 from moe_serve.pipeline.frames.frame_header import Exchange, Leg
-from moe_serve.pipeline.frames.wire import WireFormat
+from moe_serve.pipeline.frames.wire import FrameBytes, WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline_recorder import Stage
@@ -63,13 +64,17 @@ class ExpertLoop:
         split: RowSplit | None = None,
         log: StageLog,
         layout: FrameLayout | None = None,
+        services: RankServices | None = None,
     ) -> None:
-        """`layout` None means the compact layout on a CPU."""
+        """`layout` None means the compact layout on a CPU. `services`: the exchanges of layers as
+        single calls, where there are such."""
+        self._services = services
         self._log = log
         self._layout = CompactLayout(torch.device("cpu")) if layout is None else layout
         self._group, self._stage, self._rank = group, stage, expert_rank
         self._names, self._wire = tuple(attention_ranks), wire
         self._layers, self._route, self._split = tuple(sparse_layers), route, split
+        self._bytes = FrameBytes(wire)
         self._in = FramePool(self._layout.dispatch_frame)
         self._back = FramePool(self._layout.combine_frame)
         self.failure: str | None = None  # of the last step
@@ -89,12 +94,16 @@ class ExpertLoop:
             self._post(shape, layer, micro_batch)
         for index, exchange in enumerate(exchanges):
             layer, micro_batch = exchange.layer, exchange.micro_batch
-            arrivals = self._arrivals(shape, exchange)
+            following = index + shape.num_micro_batches
+            post = order[following] if following < len(order) else None
+            arrived = self._arrived(shape, exchange)
+            if self._services is not None and self._serve(shape, exchange, arrived, post):
+                continue
+            arrivals = self._arrivals(exchange, arrived)
             sums = self._sums(layer, micro_batch, arrivals)
             start = self._log.now()
-            following = index + shape.num_micro_batches
-            if following < len(order):
-                self._post(shape, *order[following])
+            if post is not None:
+                self._post(shape, *post)
             for arrival, sums_nD in zip(arrivals, sums, strict=True):
                 self._answer(shape, exchange, arrival, sums_nD)
             rows = sum([arrival.rows.x_TD.shape[0] for arrival in arrivals])
@@ -108,6 +117,8 @@ class ExpertLoop:
     def use(self, split: RowSplit) -> None:
         """Uses the new places of experts from the next step on."""
         self._split = split
+        if self._services is not None:
+            self._services.use(split)
 
     def close(self) -> None:
         """Drops everything that refers to the group."""
@@ -120,30 +131,69 @@ class ExpertLoop:
         exchange = Exchange(shape.epoch, shape.step, layer, micro_batch)
         for sender in shape.senders(micro_batch, layer):
             name = self._names[sender]
-            size = self._wire.dispatch_bytes(shape.planned(sender, micro_batch, layer))
+            size = self._bytes.dispatch(shape.planned(sender, micro_batch, layer))
             frame = self._in.get(name, micro_batch, size)
             tag = dispatch_tag(layer, micro_batch)
             leg = Leg("dispatch", exchange)
             transfer = self._group.receive(name, frame.first(size), tag, leg)
             self._in.use(name, micro_batch, transfer)
 
-    def _arrivals(self, shape: StepShape, exchange: Exchange) -> list[Arrival]:
-        """Returns the rows of those attention ranks that sent any."""
-        arrivals, foreseen = [], list[Tensor]()
+    def _arrived(self, shape: StepShape, exchange: Exchange) -> list[ArrivedFrame]:
+        """Waits for the frames of all attention ranks that have rows in an exchange."""
+        arrived, log = [], self._log
         layer, micro_batch = exchange.layer, exchange.micro_batch
         for sender in shape.senders(micro_batch, layer):
             name, planned = self._names[sender], shape.planned(sender, micro_batch, layer)
-            since, start = time.perf_counter(), self._log.now()
-            self._log.enter(Stage.WAIT_DISPATCH, exchange.layer, exchange.micro_batch, name)
-            self._in.wait(name, exchange.micro_batch)
-            self._log.waited(since)
-            self._log.add(Stage.WAIT_DISPATCH, exchange.layer, exchange.micro_batch, planned, start)
-            frame = self._in.peek(name, exchange.micro_batch)
-            num_rows = frame.open(self._wire, exchange, planned, name)
+            since, start = time.perf_counter(), log.now()
+            log.enter(Stage.WAIT_DISPATCH, layer, micro_batch, name)
+            self._in.wait(name, micro_batch)
+            log.waited(since)
+            log.add(Stage.WAIT_DISPATCH, layer, micro_batch, planned, start)
+            arrived.append(ArrivedFrame(sender, self._in.peek(name, micro_batch), planned))
+        return arrived
+
+    def _serve(
+        self,
+        shape: StepShape,
+        exchange: Exchange,
+        arrived: Sequence[ArrivedFrame],
+        post: tuple[int, int] | None,
+    ) -> bool:
+        """Serves an exchange as one call, and posts the receives of a later one. Returns False if
+        it did nothing: the exchange is not for a call, or it is wrong and has to be examined."""
+        assert self._services is not None, "there are such calls"
+        layer, micro_batch, log = exchange.layer, exchange.micro_batch, self._log
+        bank, start = self._services.bank(layer), log.now()
+        if bank is None or not arrived:
+            return False
+        log.enter(Stage.EXPERTS, layer, micro_batch)
+        frames = []
+        for each in arrived:
+            size = self._bytes.combine(each.planned)
+            frames.append(self._back.get(self._names[each.sender], micro_batch, size))
+        sizes = self._services.serve(bank, exchange, arrived, frames)
+        if sizes is None:
+            return False
+        num_rows = sum([each.planned for each in arrived])
+        start = log.add(Stage.EXPERTS, layer, micro_batch, num_rows, start)
+        if post is not None:
+            self._post(shape, *post)
+        for each, frame, size in zip(arrived, frames, sizes, strict=True):
+            if size:
+                self._send(exchange, self._names[each.sender], frame.first(size))
+        log.add(Stage.SEND, layer, micro_batch, num_rows, start)
+        return True
+
+    def _arrivals(self, exchange: Exchange, arrived: Sequence[ArrivedFrame]) -> list[Arrival]:
+        """Returns the rows of those attention ranks that sent any."""
+        arrivals, foreseen = [], list[Tensor]()
+        for each in arrived:
+            frame, planned = each.frame, each.planned
+            num_rows = frame.open(self._wire, exchange, planned, self._names[each.sender])
             if num_rows:
                 x_nD = frame.rows(self._wire, planned, num_rows)
                 ids, weights = frame.choices(self._wire, planned, num_rows)
-                arrivals.append(self._arrival(exchange.layer, sender, x_nD, ids, weights))
+                arrivals.append(self._arrival(exchange.layer, each.sender, x_nD, ids, weights))
                 if self._wire.num_foreseen:
                     foreseen.append(frame.foreseen(self._wire))
         if self._wire.num_foreseen:
@@ -195,12 +245,15 @@ class ExpertLoop:
     ) -> None:
         name = self._names[arrival.attention_rank]
         planned = shape.planned(arrival.attention_rank, exchange.micro_batch, exchange.layer)
-        frame = self._back.get(name, exchange.micro_batch, self._wire.combine_bytes(planned))
+        frame = self._back.get(name, exchange.micro_batch, self._bytes.combine(planned))
         if sums_nD is None:
             content = frame.write_error(self._wire, exchange, planned, self._layout.is_fixed)
         else:
             numbers = arrival.row_numbers_n
             content = frame.write(self._wire, exchange, planned, sums_nD, numbers)
+        self._send(exchange, name, content)
+
+    def _send(self, exchange: Exchange, name: str, content: Tensor) -> None:
         tag = combine_tag(exchange.layer, exchange.micro_batch)
         transfer = self._group.send(name, content, tag, Leg("combine", exchange))
         self._back.use(name, exchange.micro_batch, transfer)

@@ -33,6 +33,7 @@ class FrameLayout(Protocol):
 
     device: torch.device
     is_fixed: bool  # every frame has the planned size, and every one is answered
+    is_direct: bool  # frames are read and written in host memory, where the link uses them
 
     def split(self, split: RowSplit, layer: int, rows: RoutedRows) -> list[RankRows]:
         """Returns the rows that each expert rank gets."""
@@ -62,6 +63,7 @@ class CompactLayout:
     def __init__(self, device: torch.device, is_staged: bool | None = None) -> None:
         self.device = device
         self._is_staged = device.type != "cpu" if is_staged is None else is_staged
+        self.is_direct = not self._is_staged
 
     def split(self, split: RowSplit, layer: int, rows: RoutedRows) -> list[RankRows]:
         return split.split(layer, rows)
@@ -85,6 +87,7 @@ class MaskedLayout:
     """Implements FrameLayout with frames in the device's memory."""
 
     is_fixed = True
+    is_direct = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.rank_calls import FrameShape
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, FramePool
 from moe_serve.pipeline.exchange.row_split import RankRows, RowSplit
@@ -22,8 +23,8 @@ from moe_serve.pipeline.exchange.step_shape import (
     exchange_order,
 )
 from moe_serve.pipeline.exchange.virtual_ids import adapter_numbers, with_virtual_ids
-from moe_serve.pipeline.frames.frame_header import Exchange, Leg
-from moe_serve.pipeline.frames.wire import CombineFrame, WireFormat
+from moe_serve.pipeline.frames.frame_header import HEADER_BYTES, Exchange, Leg, WireError, key_of
+from moe_serve.pipeline.frames.wire import CombineFrame, DispatchFrame, FrameBytes, WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline_recorder import Stage
@@ -54,6 +55,7 @@ class GroupTransport:
         self._layout = CompactLayout(torch.device("cpu")) if layout is None else layout
         self._group, self._rank, self._experts = group, attention_rank, tuple(expert_ranks)
         self._wire, self._split, self._layers = wire, split, tuple(sparse_layers)
+        self._bytes = FrameBytes(wire)
         self._out = FramePool(self._layout.dispatch_frame)
         self._back = FramePool(self._layout.combine_frame)
         self._rows: dict[tuple[str, int], Tensor | None] = {}  # row numbers that a rank has
@@ -120,6 +122,57 @@ class GroupTransport:
             self._log.add(Stage.COMBINE, layer, micro_batch, num_rows, start)
         return total_TD.float()
 
+    def frame_shape(self) -> FrameShape | None:
+        """Returns the frames as the kernels fill them in and read them; None: they do not."""
+        if not self._layout.is_direct or (self._num_experts and self._split is None):
+            return None
+        return self._wire.frame_shape(len(self._experts), has_choices=self._split is not None)
+
+    @property
+    def split(self) -> RowSplit | None:
+        """The places of experts in this step; None if the expert side chooses experts."""
+        return self._split
+
+    def key(self, layer: int, micro_batch: int) -> bytes:
+        """Returns the beginning of the frames of an exchange."""
+        return key_of(self._exchange(layer, micro_batch))
+
+    def empty_frames(self, layer: int, micro_batch: int) -> list[DispatchFrame]:
+        """Returns a frame for each expert rank, to be filled in and given to `send_frames`."""
+        expected = self._left[-1] if self._left else None
+        assert expected == (layer, micro_batch), f"{(layer, micro_batch)} before {expected}"
+        size = self._bytes.dispatch(self._planned(layer, micro_batch))
+        return [self._out.get(name, micro_batch, size) for name in self._experts]
+
+    def send_frames(
+        self, layer: int, micro_batch: int, frames: Sequence[DispatchFrame], sizes: Sequence[int]
+    ) -> None:
+        """Sends the first bytes of each frame. One that is only a header is not answered."""
+        exchange = self._exchange(layer, micro_batch)
+        for name, frame, size in zip(self._experts, frames, sizes, strict=True):
+            self._begin_send(name, exchange, frame.first(size))
+            if size > HEADER_BYTES:
+                self._begin_receive(name, exchange)
+        self._left.pop()
+        self._told.clear()
+
+    def await_frames(self, layer: int, micro_batch: int) -> list[CombineFrame | None]:
+        """Waits for the sums of each expert rank; None for one that got no rows."""
+        return [
+            self._await(name, layer, micro_batch) if self._back.is_used(name, micro_batch) else None
+            for name in self._experts
+        ]
+
+    def wrong_frame(self, layer: int, micro_batch: int, rank: int) -> WireError:
+        """Returns what is wrong with a rank's frame with sums."""
+        name, exchange = self._experts[rank], self._exchange(layer, micro_batch)
+        frame = self._back.peek(name, micro_batch)
+        try:
+            num_rows = frame.open(self._wire, exchange, self._planned(layer, micro_batch), name)
+        except WireError as error:
+            return error
+        return WireError(f"{exchange}: {name} sent {num_rows} sums, not those of its rows.")
+
     def finish(self) -> None:
         """See `Transport.finish`."""
         since = time.perf_counter()
@@ -143,7 +196,7 @@ class GroupTransport:
                 self._back.wait(name, micro_batch)
                 planned = self._planned(layer, micro_batch)
                 exchange = self._exchange(layer, micro_batch)
-                frame = self._out.get(name, micro_batch, self._wire.dispatch_bytes(planned))
+                frame = self._out.get(name, micro_batch, self._bytes.dispatch(planned))
                 content = frame.write_nobody(self._wire, exchange, planned, self._layout.is_fixed)
                 self._begin_send(name, exchange, content)
                 if self._layout.is_fixed:
@@ -179,7 +232,7 @@ class GroupTransport:
         self, name: str, layer: int, micro_batch: int, part: RankRows, foreseen_E: Tensor | None
     ) -> None:
         planned, exchange = self._planned(layer, micro_batch), self._exchange(layer, micro_batch)
-        frame = self._out.get(name, micro_batch, self._wire.dispatch_bytes(planned))
+        frame = self._out.get(name, micro_batch, self._bytes.dispatch(planned))
         is_routed = self._split is not None
         content = frame.write(
             self._wire,
@@ -202,7 +255,7 @@ class GroupTransport:
         self._out.use(name, exchange.micro_batch, transfer)
 
     def _begin_receive(self, name: str, exchange: Exchange) -> None:
-        size = self._wire.combine_bytes(self._planned(exchange.layer, exchange.micro_batch))
+        size = self._bytes.combine(self._planned(exchange.layer, exchange.micro_batch))
         frame = self._back.get(name, exchange.micro_batch, size)
         tag = combine_tag(exchange.layer, exchange.micro_batch)
         leg = Leg("combine", exchange)
@@ -210,11 +263,14 @@ class GroupTransport:
         self._back.use(name, exchange.micro_batch, transfer)
 
     def _receive(self, name: str, layer: int, micro_batch: int) -> tuple[CombineFrame, int]:
+        frame, planned = self._await(name, layer, micro_batch), self._planned(layer, micro_batch)
+        return frame, frame.open(self._wire, self._exchange(layer, micro_batch), planned, name)
+
+    def _await(self, name: str, layer: int, micro_batch: int) -> CombineFrame:
         since, start = time.perf_counter(), self._log.now()
         self._log.enter(Stage.WAIT_COMBINE, layer, micro_batch, name)
         self._back.wait(name, micro_batch)
         self._log.waited(since)
-        frame = self._back.peek(name, micro_batch)
         planned = self._planned(layer, micro_batch)
         self._log.add(Stage.WAIT_COMBINE, layer, micro_batch, planned, start)
-        return frame, frame.open(self._wire, self._exchange(layer, micro_batch), planned, name)
+        return self._back.peek(name, micro_batch)

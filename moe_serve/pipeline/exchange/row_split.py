@@ -18,6 +18,7 @@ from torch import Tensor
 
 from experts.expert_stage import RoutedRows
 from experts.placement.replicas.replica_choice import LayerChoice, ReplicaChoice, ReplicaPolicy
+from moe_kernels.interface.rank_calls import ExpertCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,10 @@ class RowSplit:
         split._turns, split._choices = self._turns | split._turns, kept | split._choices
         return split
 
+    def copies(self, layer: int) -> ExpertCopies | None:
+        """Returns the ranks of a layer's experts as a table; None if a policy chooses copies."""
+        return None if layer in self._choices else self._turns[layer].copies
+
     def split(self, layer: int, rows: RoutedRows) -> list[RankRows]:
         """Returns one entry for each rank, in rank order.
 
@@ -110,7 +115,7 @@ class RowSplit:
 
     def _ranks(self, layer: int, expert_ids_TK: Tensor) -> Tensor:
         if self._has_adapters:
-            expert_ids_TK = expert_ids_TK % len(self._turns[layer].counts_E)
+            expert_ids_TK = expert_ids_TK % len(self._turns[layer].copies.counts_E)
         choice = self._choices.get(layer)
         if choice is None:
             return self._turns[layer].ranks(expert_ids_TK)
@@ -145,23 +150,22 @@ def _part_on_host(rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
 class _Turns:
     """A layer's ReplicaChoice as tensors."""
 
-    ranks_EM: Tensor
-    counts_E: Tensor
-    first_E: Tensor
+    copies: ExpertCopies
 
     @classmethod
     def of(cls, layer: int, ranks_of: Sequence[Sequence[int]], device: torch.device) -> _Turns:
         choice = ReplicaChoice.of(layer, ranks_of)
         arrays = (choice.ranks_EM, choice.counts_E, choice.first_E)
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+        return cls(ExpertCopies(*(torch.from_numpy(array).to(device) for array in arrays)))
 
     def ranks(self, expert_ids_TK: Tensor) -> Tensor:
         """Returns the rank of each choice [T, K]."""
-        if self.ranks_EM.shape[1] == 1:
-            return self.ranks_EM[:, 0][expert_ids_TK]
+        copies = self.copies
+        if copies.ranks_EM.shape[1] == 1:
+            return copies.ranks_EM[:, 0][expert_ids_TK]
         rows_T1 = torch.arange(len(expert_ids_TK), device=expert_ids_TK.device)[:, None]
-        turns_TK = (rows_T1 + self.first_E[expert_ids_TK]) % self.counts_E[expert_ids_TK]
-        return self.ranks_EM[expert_ids_TK, turns_TK]
+        turns_TK = (rows_T1 + copies.first_E[expert_ids_TK]) % copies.counts_E[expert_ids_TK]
+        return copies.ranks_EM[expert_ids_TK, turns_TK]
 
 
 # broadcasting must move fewer bytes than this share: each expert rank then routes all rows

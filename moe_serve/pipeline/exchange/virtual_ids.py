@@ -19,13 +19,15 @@ def with_virtual_ids(
     rows: RoutedRows, adapted: Sequence[ExpertRows], num_experts: int
 ) -> RoutedRows:
     """Returns rows in which the choices of adapters' own experts have virtual ids."""
-    ids_TK = rows.expert_ids_TK.clone()
-    for each in adapted:
-        ids_RK = each.group.select(ids_TK)
-        first = each.group.adapter.number * num_experts
-        own_RK = torch.where(each.experts.is_own_E[ids_RK], ids_RK + first, ids_RK)
-        ids_TK = each.group.put(ids_TK, own_RK)
-    return replace(rows, expert_ids_TK=ids_TK)
+    ids_TK = rows.expert_ids_TK
+    own_AE = torch.stack([each.experts.is_own_E for each in adapted])
+    numbers = [each.group.adapter.number for each in adapted]
+    index_T = ids_TK.new_full((len(ids_TK),), -1)
+    for index, each in enumerate(adapted):
+        index_T = each.group.put(index_T, torch.full_like(each.group.select(index_T), index))
+    is_own_TK = own_AE[index_T[:, None], ids_TK] & (index_T >= 0)[:, None]
+    first_T = num_experts * torch.tensor(numbers, device=ids_TK.device)[index_T]
+    return replace(rows, expert_ids_TK=torch.where(is_own_TK, ids_TK + first_T[:, None], ids_TK))
 
 
 def adapter_numbers(ids_TK: Tensor, adapted: Sequence[ExpertRows]) -> Tensor:

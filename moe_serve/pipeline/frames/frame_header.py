@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +34,8 @@ _FIELDS = [
 ]
 _HEADER = np.dtype(_FIELDS)
 _PACKED = struct.Struct("<IIQQIII")  # the same, on the host
+_KEY = struct.Struct("<IIQQII")  # the same before the number of rows
+KEY_BYTES = _KEY.size
 
 
 class WireError(MoeServeError):
@@ -53,8 +54,12 @@ class Exchange(NamedTuple):
         return f"step {self.step}, layer {self.layer}, micro-batch {self.micro_batch}"
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
+def key_of(exchange: Exchange) -> bytes:
+    """Returns the beginning of the header of an exchange's frames, up to the number of rows."""
+    return _KEY.pack(MAGIC, 0, *exchange)
+
+
+class Leg(NamedTuple):
     """One direction of an exchange, as reports name it."""
 
     name: Literal["dispatch", "combine"]

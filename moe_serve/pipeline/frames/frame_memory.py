@@ -24,6 +24,7 @@ class FrameMemory:
 
     def __init__(self, buffer: Tensor, work: Tensor) -> None:
         self.buffer, self.work = buffer, work  # uint8, of the same size
+        self.address: int = buffer.data_ptr()
         self._sections: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
         self._beginnings: dict[int, Tensor] = {}
 

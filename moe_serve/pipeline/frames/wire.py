@@ -21,7 +21,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_serve.pipeline.frames.frame_header import FLAG_ERROR, HEADER_BYTES, Exchange, Header
+from moe_kernels.interface.rank_calls import FrameShape
+from moe_serve.pipeline.frames.frame_header import (
+    FLAG_ERROR,
+    HEADER_BYTES,
+    KEY_BYTES,
+    Exchange,
+    Header,
+)
 from moe_serve.pipeline.frames.frame_memory import FrameMemory
 
 _FP8_MAX = 448.0  # of float8_e4m3fn
@@ -56,6 +63,21 @@ class WireFormat:
 
     def combine_bytes(self, num_rows: int) -> int:
         return CombineFrame.offset_of_sums(num_rows) + num_rows * self.sum_bytes
+
+    def frame_shape(self, num_ranks: int, *, has_choices: bool) -> FrameShape | None:
+        """Returns the frames as the kernels see them; None if rows are converted on the way or
+        carry a prediction, which the kernels do not write. `has_choices`: see FrameShape."""
+        if self.row_dtype != self.dtype or self.num_foreseen:
+            return None
+        return FrameShape(
+            num_ranks=num_ranks,
+            width=self.width,
+            top_k=self.top_k,
+            header_bytes=HEADER_BYTES,
+            key_bytes=KEY_BYTES,
+            has_choices=has_choices,
+            has_wide_sums=self.sum_dtype == torch.float64,
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -110,11 +132,39 @@ def as_received(wire: WireFormat, x_TD: Tensor) -> Tensor:
     return x_TD.to(wire.row_dtype).to(wire.dtype)
 
 
+class FrameBytes:
+    """The sizes of frames with room for a number of rows, each computed once."""
+
+    def __init__(self, wire: WireFormat) -> None:
+        self._wire = wire
+        self._dispatch: dict[int, int] = {}
+        self._combine: dict[int, int] = {}
+
+    def dispatch(self, planned: int) -> int:
+        """Returns the bytes of a frame with rows."""
+        size = self._dispatch.get(planned)
+        if size is None:
+            size = self._dispatch[planned] = self._wire.dispatch_bytes(planned)
+        return size
+
+    def combine(self, planned: int) -> int:
+        """Returns the bytes of a frame with sums."""
+        size = self._combine.get(planned)
+        if size is None:
+            size = self._combine[planned] = self._wire.combine_bytes(planned)
+        return size
+
+
 class _Frame:
     """A header, followed by sections."""
 
     def __init__(self, memory: FrameMemory, header: Header) -> None:
         self._memory, self._header = memory, header
+
+    @property
+    def address(self) -> int:
+        """Where the frame lies, for a kernel that reads or fills it."""
+        return self._memory.address
 
     def first(self, size: int) -> Tensor:
         """Returns the bytes to send: the first `size`, uint8."""

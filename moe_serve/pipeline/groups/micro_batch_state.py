@@ -6,10 +6,12 @@ T rows of a micro-batch, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.rank_calls import AttentionTurn
 from moe_serve.model.stage.adapted_stage import AdaptedStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
@@ -22,11 +24,14 @@ class MicroBatchState:
     """A micro-batch whose rows pass all layers together."""
 
     pieces: Sequence[SequenceSlice] | None = None  # of its rows, where these change
+    turn: AttentionTurn | None = None  # if its layers are single calls, see RankTurns
+    is_away_by_turn = False  # the rows with the experts were sent by `turn`
 
     def __init__(self, inputs: StepInputs, hidden_TD: Tensor) -> None:
         self.inputs, self.hidden_TD = inputs, hidden_TD
         self.layer_away: int | None = None  # layer whose rows are with the experts
         self.shared_TD: Tensor | None = None  # output of that layer's shared expert
+        self.plans: list[Any] = []  # of `inputs`, as `turn` needs them
 
     def enter(self, layer: int) -> bool:
         """Returns whether it has rows in a layer, after the layer before has been added."""

@@ -16,7 +16,9 @@ from moe_serve.cache.page_key import following_keys, root_key, token_array
 from moe_serve.cache.prefix_cache import PrefixCache
 from moe_serve.config.event_config import KVEventsConfig
 from moe_serve.config.sections import EngineConfig
+from moe_serve.errors import ConfigError
 from tests.support.cache.event_subscriber import Block, Subscriber, blocks_of
+from tests.support.server.server_process import port_of_ones_own
 
 ROOT = root_key(b"model", b"", "")
 
@@ -161,6 +163,43 @@ def test_a_lost_rank_has_an_empty_cache(
     server.cache = PrefixCache(24, 16, listener=server.listener)
     server.work(10)
     follower.follow(blocks_of(server.cache.tree))
+
+
+def test_ranks_of_a_cell_that_leaves_are_cleared_and_their_numbers_serve_again(
+    config: KVEventsConfig, opened: list[Server | Subscriber]
+) -> None:
+    """The subscriber follows rank 1, first of one cell and then of others. ZeroMQ gives a port back
+    a moment after it was closed."""
+    first, second = neighbouring_ports()
+    config = replace(config, endpoint=f"tcp://127.0.0.1:{first}")
+    of_rank_1 = replace(
+        config,
+        endpoint=f"tcp://127.0.0.1:{second}",
+        replay_endpoint=f"{config.replay_endpoint}_dp1",
+    )
+    server, follower = Server(config, seed=9), subscriber(of_rank_1)
+    opened += [server, follower]
+    for _ in range(3):
+        before = server.events.stats()
+        server.events.open(range(1, 2))
+        server.listener = server.events.listener(1)
+        server.cache = PrefixCache(24, 16, listener=server.listener)
+        server.work(5)
+        follower.follow(blocks_of(server.cache.tree))
+        server.events.close_ranks(range(1, 2))
+        follower.follow({})
+        after = server.events.stats()
+        assert before is not None and after is not None
+        assert after.num_stored > before.num_stored, "counts never shrink"
+    with pytest.raises(ConfigError, match="attention rank 60000 takes the port 60000 higher"):
+        server.events.open(range(60000, 60001))
+
+
+def neighbouring_ports() -> tuple[int, int]:
+    first, second = port_of_ones_own(), port_of_ones_own()
+    while second != first + 1:
+        first, second = second, port_of_ones_own()
+    return first, second
 
 
 def test_adapters_and_salts_are_told_as_vllm_tells_them(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from moe_serve.cluster.cell_start import NewCell
 from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.members import membership
@@ -17,7 +18,6 @@ from moe_serve.cluster.ranks.expert_rank import ExpertRank
 from moe_serve.cluster.ranks.rank_parcels import RankParcels
 from moe_serve.cluster.ranks.shard_parcels import ShardParcels
 from moe_serve.cluster.started_ranks import MakeStarter
-from moe_serve.config.cells import CellShape
 from moe_serve.config.sections import CacheConfig
 from tests.support.cluster.cells_drive import (
     cells_config,
@@ -35,10 +35,10 @@ READER, WRITER = "cell-0/attention-0", "cell-1/attention-0"
 AWAKE: Any = SimpleNamespace(is_frozen=lambda thread: False)
 
 
-def starters(index: int, shapes: Sequence[CellShape]) -> MakeStarter:
+def starters(cell: NewCell) -> MakeStarter:
     def make(host: str, port: int, secret: ClusterSecret, num_threads: int) -> FaultStarter:
         starter = FaultStarter(AWAKE, host, port, secret, num_threads)
-        starter.prefix = f"cell-{index}/"
+        starter.prefix = f"cell-{cell.index}/"
         return starter
 
     return make

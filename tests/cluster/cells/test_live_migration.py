@@ -34,6 +34,26 @@ def test_a_drained_cell_gives_up_all_its_requests_and_nothing_is_computed_again(
     world.run()
 
 
+def test_a_reader_that_leaves_is_forgotten_once_its_hand_overs_have_ended() -> None:
+    """Its removal waits for the pages that travel, at every moment of a hand-over."""
+    for turns in range(8):
+        world = CellsWorld(layout="1x(1A1E decode) 2x(1A1E prefill)", pages_per_parcel=1, room=2)
+        reader = world.cells[2]
+        for index in range(4):
+            world.add(f"r{index}", prompt(100, index), max_tokens=10)
+        assert world.where("r1") == 2
+        for _ in range(turns):
+            world.turn(delivers=False)
+        reader.is_draining = True
+        while reader.is_out or reader.engine.has_work or world.moves.concerns(reader):
+            world.turn()
+        world.moves.remove_cell(reader)
+        del world.cells[2]
+        world.add("late", prompt(90, 9), max_tokens=5)
+        world.run()
+        assert world.moves.stats().num_recomputed_tokens == 0, turns
+
+
 def test_the_downtime_does_not_depend_on_the_context() -> None:
     for length in (20, 60, 120):
         world = both(pages_per_parcel=1, room=3)

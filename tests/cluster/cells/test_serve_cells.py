@@ -6,19 +6,24 @@ Requests move, clients leave, and an operator drains a cell meanwhile.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from starlette.testclient import TestClient
 
 from moe_serve.cli.serve.service import offline_app
+from moe_serve.cluster.members.processes import WORKER_MODULE
 from moe_serve.config.sections import Config, EngineConfig, ModelConfig
 from tests.support.server.server_process import serving
 
@@ -57,10 +62,15 @@ def bodies() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def process() -> Iterator[subprocess.Popen[str]]:
     flags = ("--cells", LAYOUT, "--port", "0", "--num-pages", "512", "--num-threads", "1")
-    with serving(*flags, settings=SETTINGS) as process:
-        yield url_of(process)
+    with serving(*flags, settings=SETTINGS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def url(process: subprocess.Popen[str]) -> str:
+    return url_of(process)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +135,72 @@ def test_streams_go_on_while_their_cell_is_drained(url: str) -> None:
     finally:
         drain(url, "undrain")
     assert metric(url, "moe_serve:cell_recomputed_tokens_total") == 0
+
+
+def test_a_cell_is_added_and_the_first_one_removed_under_load(
+    url: str, process: subprocess.Popen[str], expected: list[Any]
+) -> None:
+    """Answers keep their bits, no request fails, and nothing is left of the cell."""
+    server, is_done = psutil.Process(process.pid), threading.Event()
+    before, memories = ranks_of(server), shared_memories(server)
+    assert len(before) == 4, [child.cmdline() for child in server.children()]
+
+    def load(number: int) -> int:
+        body, count = bodies()[number], 0
+        while not is_done.is_set() or count == 0:
+            salted = {**body, "cache_salt": f"{number} {count}"}  # no page is cached
+            assert post(url, salted) == expected[number]
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(6) as pool:
+        counts = [pool.submit(load, number) for number in range(6)]
+        try:
+            refused = admin(url, "POST", "cells", {"shape": "2x(1A1E)"})
+            assert refused.status_code == 400 and "one cell such as" in refused.text
+            added = [admin(url, "POST", "cells", {"shape": "1A1E prefill", "number": 2})] * 2
+            assert [each.status_code for each in added] == [202, 202], added[0].text
+            wait_until(url, lambda cells: cells["cell-2"] == "serving")
+            removed = admin(url, "DELETE", "cells/0")
+            assert removed.status_code == 202 and removed.json()["cell"]["state"] == "leaving"
+            wait_until(url, lambda cells: cells == {"cell-1": "serving", "cell-2": "serving"})
+            steps = cells_of(url)[1]["steps"]
+            wait_until(url, lambda _: cells_of(url)[1]["steps"] > steps, "the new cell has work")
+        finally:
+            is_done.set()
+    assert sum(each.result() for each in counts) >= 6
+    assert admin(url, "POST", "cells/0/drain").status_code == 404
+    assert admin(url, "DELETE", "cells/0").json()["cell"] == {"name": "cell-0", "state": "gone"}
+    wait_until_idle(url)
+    assert [cell["kv_used"] for cell in cells_of(url)] == [0.0, 0.0], "a page has leaked"
+    after = ranks_of(server)
+    assert len(after) == 4 and len(after & before) == 2, "the ranks of cell 0 have ended"
+    assert shared_memories(server) == memories
+    assert metric(url, "moe_serve:cell_recomputed_tokens_total") == 0
+    assert metric(url, 'moe_serve:cell_count{model_name="moe-serve-demo",state="serving"') == 2
+
+
+def ranks_of(server: psutil.Process) -> set[int]:
+    return {each.pid for each in server.children() if WORKER_MODULE in each.cmdline()}
+
+
+def shared_memories(server: psutil.Process) -> list[str]:
+    """Returns the memories without a file that the server's process has open."""
+    paths = [os.readlink(path) for path in Path(f"/proc/{server.pid}/fd").iterdir()]
+    return sorted(path for path in paths if path.startswith("/memfd:"))
+
+
+def admin(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    return httpx.request(
+        method, f"{url}/admin/{path}", json=body, headers=ADMIN, timeout=60, trust_env=False
+    )
+
+
+def wait_until(url: str, is_so: Callable[[dict[str, str]], bool], what: str = "") -> None:
+    end = time.monotonic() + 120
+    while not is_so({cell["name"]: cell["state"] for cell in cells_of(url)}):
+        assert time.monotonic() < end, f"{what}: {cells_of(url)}"
+        time.sleep(0.05)
 
 
 def drain(url: str, verb: str) -> None:

@@ -25,6 +25,14 @@ class FakeNodes:
         self.killed: list[str] = []
         self.ended: list[RankExit] = []
         self.num_stops = 0
+        self.added: list[str] = []
+        self.removed: list[str] = []
+
+    def add(self, ranks: list[RankName]) -> None:
+        self.added += map(str, ranks)
+
+    def remove(self, ranks: list[RankName]) -> None:
+        self.removed += map(str, ranks)
 
     def start(self, rank: RankName, seat: CellSeat) -> None:
         self.started[str(rank)] = seat
@@ -43,7 +51,9 @@ class FakeNodes:
 def test_each_cell_has_its_own_ranks_on_shared_nodes() -> None:
     fake: Any = FakeNodes()
     nodes, secret = CellNodes(lambda secret: fake, SHAPES), new_secret()
-    first, second = (nodes.starter_of(cell, "h", 100 + cell, secret) for cell in (0, 1))
+    first, second = (
+        nodes.starter_of(cell, SHAPES[cell], "h", 100 + cell, secret) for cell in (0, 1)
+    )
     first.start(RankName("expert", 1))
     for index in (0, 1):
         second.start(RankName("attention", index))
@@ -60,6 +70,12 @@ def test_each_cell_has_its_own_ranks_on_shared_nodes() -> None:
     second.stop()
     assert sorted(fake.killed) == ["attention-1", "attention-2", "expert-2"]
     assert fake.num_stops == 0, "the other cell goes on"
+    third = nodes.starter_of(2, SHAPES[0], "h", 102, secret)
+    assert fake.added == ["attention-3", "expert-3", "expert-4"], "names are never used again"
+    assert fake.removed == ["attention-1", "attention-2", "expert-2"], "but their places"
+    third.start(RankName("expert", 1))
+    assert fake.started["expert-4"] == CellSeat("cell-2", 1, HostPort("h", 102))
+    third.stop()
     first.stop()
     assert fake.num_stops == 1
 
@@ -70,6 +86,15 @@ def test_nodes_are_filled_cell_by_cell() -> None:
         "attention 0, expert 0-1",
         "attention 1-2, expert 2",
     ]
+
+
+def test_a_rank_that_is_added_takes_the_place_of_one_that_has_left() -> None:
+    layout, left = share_out(ranks_of_cells(SHAPES), 2), {RankName("expert", 1)}
+    third, fourth = RankName("attention", 3), RankName("expert", 3)
+    layout = layout.with_rank(third, left)
+    assert (layout.node_of(third), layout.place_on_node(third)) == (0, 2)
+    layout = layout.with_rank(fourth, left)
+    assert (layout.node_of(fourth), layout.place_on_node(fourth)) == (0, 3)
 
 
 def test_a_node_shows_a_rank_by_its_name_in_its_cell() -> None:

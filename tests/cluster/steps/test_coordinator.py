@@ -13,6 +13,7 @@ import pytest
 from moe_serve.cluster.control.rank_name import all_ranks
 from moe_serve.cluster.members.roster import Roster
 from moe_serve.cluster.steps.coordinator import Coordinator
+from moe_serve.cluster.steps.epoch_maker import Epoch
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.errors import ClusterError
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
@@ -90,6 +91,9 @@ def test_an_outage_ends_the_server_when_it_lasts_longer_than_a_start_may() -> No
 def test_a_stop_ends_the_wait_for_ranks() -> None:
     coordinator = without_ranks(SilentCalls(), outage_limit_s=60.0)
     coordinator.stop()
+    with pytest.raises(ClusterError, match="the start was called off"):
+        coordinator.settle(is_patient=True)
+    coordinator._epoch = Epoch(1)
     assert not coordinator.settle(is_patient=True)
 
 
@@ -136,7 +140,7 @@ def test_a_step_is_repeated_with_a_report(
     faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Which rank, which step, which layer, which micro-batch, which operation."""
-    faults.at(ExpertLoop, "_sums", faults.die, rank="expert-1", time=20)
+    faults.at(ExpertLoop, "_serve", faults.die, rank="expert-1", time=20)
     with driven(faults) as (drive, _):
         assert drive.serve(WANTED) == expected
     line = next(

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from moe_serve.engine.request.stats import (
+    CellState,
+    CellStatus,
     EngineCounts,
     EngineLoad,
     EngineStats,
@@ -65,6 +67,36 @@ def test_a_rank_is_lost_and_comes_back() -> None:
     both = with_stats(num_lost_ranks=2, last_loss="expert-1: silent.", members=())
     assert after(here, both) == [
         ("rank_lost", "2 ranks were lost, the last one: expert-1: silent.")
+    ]
+
+
+def test_cells_come_and_go() -> None:
+    def cells(**states: CellState) -> Snapshot:
+        made = [
+            CellStatus(name=name.replace("_", "-"), role="both", ranks="1A1E", state=state)
+            for name, state in states.items()
+        ]
+        why = [replace(cell, note="no room.") if cell.state == "failed" else cell for cell in made]
+        return with_stats(cells=tuple(why))
+
+    two = cells(cell_0="serving", cell_1="serving")
+    told = after(
+        two,
+        cells(cell_0="draining", cell_1="serving", cell_2="starting"),
+        cells(cell_0="leaving", cell_1="serving", cell_2="serving"),
+        cells(cell_0="serving", cell_1="serving", cell_2="stopping", cell_3="failed"),
+        two,
+    )
+    assert told == [
+        ("cell_drains", "cell-0 (1A1E both) drains: its requests move away."),
+        ("cell_added", "cell-2 (1A1E both) starts."),
+        ("cell_leaves", "cell-0 (1A1E both) leaves: its requests move away."),
+        ("cell_serves", "cell-2 (1A1E both) serves."),
+        ("cell_back", "cell-0 (1A1E both) takes requests again."),
+        ("cell_stops", "cell-2 (1A1E both) has no requests any more, and its ranks end."),
+        ("cell_failed", "cell-3 (1A1E both) could not start: no room."),
+        ("cell_gone", "cell-2 is gone."),
+        ("cell_gone", "cell-3 is gone."),
     ]
 
 

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from moe_serve.cluster.cell_start import NewCell, StarterOfCell
 from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.cluster.members.roster import RankPhase
-from moe_serve.cluster.started_cells import StarterOfCell, build_cells
-from moe_serve.config.cells import CellsConfig, CellShape
+from moe_serve.cluster.started_cells import build_cells
+from moe_serve.config.cells import CellsConfig
 from moe_serve.config.sections import ClusterConfig, EngineConfig, PipelineConfig
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import GenerationRequest
@@ -28,7 +29,7 @@ def cells_config(layout: str = PREFILL_DECODE, **cells: Any) -> EngineConfig:
     return replace(config(0, 0), cells=CellsConfig(layout=layout, **fields))
 
 
-def thread_starters(index: int, shapes: Sequence[CellShape]) -> type[ThreadStarter]:
+def thread_starters(cell: NewCell) -> type[ThreadStarter]:
     return ThreadStarter
 
 

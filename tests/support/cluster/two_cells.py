@@ -35,7 +35,7 @@ class TwoCells:
         self, cells: Sequence[StartedRanks], link: LinkSetup, config: CellsConfig, timeout_s: float
     ) -> None:
         self.cells, self.link = cells, link
-        self.ranks = RosterRanks([cell.roster for cell in cells])
+        self.ranks = RosterRanks({index: cell.roster for index, cell in enumerate(cells)})
         loaded = self.ranks.loaded(self.place(0))
         assert loaded is not None and loaded.parcels is not None
         page_bytes = loaded.parcels.page_bytes

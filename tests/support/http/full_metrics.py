@@ -109,7 +109,6 @@ def full_stats() -> EngineStats:
                 num_steps=1,
                 num_lost_ranks=0,
                 outage_s=0.0,
-                is_draining=False,
             ),
         ),
         members=(

@@ -1,48 +1,10 @@
 // The expert stage of one layer: rows grouped by expert, gated MLPs, weighted sum in expert order.
 
-#include <numeric>
-#include <vector>
-
-#include "low_bits/signs.h"
-#include "low_bits/weights.h"
+#include "expert_changes.h"
 #include "scratch.h"
-#include "threads.h"
-
-struct SignedExpert {  // additions of one bit per weight, mirrored in native_signs.py
-  Signs gate_up, down;
-};
-
-struct Experts {  // mirrored in native_experts.py
-  const uint32_t* const* gate_up;    // by expert: gate and up panels alternate; null: absent
-  const uint32_t* const* down;       // by expert
-  const float* const* gate_up_bias;  // by expert: [2][F], null if there are none
-  const float* const* down_bias;     // by expert: [D]
-  int64_t num_experts, width, expert_width, threads;
-  float alpha, limit, up_offset;  // limit: infinity if there is none
-  Form gate_up_form, down_form;
-  const SignedExpert* signs;  // by expert, or null
-};
 
 struct Part {  // some slots of one expert against some groups of columns
   int64_t expert, first, count, first_group, last_group;
-};
-
-// Slots (t * top_k + k) sorted by expert: those of e are order[starts[e] .. starts[e + 1]). Those of
-// expert -1, which is elsewhere, are left out.
-struct Slots {
-  std::vector<int64_t> starts, order;
-
-  Slots(const int64_t* ids, int64_t num_slots, int64_t num_experts)
-      : starts(num_experts + 1), order(num_slots) {
-    for (int64_t s = 0; s < num_slots; ++s)
-      if (ids[s] >= 0) ++starts[ids[s] + 1];
-    std::partial_sum(starts.begin(), starts.end(), starts.begin());
-    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
-    for (int64_t s = 0; s < num_slots; ++s)
-      if (ids[s] >= 0) order[next[ids[s]]++] = s;
-  }
-
-  int64_t count(int64_t expert) const { return starts[expert + 1] - starts[expert]; }
 };
 
 // Experts with most rows first, so that the last parts are small ones.
@@ -79,7 +41,8 @@ static Group down_columns(const Experts& e, int64_t expert, int64_t group) {
 // 32 values of the hidden layer, from up to 2 gate and 2 up panels.
 template <class T>
 static void gate_up(const Experts& e, const Part& part, int64_t group, const uint32_t* next,
-                    const int64_t* slots, const Rows<T>& x, int64_t top_k, T* hidden) {
+                    const int64_t* slots, const Rows<T>& x, int64_t top_k,
+                    const Additions<T>& added, T* hidden) {
   int64_t width = e.expert_width, first = group * kGroupColumns / 2;
   const float* bias = e.gate_up_bias ? e.gate_up_bias[part.expert] : nullptr;
   auto index = [&](int64_t m) { return slots[m] / top_k; };
@@ -88,12 +51,14 @@ static void gate_up(const Experts& e, const Part& part, int64_t group, const uin
     if (e.signs)
       c = with_signs(e.signs[part.expert].gate_up, x.data + index(m) * x.step, group, c, sums);
     T* out = hidden + slots[m] * width;
+    const float* more = added.up(slots[m]);
     for (int64_t n = first; n < std::min(width, first + kGroupColumns / 2); n += kLanes, c += 32) {
       f32x16 gate = load16(c), up = load16(c + kLanes);
       if (bias) {
         gate += load_up_to(bias + n, width - n);
         up += load_up_to(bias + width + n, width - n);
       }
+      if (more) gate += load16(more + n), up += load16(more + added.padded() + n);
       store_up_to(out + n, activate(gate, up, e), width - n);
     }
   };
@@ -103,7 +68,7 @@ static void gate_up(const Experts& e, const Part& part, int64_t group, const uin
 
 template <class T>
 static void down(const Experts& e, const Part& part, int64_t group, const uint32_t* next,
-                 const int64_t* slots, const Rows<T>& hidden, float* y) {
+                 const int64_t* slots, const Rows<T>& hidden, const Additions<T>& added, float* y) {
   int64_t first = group * kGroupColumns, last = std::min(e.width, first + kGroupColumns);
   const float* bias = e.down_bias ? e.down_bias[part.expert] : nullptr;
   auto index = [&](int64_t m) { return slots[m]; };
@@ -112,9 +77,11 @@ static void down(const Experts& e, const Part& part, int64_t group, const uint32
     if (e.signs)
       c = with_signs(e.signs[part.expert].down, hidden.data + index(m) * hidden.step, group, c, sums);
     float* out = y + slots[m] * e.width;
+    bool is_added = added.has_down(slots[m]);
     for (int64_t n = first; n < last; n += kLanes, c += kLanes) {
       f32x16 v = load16(c);
       if (bias) v += load_up_to(bias + n, e.width - n);
+      if (is_added) v += load_up_to(out + n, e.width - n);
       store_up_to(out + n, v, e.width - n);
     }
   };
@@ -182,22 +149,43 @@ static Rows<T> hidden_rows(const Experts& e, const T* hidden, int64_t num_rows, 
   return make_rows(e.down_form, hidden, e.expert_width, num_rows, e.expert_width, scratch, threads);
 }
 
+// What each adapter of the rows changes in this bank.
+static std::vector<const ExpertChanges*> changes_of(const RowAdapters* adapters, int64_t layer,
+                                                    bool is_mlp) {
+  std::vector<const ExpertChanges*> changes;
+  for (int64_t a = 0; adapters && a < adapters->num_adapters; ++a) {
+    const LayerChanges& each = adapters->layers[a][layer];
+    changes.push_back(is_mlp ? each.mlp : each.experts);
+  }
+  bool is_any = std::any_of(changes.begin(), changes.end(), [](auto* each) { return each; });
+  return is_any ? changes : std::vector<const ExpertChanges*>();
+}
+
 // x [T, D], ids and weights [T, K], out [T, D]: the sum in double, or rounded once to float.
+// `adapters`: of the rows, or null; `layer` and `is_mlp` name the bank among what they change.
 // Returns 0, or 1 + e if rows were sent for an absent expert e.
 template <class T, class Out>
-static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const float* weights,
-                       Out* out, int64_t num_rows, int64_t top_k) {
+static int64_t experts(const Experts& bank, const T* x, const int64_t* own_ids,
+                       const float* weights, Out* out, int64_t num_rows, int64_t top_k,
+                       const RowAdapters* adapters, int64_t layer, bool is_mlp) {
   static thread_local Scratch hidden_scratch, y_scratch;
-  int64_t num_slots = num_rows * top_k;
+  const auto changes = changes_of(adapters, layer, is_mlp);
+  const int64_t num_slots = num_rows * top_k, *adapter = adapters ? adapters->adapter : nullptr;
+  const WideBank wide(bank, own_ids, num_rows, top_k, adapter, changes);
+  const Experts& e = wide.table();
+  const int64_t* ids = wide.ids();
   Slots slots(ids, num_slots, e.num_experts);
   std::vector<int64_t> by_size;
   for (int64_t i = 0; i < e.num_experts; ++i)
     if (slots.count(i)) {
-      if (!e.gate_up[i]) return 1 + i;
+      if (!e.gate_up[i]) return 1 + i % bank.num_experts;
       by_size.push_back(i);
     }
   std::stable_sort(by_size.begin(), by_size.end(),
                    [&](int64_t a, int64_t b) { return slots.count(a) > slots.count(b); });
+  Additions<T> added(e);
+  if (!changes.empty())
+    if (int64_t absent = added.find(slots, bank.num_experts, top_k, adapter, changes)) return absent;
   T* hidden = hidden_scratch.get<T>(num_slots * e.expert_width);
   float* y = y_scratch.get<float>(num_slots * e.width);
   int64_t threads = num_slots * e.width * e.expert_width < 65536 ? 1 : e.threads;
@@ -206,12 +194,14 @@ static int64_t experts(const Experts& e, const T* x, const int64_t* ids, const f
   auto down_parts =
       cut(slots, by_size, row_block<T>(e.expert_width), groups(panels(e.width)), threads);
   const Rows<T> inputs = input_rows(e, x, num_rows, threads);
+  added.add_up(x, top_k, threads);
   for_parts(up_parts, threads, up_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
-    gate_up<T>(e, p, group, next, slots.order.data() + p.first, inputs, top_k, hidden);
+    gate_up<T>(e, p, group, next, slots.order.data() + p.first, inputs, top_k, added, hidden);
   });
   const Rows<T> rows = hidden_rows(e, hidden, num_slots, threads);
+  added.add_down(hidden, y, threads);
   for_parts(down_parts, threads, down_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
-    down<T>(e, p, group, next, slots.order.data() + p.first, rows, y);
+    down<T>(e, p, group, next, slots.order.data() + p.first, rows, added, y);
   });
   constexpr int64_t kRows = 16;
   parallel_for((num_rows + kRows - 1) / kRows, threads, [&](int64_t j) {
@@ -233,7 +223,8 @@ static void mlp_hidden(const Experts& e, const T* x, T* hidden, int64_t num_rows
   auto parts = cut(slots, {0}, row_block<T>(e.width), groups(2 * panels(e.expert_width)), threads);
   const Rows<T> inputs = input_rows(e, x, num_rows, threads);
   for_parts(parts, threads, up_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
-    gate_up<T>(e, p, group, next, slots.order.data() + p.first, inputs, 1, hidden);
+    gate_up<T>(e, p, group, next, slots.order.data() + p.first, inputs, 1, Additions<T>(e),
+               hidden);
   });
 }
 
@@ -246,7 +237,7 @@ static void mlp_down(const Experts& e, const T* hidden, const float* weights, fl
   auto parts = cut(slots, {0}, row_block<T>(e.expert_width), groups(panels(e.width)), threads);
   const Rows<T> rows = hidden_rows(e, hidden, num_rows, threads);
   for_parts(parts, threads, down_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
-    down<T>(e, p, group, next, slots.order.data() + p.first, rows, out);
+    down<T>(e, p, group, next, slots.order.data() + p.first, rows, Additions<T>(e), out);
   });
   for (int64_t t = 0; t < num_rows; ++t)
     weigh(out + t * e.width, ids.data() + t, weights + t, 1, e.width, out + t * e.width);
@@ -263,8 +254,9 @@ static void mlp_down(const Experts& e, const T* hidden, const float* weights, fl
 
 #define EXPORT(T, suffix, Out)                                                                    \
   int64_t moe_experts_##suffix(const Experts* e, const T* x, const int64_t* ids,                  \
-                               const float* weights, Out* out, int64_t num_rows, int64_t top_k) { \
-    return experts<T>(*e, x, ids, weights, out, num_rows, top_k);                                 \
+                               const float* weights, Out* out, int64_t num_rows, int64_t top_k,   \
+                               const RowAdapters* adapters, int64_t layer, int64_t is_mlp) {      \
+    return experts<T>(*e, x, ids, weights, out, num_rows, top_k, adapters, layer, is_mlp);        \
   }
 
 extern "C" {

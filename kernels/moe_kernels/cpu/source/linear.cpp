@@ -1,8 +1,11 @@
 // Dense linear layers: one matrix, one matrix per head, the router's in fp32.
 
+#include "adapters.h"
 #include "low_bits/weights.h"
 #include "scratch.h"
 #include "threads.h"
+
+#include <vector>
 
 // A weight of any form, ready for moe_linear. Mirrored in native_linear.py.
 struct Linear {
@@ -90,6 +93,41 @@ static void head_linear(const Linear& l, const T* x, int64_t row_step, int64_t h
   });
 }
 
+// y[t] += (x[t] A^T) B^T for the rows of each adapter, with its matrices A and B. As by calls of
+// `linear`, those with B having y as their residual.
+template <class T>
+static void low_rank(const RowAdapters& r, int64_t layer, bool is_output, const T* x,
+                     int64_t row_step, T* y, int64_t threads) {
+  struct Job { const LowRank* added; int64_t first, count; };
+  std::vector<Job> jobs;
+  for (int64_t i = 0; i < r.num_adapters; ++i) {
+    const LayerChanges& c = r.layers[i][layer];
+    const LowRank* added = is_output ? c.output : c.qkv;
+    for (int64_t t = r.starts[i]; added && t < r.starts[i + 1]; t += kAdapterRows)
+      jobs.push_back({added, t, std::min(kAdapterRows, r.starts[i + 1] - t)});
+  }
+  parallel_for(jobs.size(), threads, [&](int64_t j) {
+    static thread_local Scratch scratch;
+    const Job& job = jobs[j];
+    const LowRank& added = *job.added;
+    const int64_t *rows = r.order + job.first, rank = added.a->num_outputs;
+    T* narrow = scratch.get<T>(job.count * rank);
+    multiply_rounded<T>(added.a->packed, rank, added.a->width, job.count,
+                        [&](int64_t m) { return x + rows[m] * row_step; }, narrow);
+    for (int64_t p = 0; p < added.num_parts; ++p) {
+      const LowRankPart& part = added.parts[p];
+      const int64_t width = part.b->num_outputs;
+      auto store = [&](int64_t m, int64_t n, const float* c) {
+        T* to = y + rows[m] * added.num_outputs + part.first_output;
+        for (int64_t end = std::min(width, n + kGroupColumns); n < end; n += kLanes, c += kLanes)
+          store_up_to(to + n, round_to(x, load16(c)) + load_up_to(to + n, width - n), width - n);
+      };
+      multiply_packed<T>(part.b->packed, width, part.b->width, job.count,
+                         [&](int64_t m) { return narrow + m * rank + part.first_rank; }, store);
+    }
+  });
+}
+
 // fp32 weights and results for every type of x.
 template <class T>
 static void router_linear(const Linear& l, const T* x, int64_t row_step, float* out,
@@ -111,6 +149,10 @@ static void router_linear(const Linear& l, const T* x, int64_t row_step, float* 
   void moe_head_linear_##suffix(const Linear* l, const T* x, int64_t row_step, int64_t head_step, \
                                 T* out, int64_t num_rows) {                                       \
     head_linear<T>(*l, x, row_step, head_step, out, num_rows);                                    \
+  }                                                                                               \
+  void moe_low_rank_##suffix(const RowAdapters* r, int64_t layer, int64_t is_output, const T* x,  \
+                             int64_t row_step, T* y, int64_t threads) {                           \
+    low_rank<T>(*r, layer, is_output, x, row_step, y, threads);                                   \
   }                                                                                               \
   void moe_router_linear_##suffix(const Linear* l, const T* x, int64_t row_step, float* out,      \
                                   int64_t num_rows) {                                             \

@@ -50,11 +50,13 @@ class CellRow {
     this.node = element("div", {}, this.row.node, element("div", { class: "rank-line" }, this.badge, this.more));
   }
 
-  update({ name, role, ranks, running, waiting, kv_used, outage_s, is_draining }) {
+  update({ name, role, ranks, running, waiting, kv_used, outage_s, state, note }) {
     this.row.update({ name, share: kv_used, mark: null, figure: percent(kv_used), label: `${name}: ${percent(kv_used)} of its KV pages are in use` });
-    setText(this.badge, outage_s > 0 ? "away" : is_draining ? "draining" : role);
-    this.badge.dataset.kind = outage_s > 0 || is_draining ? "bad" : "good";
-    setText(this.more, `${ranks} · ${running} running · ${waiting} waiting`);
+    const isServing = state === "serving";
+    setText(this.badge, outage_s > 0 ? "away" : isServing ? role : state);
+    this.badge.dataset.kind = outage_s > 0 || !isServing ? "bad" : "good";
+    const work = `${running} running · ${waiting} waiting`;
+    setText(this.more, [ranks, isServing ? "" : role, work, note].filter((part) => part).join(" · "));
   }
 }
 

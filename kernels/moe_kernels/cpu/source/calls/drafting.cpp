@@ -12,6 +12,8 @@
 struct Linear;
 struct Experts;
 
+struct RowAdapters;
+
 struct DraftBlock {  // mirrored in native_drafting.py
   const void* norm;
   const Experts* mlp;  // a bank of one expert
@@ -29,14 +31,14 @@ template <class T>
 struct Parts {
   void (*linear)(const Linear*, const T*, int64_t, const T*, T*, int64_t);
   int64_t (*experts)(const Experts*, const T*, const int64_t*, const float*, float*, int64_t,
-                     int64_t);
+                     int64_t, const RowAdapters*, int64_t, int64_t);
   void (*add)(const T*, const float*, const float*, T*, int64_t, int64_t);
 };
 
 #define DECLARE(T, suffix)                                                                        \
   void moe_linear_##suffix(const Linear*, const T*, int64_t, const T*, T*, int64_t);              \
   int64_t moe_experts_##suffix(const Experts*, const T*, const int64_t*, const float*, float*,    \
-                               int64_t, int64_t);                                                 \
+                               int64_t, int64_t, const RowAdapters*, int64_t, int64_t);           \
   void moe_add_##suffix(const T*, const float*, const float*, T*, int64_t, int64_t);
 
 extern "C" {
@@ -75,7 +77,7 @@ static void draft(const Drafting& d, const Parts<T>& parts, const T* state, cons
     parts.linear(d.state_in, x, d.width, token_rows, own, num_rows);
     for (int64_t b = 0; b < d.num_blocks; ++b) {
       norm_rows(own, d.blocks[b].norm, x, num_rows, d);
-      parts.experts(d.blocks[b].mlp, x, ids, weights, y, num_rows, 1);
+      parts.experts(d.blocks[b].mlp, x, ids, weights, y, num_rows, 1, nullptr, 0, 0);
       parts.add(own, y, nullptr, own, size, d.threads);
     }
     norm_rows(own, d.output_norm, x, num_rows, d);

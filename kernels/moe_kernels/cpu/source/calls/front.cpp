@@ -14,16 +14,19 @@
 template <class T>
 static void front(const Front& f, const Parts<T>& parts, const AttentionPlan* plan, const T* hidden,
                   const int64_t* positions, const int64_t* kv_rows, const KVPages* pages, T* out,
-                  T* x, int64_t* ids, float* weights, int64_t num_rows) {
+                  T* x, int64_t* ids, float* weights, int64_t num_rows,
+                  const RowAdapters* adapters, int64_t layer) {
   static thread_local Scratch qkv_scratch, attended_scratch, logits_scratch;
   T* qkv = qkv_scratch.get<T>(num_rows * f.qkv_width);
   T* attended = attended_scratch.get<T>(num_rows * f.attended_width);
   parts.rms_norm(hidden, f.width, (const T*)f.attention_norm, x, num_rows, f.width, f.eps,
                  f.threads);
   parts.linear(f.qkv, x, f.width, nullptr, qkv, num_rows);
+  if (adapters) parts.low_rank(adapters, layer, 0, x, f.width, qkv, f.threads);
   parts.attend(plan, qkv, (const T*)f.q_norm, (const T*)f.k_norm, f.sinks, f.cos, f.sin,
                f.query_scale, positions, kv_rows, pages, attended);
   parts.linear(f.output, attended, f.attended_width, hidden, out, num_rows);
+  if (adapters) parts.low_rank(adapters, layer, 1, attended, f.attended_width, out, f.threads);
   parts.rms_norm(out, f.width, (const T*)f.moe_norm, x, num_rows, f.width, f.eps, f.threads);
   if (!f.router) return;
   float* logits = logits_scratch.get<float>(num_rows * f.num_experts);
@@ -48,10 +51,12 @@ static void add(const T* hidden, const float* first, const float* second, T* out
 #define EXPORT(T, suffix)                                                                         \
   void moe_front_##suffix(const Front* f, const AttentionPlan* plan, const T* hidden,             \
                           const int64_t* positions, const int64_t* kv_rows, const KVPages* pages, \
-                          T* out, T* x, int64_t* ids, float* weights, int64_t num_rows) {         \
+                          T* out, T* x, int64_t* ids, float* weights, int64_t num_rows,           \
+                          const RowAdapters* adapters, int64_t layer) {                           \
     Parts<T> parts{moe_rms_norm_##suffix, moe_linear_##suffix, moe_attend_##suffix,               \
-                   moe_router_linear_##suffix};                                                   \
-    front<T>(*f, parts, plan, hidden, positions, kv_rows, pages, out, x, ids, weights, num_rows); \
+                   moe_router_linear_##suffix, moe_low_rank_##suffix};                            \
+    front<T>(*f, parts, plan, hidden, positions, kv_rows, pages, out, x, ids, weights, num_rows,  \
+             adapters, layer);                                                                    \
   }                                                                                               \
   void moe_add_##suffix(const T* hidden, const float* first, const float* second, T* out,         \
                         int64_t count, int64_t threads) {                                         \

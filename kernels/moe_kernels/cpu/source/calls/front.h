@@ -7,6 +7,7 @@ struct Linear;
 struct Router;
 struct AttentionPlan;
 struct KVPages;
+struct RowAdapters;
 
 struct Front {  // mirrored in native_kernels.py
   const void *attention_norm, *moe_norm, *q_norm, *k_norm;
@@ -24,6 +25,7 @@ struct Parts {
   void (*attend)(const AttentionPlan*, T*, const T*, const T*, const float*, const float*,
                  const float*, const float*, const int64_t*, const int64_t*, const KVPages*, T*);
   void (*router_linear)(const Linear*, const T*, int64_t, float*, int64_t);
+  void (*low_rank)(const RowAdapters*, int64_t, int64_t, const T*, int64_t, T*, int64_t);
 };
 
 #define DECLARE(T, suffix)                                                                        \
@@ -32,7 +34,8 @@ struct Parts {
   void moe_attend_##suffix(const AttentionPlan*, T*, const T*, const T*, const float*,            \
                            const float*, const float*, const float*, const int64_t*,              \
                            const int64_t*, const KVPages*, T*);                                   \
-  void moe_router_linear_##suffix(const Linear*, const T*, int64_t, float*, int64_t);
+  void moe_router_linear_##suffix(const Linear*, const T*, int64_t, float*, int64_t);             \
+  void moe_low_rank_##suffix(const RowAdapters*, int64_t, int64_t, const T*, int64_t, T*, int64_t);
 
 extern "C" {
 DECLARE(uint16_t, bf16)

@@ -41,6 +41,7 @@ struct StackStep {  // mirrored in native_stack.py
   float* weights;    // likewise
   int64_t* times;    // [layers, 5] in ns since the call began, or null; see `clock`
   int64_t* at_layer; // the layer that is being computed
+  const RowAdapters* adapters;  // of the tokens, or null
   int64_t num_slices, num_tokens, num_logits;
   int64_t first, end;  // the layers to compute; there are logits only behind the last one
 };
@@ -49,17 +50,18 @@ template <class T>
 struct StackParts {
   Parts<T> front_parts;
   int64_t (*experts)(const Experts*, const T*, const int64_t*, const float*, float*, int64_t,
-                     int64_t);
+                     int64_t, const RowAdapters*, int64_t, int64_t);
   void (*front)(const Front*, const AttentionPlan*, const T*, const int64_t*, const int64_t*,
-                const KVPages*, T*, T*, int64_t*, float*, int64_t);
+                const KVPages*, T*, T*, int64_t*, float*, int64_t, const RowAdapters*, int64_t);
   void (*add)(const T*, const float*, const float*, T*, int64_t, int64_t);
 };
 
 #define DECLARE_PARTS(T, suffix)                                                                  \
   int64_t moe_experts_##suffix(const Experts*, const T*, const int64_t*, const float*, float*,    \
-                               int64_t, int64_t);                                                 \
+                               int64_t, int64_t, const RowAdapters*, int64_t, int64_t);           \
   void moe_front_##suffix(const Front*, const AttentionPlan*, const T*, const int64_t*,           \
-                          const int64_t*, const KVPages*, T*, T*, int64_t*, float*, int64_t);     \
+                          const int64_t*, const KVPages*, T*, T*, int64_t*, float*, int64_t,      \
+                          const RowAdapters*, int64_t);                                           \
   void moe_add_##suffix(const T*, const float*, const float*, T*, int64_t, int64_t);
 
 extern "C" {
@@ -154,15 +156,17 @@ class StackRun {
                     float* weights) {
     clock(l, 0);
     parts_.front(layer.front, &layout.plans[layer.shape], hidden_, layout.positions.data(),
-                 layout.kv_rows.data(), layer.pages, attended_, x_, ids, weights, rows_);
+                 layout.kv_rows.data(), layer.pages, attended_, x_, ids, weights, rows_,
+                 step_.adapters, l);
     int64_t absent = 0;
-    if (!layer.experts) pass_mlp(layer.mlp, sum_);
+    if (!layer.experts) absent = pass_mlp(layer.mlp, sum_, l);
     clock(l, 1);
     if (layer.experts)
-      absent = parts_.experts(layer.experts, x_, ids, weights, sum_, rows_, s_.top_k);
+      absent = parts_.experts(layer.experts, x_, ids, weights, sum_, rows_, s_.top_k,
+                              step_.adapters, l, 0);
     clock(l, 2);
-    bool is_shared = layer.experts && layer.mlp;
-    if (is_shared) pass_mlp(layer.mlp, shared_);
+    bool is_shared = layer.experts && layer.mlp && !absent;
+    if (is_shared) absent = pass_mlp(layer.mlp, shared_, l);
     clock(l, 3);
     parts_.add(attended_, sum_, is_shared ? shared_ : nullptr, hidden_, rows_ * s_.width,
                s_.threads);
@@ -171,10 +175,10 @@ class StackRun {
   }
 
   // An MLP that all rows pass: a bank of one expert.
-  void pass_mlp(const Experts* mlp, float* out) {
+  int64_t pass_mlp(const Experts* mlp, float* out, int64_t l) {
     std::fill_n(ids_, rows_, 0);
     std::fill_n(weights_, rows_, 1.0f);
-    parts_.experts(mlp, x_, ids_, weights_, out, rows_, 1);
+    return parts_.experts(mlp, x_, ids_, weights_, out, rows_, 1, step_.adapters, l, 1);
   }
 
   void find_logits(const std::vector<int64_t>& rows) {
@@ -209,7 +213,7 @@ class StackRun {
 #define EXPORT(T, suffix)                                                                         \
   int64_t moe_stack_##suffix(const Stack* stack, const StackStep* step) {                         \
     StackParts<T> parts{{moe_rms_norm_##suffix, moe_linear_##suffix, moe_attend_##suffix,         \
-                         moe_router_linear_##suffix},                                             \
+                         moe_router_linear_##suffix, moe_low_rank_##suffix},                      \
                         moe_experts_##suffix,                                                     \
                         moe_front_##suffix,                                                       \
                         moe_add_##suffix};                                                        \

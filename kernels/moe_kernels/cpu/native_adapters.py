@@ -1,0 +1,207 @@
+"""Adapters in the native kernels: their matrices, and the rows of a step that have them.
+
+T rows, A adapters, L layers, E experts, D model width, F expert width, R rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, num_panels
+from moe_kernels.cpu.native_experts import Addresses, ExpertTable
+from moe_kernels.cpu.native_linear import NativeLinear
+from moe_kernels.cpu.native_rows import NativeRows
+from moe_kernels.interface.adapters import AdapterParts, Addition, ExpertAddition, LowRank
+
+_PANEL = 16
+_PARTS = ("up_a", "gate_b", "up_b", "down_a", "down_b")
+
+
+class ChangesStruct(ctypes.Structure):
+    """`ExpertChanges` in cpu/source/adapters.h. All but `own` are arrays by expert."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("is_changed", "own", *_PARTS)),
+        *((name, Int) for name in (
+            "up_width", "up_first", "gate_rank", "up_rank", "down_width", "down_rank",
+        )),
+    )  # fmt: skip
+
+
+class _PartStruct(ctypes.Structure):
+    """`LowRankPart` in cpu/source/adapters.h."""
+
+    _fields_ = (("b", Pointer), ("first_rank", Int), ("first_output", Int))
+
+
+class _LowRankStruct(ctypes.Structure):
+    """`LowRank` in cpu/source/adapters.h."""
+
+    _fields_ = (("a", Pointer), ("parts", Pointer), ("num_parts", Int), ("num_outputs", Int))
+
+
+class _LayerStruct(ctypes.Structure):
+    """`LayerChanges` in cpu/source/adapters.h."""
+
+    _fields_ = tuple((name, Pointer) for name in ("qkv", "output", "experts", "mlp"))
+
+
+def _padded(rank: int) -> int:
+    return num_panels(rank) * _PANEL
+
+
+class NativeExpertAdditions:
+    """The additions to a layer's experts, packed once."""
+
+    def __init__(
+        self, native: NativeLibrary, additions: Mapping[int, ExpertAddition], is_changed_E: Tensor
+    ) -> None:
+        count = len(is_changed_E)
+        self._native, self._is_changed_E = native, is_changed_E.to(torch.uint8).contiguous()
+        self._addresses = {name: Addresses(count) for name in _PARTS}
+        self._packed: dict[tuple[object, ...], tuple[object, Tensor]] = {}
+        self.num_bytes = 0
+        ranks = {
+            part: max((1, *(_rank(getattr(each, part)) for each in additions.values())))
+            for part in ("gate", "up", "down")
+        }
+        is_shared = all(_is_shared(each) for each in additions.values())
+        up_first = 0 if is_shared else _padded(ranks["gate"])
+        up_width = up_first + _padded(ranks["up"])
+        for expert, each in additions.items():
+            self._put_up(expert, each, ranks, up_first, up_width)
+            self._put_down(expert, each.down, ranks["down"])
+        self.struct = ChangesStruct(
+            self._is_changed_E.data_ptr(), None,
+            *(ctypes.addressof(self._addresses[name].array) for name in _PARTS),
+            up_width, up_first, ranks["gate"], ranks["up"], _padded(ranks["down"]), ranks["down"],
+        )  # fmt: skip
+        self._packed.clear()  # the tables keep the memory
+        self.pointer = ctypes.addressof(self.struct)
+        self._alone = _LayerStruct(experts=self.pointer)
+        self.layer_pointer = ctypes.addressof(self._alone)
+
+    def _put_up(
+        self,
+        expert: int,
+        each: ExpertAddition,
+        ranks: Mapping[str, int],
+        up_first: int,
+        up_width: int,
+    ) -> None:
+        known = each.gate or each.up
+        if known is None:
+            return
+        gate, up = each.gate, each.up
+        matrices = [(gate, 0)] if up_first == 0 else [(gate, 0), (up, up_first)]
+        self._put("up_a", expert, [(m.a_RK, first) for m, first in matrices if m], up_width)
+        num_outputs = len(known.b_NR)
+        for name, part in (("gate", gate), ("up", up)):
+            b_NR = known.b_NR.new_zeros(num_outputs, ranks[name]) if part is None else part.b_NR
+            self._put(f"{name}_b", expert, [(b_NR, 0)], num_outputs, ranks[name])
+
+    def _put_down(self, expert: int, down: Addition | None, rank: int) -> None:
+        if down is not None:
+            self._put("down_a", expert, [(down.a_RK, 0)], _padded(rank))
+            self._put("down_b", expert, [(down.b_NR, 0)], len(down.b_NR), rank)
+
+    def _put(
+        self,
+        name: str,
+        expert: int,
+        matrices: Sequence[tuple[Tensor, int]],
+        num_rows: int,
+        width: int | None = None,
+    ) -> None:
+        """Packs matrices below each other, filled up with zeros. Equal ones of several experts are
+        packed once."""
+        key = (name, *((m.data_ptr(), m.shape, m.stride(), first) for m, first in matrices))
+        found = self._packed.get(key)
+        if found is None:
+            width = matrices[0][0].shape[1] if width is None else width
+            whole = torch.zeros(num_rows, width, dtype=self._native.dtype)
+            for matrix, first in matrices:
+                whole[first : first + len(matrix), : matrix.shape[1]] = matrix
+            panels = num_panels(num_rows)
+            memory = torch.empty(self._native.packed_size(panels, width), dtype=torch.int32)
+            self._native.pack(whole, memory, panels)
+            self.num_bytes += memory.nbytes
+            found = self._packed[key] = (matrices, memory)  # keeps the tensors' addresses in use
+        self._addresses[name].put(expert, found[1])
+
+
+def _rank(addition: Addition | None) -> int:
+    return 0 if addition is None else len(addition.a_RK)
+
+
+def _is_shared(each: ExpertAddition) -> bool:
+    """Returns whether gate and up have the same A, or neither is changed."""
+    if each.gate is None or each.up is None:
+        return each.gate is each.up
+    return each.gate.a_RK is each.up.a_RK
+
+
+class NativeAdapter:
+    """An adapter's changes by layer. It keeps what they point to."""
+
+    def __init__(self, layers: Sequence[AdapterParts]) -> None:
+        self._kept: list[Any] = [layers]
+        self._array = (_LayerStruct * len(layers))()
+        for struct, parts in zip(self._array, layers, strict=True):
+            struct.qkv, struct.output = self._low_rank(parts.qkv), self._low_rank(parts.output)
+            assert parts.own is None or parts.additions is None, "an expert is replaced or changed"
+            struct.experts = self._own(parts.own)
+            if parts.additions is not None:
+                struct.experts = parts.additions.pointer
+            struct.mlp = self._own(parts.mlp)
+        self.pointer = ctypes.addressof(self._array)
+
+    def _low_rank(self, added: LowRank | None) -> int | None:
+        if added is None:
+            return None
+        assert isinstance(added.a, NativeLinear), "native layers"
+        parts = (_PartStruct * len(added.parts))()
+        for struct, part in zip(parts, added.parts, strict=True):
+            assert isinstance(part.b, NativeLinear), "native layers"
+            struct.b, struct.first_rank = part.b.pointer, part.ranks.start
+            struct.first_output = part.outputs.start
+        whole = _LowRankStruct(
+            added.a.pointer, ctypes.addressof(parts), len(parts), added.num_outputs
+        )
+        self._kept += [parts, whole]
+        return ctypes.addressof(whole)
+
+    def _own(self, bank: object) -> int | None:
+        """Returns the changes that consist of a bank's experts."""
+        if bank is None:
+            return None
+        assert isinstance(bank, ExpertTable), f"native experts, not {type(bank).__name__}"
+        unchanged_E = torch.zeros(bank.num_experts, dtype=torch.uint8)
+        struct = ChangesStruct(is_changed=unchanged_E.data_ptr(), own=bank.pointer)
+        self._kept += [unchanged_E, struct]
+        return ctypes.addressof(struct)
+
+
+class NativeAdapterKernels:
+    """Implements AdapterKernels."""
+
+    def __init__(self, native: NativeLibrary) -> None:
+        self._native = native
+
+    def expert_additions(
+        self, additions: Mapping[int, ExpertAddition], is_changed_E: Tensor
+    ) -> NativeExpertAdditions:
+        return NativeExpertAdditions(self._native, additions, is_changed_E)
+
+    def adapter(self, layers: Sequence[AdapterParts]) -> NativeAdapter:
+        return NativeAdapter(layers)
+
+    def rows(self, index_T: NDArray[np.int64], adapters: Sequence[NativeAdapter]) -> NativeRows:
+        return NativeRows(index_T, [each.pointer for each in adapters], adapters)

@@ -1,0 +1,126 @@
+"""Adapters inside the kernels: what a fine-tune adds to the layers of a base model, for its rows.
+
+T rows, A adapters of a step, L layers, E experts, N outputs, K inputs, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """The addition (x A^T) B^T to a matrix [N, K], in the model's dtype; B contains the scale.
+
+    Sums are in fp32. x A^T is rounded to the model's dtype."""
+
+    a_RK: Tensor
+    b_NR: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertAddition:
+    """The additions to one expert. Gate and up may share the tensor A."""
+
+    gate: Addition | None = None
+    up: Addition | None = None
+    down: Addition | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankPart:
+    """B of some neighbouring outputs [N, R], from some neighbouring ranks."""
+
+    b: Any  # a Linear of the same kernels; it contains the scale
+    ranks: slice
+    outputs: slice
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An addition to a linear layer: (x A^T) B^T, whose B is cut into parts. Sums are in fp32;
+    x A^T is rounded to the model's dtype, as in PEFT."""
+
+    a: Any  # a Linear of the same kernels
+    parts: tuple[LowRankPart, ...]
+    num_outputs: int  # of the layer; those in no part keep their values
+
+    def added(self, x_RK: Tensor, y_RN: Tensor) -> Tensor:
+        """Returns y and the addition, rounded to y's dtype. May write to y."""
+        low_RR = self.a(x_RK)
+        for part in self.parts:
+            own = part.b(low_RR[:, part.ranks].contiguous(), y_RN[:, part.outputs].contiguous())
+            y_RN[:, part.outputs] = own
+        return y_RN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterParts:
+    """What an adapter changes in one layer: linear layers, experts and an MLP in place of the base
+    model's (ESFT), and additions to experts, which `expert_additions` has made."""
+
+    qkv: LowRank | None = None
+    output: LowRank | None = None
+    own: Any | None = None  # an ExpertBank of the same kernels
+    additions: Any | None = None
+    mlp: Any | None = None  # a bank of one expert
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdditions:
+    """The additions to the experts of a layer, for some rows."""
+
+    index_T: NDArray[np.int64]  # of each row's additions; -1: it has none
+    additions: Sequence[Any]  # made by `expert_additions`
+
+    @classmethod
+    def of(cls, index_T: NDArray[np.int64], additions: Sequence[Any | None]) -> RowAdditions | None:
+        """Returns them without the adapters that have none (None); None if no adapter has any.
+
+        Worked example: index [0, -1, 1, 2] and additions [None, a, b] -> [-1, -1, 0, 1], [a, b].
+        """
+        kept = [each for each in additions if each is not None]
+        if len(kept) == len(additions):
+            return cls(index_T, kept) if kept else None
+        is_kept = np.array([each is not None for each in additions] + [False])  # of -1: the last
+        places = np.where(is_kept, np.cumsum(is_kept) - 1, -1)
+        return cls(places[index_T], kept) if kept else None
+
+
+@runtime_checkable
+class AddingBank(Protocol):
+    """An ExpertBank that adds what adapters add to its experts."""
+
+    def added_partial(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, additions: RowAdditions
+    ) -> Tensor:
+        """Returns the sum [T, D] in fp64, as `ExpertBank.partial` does."""
+        ...
+
+
+class AdapterKernels(Protocol):
+    """Makes what the kernels of a set need to serve adapters."""
+
+    def expert_additions(
+        self, additions: Mapping[int, ExpertAddition], is_changed_E: Tensor
+    ) -> Any:
+        """Prepares the additions to a layer's experts, those of them that are here.
+
+        `is_changed_E` [E] bool: the experts that the adapter changes, here or elsewhere. Has
+        `num_bytes`."""
+        ...
+
+    def adapter(self, layers: Sequence[AdapterParts]) -> Any | None:
+        """Prepares an adapter for layer_front and layer_stack; None: this set has neither."""
+        ...
+
+    def rows(self, index_T: NDArray[np.int64], adapters: Sequence[Any]) -> Any:
+        """Prepares the adapters of a step's rows, for layer_front and layer_stack. `index_T`: the
+        number of each row's adapter among `adapters`, or -1."""
+        ...

@@ -1,0 +1,178 @@
+"""The cells that start or stop, each on a thread of its own, and those that could not start."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moe_serve.cluster.cells.cell import Cell, cell_name
+from moe_serve.cluster.parcels.parcel import RankPlace
+from moe_serve.config.cells import CellShape
+from moe_serve.engine.request.stats import CellState, CellStatus
+from moe_serve.errors import MoeServeError
+
+_log = logging.getLogger(__name__)
+
+_MOST_FAILED = 8  # cells that are listed; older ones are forgotten
+_CLOSE_S = 60.0  # for the threads to end, when the server ends
+
+
+class CellStart(Protocol):
+    """A cell that starts."""
+
+    @property
+    def note(self) -> str:
+        """What it waits for, for operators."""
+        ...
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """The commands that start the ranks for which it waits, if operators start them."""
+        ...
+
+    def run(self) -> Cell:
+        """Starts its ranks and waits until they have loaded. Raises MoeServeError."""
+        ...
+
+    def close(self) -> None:
+        """Ends its ranks and frees everything, also while `run` runs. May be called again."""
+        ...
+
+
+class CellMaker(Protocol):
+    """Makes cells of a server that runs."""
+
+    def check(self, shapes: Sequence[CellShape], *, by_hand: bool) -> None:
+        """Raises ConfigError or CellsError if the server cannot have all these cells, of which the
+        last one is to be added."""
+        ...
+
+    def begin(self, index: int, shape: CellShape, *, by_hand: bool) -> CellStart:
+        """Makes what a cell has in this process. Raises MoeServeError."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Change:
+    """A cell that does not serve. `places`: its attention ranks, while they end."""
+
+    index: int
+    shape: CellShape
+    state: CellState
+    why: str = ""
+    start: CellStart | None = None
+    is_called_off: bool = False
+    places: tuple[RankPlace, ...] = ()
+    thread: threading.Thread | None = None
+
+    def status(self) -> CellStatus:
+        start = self.start
+        return CellStatus(
+            name=cell_name(self.index),
+            role=self.shape.role,
+            ranks=self.shape.ranks,
+            state=self.state,
+            note=self.why or ("" if start is None else start.note),
+            commands=() if start is None else start.commands,
+        )
+
+
+class CellChanges:
+    """Any thread may call it; the caller has `lock` where it says so."""
+
+    def __init__(self, maker: CellMaker, lock: threading.RLock) -> None:
+        self._maker, self._lock = maker, lock
+        self.of: dict[int, Change] = {}  # by the numbers of cells; read it with the lock
+        self.arrived: queue.SimpleQueue[tuple[Cell, Change]] = queue.SimpleQueue()  # have loaded
+        self.ended: queue.SimpleQueue[Change] = queue.SimpleQueue()
+        self.on_news: Callable[[], None] = lambda: None  # one of the two is not empty any more
+
+    def start(self, index: int, shape: CellShape, *, by_hand: bool) -> None:
+        """Begins to start a cell. With the lock."""
+        change = self.of[index] = Change(index=index, shape=shape, state="starting")
+        _log.info("%s starts: %s", cell_name(index), shape)
+        self._run(change, lambda: self._start(change, by_hand=by_hand))
+
+    def call_off(self, change: Change) -> None:
+        """Ends a start; its ranks may take seconds to end. With the lock."""
+        if change.state == "starting" and not change.is_called_off:
+            change.is_called_off, change.why = True, "it is called off, and its ranks end"
+            if (start := change.start) is not None:
+                name = f"{cell_name(change.index)}-call-off"
+                threading.Thread(target=start.close, name=name, daemon=True).start()
+
+    def stop(self, cell: Cell, change: Change) -> None:
+        """Begins to end the ranks of a cell that serves no more, or never has. With the lock."""
+        change.state, change.start = "stopping", None
+        change.places = tuple(cell.place_of(rank) for rank in cell.rank_engines)
+        self._run(change, lambda: self._stop(cell, change))
+
+    def close(self) -> None:
+        """Calls off the starts, and waits until all threads have ended."""
+        with self._lock:
+            changes = list(self.of.values())
+            for change in changes:
+                self.call_off(change)
+        for change in changes:
+            if change.thread is not None:
+                change.thread.join(_CLOSE_S)
+        while not self.arrived.empty():  # it had loaded when it was called off
+            cell, _ = self.arrived.get()
+            cell.engine.stop_waiting()
+            cell.close()
+
+    def _start(self, change: Change, *, by_hand: bool) -> None:
+        start: CellStart | None = None
+        try:
+            start = self._maker.begin(change.index, change.shape, by_hand=by_hand)
+            with self._lock:
+                change.start = start
+                is_called_off = change.is_called_off
+            cell = None if is_called_off else start.run()
+        except BaseException as error:  # top of the thread: this cell has failed, and no other
+            if not (isinstance(error, MoeServeError) or change.is_called_off):
+                _log.exception("%s could not start", cell_name(change.index))
+            self._fail(change, start, str(error) or type(error).__name__)
+            return
+        if cell is None:
+            self._fail(change, start, "")
+            return
+        self.arrived.put((cell, change))
+        self.on_news()
+
+    def _fail(self, change: Change, start: CellStart | None, why: str) -> None:
+        if start is not None:
+            start.close()
+        with self._lock:
+            change.start = None
+            if change.is_called_off:
+                _log.info("%s does not start: it was called off", cell_name(change.index))
+                del self.of[change.index]
+            else:
+                _log.error("%s could not start: %s", cell_name(change.index), why)
+                change.state, change.why = "failed", why
+                failed = [each.index for each in self.of.values() if each.state == "failed"]
+                for index in failed[:-_MOST_FAILED]:
+                    del self.of[index]
+        self.on_news()
+
+    def _stop(self, cell: Cell, change: Change) -> None:
+        try:
+            cell.engine.stop_waiting()
+            cell.close()
+        except Exception:  # top of the thread: what is left ends with this process
+            _log.exception("%s did not end as it should", cell.name)
+        with self._lock:
+            self.of.pop(change.index, None)
+        _log.info("%s has left", cell.name)
+        self.ended.put(change)
+        self.on_news()
+
+    def _run(self, change: Change, work: Callable[[], None]) -> None:
+        name = f"{cell_name(change.index)}-{change.state}"
+        change.thread = threading.Thread(target=work, name=name, daemon=True)
+        change.thread.start()
