@@ -56,7 +56,8 @@ def configured_bytes(
     for item in config.modules:
         try:
             folder = Path(item.partition("=")[2]).expanduser()
-            total += adapter_bytes(folder, model, spec, itemsize)
+            is_merging = config.expert_lora == "merged"
+            total += adapter_bytes(folder, model, spec, itemsize, is_merging=is_merging)
         except (CheckpointError, OSError):
             continue
     return total
@@ -71,9 +72,12 @@ def reserved_bytes(config: AdapterConfig, configured: int) -> int:
     return limit if config.root is not None else min(limit, configured)
 
 
-def adapter_bytes(folder: Path, model: Path, spec: ModelSpec, itemsize: int) -> AdapterBytes:
-    """Returns the bytes of an adapter of a model, in memory with values of `itemsize` bytes. Raises
-    CheckpointError and OSError."""
+def adapter_bytes(
+    folder: Path, model: Path, spec: ModelSpec, itemsize: int, *, is_merging: bool
+) -> AdapterBytes:
+    """Returns the bytes of an adapter of a model, in memory with values of `itemsize` bytes.
+    `is_merging`: a LoRA of routed experts becomes copies of these. Raises CheckpointError and
+    OSError."""
     configs = [n for n in (PEFT_CONFIG, ESFT_CONFIG, BITDELTA_CONFIG) if is_there(folder / n)]
     if len(configs) != 1:
         raise CheckpointError(f"{folder} has no configuration of an adapter.")
@@ -83,7 +87,7 @@ def adapter_bytes(folder: Path, model: Path, spec: ModelSpec, itemsize: int) -> 
         for name, header in SafetensorsFile(path).headers.items():
             shapes[name], stored[name] = header.shape, header.end - header.begin
     if configs[0] == PEFT_CONFIG:
-        return _lora_bytes(shapes, model, spec, itemsize)
+        return _lora_bytes(shapes, model, spec, itemsize, is_merging)
     if configs[0] == ESFT_CONFIG:
         stored = {name: math.prod(shape) * itemsize for name, shape in shapes.items()}
     elif spec.is_head_tied:  # a BitDelta holds its embedding twice: also packed, as the head
@@ -94,10 +98,10 @@ def adapter_bytes(folder: Path, model: Path, spec: ModelSpec, itemsize: int) -> 
 
 
 def _lora_bytes(
-    shapes: Mapping[str, Shape], model: Path, spec: ModelSpec, itemsize: int
+    shapes: Mapping[str, Shape], model: Path, spec: ModelSpec, itemsize: int, is_merging: bool
 ) -> AdapterBytes:
-    """A LoRA of attention has the padded rank of each linear layer; one of an MLP or of experts is
-    merged into a copy."""
+    """A LoRA of attention has the padded rank of each linear layer; one of an MLP is merged into a
+    copy, and one of experts if `is_merging`."""
     names = family_of(HFConfig.read(model)).names_in(lambda _: True)
     ranks: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -109,16 +113,22 @@ def _lora_bytes(
         table = attention_table(names, spec, layer)
         for parts in linear_parts(spec).values():
             modules = {p: table[p].name.removesuffix(".weight") for p in parts if p in table}
-            rank = sum(ranks.pop(module, 0) for module in modules.values())
+            of_parts = [ranks.pop(module, 0) for module in modules.values()]
+            rank = sum(of_parts)
             sizes = [table[part].shape for part in modules]
             if rank:
-                outputs = sum(shape[0] for shape in sizes)
-                attention += padded_rank(rank) * (sizes[0][1] + outputs) * itemsize
+                attention += padded_rank(rank) * sizes[0][1] * itemsize
+                attention += sum(
+                    shape[0] * own * itemsize for shape, own in zip(sizes, of_parts, strict=True)
+                )
     experts, mlps = _changed_experts(ranks, spec)
     mlp_width = max(spec.dense_width or 0, 0 if spec.shared is None else spec.shared.width)
+    expert_values = 3 * spec.width * spec.expert_width * experts
+    if not is_merging:
+        expert_values = sum(math.prod(s) for name, s in shapes.items() if _ROUTED in name)
     return AdapterBytes(
         attention=attention + 3 * spec.width * mlp_width * mlps * itemsize,
-        experts=3 * spec.width * spec.expert_width * experts * itemsize,
+        experts=expert_values * itemsize,
     )
 
 
