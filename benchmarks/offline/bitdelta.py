@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace, root: Path) -> Mapping[str, float]:
     for i, folder in enumerate(tuned):
         for scales in ("matrix", "row") if i == 0 else ("matrix",):
             out = root / f"{scales}{i}"
-            size = make_bitdelta(base, folder, out, scales)  # type: ignore[arg-type]
+            size = make_bitdelta(base, folder, out, scales)
             folders[out.name] = str(out)
             if i == 0:
                 found[f"{out.name}: matrices, bf16 / stored"] = (

@@ -49,22 +49,19 @@ class Addresses:
 
     def __init__(self, count: int) -> None:
         self.array = (ctypes.c_void_p * count)()
-        self._tensors: dict[int, Tensor] = {}  # what the pointers point to
+        self.tensors: dict[int, Tensor] = {}  # what the pointers point to
 
     def put(self, expert_id: int, tensor: Tensor) -> None:
-        self._tensors[expert_id] = tensor
+        self.tensors[expert_id] = tensor
         self.array[expert_id] = tensor.data_ptr()
-
-    def get(self, expert_id: int) -> Tensor | None:
-        return self._tensors.get(expert_id)
 
     def drop(self, expert_id: int) -> None:
         self.array[expert_id] = None
-        self._tensors.pop(expert_id, None)
+        self.tensors.pop(expert_id, None)
 
     @property
     def pointer(self) -> int | None:
-        return ctypes.addressof(self.array) if self._tensors else None
+        return ctypes.addressof(self.array) if self.tensors else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +157,7 @@ class ExpertTable:
 
     def packed(self, expert_id: int) -> PackedExpert:
         """Returns an expert that is here."""
-        gate_up, down, *biases = (each.get(expert_id) for each in self._addresses)
+        gate_up, down, *biases = (each.tensors.get(expert_id) for each in self._addresses)
         assert gate_up is not None and down is not None, absence(1 + expert_id)
         return PackedExpert(gate_up, down, *biases)
 

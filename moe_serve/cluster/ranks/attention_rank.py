@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.cache.kv_cache import check_page_size
 from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
@@ -36,7 +35,7 @@ from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.ranks.attention_shards import AttentionShards, ShardStarter, check_can_split
 from moe_serve.cluster.ranks.choice_packing import pack_choices
 from moe_serve.cluster.ranks.mirror import Mirrors, RankPages, tokens_of
-from moe_serve.cluster.ranks.rank_adapters import RankAdapters
+from moe_serve.cluster.ranks.rank_adapters import attention_adapters
 from moe_serve.cluster.ranks.rank_base import RankPlacement, loaded_message, open_rank
 from moe_serve.cluster.ranks.rank_parcels import ParcelMemories, RankHome, RankParcels
 from moe_serve.config.sections import EngineConfig
@@ -48,7 +47,6 @@ from moe_serve.engine.opened_model import AttentionPart
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
 from moe_serve.engine.sampling.sampling_backend import make_sampler
 from moe_serve.model.load.weight_reader import LoadProgress
-from moe_serve.model.stage.tensor_shard import TensorShard
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.step_shape import StepShape
@@ -110,12 +108,9 @@ class AttentionRank:
         self._sampler = make_sampler(eos, self._loader.kernels)
         self._masks = AnswerMasks(self._spec.vocab_size, eos, self._model.grammars())
         self._mirrors, self._parked = Mirrors(), ParkedStates()
-        self._adapters: RankAdapters | None = None
-        if config.adapters.is_enabled:
-            part = AdapterPart(shard=TensorShard(0, num_shards), experts={})
-            gather = None if self._shards is None else self._shards.group
-            parts = (part, LiveModel(attention=self._part.stage, gather=gather), home.tell)
-            self._adapters = RankAdapters(self._loader, config.adapters, configure.adapters, *parts)
+        gather = None if self._shards is None else self._shards.group
+        parts = (configure.adapters, self._part.stage, gather, home.tell)
+        self._adapters = attention_adapters(self._loader, config.adapters, *parts)
         self._placement = RankPlacement(configure.placement)
         self._last_done = 0  # the last step whose tokens were reported
         self._log = StageLog(configure.is_recording)

@@ -19,7 +19,6 @@ import msgspec
 import torch
 
 from experts.virtual_experts import MissingAdapterError
-from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
 from moe_serve.cache.kv_cache import KVCache, checked_kv_form
 from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.adapter_messages import DropAdapter, LoadAdapter
@@ -27,7 +26,7 @@ from moe_serve.cluster.control.messages import QueryPages, RunStep
 from moe_serve.cluster.control.parcel_messages import MemoryPath, SendPages, TakePages
 from moe_serve.cluster.members.processes import end_with_parent
 from moe_serve.cluster.ranks.mirror import Mirrors, RankPages
-from moe_serve.cluster.ranks.rank_adapters import RankAdapters
+from moe_serve.cluster.ranks.rank_adapters import RankAdapters, attention_adapters
 from moe_serve.cluster.ranks.shard_parcels import ShardParcels
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.opened_model import OpenedModel, device_of
@@ -161,12 +160,8 @@ class AttentionShard:
     def _adapters(
         self, load: LoadShard, loader: ModelLoader, stage: AttentionStage
     ) -> RankAdapters | None:
-        config = load.config.adapters
-        if not config.is_enabled:
-            return None
-        part = AdapterPart(shard=self._group.shard, experts={})
-        live = LiveModel(attention=stage, gather=self._group)
-        return RankAdapters(loader, config, load.adapters, part, live, tell=lambda report: None)
+        parts = (load.adapters, stage, self._group)
+        return attention_adapters(loader, load.config.adapters, *parts, tell=lambda report: None)
 
     def _step(self, order: ShardStep, pipeline: Pipeline, pages: RankPages) -> None:
         self._mirrors.append(order.tokens)

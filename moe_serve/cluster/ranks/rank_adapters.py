@@ -19,6 +19,9 @@ from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import ChannelClosedError, MoeServeError
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.adapter_rows import AdapterWeights
+from moe_serve.model.stage.attention_stage import AttentionStage
+from moe_serve.model.stage.gather import Gather
+from moe_serve.model.stage.tensor_shard import TensorShard
 
 _log = logging.getLogger(__name__)
 
@@ -125,3 +128,20 @@ class RankAdapters:
 def _experts_of(built: AdapterWeights) -> Mapping[int, AdapterExperts]:
     layers = enumerate(built.layers)
     return {layer: each.experts for layer, each in layers if each.experts is not None}
+
+
+def attention_adapters(
+    loader: ModelLoader,
+    config: AdapterConfig,
+    orders: Sequence[LoadAdapter],
+    stage: AttentionStage,
+    gather: Gather | None,
+    tell: Tell,
+) -> RankAdapters | None:
+    """Returns the adapters of a process that has attention, or a shard of it; None: the server has
+    none."""
+    if not config.is_enabled:
+        return None
+    shard = TensorShard(0, 1) if gather is None else gather.shard
+    live = LiveModel(attention=stage, gather=gather)
+    return RankAdapters(loader, config, orders, AdapterPart(shard=shard, experts={}), live, tell)
