@@ -93,7 +93,7 @@ class CellShared:
         self.news = threading.Event()
         self.post = ParcelPost(self.news.set)
         self.rosters = RosterRanks({})
-        self.own_secret = read_secret(os.environ)  # None: nobody but this process knows it
+        self.own_secret = read_secret(os.environ)  # None: only this process has one
         self.secret = self.own_secret or new_secret()
         self.routes = RouteListeners()
         self.lock = threading.Lock()  # guards the next three
@@ -140,7 +140,9 @@ class StartingCell:
             self._attention = shared.attention.take(shape.attention_ranks)
             shared.starts = {**shared.starts, index: self}
         self._routes = ListenerGroup(shared.routes)
-        self._closers: list[Callable[[], None]] = [self._forget, self._routes.remove_all]
+        self._parts = contextlib.ExitStack()  # closes all, even if one cannot be closed
+        self._parts.callback(self._forget)
+        self._parts.callback(self._routes.remove_all)
         try:
             self._open(starter_of, is_later=is_later)
         except BaseException:
@@ -150,11 +152,11 @@ class StartingCell:
     def _open(self, starter_of: StarterOfCell | None, *, is_later: bool) -> None:
         """Makes its parts. What is made is closed with it."""
         shared, model = self._shared, self.model
-        self._closers.append(lambda: shared.kv_events.close_ranks(self._attention))
+        self._parts.callback(shared.kv_events.close_ranks, self._attention)
         if is_later:  # those of the first cells are open
             shared.kv_events.open(self._attention)
         self.watch = make_watch(model.config, model)
-        self._closers.append(self.watch.close)
+        self._parts.callback(self.watch.close)
         part = CellPart(
             name=cell_name(self.index),
             ids=shared.ids,
@@ -169,7 +171,7 @@ class StartingCell:
             join_s=math.inf if starter_of is None else JOIN_S,
         )
         self.ranks = StartedRanks(model, shared.link.setup, part, shared.secret)
-        self._closers.append(self.ranks.close)
+        self._parts.callback(self.ranks.close)
         self.ranks.membership.on_parcel = shared.post.receiver(self.index, self.ranks.roster)
         loads = RankLoads(model.placement)
         self._make_policy = policy_maker(
@@ -194,7 +196,8 @@ class StartingCell:
         """See `CellStart.note`."""
         limit = f"at most {self.model.config.cluster.start_timeout_s:g} s after its start began"
         if num_missing := len(self.commands):
-            return f"it waits for {num_missing} ranks that are started by hand, {limit}"
+            ranks = "one rank that is" if num_missing == 1 else f"{num_missing} ranks that are"
+            return f"it waits for {ranks} started by hand, {limit}"
         done, total = self._counts
         return f"its ranks have loaded {done} of {total} parts" if total else "its ranks start"
 
@@ -245,9 +248,7 @@ class StartingCell:
     def close(self) -> None:
         """See `CellStart.close`."""
         with self._closing:
-            closers, self._closers = self._closers, []
-            for close in reversed(closers):
-                close()
+            self._parts.close()
 
     def _forget(self) -> None:
         shared = self._shared
