@@ -227,7 +227,7 @@ class StartingCell:
         shared.rosters.add(self.index, self.ranks.roster)
         cell = Cell(self.index, self.shape, engine, shared.news.set, self.close)
         shared.joined.connect(cell, self.ranks.membership.adapters, self.ranks.rebalancer)
-        self._closers.append(lambda: shared.joined.disconnect(cell))
+        self._parts.callback(shared.joined.disconnect, cell)
         return cell
 
     def run(self) -> Cell:
