@@ -223,7 +223,7 @@ def placement_lines(state: StateView) -> list[Text]:
     if placement.is_there:
         lines.append(_line("placement", _placement_parts(placement)))
     for each in state.at("cell_placements").items:
-        lines.append(_line(f"placement of {each.text('cell') or ''}", _placement_parts(each)))
+        lines.append(_line("placement", [each.text("cell") or "", *_placement_parts(each)]))
     if predictor.is_there:
         recall, floor = predictor.number("recall"), predictor.number("floor")
         parts = [predictor.text("kind") or ""]

@@ -111,12 +111,14 @@ class Cell:
         return stats
 
     def retire(self) -> None:
-        """Hands over the pages that a tier keeps, on the engine's thread. The cell has no requests;
-        only `close` may follow."""
+        """Hands over the pages that a tier keeps, and ends what the cell promises, on the engine's
+        thread. The cell has no requests; only `close` may follow."""
         for engine in self.engine.rank_engines.values():
             with contextlib.suppress(RankLostError):
                 engine.close()
             engine.surrender()  # gives back what it has of a tier that other cells use
+        if self.engine.service is not None:
+            self.engine.service.policy.remove_cell(self.engine.service.number)
 
     def close(self) -> None:
         """Ends its ranks. On any thread, and after `stop_waiting` of its engine."""

@@ -42,10 +42,9 @@ class JoinedParts:
             cell.lacks = adapters.lacks
 
     def disconnect(self, cell: Cell) -> None:
-        """Forgets a cell that is gone: nothing is promised or shown for it any more."""
+        """Forgets the placement of a cell that is gone. On any thread; `Cell.retire` has ended what
+        the cell promised."""
         self.placements.remove(cell.index)
-        if cell.engine.service is not None and self.policy is not None:
-            self.policy.remove_cell(cell.engine.service.number)
 
     def close(self) -> None:
         """Ends all loads of adapters."""

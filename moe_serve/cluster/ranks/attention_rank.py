@@ -127,17 +127,10 @@ class AttentionRank:
         return part
 
     def _open_parcels(self, memories: ParcelMemories, home: RankHome) -> RankParcels:
-        model, part = self._model, self._part
-        report = model.report(part)
-        return RankParcels(
-            memories,
-            self._wire,
-            part.cache.page_size,
-            self._shards,
-            home,
-            model.page_identity(report) + report.build.encode(),
-            self._configure.config.cluster.timeout_s,
-        )
+        report, page_size = self._model.report(self._part), self._part.cache.page_size
+        computed_by = self._model.page_identity(report) + report.build.encode()
+        timeout_s, parts = self._configure.config.cluster.timeout_s, (self._wire, page_size)
+        return RankParcels(memories, *parts, self._shards, home, computed_by, timeout_s)
 
     @property
     def loaded(self) -> Loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,15 +21,18 @@ class CellPlacements:
 
     def __init__(self) -> None:
         self._controls: Mapping[int, PlacementControl] = {}  # replaced, never changed
+        self._lock = threading.Lock()  # cells come and go on threads of their own
 
     def add(self, cell: int, control: PlacementControl) -> None:
         """Adds a cell that has started."""
-        controls = {**self._controls, cell: control}
-        self._controls = dict(sorted(controls.items()))
+        with self._lock:
+            controls = {**self._controls, cell: control}
+            self._controls = dict(sorted(controls.items()))
 
     def remove(self, cell: int) -> None:
         """Removes a cell that ends. Unknown ones are ignored."""
-        self._controls = {key: each for key, each in self._controls.items() if key != cell}
+        with self._lock:
+            self._controls = {key: each for key, each in self._controls.items() if key != cell}
 
     @property
     def by_cell(self) -> Mapping[int, PlacementControl]:

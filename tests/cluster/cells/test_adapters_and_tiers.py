@@ -118,6 +118,37 @@ def test_tiers_in_cells(built: BuiltEngine, of: EngineConfig) -> None:
     engine.check_integrity()
 
 
+def test_a_cell_that_comes_later_has_all_of_it(
+    built: BuiltEngine, expected: dict[str, Answer]
+) -> None:
+    engine, placements = engine_of(built), built.cell_placements
+    assert placements is not None and list(placements.by_cell) == [0, 1]
+    index = engine.add_cell("1A1E")
+    deadline = time.monotonic() + 60
+    while len(engine.cells) < 3:
+        assert time.monotonic() < deadline, engine.stats().cells
+        engine.step()
+        time.sleep(0.01)
+    assert list(placements.by_cell) == [0, 1, index]
+    for number in (0, 1):
+        engine.drain(number, is_draining=True)
+    served = engine.stats().service
+    assert serve(engine, mixed(built.adapters)) == expected
+    after = engine.stats().service
+    assert served is not None and after is not None
+    assert after.tiers[0].num_finished == served.tiers[0].num_finished + len(expected)
+    assert engine.admission is not None and engine.admission.num_snapshots == 1, "the others drain"
+    for number in (0, 1):
+        engine.drain(number, is_draining=False)
+    engine.remove_cell(index)
+    while index in placements.by_cell:
+        assert time.monotonic() < deadline, engine.stats().cells
+        engine.step()
+        time.sleep(0.01)
+    assert engine.admission.num_snapshots == 2
+    assert serve(engine, mixed(built.adapters)) == expected
+
+
 def engine_of(built: BuiltEngine) -> CellsEngine:
     assert isinstance(built.engine, CellsEngine), "cells were asked for"
     return built.engine

@@ -157,7 +157,7 @@ def test_a_cell_that_has_lost_an_adapter_gets_none_of_its_requests() -> None:
     world.cells[0].lost.add(7)
     weights = AdapterWeights(digest=b"x", layers=(), num_bytes=0, kind="lora", rank=1, number=7)
     version = AdapterVersion(
-        name="a", folder=Path("a"), digest=b"x", kind="lora", rank=1, loaded_at=0
+        name="a", folder=Path("a"), digest=b"x", kind="lora", rank=1, num_bytes=0, loaded_at=0
     )
     request = GenerationRequest(
         request_id="asks",
