@@ -1,13 +1,19 @@
 """Compares policies of autoscaling on a simulated day, with the aims for them.
 
     python benchmarks/run.py autoscaling --trace AzureLLMInferenceTrace_code.csv.xz
-    python benchmarks/run.py autoscaling --hours 24 --policies static planned oracle
+    python benchmarks/run.py autoscaling --hours 24 --seeds 0 1 2
+    python benchmarks/run.py autoscaling --hours 24 --trace TRACE --recorded
 
 The load is generated: Poisson arrivals whose rate rises and falls once as a cosine, from 0.3 to 1.7
-times its mean. The lengths are a trace's (halved, at most 2 048 and 200 tokens) or random. A
-simulated day of large devices has millions of requests, so the cells are small: two devices with
+times its mean. The lengths are a trace's (halved, at most 2 048 and 200 tokens) or random. With
+`--recorded` the requests of the trace arrive at their own times, stretched to `--hours`.
+
+A simulated day of large devices has millions of requests, so the cells are small: two devices with
 two cores each. The wave lasts 4 hours by default, in which the load changes six times as fast as in
-a day.
+a day. A day takes about two minutes of a core for each policy and seed.
+
+`target` is shown with two targets: 0.7 of the seats, and 0.3, as a cell of this kind is too slow
+for the limits of latency long before its seats are taken.
 """
 
 from __future__ import annotations
@@ -20,8 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_serve.bench.report.report import Report, read_report
+from moe_serve.bench.workload.trace_rows import read_trace
 
-POLICIES = ("static", "target", "planned", "oracle", "learnt")
+POLICIES = ("static", "target 0.7", "target 0.3", "planned", "oracle", "learnt")
 _MODEL = ("--model", "qwen3-30b", "--precision", "fp8", "--device", "xeon")
 _CELLS = ("--cells", "4x(2D tp2)", "--max-num-seqs", "16", "--max-batched-tokens", "128")
 _SLO = ("--page-size", "128", "--slo", "ttft=60s,tpot=3s")
@@ -30,19 +37,30 @@ _RANDOM = ("--prompt-tokens", "64:1900", "--output-tokens", "4:48")
 _ATTAINMENT, _OF_STATIC, _OF_ORACLE, _CHANGES = 0.95, 0.75, 1.2, 4
 
 
-def arguments(policy: str, options: argparse.Namespace, out: Path) -> list[str]:
+def arguments(policy: str, seed: int, options: argparse.Namespace, out: Path) -> list[str]:
     """Returns the command that simulates a policy."""
-    seconds = str(3600 * options.hours)
+    name, _, target = policy.partition(" ")
     lengths = ("--trace", options.trace, *_TRACE) if options.trace else _RANDOM
-    load = ("--rate", str(options.rate), "--swing", "0.7", "--period", seconds)
-    scale = ("--autoscale", policy, "--train-days", str(options.train_days))
+    scale = ["--autoscale", name, "--train-days", str(options.train_days)]
+    if target:
+        scale += ["--target-load", target]
     return [
-        sys.executable, "-m", "moe_serve", "simulate", *_MODEL, *_CELLS, *_SLO, *lengths, *load,
-        "--duration", seconds, "--seed", str(options.seed), *scale, "--json", str(out),
+        sys.executable, "-m", "moe_serve", "simulate", *_MODEL, *_CELLS, *_SLO, *lengths,
+        *arrivals(options), "--seed", str(seed), *scale, "--json", str(out),
     ]  # fmt: skip
 
 
-def simulated(options: argparse.Namespace) -> dict[str, Report]:
+def arrivals(options: argparse.Namespace) -> list[str]:
+    """Returns the options about when requests arrive."""
+    seconds = 3600 * options.hours
+    if options.recorded:
+        rows = read_trace(Path(options.trace)).rows
+        return ["--scale-time", str(seconds / (rows[-1].at_s - rows[0].at_s))]
+    wave = ["--rate", str(options.rate), "--swing", "0.7", "--period", str(seconds)]
+    return [*wave, "--duration", str(seconds)]
+
+
+def simulated(options: argparse.Namespace, seed: int) -> dict[str, Report]:
     """Runs all policies, `--jobs` at a time."""
     reports: dict[str, Report] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +69,7 @@ def simulated(options: argparse.Namespace) -> dict[str, Report]:
             batch, waiting = waiting[: options.jobs], waiting[options.jobs :]
             paths = {policy: Path(folder) / f"{policy}.json" for policy in batch}
             running = [
-                subprocess.Popen(arguments(p, options, path), stdout=subprocess.DEVNULL)
+                subprocess.Popen(arguments(p, seed, options, path), stdout=subprocess.DEVNULL)
                 for p, path in paths.items()
             ]
             failed = [p for p, each in zip(batch, running, strict=True) if each.wait()]
@@ -65,14 +83,14 @@ def show(reports: dict[str, Report]) -> None:
     """Prints the figures, and whether `planned` reaches the aims."""
     hours: dict[str, float] = {}
     print(
-        f"{'policy':10}{'hours':>8}{'of static':>11}{'within':>9}{'changes':>9}{'in an hour':>12}"
+        f"{'policy':12}{'hours':>8}{'of static':>11}{'within':>9}{'changes':>9}{'in an hour':>12}"
     )
     for policy, report in reports.items():
         scale, good = _figures(report)
         hours[policy] = scale.device_hours
         share = scale.device_hours / scale.all_device_hours
         print(
-            f"{policy:10}{scale.device_hours:>8.1f}{share:>11.0%}{good:>9.1%}"
+            f"{policy:12}{scale.device_hours:>8.1f}{share:>11.0%}{good:>9.1%}"
             f"{scale.num_changes:>9}{scale.most_changes_per_hour:>12}"
         )
     if {"static", "planned", "oracle"} <= set(reports):
@@ -99,11 +117,17 @@ def _aim(name: str, value: float, is_met: bool, aim: str) -> None:
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", help="a trace for the lengths; default: random lengths")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES[:4]))
+    parser.add_argument("--recorded", action="store_true", help="with the times of the trace")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES[:5]))
     parser.add_argument("--rate", type=float, default=0.15, help="mean requests per second")
     parser.add_argument("--hours", type=float, default=4.0, help="of one wave")
     parser.add_argument("--train-days", type=int, default=4, help="from which learnt learns")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at once")
-    parser.add_argument("--seed", type=int, default=0)
-    show(simulated(parser.parse_args(given)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    options = parser.parse_args(given)
+    if options.recorded and not options.trace:
+        parser.error("--recorded takes --trace FILE")
+    for seed in options.seeds:
+        print(f"seed {seed}")
+        show(simulated(options, seed))
     return 0

@@ -37,7 +37,7 @@ from simulation.real_run import run_for_real
 LENGTHS = {"short": ((16, 64), (16, 48)), "long": ((128, 512), (32, 96))}
 LIMITS = {"64/1024": (64, 1024), "16/256": (16, 256)}  # requests / tokens of a step
 CLOSED, OPEN = (1, 4, 16, 32), (0.5, 0.8)  # requests at once; shares of the capacity
-_DRIFT, _EVERY = 0.05, 6  # runs between calibrations
+_DRIFT, _EVERY = 0.05, 2  # runs between calibrations
 _FULL = 32  # requests at once at which the capacity is simulated
 _TYPICAL = (BatchLoad.decode(1, 200), BatchLoad.decode(16, 200), BatchLoad.of_parts([0], [400]))
 

@@ -5,9 +5,10 @@
 
 A row is one steady step, not a run: `decode` is a step of `rows` sequences on each device, in
 tokens per second of a node of 8 devices; `prefill` is a step that reads whole prompts; `tpot` is
-the time of a step in milliseconds. In steps that read prompts, a token goes once to each node and
+the mean time of a step in milliseconds, with the prompts that are
+read beside answers. In steps that read prompts, a token goes once to each node and
 on from there; in decode it goes to every device by itself. So do the engines of these rows, with
-DeepEP's normal and low-latency modes.
+DeepEP's normal and low-latency modes. They read prompts with latent attention expanded, too.
 
 `--fit` fits the six shares to the rows of all types of devices but one, predicts the rows of that
 one, and does so for each type. The last fit, to all rows, is what the files in configs/devices
@@ -58,18 +59,30 @@ class PublishedRow:
     context: int
     published: float
     micro_batches: int = 1
+    lengths: tuple[int, int] | None = None  # tokens of a prompt and its answer, of a run
 
     @property
     def name(self) -> str:
         return f"{self.source}, {self.devices} x {self.device}"
 
 
-def _row(source: str, model: str, device: str, devices: int, shards: int,
-         kind: Literal["decode", "prefill", "tpot"], rows: int, context: int, published: float,
-         micro_batches: int = 1) -> PublishedRow:  # fmt: skip
+def _row(
+    source: str,
+    model: str,
+    device: str,
+    devices: int,
+    shards: int,
+    kind: Literal["decode", "prefill", "tpot"],
+    rows: int,
+    context: int,
+    published: float,
+    micro_batches: int = 1,
+    lengths: tuple[int, int] | None = None,
+) -> PublishedRow:
     return PublishedRow(
         source=source, model=model, device=device, devices=devices, shards=shards, kind=kind,
         rows=rows, context=context, published=published, micro_batches=micro_batches,
+        lengths=lengths,
     )  # fmt: skip
 
 
@@ -85,15 +98,33 @@ ROWS = (
     _row("LMSYS, K2 decode EP96 2K", K2, "h200", 96, 1, "decode", 480, 2050, 24000, 2),
     _row("LMSYS, prefill 4 ranks 2K", V3, "gb200", 4, 1, "prefill", 16384, 2048, 8 * 18471, 1),
     _row("LMSYS, decode 48 ranks 2K", V3, "gb200", 48, 1, "decode", 1408, 2050, 8 * 9087, 1),
-    _row("R1, TRT-LLM TP8, 1K/1K, 16", V3, "h200", 8, 8, "tpot", 16, 1536, 20.4),
-    _row("R1, SGLang TP8, 1K/1K, 16", V3, "h200", 8, 8, "tpot", 16, 1536, 16.6),
-    _row("R1, TRT-LLM EP8, 1K/8K, 16", V3, "h200", 8, 8, "tpot", 16, 5120, 11.4),
-    _row("R1, SGLang TP8, 1K/1K, 16", V3, "b200", 8, 8, "tpot", 16, 1536, 11.7),
-    _row("R1, TRT-LLM TP8, 8K/1K, 32", V3, "b200", 8, 8, "tpot", 32, 8704, 15.9),
-    _row("Qwen3, TRT-LLM TP4, 1K/128, 32", QWEN, "h100", 4, 4, "tpot", 32, 1088, 31.2),
-    _row("Qwen3, vLLM TP2, 1K/100, 16", QWEN, "h200", 2, 2, "tpot", 16, 1050, 52.2),
-    _row("M2.5, vLLM TP4, 1K/1K, 16", M2, "h100", 4, 4, "tpot", 16, 1536, 15.5),
-    _row("M2.5, vLLM TP8, 1K/1K, 32", M2, "h200", 8, 8, "tpot", 32, 1536, 13.7),
+    _row(
+        "R1, TRT-LLM TP8, 1K/1K, 16", V3, "h200", 8, 8, "tpot", 16, 1536, 20.4, 1, (1024, 1024)
+    ),  # fmt: skip
+    _row(
+        "R1, SGLang TP8, 1K/1K, 16", V3, "h200", 8, 8, "tpot", 16, 1536, 16.6, 1, (1024, 1024)
+    ),  # fmt: skip
+    _row(
+        "R1, TRT-LLM EP8, 1K/8K, 16", V3, "h200", 8, 8, "tpot", 16, 5120, 11.4, 1, (1024, 8192)
+    ),  # fmt: skip
+    _row(
+        "R1, SGLang TP8, 1K/1K, 16", V3, "b200", 8, 8, "tpot", 16, 1536, 11.7, 1, (1024, 1024)
+    ),  # fmt: skip
+    _row(
+        "R1, TRT-LLM TP8, 8K/1K, 32", V3, "b200", 8, 8, "tpot", 32, 8704, 15.9, 1, (8192, 1024)
+    ),  # fmt: skip
+    _row(
+        "Qwen3, TRT-LLM TP4, 1K/128, 32", QWEN, "h100", 4, 4, "tpot", 32, 1088, 31.2, 1, (1024, 128)
+    ),  # fmt: skip
+    _row(
+        "Qwen3, vLLM TP2, 1K/100, 16", QWEN, "h200", 2, 2, "tpot", 16, 1050, 52.2, 1, (1000, 100)
+    ),  # fmt: skip
+    _row(
+        "M2.5, vLLM TP4, 1K/1K, 16", M2, "h100", 4, 4, "tpot", 16, 1536, 15.5, 1, (1024, 1024)
+    ),  # fmt: skip
+    _row(
+        "M2.5, vLLM TP8, 1K/1K, 32", M2, "h200", 8, 8, "tpot", 32, 1536, 13.7, 1, (1024, 1024)
+    ),  # fmt: skip
 )
 
 
@@ -114,7 +145,9 @@ def predicted(row: PublishedRow, efficiency: Efficiency | None = None) -> float:
     if efficiency is not None:
         device = replace(device, efficiency=efficiency)
     routing = EvenRouting(model.num_experts, model.top_k)
-    costs = RooflineCosts(model, device, layout, routing, forwards=row.kind == "prefill")
+    costs = RooflineCosts(
+        model, device, layout, routing, forwards=row.kind == "prefill", expands_latents=True
+    )
     ranks = Ranks(num_attention=layout.num_attention, num_experts=layout.num_holders)
     if row.kind == "prefill":
         prompts = row.rows // row.context
@@ -122,7 +155,21 @@ def predicted(row: PublishedRow, efficiency: Efficiency | None = None) -> float:
     else:
         load = BatchLoad.decode(row.rows, row.context)
     seconds = step_time(costs, [load] * layout.num_attention, row.micro_batches, ranks)
+    if row.lengths is not None:
+        seconds += _prompts_seconds(costs, row, load, ranks)
     return 1e3 * seconds if row.kind == "tpot" else NODE * load.num_rows / seconds
+
+
+def _prompts_seconds(
+    costs: RooflineCosts, row: PublishedRow, decode: BatchLoad, ranks: Ranks
+) -> float:
+    """Returns what the prompts of the other requests add to the mean step of a closed loop: each
+    request reads one in as many steps as its answer has tokens."""
+    assert row.lengths is not None, "a run has lengths"
+    prompt, output = row.lengths
+    both = BatchLoad.together([decode, BatchLoad.of_parts([0], [prompt])])
+    longer_s = step_time(costs, [both], 1, ranks) - step_time(costs, [decode], 1, ranks)
+    return (row.rows - 1) / output * longer_s
 
 
 def fit_shares(rows: Sequence[PublishedRow]) -> Efficiency:

@@ -12,6 +12,7 @@ from moe_serve.bench.simulated_requests import jobs_of, record_of
 from moe_serve.bench.workload.prompt_maker import Slot
 from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig
+from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.request.request import GenerationRequest
@@ -46,8 +47,23 @@ def run_for_real(
     source: Clock = time.perf_counter,
 ) -> list[RequestRecord]:
     """Serves all requests; see `World.run`."""
+    return serve(engine_in_process(model, scheduler), slots, concurrency, source)
+
+
+def engine_in_process(model: MeasuredModel, scheduler: SchedulerConfig) -> Engine:
+    """Builds the engine of one process."""
     executor = LocalExecutor(one_call_pipeline(model), Sampler(frozenset(model.spec.eos_token_ids)))
-    engine, jobs = measured_engine(executor, model, scheduler), deque(jobs_of(slots, 0))
+    return measured_engine(executor, model, scheduler)
+
+
+def serve(
+    engine: DrivenEngine,
+    slots: Sequence[Slot],
+    concurrency: int | None,
+    source: Clock = time.perf_counter,
+) -> list[RequestRecord]:
+    """Serves all requests on an engine that has none, and waits for their ends."""
+    jobs = deque(jobs_of(slots, 0))
     clock, running = SkippingClock(source), dict[str, RequestTimes]()
     done: list[RequestRecord] = []
     while jobs or running:
@@ -70,7 +86,7 @@ def run_for_real(
 
 
 def _send(
-    engine: Engine, job: SimulatedRequest, due_s: float, running: dict[str, RequestTimes]
+    engine: DrivenEngine, job: SimulatedRequest, due_s: float, running: dict[str, RequestTimes]
 ) -> None:
     prompt = tuple(token % _VOCABULARY for token in job.make_prompt())
     params = SamplingParams(

@@ -103,7 +103,7 @@ def show_run(run: MeasuredRun) -> None:
     shapes = parse_cells(run.cells, is_simulated=True)
     plans = costed_plans(
         shapes,
-        lambda layout: on_device(shape, device, layout, None),
+        lambda layout: on_device(shape, device, layout, None, expands_latents=True),
         lambda model, layout: limits_of(model, _settings(layout, run)),
     )
     setup = CellsSetup(

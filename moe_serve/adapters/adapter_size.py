@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_serve.adapters.adapter_files import (
@@ -48,15 +48,14 @@ class AdapterBytes:
 
 
 def configured_bytes(
-    config: AdapterConfig, model: Path, spec: ModelSpec, itemsize: int
+    config: AdapterConfig, model: Path, spec: ModelSpec, itemsize: int, *, is_merging: bool
 ) -> AdapterBytes:
     """Returns the bytes of all configured adapters. One that cannot be read counts as empty: it is
-    refused when it is loaded."""
+    refused when it is loaded. `is_merging`: LoRAs of experts become copies of them."""
     total = AdapterBytes()
     for item in config.modules:
         try:
             folder = Path(item.partition("=")[2]).expanduser()
-            is_merging = config.expert_lora == "merged"
             total += adapter_bytes(folder, model, spec, itemsize, is_merging=is_merging)
         except (CheckpointError, OSError):
             continue
@@ -75,9 +74,8 @@ def reserved_bytes(config: AdapterConfig, configured: int) -> int:
 def adapter_bytes(
     folder: Path, model: Path, spec: ModelSpec, itemsize: int, *, is_merging: bool
 ) -> AdapterBytes:
-    """Returns the bytes of an adapter of a model, in memory with values of `itemsize` bytes.
-    `is_merging`: a LoRA of routed experts becomes copies of these. Raises CheckpointError and
-    OSError."""
+    """Returns the bytes of an adapter of a model, in memory with values of `itemsize` bytes. Raises
+    CheckpointError and OSError."""
     configs = [n for n in (PEFT_CONFIG, ESFT_CONFIG, BITDELTA_CONFIG) if is_there(folder / n)]
     if len(configs) != 1:
         raise CheckpointError(f"{folder} has no configuration of an adapter.")
@@ -87,7 +85,8 @@ def adapter_bytes(
         for name, header in SafetensorsFile(path).headers.items():
             shapes[name], stored[name] = header.shape, header.end - header.begin
     if configs[0] == PEFT_CONFIG:
-        return _lora_bytes(shapes, model, spec, itemsize, is_merging)
+        found = _lora_bytes(shapes, model, spec, itemsize)
+        return found if is_merging else replace(found, experts=_added_bytes(shapes, spec, itemsize))
     if configs[0] == ESFT_CONFIG:
         stored = {name: math.prod(shape) * itemsize for name, shape in shapes.items()}
     elif spec.is_head_tied:  # a BitDelta holds its embedding twice: also packed, as the head
@@ -98,10 +97,10 @@ def adapter_bytes(
 
 
 def _lora_bytes(
-    shapes: Mapping[str, Shape], model: Path, spec: ModelSpec, itemsize: int, is_merging: bool
+    shapes: Mapping[str, Shape], model: Path, spec: ModelSpec, itemsize: int
 ) -> AdapterBytes:
-    """A LoRA of attention has the padded rank of each linear layer; one of an MLP is merged into a
-    copy, and one of experts if `is_merging`."""
+    """In a LoRA of attention, A has the padded rank of each linear layer; one of an MLP or of
+    experts is merged into a copy."""
     names = family_of(HFConfig.read(model)).names_in(lambda _: True)
     ranks: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -113,23 +112,34 @@ def _lora_bytes(
         table = attention_table(names, spec, layer)
         for parts in linear_parts(spec).values():
             modules = {p: table[p].name.removesuffix(".weight") for p in parts if p in table}
-            of_parts = [ranks.pop(module, 0) for module in modules.values()]
-            rank = sum(of_parts)
-            sizes = [table[part].shape for part in modules]
-            if rank:
-                attention += padded_rank(rank) * sizes[0][1] * itemsize
-                attention += sum(
-                    shape[0] * own * itemsize for shape, own in zip(sizes, of_parts, strict=True)
-                )
+            own = {part: ranks.pop(module) for part, module in modules.items() if module in ranks}
+            if own:
+                outputs = sum(rank * table[part].shape[0] for part, rank in own.items())
+                inputs = table[next(iter(own))].shape[1]
+                attention += (padded_rank(sum(own.values())) * inputs + outputs) * itemsize
     experts, mlps = _changed_experts(ranks, spec)
     mlp_width = max(spec.dense_width or 0, 0 if spec.shared is None else spec.shared.width)
-    expert_values = 3 * spec.width * spec.expert_width * experts
-    if not is_merging:
-        expert_values = sum(math.prod(s) for name, s in shapes.items() if _ROUTED in name)
     return AdapterBytes(
         attention=attention + 3 * spec.width * mlp_width * mlps * itemsize,
-        experts=expert_values * itemsize,
+        experts=3 * spec.width * spec.expert_width * experts * itemsize,
     )
+
+
+def _added_bytes(shapes: Mapping[str, Shape], spec: ModelSpec, itemsize: int) -> int:
+    """Returns the bytes of a LoRA's matrices of routed experts. A has the padded rank of each; in
+    the two dimensions of PEFT's fused experts, one below the other."""
+    size = 0
+    for name, shape in shapes.items():
+        found = _LORA.fullmatch(name)
+        if found is None or _ROUTED not in f"{found['module']}.":
+            continue
+        num_values = math.prod(shape)
+        if found["side"] == "A":
+            is_fused = len(shape) == 2 and _EXPERT.search(found["module"]) is None
+            rank = shape[-2] // (spec.router.num_experts if is_fused else 1)
+            num_values = num_values // max(1, rank) * padded_rank(rank)
+        size += num_values * itemsize
+    return size
 
 
 def _changed_experts(modules: Mapping[str, int], spec: ModelSpec) -> tuple[int, int]:

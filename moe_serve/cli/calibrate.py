@@ -43,6 +43,13 @@ class CalibrateOptions:
         "--quick",
         help="Measure fewer points: this takes seconds instead of minutes, and is less accurate.",
     )
+    layouts: str | None = option(
+        None,
+        show_default="one attention rank of 1, 2 and 4 processes, as far as the machine has cores; "
+        "none with --quick",
+        help='Layouts whose ranks are started and measured on this machine, such as "1A2E, 2A2E '
+        'tp2". `simulate` and `plan` predict these with the measured steps.',
+    )
 
 
 @with_options(CalibrateOptions)
@@ -64,12 +71,14 @@ def calibrate(options: CalibrateOptions) -> None:
     from moe_serve.planning.calibration import CalibrationRequest
     from moe_serve.planning.calibration import calibrate as measure
     from moe_serve.planning.calibration_file import write_calibration
+    from moe_serve.planning.layout_fits import parse_layouts
 
     request = CalibrationRequest(
         folder=model_folder(ModelConfig(path=local_model(options.model))),
         device=options.device,
         num_threads=options.num_threads,
         is_quick=options.quick,
+        layouts=None if options.layouts is None else parse_layouts(options.layouts),
     )
     console = Console(highlight=False, stderr=True)
     columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"))
@@ -111,9 +120,11 @@ def _print(calibration: Calibration, out: Path) -> None:
 
 def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
     """Returns the names of the fits and the formulas found, in microseconds."""
+    from moe_serve.pipeline.costs.whole_step import FEW_ROWS
+
     costs, found = calibration.costs, []
     attention = [r.name for r in calibration.fits if r.name.startswith("T_a")]
-    for name, layer in zip(attention, costs.layers, strict=True):
+    for name, layer in zip(attention, costs.layers, strict=False):
         a = layer.attention
         found.append(
             (
@@ -126,12 +137,23 @@ def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
             e = layer.experts
             text = f"{us(e.alpha_s)} + {us(e.choice_s)}/choice + {us(e.expert_s)}/active expert"
             found.append(("T_e experts", text))
-    if (w := costs.whole) is not None:
+    wholes = [] if costs.whole is None else [("whole steps", costs.whole)]
+    for name, w in (*wholes, *((f"steps of {x.name}", x.whole) for x in costs.layouts)):
         text = (
             f"{us(w.alpha_s)} + {us(w.row_s)}/row + {us(w.kv_token_s)}/key read + "
             f"{us(w.pair_s)}/pair + {us(w.expert_s)}/active expert + {us(w.sequence_s)}/sequence"
         )
-        found.append(("whole steps", text))
+        few = [
+            f"{us(each)}/row up to {k}"
+            for k, each in zip(FEW_ROWS, w.few_rows_s, strict=False)
+            if each
+        ]
+        found.append((name, " + ".join([text, *few])))
+    for each in costs.sharded:
+        a = each.attention
+        text = f"{us(a.alpha_s)} + {us(a.row_s)}/row + {us(a.kv_token_s)}/key read + "
+        name = f"T_a attention, {each.num_shards} processes"
+        found.append((name, f"{text}{us(a.pair_s)}/pair"))
     for name, line, unit in (
         *_link_lines("", costs.link),
         *_link_lines(", gloo", calibration.network),

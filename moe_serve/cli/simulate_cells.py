@@ -16,7 +16,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.planning.calibration_file import read_calibration
 from moe_serve.simulate.catalogue import find_device, find_model
 from moe_serve.simulate.cell import CellLimits
-from moe_serve.simulate.coordinated.coordinated_cell import costed_plans, layout_of
+from moe_serve.simulate.coordinated.coordinated_cell import CellPlan, costed_plans, layout_of
 from moe_serve.simulate.coordinated.coordinated_run import CellsSetup, PageSpeed
 from moe_serve.simulate.coordinated.scaled_cells import ScaleTimes
 from moe_serve.simulate.costs.device import read_device
@@ -33,6 +33,7 @@ class ClusterCosts:
 
     of_layout: Callable[[Layout], CostedModel]
     page_speed: Callable[[int], PageSpeed]
+    is_calibrated: bool = False
 
 
 def costs_of(cluster: SimulatedCluster) -> ClusterCosts:
@@ -47,6 +48,7 @@ def costs_of(cluster: SimulatedCluster) -> ClusterCosts:
         return ClusterCosts(
             of_layout=lambda layout: calibrated(measured, layout),
             page_speed=lambda _: PageSpeed.calibrated(measured),
+            is_calibrated=True,
         )
     if cluster.model is None or cluster.device is None:
         raise ConfigError("give --model and --device, or --calibration.")
@@ -70,11 +72,20 @@ def check_cells(options: SimulateOptions) -> None:
                 f"--{name.replace('_', '-')} is in --cells: leave it out, as --cells has the "
                 "devices of every cell."
             )
+    if cells.own_machines and cluster.calibration is None:
+        raise ConfigError("--own-machines belongs to --calibration FILE.")
     if options.tiers.tiers is not None or options.of_capacity is not None:
         raise ConfigError("--tiers and --load are simulated with --layout only: leave --cells out.")
     if cells.autoscale is None:
-        unscaled = replace(cells, cells=None, hand_over=CellsOptions().hand_over, page_link=None)
-        _refuse_changed(unscaled, CellsOptions(), "belongs to --autoscale")
+        usual_cells = CellsOptions()
+        unscaled = replace(
+            cells,
+            cells=None,
+            hand_over=usual_cells.hand_over,
+            page_link=None,
+            own_machines=usual_cells.own_machines,
+        )
+        _refuse_changed(unscaled, usual_cells, "belongs to --autoscale")
 
 
 def _refuse_changed(cells: CellsOptions, usual: CellsOptions, why: str) -> None:
@@ -110,6 +121,7 @@ def with_cells(run: SimulatedRun, cells: CellsOptions, costs: ClusterCosts) -> S
         plans=plans,
         config=CellsConfig(layout=cells.cells, hand_over=cells.hand_over.value),
         speed=speed,
+        shares_machine=_shares_machine(plans, cells, costs),
     )
     run = replace(run, cells=setup)
     if cells.autoscale is None:
@@ -122,6 +134,21 @@ def with_cells(run: SimulatedRun, cells: CellsOptions, costs: ClusterCosts) -> S
         train_days=cells.train_days,
     )
     return scaled_run(run, request, lambda text: typer.echo(f"{text} ...", err=True))
+
+
+def _shares_machine(plans: Sequence[CellPlan], cells: CellsOptions, costs: ClusterCosts) -> bool:
+    """Returns True if the cells run on one machine. Raises ConfigError if it was not measured how
+    much of it they take."""
+    if not costs.is_calibrated or cells.own_machines or len(plans) == 1:
+        return False
+    unknown = dict.fromkeys(p.shape.ranks for p in plans if p.model.machine_share is None)
+    if unknown:
+        raise ConfigError(
+            f"cells share this machine, and the calibration has no steps of {', '.join(unknown)}: "
+            f'measure them with moe-serve calibrate --layouts "{", ".join(unknown)}", or give '
+            "--own-machines if every cell has a machine of its own."
+        )
+    return True
 
 
 def _shapes(cells: CellsOptions) -> Sequence[CellShape]:

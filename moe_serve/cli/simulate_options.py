@@ -154,6 +154,13 @@ class CellsOptions:
         help="GB per second at which a device sends KV pages to other cells.",
         rich_help_panel=CELLS,
     )
+    own_machines: bool = option(
+        False,
+        "--own-machines",
+        help="With --calibration: every cell has a machine of its own, like the calibrated one. "
+        "Default: all cells share this machine.",
+        rich_help_panel=CELLS,
+    )
     autoscale: AutoscaleChoice | None = option(
         None,
         help="How many of the cells there are: static, all; target, by their utilisation; planned, "

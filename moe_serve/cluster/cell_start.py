@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_serve.cache.events.kv_events import KVEvents
-from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.cell_part import CellPart
 from moe_serve.cluster.cells.cell import Cell, cell_name
 from moe_serve.cluster.cells.cell_changes import CellStart
+from moe_serve.cluster.cells.joined_parts import JoinedParts
 from moe_serve.cluster.cells.parcel_post import ParcelPost
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.members.cluster_model import ClusterModel
@@ -35,11 +35,9 @@ from moe_serve.config.checks import check_cells
 from moe_serve.config.sections import EngineConfig
 from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.engine.opened_model import LoadReport
-from moe_serve.engine.routes.cell_placements import CellPlacements
 from moe_serve.engine.routes.route_records import ListenerGroup, RouteListeners
 from moe_serve.engine.schedule.policy.policy_maker import policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
-from moe_serve.engine.service.service_policy import ServicePolicy
 from moe_serve.errors import CellsError, ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 
@@ -95,10 +93,9 @@ class CellShared:
         self.news = threading.Event()
         self.post = ParcelPost(self.news.set)
         self.rosters = RosterRanks({})
-        self.own_secret = read_secret(os.environ)  # None: nobody but this process knows it
+        self.own_secret = read_secret(os.environ)  # None: only this process has one
         self.secret = self.own_secret or new_secret()
-        self.routes, self.placements = RouteListeners(), CellPlacements()
-        self.policy = ServicePolicy.of(config.scheduler, REAL_CLOCK)  # None: no service tiers
+        self.routes = RouteListeners()
         self.lock = threading.Lock()  # guards the next three
         self.starts: dict[int, StartingCell] = {}  # replaced, never changed
         self.places, self.attention = FreeNumbers(), FreeNumbers()
@@ -109,9 +106,8 @@ class CellShared:
             opened.callback(self.kv_events.close)
             self.arena = RankArena(model.config)
             opened.callback(self.arena.close)
-            self.adapters = adapters_of(model)
-            if self.adapters is not None:
-                opened.callback(self.adapters.close)
+            self.joined = JoinedParts(config, adapters_of(model))
+            opened.callback(self.joined.close)
             self.close = opened.pop_all().close
 
     def witnesses(self) -> dict[str, RankWitness | None]:
@@ -144,7 +140,9 @@ class StartingCell:
             self._attention = shared.attention.take(shape.attention_ranks)
             shared.starts = {**shared.starts, index: self}
         self._routes = ListenerGroup(shared.routes)
-        self._closers: list[Callable[[], None]] = [self._forget, self._routes.remove_all]
+        self._parts = contextlib.ExitStack()  # closes all, even if one cannot be closed
+        self._parts.callback(self._forget)
+        self._parts.callback(self._routes.remove_all)
         try:
             self._open(starter_of, is_later=is_later)
         except BaseException:
@@ -154,11 +152,11 @@ class StartingCell:
     def _open(self, starter_of: StarterOfCell | None, *, is_later: bool) -> None:
         """Makes its parts. What is made is closed with it."""
         shared, model = self._shared, self.model
-        self._closers.append(lambda: shared.kv_events.close_ranks(self._attention))
+        self._parts.callback(shared.kv_events.close_ranks, self._attention)
         if is_later:  # those of the first cells are open
             shared.kv_events.open(self._attention)
         self.watch = make_watch(model.config, model)
-        self._closers.append(self.watch.close)
+        self._parts.callback(self.watch.close)
         part = CellPart(
             name=cell_name(self.index),
             ids=shared.ids,
@@ -168,12 +166,12 @@ class StartingCell:
             kv_events=shared.kv_events,
             first_rank=self._attention.start,
             arena=shared.arena,
-            adapters=shared.adapters,
-            policy=shared.policy,
+            adapters=shared.joined.adapters,
+            policy=shared.joined.policy,
             join_s=math.inf if starter_of is None else JOIN_S,
         )
         self.ranks = StartedRanks(model, shared.link.setup, part, shared.secret)
-        self._closers.append(self.ranks.close)
+        self._parts.callback(self.ranks.close)
         self.ranks.membership.on_parcel = shared.post.receiver(self.index, self.ranks.roster)
         loads = RankLoads(model.placement)
         self._make_policy = policy_maker(
@@ -198,7 +196,8 @@ class StartingCell:
         """See `CellStart.note`."""
         limit = f"at most {self.model.config.cluster.start_timeout_s:g} s after its start began"
         if num_missing := len(self.commands):
-            return f"it waits for {num_missing} ranks that are started by hand, {limit}"
+            ranks = "one rank that is" if num_missing == 1 else f"{num_missing} ranks that are"
+            return f"it waits for {ranks} started by hand, {limit}"
         done, total = self._counts
         return f"its ranks have loaded {done} of {total} parts" if total else "its ranks start"
 
@@ -225,10 +224,11 @@ class StartingCell:
         own = RouteListeners(shared.routes)  # its placement follows its own rows
         engine = self.ranks.engine(self.watch, own, self._make_policy, plan_in_process)
         self.max_model_len = engine.max_model_len
-        assert self.ranks.rebalancer is not None, "a cell with an engine has one"
-        shared.placements.add(self.index, self.ranks.rebalancer)
         shared.rosters.add(self.index, self.ranks.roster)
-        return Cell(self.index, self.shape, engine, shared.news.set, self.close)
+        cell = Cell(self.index, self.shape, engine, shared.news.set, self.close)
+        shared.joined.connect(cell, self.ranks.membership.adapters, self.ranks.rebalancer)
+        self._closers.append(lambda: shared.joined.disconnect(cell))
+        return cell
 
     def run(self) -> Cell:
         """See `CellStart.run`. Refuses ranks that compute other bits than those that serve."""
@@ -248,14 +248,11 @@ class StartingCell:
     def close(self) -> None:
         """See `CellStart.close`."""
         with self._closing:
-            closers, self._closers = self._closers, []
-            for close in reversed(closers):
-                close()
+            self._parts.close()
 
     def _forget(self) -> None:
         shared = self._shared
         shared.rosters.remove(self.index)
-        shared.placements.remove(self.index)
         with shared.lock:
             shared.places.give_back(self._places)
             shared.attention.give_back(self._attention)

@@ -76,7 +76,7 @@ def build_cells(
         engine = _engine(config, roll, _carrier(config, shared, starts[0]), shared)
         opened.pop_all()
         opened.callback(engine.close)
-        adapters = None if shared.adapters is None else shared.adapters.open(config.adapters)
+        adapters = shared.joined.open_adapters()
         opened.pop_all()
     return BuiltEngine(
         engine,
@@ -87,7 +87,7 @@ def build_cells(
         grammars=models[0].checkpoint.grammars(),
         activity=CellsWitness(shared.witnesses),
         adapters=adapters,
-        cell_placements=shared.placements,
+        cell_placements=shared.joined.placements,
         cells=engine,
         nudge=engine.nudge,
         kv_events=shared.kv_events,
@@ -104,7 +104,7 @@ def _engine(
         REAL_CLOCK,
         timeout_s=config.cluster.timeout_s,
         chunk_tokens=config.scheduler.max_batched_tokens,
-        policy=shared.policy,
+        policy=shared.joined.policy,
     )
     return CellsEngine(
         roll,

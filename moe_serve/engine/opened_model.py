@@ -9,6 +9,7 @@ import torch
 
 from moe_kernels.interface.kv_form import FLOATS, KVForm
 from moe_kernels.kernel_choice import kernels_build
+from moe_serve.adapters.adapter_build import is_merging
 from moe_serve.adapters.adapter_size import configured_bytes, reserved_bytes
 from moe_serve.cache.kv_cache import KVCache, checked_kv_form, num_pages
 from moe_serve.cache.page_bytes import page_geometry
@@ -229,7 +230,13 @@ class OpenedModel(ServedCheckpoint):
         form = checked_kv_form(config.cache, stage.spec)
         token_bytes = kv_bytes_per_token(stage.spec, mtp, loader.dtype.itemsize, form)
         itemsize = loader.dtype.itemsize  # of adapters, which are loaded later
-        adapters = configured_bytes(config.adapters, self.folder, loader.spec, itemsize)
+        adapters = configured_bytes(
+            config.adapters,
+            self.folder,
+            loader.spec,
+            itemsize,
+            is_merging=is_merging(config.adapters, loader.kernels),
+        )
         pages = num_pages(
             config.cache,
             bytes_per_token=token_bytes,

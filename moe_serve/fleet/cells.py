@@ -300,11 +300,11 @@ def pages_of(offer: Offer, layout: Layout) -> int | None:
 def layouts_of(offer: Offer) -> Iterator[Layout]:
     """Yields the layouts of one cell with up to all devices of an offer."""
     most, per_node = offer.num_devices, min(offer.node_devices, 8)
-    shards = [1] if offer.has_whole_cells_only else [1 << i for i in range(4) if 1 << i <= per_node]
-    for num_shards in shards:
+    known = offer.calibrated_shards
+    for num_shards in known or [1 << i for i in range(4) if 1 << i <= per_node]:
         for num_attention in _COUNTS:
             devices = num_attention * num_shards
-            is_known = num_attention == 1 or not offer.has_whole_cells_only
+            is_known = known is None or (num_attention, num_shards) == (1, 1)
             if devices <= most and is_known:
                 yield _layout(num_attention, 0, num_shards)
             for num_experts in _COUNTS:

@@ -126,7 +126,7 @@ def _no_cell(offers: Sequence[Offer], demand: Demand) -> str:
 
 
 def _widest(offer: Offer) -> Layout:
-    if offer.has_whole_cells_only:
+    if offer.calibrated_shards is not None:
         return Layout.parse("colocated", 1)
     num = min(offer.num_devices, offer.size.num_experts)
     shards = 1 << max(0, min(3, num.bit_length() - 1, offer.node_devices.bit_length() - 1))

@@ -23,7 +23,8 @@ _TERM = re.compile(r"(.+?):([1-9]\d*)(?:@([0-9]+(?:\.[0-9]+)?))?")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """Devices of one type. `price`: of one device and hour; `costed` raises ConfigError for a
-    layout that has no costs; `page_speed`: of KV pages between cells, among so many devices;
+    layout that has no costs (those of a calibration have none for experts spread over attention
+    devices); `page_speed`: of KV pages between cells, among so many devices;
     `held_out`: how far the costs were off where they were checked."""
 
     name: str
@@ -32,7 +33,7 @@ class Offer:
     node_devices: int
     memory_bytes: int | None
     size: ModelSize
-    has_whole_cells_only: bool  # no costs of experts spread over attention devices, or of shards
+    calibrated_shards: tuple[int, ...] | None  # numbers of shards that have costs; None: all have
     held_out: HeldOutError | None
     costed: Callable[[Layout], CostedModel]
     page_speed: Callable[[int], PageSpeed]
@@ -66,7 +67,7 @@ def read_fleet(text: str, model: ModelShape, routing: Path | None) -> tuple[Offe
                 node_devices=device.node_devices,
                 memory_bytes=device.memory_bytes,
                 size=model.size,
-                has_whole_cells_only=False,
+                calibrated_shards=None,
                 held_out=device.held_out,
                 costed=cache(costed),
                 page_speed=partial(PageSpeed.of_device, device),
@@ -89,8 +90,8 @@ def calibrated_offer(
         node_devices=num_devices,
         memory_bytes=memory_bytes,
         size=alone.size,
-        has_whole_cells_only=True,
+        calibrated_shards=calibration.costs.shard_counts,
         held_out=None,
-        costed=cache(lambda layout: calibrated(calibration, layout)),
+        costed=cache(lambda layout: calibrated(calibration, layout, shares_machine=False)),
         page_speed=lambda _: PageSpeed.calibrated(calibration),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 
 from moe_serve import __version__
 from moe_serve.cache.page_key import model_identity
+from moe_serve.config.cells import CellShape
 from moe_serve.errors import ConfigError
 from moe_serve.model.hub.hub_name import folder_model_name
 from moe_serve.pipeline.costs.cost_model import (
@@ -41,6 +42,12 @@ from moe_serve.planning.exchange_timing import (
     ExchangeSetup,
     time_exchanges,
 )
+from moe_serve.planning.layout_fits import (
+    LayoutRequest,
+    check_layouts,
+    measure_layouts,
+    usual_layouts,
+)
 from moe_serve.planning.measure import (
     QUICK_ROWS,
     ROWS,
@@ -51,6 +58,7 @@ from moe_serve.planning.measure import (
     attention_cases,
     first_rows,
     fit,
+    fit_attention,
     fit_experts,
     random_choices,
     time_attention,
@@ -77,23 +85,30 @@ _NO_LINE = Line(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRequest:
-    """The model and device to measure. `is_quick`: fewer points, a quarter of the time."""
+    """The model and device to measure. `is_quick`: fewer points, a quarter of the time; `layouts`:
+    whose ranks are started and measured (None: the usual ones, or none if it is quick)."""
 
     folder: Path
     device: str = "auto"
     num_threads: int | None = None
     is_quick: bool = False
+    layouts: tuple[CellShape, ...] | None = None
 
 
 def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
-    """Takes under two minutes on a model that fits the machine with room to spare.
+    """Takes under two minutes on a model that fits the machine with room to spare, and about half a
+    minute for each layout.
 
-    Raises CheckpointError and ConfigError as loading does, and ConfigError if no second process can
-    be reached.
+    Raises CheckpointError and ConfigError as loading does, ConfigError if no second process can be
+    reached, and ClusterError if the ranks of a layout cannot start.
     """
     clock = time.monotonic()
     progress("loading", 0.0)
     model = load_measured_model(request.folder, request.device, request.num_threads)
+    shapes = request.layouts
+    if shapes is None:
+        shapes = () if request.is_quick else usual_layouts(model.spec, model.device)
+    check_layouts(shapes, model.device)
     stopwatch = Stopwatch(model.device, 0.03 if request.is_quick else 0.12)
     fits: list[FitReport] = []
     experts, expert_cost = _measure_experts(model, request.is_quick, stopwatch, progress, fits)
@@ -124,6 +139,7 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
     whole, found = fit_whole_steps(experts, samples)
     fits.append(_report("whole steps", found))
     costs = replace(costs, whole=whole)
+    costs = _measure_layouts(request, shapes, costs, progress, fits)
     progress("done", 1.0)
     return Calibration(
         schema=SCHEMA,
@@ -133,6 +149,29 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
         network=network,
         fits=tuple(fits),
         seconds=time.monotonic() - clock,
+    )
+
+
+def _measure_layouts(
+    request: CalibrationRequest,
+    shapes: tuple[CellShape, ...],
+    costs: StageCosts,
+    progress: Progress,
+    fits: list[FitReport],
+) -> StageCosts:
+    """Adds what real ranks show."""
+    return measure_layouts(
+        LayoutRequest(
+            folder=request.folder,
+            device=request.device,
+            num_threads=request.num_threads,
+            shapes=shapes,
+            budget_s=_QUICK_MIXED_S if request.is_quick else _MIXED_S,
+            has_pairs=not request.is_quick,
+        ),
+        costs,
+        lambda what: progress(what, 0.97),
+        lambda name, found: fits.append(_report(name, found)),
     )
 
 
@@ -195,39 +234,6 @@ def _measure_attention(
     cost, found = fit_attention(samples)
     fits.append(_report(f"T_a attention, {kind.name}", found))
     return cost
-
-
-def fit_attention(samples: Sequence[AttentionSample]) -> tuple[AttentionCost, Fit]:
-    """Tries every place for the knee and returns the fit with the smallest errors."""
-    loads, seconds = [s.load for s in samples], np.array([s.seconds for s in samples])
-    columns = np.array(
-        [(1, x.num_rows, x.num_kv_tokens, x.num_pairs) for x in loads], dtype=np.float64
-    )
-    best: tuple[float, int, Fit] | None = None
-    for knee in _knees(loads):
-        beyond = np.maximum(0, columns[:, 2] - knee)
-        found = fit(np.column_stack([columns, beyond]), seconds)
-        loss = float(np.square(found.errors).sum())
-        if best is None or loss < best[0]:
-            best = loss, knee, found
-    assert best is not None, "there is always a knee to try"
-    _, knee, found = best
-    alpha_s, row_s, kv_token_s, pair_s, spill_s = found.coefficients
-    cost = AttentionCost(
-        alpha_s=alpha_s,
-        row_s=row_s,
-        kv_token_s=kv_token_s,
-        pair_s=pair_s,
-        spill_s=spill_s,
-        spill_tokens=knee,
-    )
-    return cost, found
-
-
-def _knees(loads: Sequence[BatchLoad]) -> Iterator[int]:
-    """Yields powers of two inside the measured range."""
-    most = max(load.num_kv_tokens for load in loads)
-    return (1 << bits for bits in range(10, max(11, most.bit_length() - 1)))
 
 
 def _measure_link(
@@ -315,6 +321,7 @@ def _model_facts(model: MeasuredModel) -> CalibratedModel:
         attention_bytes=weights.attention,
         expert_bytes=weights.experts,
         kv_token_bytes=spec.kv_bytes_per_token(itemsize),
+        num_kv_parts=1 if spec.latent is not None else spec.attention.num_kv_heads,
     )
 
 

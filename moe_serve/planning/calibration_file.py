@@ -29,6 +29,7 @@ class CalibratedModel:
     attention_bytes: int  # everything but the routed experts
     expert_bytes: int  # all routed experts
     kv_token_bytes: int  # one token in the KV cache, all layers
+    num_kv_parts: int = 1  # among which processes of an attention rank can divide it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +114,17 @@ def _check(calibration: Calibration, path: Path) -> None:
     for link in (costs.link, calibration.network):
         numbers += [link.attention, link.experts, link.transfer]
     seconds = [number for line in numbers for number in (line.alpha_s, line.beta_s)]
-    for layer in costs.layers:
-        a, e = layer.attention, layer.experts
+    stages = [layer.attention for layer in costs.layers]
+    for a in (*stages, *(each.attention for each in costs.sharded)):
         seconds += [a.alpha_s, a.row_s, a.kv_token_s, a.pair_s, a.spill_s]
-        seconds += [] if e is None else [e.alpha_s, e.choice_s, e.expert_s]
-    if (whole := costs.whole) is not None:
-        seconds += [whole.alpha_s, whole.row_s, whole.kv_token_s, whole.pair_s]
-        seconds += [whole.expert_s, whole.sequence_s, *whole.scatter]
+    for layer in costs.layers:
+        if (e := layer.experts) is not None:
+            seconds += [e.alpha_s, e.choice_s, e.expert_s]
+    seconds += [each.machine_share for each in costs.layouts]
+    for whole in (costs.whole, *(each.whole for each in costs.layouts)):
+        if whole is not None:
+            seconds += [whole.alpha_s, whole.row_s, whole.kv_token_s, whole.pair_s]
+            seconds += [whole.expert_s, whole.sequence_s, *whole.few_rows_s, *whole.scatter]
     experts = costs.experts
     is_sound = (
         min(seconds) >= 0

@@ -1,10 +1,11 @@
 """Plans layouts for N devices: attention and expert ranks, or whole models side by side.
 
 Only decode is planned: a step gives every sequence one token, so the time of a step is the TPOT.
-The cost model predicts every split A + E = N with 1 to 4 micro-batches, beside one colocated device
-and N replicas of it, so the answer may be that disaggregation is not worth it. For a fair
-comparison it also predicts the layout of other servers: attention on each of N devices and the
-experts spread over the same ones. moe-serve does not serve that layout.
+The cost model predicts every split A t + E = N with 1 to 4 micro-batches and attention ranks of t
+devices, for every t that was calibrated, beside one colocated device and N replicas of it, so the
+answer may be that disaggregation is not worth it. For a fair comparison it also predicts the layout
+of other servers: attention on each of N devices and the experts spread over the same ones.
+moe-serve does not serve that layout.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_serve.errors import ConfigError
+from moe_serve.pipeline.costs.cost_model import StageCosts
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES
-from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts, step_time
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, step_time
 from moe_serve.pipeline.costs.step_seconds import simulate_layers
 from moe_serve.planning.calibration_file import CalibratedModel, Calibration
 
@@ -48,8 +50,9 @@ class PlannedLayout:
 
     kind: LayoutKind
     num_devices: int
-    num_attention: int  # devices that hold requests
+    num_attention: int  # attention ranks, or devices that hold requests
     num_experts: int  # devices that hold experts only
+    num_shards: int  # devices of each attention rank
     num_micro_batches: int
     batch: int
     step_s: float
@@ -61,7 +64,8 @@ class PlannedLayout:
     @property
     def name(self) -> str:
         if self.kind == "disaggregated":
-            return f"{self.num_attention}A{self.num_experts}E m={self.num_micro_batches}"
+            tp = f" tp{self.num_shards}" if self.num_shards > 1 else ""
+            return f"{self.num_attention}A{self.num_experts}E{tp} m={self.num_micro_batches}"
         if self.kind == "expert-parallel":
             return f"expert-parallel on {self.num_devices}"
         return "colocated, 1 device" if self.kind == "colocated" else f"{self.num_devices} replicas"
@@ -84,10 +88,11 @@ class _Candidate:
     num_devices: int
     ranks: Ranks
     num_micro_batches: int
+    num_shards: int = 1
 
     @property
     def num_holders(self) -> int:
-        """Returns the number of devices that hold requests."""
+        """Returns the number of attention ranks, or of devices that hold requests."""
         return self.ranks.num_attention
 
     @property
@@ -101,17 +106,18 @@ class _Candidate:
             BatchLoad.decode(share + (rank < more), context) for rank in range(self.num_holders)
         ]
 
-    def step_s(self, costs: StepCosts, batch: int, context: int) -> float:
+    def step_s(self, costs: StageCosts, batch: int, context: int) -> float:
         loads = self.loads(batch, context)
         if self.kind in ("colocated", "replicated"):
             return costs.colocated_time(loads[0])
+        costs = costs.with_shards(self.num_shards)
         return step_time(costs, loads, self.num_micro_batches, self.ranks)
 
-    def simulated_s(self, costs: StepCosts, batch: int, context: int) -> float:
+    def simulated_s(self, costs: StageCosts, batch: int, context: int) -> float:
         """Returns the time of the same step by discrete simulation."""
         loads = self.loads(batch, context)
         parts = zip(*(load.split(self.num_micro_batches) for load in loads), strict=True)
-        layers = costs.layer_times(list(parts), self.ranks)
+        layers = costs.with_shards(self.num_shards).layer_times(list(parts), self.ranks)
         seconds = simulate_layers(layers, self.ranks.num_attention, self.ranks.num_experts)
         return seconds + costs.fixed_seconds(loads)
 
@@ -119,7 +125,9 @@ class _Candidate:
         """Returns the bytes of a device that holds requests, and of one that holds experts only."""
         kv = -(-batch // self.num_holders) * context * model.kv_token_bytes
         if self.kind == "disaggregated":
-            return model.attention_bytes + kv, -(-model.expert_bytes // self.ranks.num_experts)
+            kv_shards = min(self.num_shards, model.num_kv_parts)
+            attention = -(-model.attention_bytes // self.num_shards) - (-kv // kv_shards)
+            return attention, -(-model.expert_bytes // self.ranks.num_experts)
         if self.kind == "expert-parallel":
             share = -(-model.expert_bytes // self.num_devices)
             return model.attention_bytes + share + kv, 0
@@ -144,7 +152,9 @@ def simulated_step_s(calibration: Calibration, layout: PlannedLayout, context: i
     """Simulates a disaggregated layout's step, as a check on the formula."""
     assert layout.kind == "disaggregated", f"{layout.name} has no pipeline to simulate"
     ranks = Ranks(num_attention=layout.num_attention, num_experts=layout.num_experts)
-    candidate = _Candidate(layout.kind, layout.num_devices, ranks, layout.num_micro_batches)
+    candidate = _Candidate(
+        layout.kind, layout.num_devices, ranks, layout.num_micro_batches, layout.num_shards
+    )
     return candidate.simulated_s(calibration.costs, layout.batch, context)
 
 
@@ -182,9 +192,13 @@ def _candidates(calibration: Calibration, request: PlanRequest) -> Iterator[_Can
         yield _Candidate("replicated", n, Ranks(num_attention=n, num_experts=1), 1)
         yield _Candidate("expert-parallel", n, Ranks(num_attention=n, num_experts=n), 1)
     for num_experts in range(1, min(n, calibration.costs.experts.num_experts + 1)):
-        ranks = Ranks(num_attention=n - num_experts, num_experts=num_experts)
-        for num_parts in range(1, MAX_MICRO_BATCHES + 1):
-            yield _Candidate("disaggregated", n, ranks, num_parts)
+        for num_shards in calibration.costs.shard_counts:
+            num_attention, rest = divmod(n - num_experts, num_shards)
+            if rest:
+                continue
+            ranks = Ranks(num_attention=num_attention, num_experts=num_experts)
+            for num_parts in range(1, MAX_MICRO_BATCHES + 1):
+                yield _Candidate("disaggregated", n, ranks, num_parts, num_shards)
 
 
 def _planned(
@@ -224,6 +238,7 @@ def _planned(
         num_devices=candidate.num_devices,
         num_attention=candidate.num_holders,
         num_experts=candidate.ranks.num_experts if candidate.kind == "disaggregated" else 0,
+        num_shards=candidate.num_shards,
         num_micro_batches=candidate.num_micro_batches,
         batch=batch,
         step_s=seconds if batch else 0.0,

@@ -7,19 +7,19 @@ are 0 or more: no stage gets faster with more work.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from experts.expert_stage import RoutedRows
 from moe_serve.model.stage.step_inputs import StepInputs, make_step_inputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice
-from moe_serve.pipeline.costs.cost_model import Experts
+from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.planning.measured_model import LayerKind, MeasuredModel
 
@@ -234,25 +234,18 @@ class Fit:
         return float(np.max(np.abs(self.errors)))
 
 
-def fit(columns: Array, seconds: Array) -> Fit:
+def fit(columns: Array, seconds: Array, weights: Array | None = None) -> Fit:
     """Fits `columns` [N, C] times coefficients [C] to `seconds` [N], all greater than 0.
 
-    Minimises relative errors: a step of a millisecond matters as much as one of a second. With few
-    columns all subsets are tried, which is exact and needs no tolerance.
+    Minimises relative errors: a step of a millisecond matters as much as one of a second, unless
+    `weights` [N] says otherwise.
     """
-    num_columns = columns.shape[1]
     assert columns.shape[0] == len(seconds) > 0, f"{columns.shape} for {len(seconds)} measurements"
-    assert num_columns <= 6, f"{num_columns} columns have too many subsets"
-    best, least = np.zeros(num_columns), np.inf
-    weighted, ones = columns / seconds[:, None], np.ones(len(seconds))
-    for size in range(1, num_columns + 1):
-        for subset in itertools.combinations(range(num_columns), size):
-            part = weighted[:, subset]
-            found = np.linalg.lstsq(part, ones, rcond=None)[0]
-            loss = float(np.square(part @ found - 1).sum())
-            if (found >= 0).all() and loss < least:
-                least, best = loss, np.zeros(num_columns)
-                best[list(subset)] = found
+    roots = np.ones(len(seconds)) if weights is None else np.sqrt(weights)
+    weighted = columns / seconds[:, None] * roots[:, None]
+    scale = np.linalg.norm(weighted, axis=0)  # columns differ by many orders of magnitude
+    scale[scale == 0] = 1.0
+    best = nnls(weighted / scale, roots)[0] / scale
     predicted = columns @ best
     spread = float(np.square(seconds - seconds.mean()).sum())
     rest = float(np.square(seconds - predicted).sum())
@@ -261,3 +254,36 @@ def fit(columns: Array, seconds: Array) -> Fit:
         r_squared=1.0 if spread == 0 else 1 - rest / spread,
         errors=tuple((predicted / seconds - 1).tolist()),
     )
+
+
+def fit_attention(samples: Sequence[AttentionSample]) -> tuple[AttentionCost, Fit]:
+    """Tries every place for the knee and returns the fit with the smallest errors."""
+    loads, seconds = [s.load for s in samples], np.array([s.seconds for s in samples])
+    columns = np.array(
+        [(1, x.num_rows, x.num_kv_tokens, x.num_pairs) for x in loads], dtype=np.float64
+    )
+    best: tuple[float, int, Fit] | None = None
+    for knee in _knees(loads):
+        beyond = np.maximum(0, columns[:, 2] - knee)
+        found = fit(np.column_stack([columns, beyond]), seconds)
+        loss = float(np.square(found.errors).sum())
+        if best is None or loss < best[0]:
+            best = loss, knee, found
+    assert best is not None, "there is always a knee to try"
+    _, knee, found = best
+    alpha_s, row_s, kv_token_s, pair_s, spill_s = found.coefficients
+    cost = AttentionCost(
+        alpha_s=alpha_s,
+        row_s=row_s,
+        kv_token_s=kv_token_s,
+        pair_s=pair_s,
+        spill_s=spill_s,
+        spill_tokens=knee,
+    )
+    return cost, found
+
+
+def _knees(loads: Sequence[BatchLoad]) -> Iterator[int]:
+    """Yields powers of two inside the measured range."""
+    most = max(load.num_kv_tokens for load in loads)
+    return (1 << bits for bits in range(10, max(11, most.bit_length() - 1)))

@@ -141,8 +141,13 @@ class _Planner:
         if mtp is not None:
             attention = weights.attention + mtp_bytes(mtp, dtype.itemsize)
             weights = WeightBytes(attention, weights.experts)
-        adapters = configured_bytes(config.adapters, folder, spec, dtype.itemsize)
-        return cls(config, checkpoint, dtype, weights, mtp, device_of(config.model), adapters)
+        device = device_of(config.model)
+        has_triton = device.type == "cuda" or config.model.kernels == "triton"
+        is_merging = has_triton or config.adapters.expert_lora == "merged"
+        adapters = configured_bytes(
+            config.adapters, folder, spec, dtype.itemsize, is_merging=is_merging
+        )
+        return cls(config, checkpoint, dtype, weights, mtp, device, adapters)
 
     @property
     def spec(self) -> ModelSpec:

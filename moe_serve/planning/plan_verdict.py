@@ -89,11 +89,11 @@ def _figures(layout: PlannedLayout) -> str:
 
 def _batch(layout: PlannedLayout) -> float:
     """Returns the sequences of a device that holds requests."""
-    return layout.batch / layout.num_attention
+    return layout.batch / _holders(layout)
 
 
 def _holders(layout: PlannedLayout) -> int:
-    return layout.num_attention
+    return layout.num_attention * layout.num_shards
 
 
 def _one_each(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:

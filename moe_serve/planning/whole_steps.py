@@ -19,8 +19,9 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.model.step_plan import StepPlan
-from moe_serve.pipeline.costs.cost_model import Experts, WholeStep
+from moe_serve.pipeline.costs.cost_model import Experts
 from moe_serve.pipeline.costs.step_costs import BatchLoad
+from moe_serve.pipeline.costs.whole_step import WholeStep, whole_step_terms
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.stacked_layers import StackedLayers
 from moe_serve.pipeline.transport import LocalTransport
@@ -29,17 +30,24 @@ from moe_serve.planning.measured_model import MeasuredModel
 from moe_serve.planning.natural_steps import measured_engine
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)  # requests in progress
-_PROMPTS, _ANSWERS = (8, 1024), (4, 64)  # tokens, from and to
+_PROMPTS, _ANSWERS = ((8, 64), (64, 1024)), (4, 64)  # tokens, from and to
 _MOST_ROWS = 1024  # of a step, as in the server's defaults
 _SCATTER_STEPS = 33
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """A step of prompts and answers."""
+    """A step of prompts and answers. `load`: of the busiest attention rank; `num_other_rows`: those
+    of other attention ranks."""
 
     load: BatchLoad
     seconds: float
+    num_other_rows: int = 0
+
+    @property
+    def num_routed(self) -> int:
+        """Rows of all attention ranks."""
+        return self.load.num_rows + self.num_other_rows
 
 
 class _NotingExecutor(LocalExecutor):
@@ -62,52 +70,75 @@ def one_call_pipeline(model: MeasuredModel) -> Pipeline:
 def whole_steps(
     model: MeasuredModel, budget_s: float, clock: Clock = time.perf_counter
 ) -> list[StepSample]:
-    """Serves requests of random lengths in closed loops of several sizes, about `budget_s` seconds
-    each -> all steps but the first of each loop."""
+    """Serves random requests in closed loops of several sizes, each first with short prompts and
+    then with long ones, about `budget_s` seconds together -> all steps but the first of each loop.
+
+    With prompts of one kind, more sequences would always mean more cached tokens, and a fit could
+    not tell what either costs.
+    """
     samples: list[StepSample] = []
-    generator = torch.Generator().manual_seed(7)
+    requests = RandomRequests(model.spec.vocab_size, model.max_context)
     sampler = Sampler(frozenset(model.spec.eos_token_ids))
     for most in _BATCHES:
         executor = _NotingExecutor(one_call_pipeline(model), sampler)
         config = SchedulerConfig(max_num_seqs=most, max_batched_tokens=_MOST_ROWS)
-        engine, found = measured_engine(executor, model, config), list[StepSample]()
-        number, until = 0, clock() + budget_s
-        while clock() < until or len(found) < 3:
-            while engine.num_running + engine.num_waiting < most:
-                engine.add(_request(number, generator, model))
-                number += 1
-            start = clock()
-            engine.step()
-            found.append(StepSample(executor.load, clock() - start))
-        samples += found[1:]
+        engine = measured_engine(executor, model, config)
+        for is_long in (False, True):
+            found, until = list[StepSample](), clock() + budget_s / 2
+            while clock() < until or len(found) < 3:
+                while engine.num_running + engine.num_waiting < most:
+                    engine.add(requests.next(is_long))
+                start = clock()
+                engine.step()
+                found.append(StepSample(executor.load, clock() - start))
+            samples += found[1:]
     return samples
 
 
-def _request(index: int, generator: torch.Generator, model: MeasuredModel) -> GenerationRequest:
-    """Returns a request whose prompt has a length that is even on a logarithmic scale."""
-    low, high = _PROMPTS[0], min(_PROMPTS[1], model.max_context // 2)
-    share = float(torch.rand(1, generator=generator))
-    count = round(low * (high / low) ** share)
-    prompt = torch.randint(model.spec.vocab_size, (count,), generator=generator).tolist()
-    num_output = int(torch.randint(_ANSWERS[0], _ANSWERS[1] + 1, (1,), generator=generator))
-    params = SamplingParams(max_tokens=num_output, temperature=1.0, seed=index, ignore_eos=True)
-    return GenerationRequest(
-        request_id=str(index), prompt_token_ids=tuple(int(t) for t in prompt), params=params
-    )
+class RandomRequests:
+    """Makes requests whose prompts have lengths that are even on a logarithmic scale, always the
+    same ones."""
+
+    def __init__(self, vocab_size: int, max_context: int) -> None:
+        self._vocab_size, self._longest = vocab_size, max(1, max_context // 2)
+        self._generator = torch.Generator().manual_seed(7)
+        self._num_made = 0
+
+    def next(self, is_long: bool) -> GenerationRequest:
+        """Returns the next request."""
+        generator = self._generator
+        low, high = (min(each, self._longest) for each in _PROMPTS[is_long])
+        share = float(torch.rand(1, generator=generator))
+        count = round(low * (high / low) ** share)
+        prompt = torch.randint(self._vocab_size, (count,), generator=generator).tolist()
+        num_output = int(torch.randint(_ANSWERS[0], _ANSWERS[1] + 1, (1,), generator=generator))
+        number, self._num_made = self._num_made, self._num_made + 1
+        params = SamplingParams(
+            max_tokens=num_output, temperature=1.0, seed=number, ignore_eos=True
+        )
+        return GenerationRequest(
+            request_id=f"calibrate-{number}",
+            prompt_token_ids=tuple(int(t) for t in prompt),
+            params=params,
+        )
 
 
 def fit_whole_steps(experts: Experts, samples: Items[StepSample]) -> tuple[WholeStep, Fit]:
-    """Fit the steps. The slowest tenth beside a first fit is left out, as other programs slowed it,
-    and the scatter has the quantiles of the others."""
-    columns = np.array([_terms(experts, sample.load) for sample in samples], dtype=np.float64)
+    """Fits the steps. The slowest tenth beside a first fit is left out, as other programs slowed
+    it, and the scatter has the quantiles of the others.
+
+    Steps weigh by their seconds: a loop of short steps has many more of them than one of long
+    steps, and both took the same time.
+    """
+    columns = np.array([_terms(experts, sample) for sample in samples], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in samples])
-    first = np.array(fit(columns, seconds).errors)  # predicted / measured - 1
+    first = np.array(fit(columns, seconds, seconds).errors)  # predicted / measured - 1
     usual = first >= np.quantile(first, 0.1)
-    found = fit(columns[usual], seconds[usual])
+    found = fit(columns[usual], seconds[usual], seconds[usual])
     # Relative errors are smallest if times are a little too short; the sum of all must be right.
     factor = float(seconds[usual].sum() / (columns[usual] @ found.coefficients).sum())
     coefficients = [factor * each for each in found.coefficients]
-    alpha_s, row_s, kv_token_s, pair_s, expert_s, sequence_s = coefficients
+    alpha_s, row_s, kv_token_s, pair_s, expert_s, sequence_s, *few_rows_s = coefficients
     ratios = 1 / (factor * (1 + np.array(found.errors)))
     scatter = np.quantile(ratios, np.linspace(0, 1, _SCATTER_STEPS)).tolist()
     whole = WholeStep(
@@ -117,17 +148,11 @@ def fit_whole_steps(experts: Experts, samples: Items[StepSample]) -> tuple[Whole
         pair_s=pair_s,
         expert_s=expert_s,
         sequence_s=sequence_s,
+        few_rows_s=tuple(few_rows_s),
         scatter=tuple(scatter),
     )
     return whole, found
 
 
-def _terms(experts: Experts, load: BatchLoad) -> tuple[float, ...]:
-    return (
-        1.0,
-        load.num_rows,
-        load.num_kv_tokens,
-        load.num_pairs,
-        experts.num_activated(load.num_rows),
-        load.num_sequences,
-    )
+def _terms(experts: Experts, sample: StepSample) -> tuple[float, ...]:
+    return whole_step_terms(sample.load, experts.num_activated(sample.num_routed))

@@ -18,7 +18,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, MicroBatchChooser
 from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts
 from moe_serve.simulate.instant_executor import InstantExecutor, Scatter
-from moe_serve.simulate.instant_ranks import InstantCoordinator
+from moe_serve.simulate.instant_ranks import InstantCoordinator, StepPlace, WholeSeconds
 from moe_serve.simulate.layout import Layout
 from moe_serve.simulate.virtual_clock import VirtualClock
 
@@ -64,15 +64,22 @@ class Cell:
     executor: InstantExecutor | None = None
 
 
-def make_cell(layout: Layout, costs: StepCosts, ranks: Ranks, limits: CellLimits) -> Cell:
-    """Builds a cell. `costs` and `ranks` are those of one cell of the layout.
+def make_cell(
+    layout: Layout,
+    costs: StepCosts,
+    ranks: Ranks,
+    limits: CellLimits,
+    whole: WholeSeconds | None = None,
+) -> Cell:
+    """Builds a cell. `costs` and `ranks` are those of one cell of the layout; `whole`: see
+    `InstantCoordinator`.
 
     A single attention rank with the experts on its own devices is one engine, as in one process.
     Otherwise the cell is a cluster's engine over ranks.
     """
     clock = VirtualClock()
     if not is_one_engine(layout):
-        cluster, _ = make_cluster(layout, costs, ranks, limits, clock)
+        cluster, _ = make_cluster(layout, costs, ranks, limits, clock, whole=whole)
         return Cell(cluster, clock, limits.page_size)
     executor = InstantExecutor(clock, costs, limits.scatter)
     engine = _engine(executor, itertools.count(), limits, clock)
@@ -91,23 +98,34 @@ def make_cluster(
     limits: CellLimits,
     clock: VirtualClock,
     ids: itertools.count[int] | None = None,
+    *,
+    whole: WholeSeconds | None = None,
+    place: StepPlace | None = None,
 ) -> tuple[ClusterEngine, InstantCoordinator]:
-    """Builds a cluster's engine over ranks that compute nothing. `ids`: of sequences."""
+    """Builds a cluster's engine over ranks that compute nothing. `ids`: of sequences; `whole`,
+    `place`: see `InstantCoordinator`."""
     service = ServiceState.of(limits.scheduler, clock)
 
     def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
         return _engine(executor, ids, limits, clock, service)
 
-    is_one = is_one_engine(layout)
-    watch = PoolWatch(None, 1, None) if is_one else _watch(costs, ranks, limits)
+    if is_one_engine(layout):
+        whole = _colocated(costs)
+    watch = _watch(costs, ranks, limits) if whole is None else PoolWatch(None, 1, None)
     if not layout.is_split:
         ranks = replace(ranks, num_experts=1)  # one report on the experts of all devices
-    scatter = Scatter(limits.scatter) if is_one else None
-    coordinator = InstantCoordinator(clock, costs, ranks, watch, is_whole=is_one, scatter=scatter)
+    scatter = None if whole is None else Scatter(limits.scatter)
+    coordinator = InstantCoordinator(
+        clock, costs, ranks, watch, whole=whole, scatter=scatter, place=place
+    )
     cluster = ClusterEngine(
         coordinator, make_engine, watch, lambda: None, is_ahead=True, service=service, ids=ids
     )
     return cluster, coordinator
+
+
+def _colocated(costs: StepCosts) -> WholeSeconds:
+    return lambda loads: costs.colocated_time(loads[0])
 
 
 def _watch(costs: StepCosts, ranks: Ranks, limits: CellLimits) -> PoolWatch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from moe_serve.cluster.control.messages import (
     QueryPages,
@@ -25,9 +25,20 @@ from moe_serve.cluster.steps.step_in_flight import RankWork, StepInFlight
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts
 from moe_serve.pipeline.costs.step_seconds import LayerTimes, step_seconds
 from moe_serve.simulate.instant_executor import Scatter
+from moe_serve.simulate.step_ends import OwnMachines, StepEnds
 from moe_serve.simulate.virtual_clock import VirtualClock, answers
 
+WholeSeconds = Callable[[Sequence[BatchLoad]], float]  # of a step, from the ranks' loads
+
 _NO_LOAD = BatchLoad.decode(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlace:
+    """The machine on which a cell's steps run, and the cell's number on it."""
+
+    ends: StepEnds
+    cell: int
 
 
 class InstantMembers:
@@ -49,11 +60,13 @@ class InstantCoordinator:
         ranks: Ranks,
         watch: PoolWatch,
         *,
-        is_whole: bool = False,
+        whole: WholeSeconds | None = None,
         scatter: Scatter | None = None,
+        place: StepPlace | None = None,
     ) -> None:
-        """`is_whole`: one attention rank has all experts on its own devices; then `scatter` draws
-        how long its steps take beside what is predicted."""
+        """`whole`: predicts whole steps, in place of their stages; then `scatter` draws how long
+        they take beside what is predicted. `place`: where the steps run; None: on a machine of
+        their own."""
         names = all_ranks(ranks.num_attention, ranks.num_experts)
         roster = Roster(names)
         for state in roster.all():
@@ -64,19 +77,21 @@ class InstantCoordinator:
         self.membership, self.has_events, self.outage_s = InstantMembers(roster), False, 0.0
         self.epoch = Epoch(1, attention, experts, dict.fromkeys(attention, 1))
         self._clock, self._costs, self._ranks, self._watch = clock, costs, ranks, watch
-        self._is_whole, self._scatter = is_whole, scatter or Scatter()
+        self._whole, self._scatter = whole, scatter or Scatter()
+        self._place = place or StepPlace(OwnMachines(), 0)
         self._numbers = itertools.count(1)
-        self._begun: dict[int, tuple[float, StepServed]] = {}  # step -> its end, and its experts
+        self._begun: dict[int, StepServed] = {}  # step -> what its expert ranks report
 
     @property
     def step_end(self) -> float | None:
-        """The end of the step that runs now; None if no step was sent out."""
-        return next((end for end, _ in self._begun.values()), None)
+        """The end of the step that runs now; None if no step was sent out. Later steps of other
+        cells may still delay it."""
+        return self._place.ends.next_end(self._place.cell)
 
     @property
     def last_end(self) -> float | None:
         """The end of the last step that was sent out; None if there was no step."""
-        return next((end for end, _ in reversed(self._begun.values())), None)
+        return self._place.ends.last_end(self._place.cell)
 
     def stop(self) -> None:
         """Does nothing, as no step waits."""
@@ -100,18 +115,21 @@ class InstantCoordinator:
 
     def launch_after(self, flight: StepInFlight, works: Mapping[str, RankWork]) -> StepInFlight:
         after = {name: replace(work, after=flight.step) for name, work in works.items()}
-        return self._sent(after, self._begun[flight.step][0])
+        start = self.step_end
+        assert start is not None, f"step {flight.step} runs"
+        return self._sent(after, start)
 
     def collect(self, flight: StepInFlight) -> dict[str, StepDone | Exception]:
         """Moves the clock to the step's end, and report on it as the ranks would."""
-        end, served = self._begun.pop(flight.step)
+        served = self._begun.pop(flight.step)
+        begin, end = self._place.ends.take(self._place.cell)
         self._clock.advance_to(end)
         for name, result in flight.results.items():
             assert isinstance(result, StepDone), f"{name} cannot fail"
             self._watch.heard(name, result, 0)
         for name in self.epoch.experts:
             self._watch.heard(name, served, 0)
-        self._watch.ended(flight.step, end - flight.start, True)
+        self._watch.ended(flight.step, end - begin, True)
         return {name: flight.results[name] for name in flight.works}
 
     def run(self, works: Mapping[str, RankWork]) -> dict[str, StepDone | Exception]:
@@ -125,7 +143,8 @@ class InstantCoordinator:
         self._watch.began(step)
         seconds, attention, experts = self._cost([batch_loads(work) for work in works.values()])
         served = StepServed(epoch=1, step=step, failure=None, seconds=experts)
-        self._begun[step] = start + seconds, served
+        self._begun[step] = served
+        self._place.ends.put(self._place.cell, seconds, self._clock.now)
         results: dict[str, StepDone | Exception] = {
             name: _done(step, itertools.chain.from_iterable(work.micro_batches), attention)
             for name, work in works.items()
@@ -138,8 +157,8 @@ class InstantCoordinator:
         """Predicts a step from the loads of all ranks' micro-batches: its seconds, and those of the
         attention and the expert ranks."""
         together = [BatchLoad.together(parts) for parts in loads]
-        if self._is_whole:
-            seconds = self._costs.colocated_time(together[0]) * self._scatter.draw()
+        if self._whole is not None:
+            seconds = self._whole(together) * self._scatter.draw()
             return seconds, StageSeconds(seconds, 0.0, seconds), StageSeconds(0.0, 0.0, seconds)
         num_parts = max(len(parts) for parts in loads)
         padded = [(*parts, *(_NO_LOAD,) * (num_parts - len(parts))) for parts in loads]

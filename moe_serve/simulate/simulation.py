@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from moe_serve import __version__
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.errors import ConfigError
+from moe_serve.pipeline.costs.cost_model import StageCosts
 from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts
 from moe_serve.planning.calibration_file import Calibration
-from moe_serve.simulate.cell import Cell, CellLimits, make_cell
+from moe_serve.simulate.cell import Cell, CellLimits, is_one_engine, make_cell
 from moe_serve.simulate.costs.device import DeviceType
 from moe_serve.simulate.costs.model_shape import ModelShape
 from moe_serve.simulate.costs.roofline import RooflineCosts
 from moe_serve.simulate.costs.routing_law import EvenRouting, RecordedRouting
+from moe_serve.simulate.instant_ranks import WholeSeconds
 from moe_serve.simulate.layout import Layout, ModelSize
 
 MEMORY_SHARE = 0.9  # of a device, for weights and KV cache; the rest is for the runtime
@@ -41,7 +44,8 @@ class CellSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostedModel:
     """A model with the costs of its steps in one cell of a layout. `scatter`: quantiles of measured
-    over predicted times; empty: not known."""
+    over predicted times; empty: not known. `whole`: whole steps of the layout's ranks, if they were
+    measured; then `machine_share` says how much of the machine a cell of them takes."""
 
     size: ModelSize
     costs: StepCosts
@@ -49,12 +53,20 @@ class CostedModel:
     device_name: str
     device_bytes: int | None  # None: not known
     scatter: tuple[float, ...] = ()
+    whole: WholeSeconds | None = None
+    machine_share: float | None = None
 
 
 def on_device(
-    model: ModelShape, device: DeviceType, layout: Layout, routing: Path | None
+    model: ModelShape,
+    device: DeviceType,
+    layout: Layout,
+    routing: Path | None,
+    *,
+    expands_latents: bool = False,
 ) -> CostedModel:
-    """Cost a model by published figures. `routing`: a trace of its choices; None: a formula.
+    """Costs a model by published figures. `routing`: a trace of its choices; None: a formula;
+    `expands_latents`: see `RooflineCosts`.
 
     Raises ConfigError, and the errors of reading a trace.
     """
@@ -70,16 +82,22 @@ def on_device(
     )
     return CostedModel(
         size=model.size,
-        costs=RooflineCosts(model, device, layout, law),
+        costs=RooflineCosts(model, device, layout, law, expands_latents=expands_latents),
         ranks=_ranks(layout),
         device_name=device.name,
         device_bytes=device.memory_bytes,
     )
 
 
-def calibrated(calibration: Calibration, layout: Layout) -> CostedModel:
-    """Cost a model by a calibration of this machine. Raises ConfigError if it is of another machine
-    or version, or if the layout needs what it has not measured."""
+def calibrated(
+    calibration: Calibration, layout: Layout, *, shares_machine: bool = True
+) -> CostedModel:
+    """Costs a model by a calibration of this machine. Raises ConfigError if it is of another
+    machine or version, or if the layout needs what it has not measured.
+
+    `shares_machine`: the ranks of a cell run on one machine such as this, and if their steps were
+    measured together, these count; else every rank has a device of its own.
+    """
     here = f"{platform.system()} {platform.machine()}"
     machine, model = calibration.machine, calibration.model
     if machine.moe_serve != __version__ or machine.host != here:
@@ -87,36 +105,55 @@ def calibrated(calibration: Calibration, layout: Layout) -> CostedModel:
             f"the calibration is of moe-serve {machine.moe_serve} on {machine.host}, but this is "
             f"moe-serve {__version__} on {here}: run moe-serve calibrate here."
         )
-    is_whole = not layout.is_split and layout.num_attention == 1
-    if layout.num_shards > 1 or not (layout.is_split or is_whole):
-        raise ConfigError(
-            f"layout {layout.name} with {layout.num_shards} tensor shards cannot be simulated from "
-            "a calibration, which has no times of tensor shards, or of experts spread over the "
-            "attention devices: use replicas, or attention and expert ranks such as 1A2E."
-        )
+    is_one, costs = is_one_engine(layout), calibration.costs
+    step = None
+    if shares_machine:
+        step = costs.layout_step(layout.num_attention, layout.num_experts, layout.num_shards)
+    if step is None:
+        _check_covered(costs, layout)
+    whole = costs.whole if step is None else step.whole
     return CostedModel(
         size=ModelSize(
             name=model.name,
             attention_bytes=model.attention_bytes,
             expert_bytes=model.expert_bytes,
             kv_token_bytes=model.kv_token_bytes,
-            num_kv_parts=1,
-            num_experts=calibration.costs.experts.num_experts,
+            num_kv_parts=model.num_kv_parts,
+            num_experts=costs.experts.num_experts,
             max_context=model.max_context,
         ),
-        costs=calibration.costs,
+        costs=costs if step is not None else costs.with_shards(layout.num_shards),
         ranks=_ranks(layout),
         device_name=machine.device,
         device_bytes=None,
-        scatter=() if calibration.costs.whole is None else calibration.costs.whole.scatter,
+        scatter=() if whole is None or not (is_one or step) else whole.scatter,
+        whole=None if step is None else partial(costs.layout_seconds, step),
+        machine_share=None if step is None else step.machine_share,
     )
+
+
+def _check_covered(costs: StageCosts, layout: Layout) -> None:
+    """Raises ConfigError if a calibration has no times of the stages of a layout."""
+    if not layout.is_split and (layout.num_attention, layout.num_shards) != (1, 1):
+        raise ConfigError(
+            f"layout {layout.name} with {layout.num_shards} tensor shards cannot be simulated from "
+            "a calibration, which has no times of experts spread over the attention devices: use "
+            "replicas, or attention and expert ranks such as 1A2E."
+        )
+    if layout.num_shards not in costs.shard_counts:
+        name = f"{layout.num_attention}A{layout.num_experts}E tp{layout.num_shards}"
+        raise ConfigError(
+            f"layout {layout.name} with {layout.num_shards} tensor shards is not in the "
+            f'calibration: measure it with moe-serve calibrate --layouts "{name}", or all layouts '
+            f'of so many shards with --layouts "1A1E tp{layout.num_shards}".'
+        )
 
 
 def make_cells(model: CostedModel, settings: CellSettings) -> list[Cell]:
     """Builds the cells of a layout. Raises ConfigError if the model does not fit its memory."""
     limits = limits_of(model, settings)
     return [
-        make_cell(settings.layout, model.costs, model.ranks, limits)
+        make_cell(settings.layout, model.costs, model.ranks, limits, model.whole)
         for _ in range(settings.layout.num_cells)
     ]
 

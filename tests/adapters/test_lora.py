@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_kernels.kernel_choice import KernelsName
+from moe_serve.adapters.adapter_size import adapter_bytes
 from moe_serve.errors import ConfigError
+from moe_serve.model.load.loader import ModelLoader
 from moe_serve.offline.llm import LLM
 from tests.support.adapters.adapter_folders import (
     ATTENTION,
@@ -107,12 +109,14 @@ def test_experts_in_few_bits(products: str, tmp_path: Path) -> None:
 
 def test_a_lora_of_experts_needs_little_memory(base: Path, tmp_path: Path) -> None:
     """Sixteen of them are sixteen small matrices, and not sixteen copies of all experts."""
-    adapter = adapters_of(own=write_lora(tmp_path / "lora", base, pattern=ROUTED, rank=1))
-    found = {}
+    folder = write_lora(tmp_path / "lora", base, pattern=ROUTED, rank=1)
+    found, spec = {}, ModelLoader(base).spec
     for kind in ("added", "merged"):
-        with LLM(str(base), adapters=adapter, expert_lora=kind) as llm:
+        with LLM(str(base), adapters=adapters_of(own=folder), expert_lora=kind) as llm:
             assert llm._adapters is not None
             found[kind] = llm._adapters.stats.bytes_in_memory
+        planned = adapter_bytes(folder, base, spec, 4, is_merging=kind == "merged").total
+        assert planned == pytest.approx(found[kind], rel=0.05), kind
     weights = tensors_of(base)
     routed = sum(t.nbytes for name, t in weights.items() if ROUTED.fullmatch(name))
     assert found["merged"] == routed and found["added"] < routed, f"{found}, {routed=}"

@@ -136,7 +136,14 @@ def test_the_flags_are_frozen() -> None:
         "-o",
     ]
     assert flags_of("timeline") == ["--layers", "--out", "--step", "--steps", "file"]
-    assert flags_of("calibrate") == ["--device", "--num-threads", "--out", "--quick", "model"]
+    assert flags_of("calibrate") == [
+        "--device",
+        "--layouts",
+        "--num-threads",
+        "--out",
+        "--quick",
+        "model",
+    ]
     assert flags_of("plan") == [
         "--attainment",
         "--batch",
@@ -202,6 +209,7 @@ def test_the_flags_are_frozen() -> None:
         "--num-prefixes",
         "--order",
         "--output-tokens",
+        "--own-machines",
         "--page-link",
         "--page-size",
         "--patience",

@@ -85,7 +85,7 @@ def test_layouts_use_at_most_the_devices() -> None:
         (x.num_attention, x.num_experts, x.num_shards) for x in layouts
     }
     assert all(layout.num_attention == 1 or layout.num_experts for layout in layouts_of(
-        replace(offer, has_whole_cells_only=True)
+        replace(offer, calibrated_shards=(1,))
     ))  # fmt: skip
 
 

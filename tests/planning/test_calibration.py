@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from moe_serve.cli.calibrate import us
 from moe_serve.cli.main import main
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
-from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts, WholeStep
+from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts
 from moe_serve.pipeline.costs.step_costs import BatchLoad
-from moe_serve.planning.calibration import fit_attention
+from moe_serve.pipeline.costs.whole_step import WholeStep
 from moe_serve.planning.calibration_file import read_calibration, write_calibration
 from moe_serve.planning.measure import (
     AttentionSample,
     ExpertSample,
     fit,
+    fit_attention,
     fit_experts,
     random_choices,
 )
@@ -52,7 +53,8 @@ def _threads_as_before() -> object:
 @pytest.mark.timeout(400)
 def test_calibrate_then_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "calibration.json"
-    assert run("calibrate", "--quick", "--num-threads", "1", "--out", str(path)) == 0
+    layouts = ("--layouts", "1A1E tp2")
+    assert run("calibrate", "--quick", "--num-threads", "1", "--out", str(path), *layouts) == 0
     printed = capsys.readouterr().out
     assert "T_a attention" in printed and "T_c transfer, gloo" in printed and str(path) in printed
     calibration = read_calibration(path)
@@ -61,12 +63,16 @@ def test_calibrate_then_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert costs.experts.num_experts == 32 and costs.experts.num_effective > 16
     alone = costs.colocated_time(BatchLoad.decode(1, 64))
     assert 0 < alone < costs.colocated_time(BatchLoad.decode(64, 64))
+    assert costs.shard_counts == (1, 2) and [x.name for x in costs.layouts] == ["1A1E tp2"]
+    assert costs.layouts[0].whole.seconds(BatchLoad.decode(8, 64), 16.0) > 0
     assert costs.link.attention.seconds(64) > 0 and calibration.network.attention.alpha_s > 0
     assert {fit.name for fit in calibration.fits} >= {
         "T_e experts",
         "exchange, attention rank",
         "sampling",
         "whole steps",
+        "steps of 1A1E tp2",
+        "T_a attention, 2 processes",
     }
 
     plan = ("plan", "--calibration", str(path), "--devices", "3", "--batch", "16")
@@ -74,7 +80,7 @@ def test_calibrate_then_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "disaggregation" in capsys.readouterr().out
     assert run(*plan, "--json") == 0
     document = json.loads(capsys.readouterr().out)
-    assert len(document["layouts"]) == 3 + 2 * 4
+    assert len(document["layouts"]) == 3 + 2 * 4 + 4  # 2A1E, 1A2E, and 1A1E tp2
     assert document["verdict"]["sentence"] and document["request"]["batch"] == 16
 
 
@@ -84,6 +90,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for arguments, message in (
         (["calibrate", "--device", "tpu"], "device cannot be 'tpu'"),
         (["calibrate", "--out", str(tmp_path / "no" / "x.json")], "no is not a folder"),
+        (["calibrate", "--layouts", "tp2"], "layouts cannot be '(tp2)'"),
         (["calibrate", "--out", str(tmp_path)], "cannot be written: it is a folder"),
         (["calibrate", str(tmp_path / "missing")], "is not a folder: give a local checkpoint"),
         (["plan", "--calibration", written, *two, "--memory-bytes", "80GB"], "such as 80GiB"),
@@ -206,5 +213,5 @@ def test_no_coefficient_is_negative() -> None:
 def test_small_measurements_count_as_much_as_large_ones() -> None:
     columns = np.array([[1.0], [1000.0]])
     found = fit(columns, np.array([1.0, 2000.0]))
-    assert abs(found.errors[0]) == pytest.approx(abs(found.errors[1]), rel=0.5)
+    assert abs(found.errors[0]) == pytest.approx(abs(found.errors[1]), rel=0.6)
     assert found.median_error <= found.max_error

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from moe_serve.errors import ConfigError
+from moe_serve.pipeline.costs.cost_model import ShardedAttention
+from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, step_time
 from moe_serve.planning.layout_planner import (
     PlannedLayout,
     PlanRequest,
@@ -144,3 +147,20 @@ def test_too_few_sequences_are_not_split() -> None:
 def test_contradictions_are_one_sentence(request_: PlanRequest, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_layouts(cpu_calibration(), request_)
+
+
+def test_attention_ranks_of_several_devices_are_planned_if_they_were_calibrated() -> None:
+    """With two devices an attention rank reads half of the keys, which takes half of the time."""
+    calibration, request = gpu_calibration(), PlanRequest(num_devices=4, context=8192, batch=64)
+    layer = calibration.costs.layers[0]
+    half = replace(layer.attention, kv_token_s=layer.attention.kv_token_s / 2)
+    costs = replace(calibration.costs, sharded=(ShardedAttention(num_shards=2, attention=half),))
+    found = plan_layouts(replace(calibration, costs=costs), request)
+    by_name = {each.name: each for each in found}
+    assert "1A2E tp2 m=1" in by_name and "2A2E m=1" in by_name and "1A1E tp2 m=1" not in by_name
+    assert all("tp2" not in each.name for each in plan_layouts(calibration, request))
+    split = by_name["1A2E tp2 m=1"]
+    loads = [BatchLoad.decode(64, 8192)]
+    ranks = Ranks(num_attention=1, num_experts=2)
+    assert split.step_s == pytest.approx(step_time(costs.with_shards(2), loads, 1, ranks))
+    assert split.step_s < step_time(costs, loads, 1, ranks)

@@ -13,7 +13,8 @@ from moe_serve import __version__
 from moe_serve.bench import plan_loads
 from moe_serve.bench.report.report import Report, read_report
 from moe_serve.cli.main import main
-from moe_serve.planning.calibration_file import write_calibration
+from moe_serve.pipeline.costs.whole_step import LayoutStep, WholeStep
+from moe_serve.planning.calibration_file import Calibration, write_calibration
 from tests.support.cluster.calibrations import cpu_calibration
 
 Capture = pytest.CaptureFixture[str]
@@ -32,9 +33,9 @@ def report_of(path: Path, *arguments: str) -> Report:
     return read_report(path)
 
 
-def here(path: Path, **changes: str) -> str:
+def here(path: Path, calibration: Calibration | None = None, **changes: str) -> str:
     """Writes a calibration that passes as one of this machine."""
-    calibration = cpu_calibration()
+    calibration = calibration or cpu_calibration()
     facts = {
         "host": f"{platform.system()} {platform.machine()}",
         "moe_serve": __version__,
@@ -143,6 +144,36 @@ def test_a_calibration_in_place_of_a_device(tmp_path: Path) -> None:
     )  # fmt: skip
     assert whole.model == split.model == "made-up"
     assert whole.summary.output_tokens == split.summary.output_tokens
+
+
+def test_cells_of_measured_layouts_share_the_machine(tmp_path: Path, capsys: Capture) -> None:
+    """Two cells that each take 0.8 of the machine are slower on one than on two machines. What was
+    not measured is refused, with the command that measures it."""
+    calibration, whole = cpu_calibration(), WholeStep(
+        alpha_s=5e-3, row_s=1e-4, kv_token_s=0.0, pair_s=0.0, expert_s=0.0, sequence_s=0.0
+    )  # fmt: skip
+    step = LayoutStep(
+        attention_ranks=1, expert_ranks=1, attention_tp=1, machine_share=0.8, whole=whole
+    )
+    costs = replace(calibration.costs, layouts=(step,))
+    file = here(tmp_path / "here.json", replace(calibration, costs=costs))
+    given = ("--calibration", file, *SMALL, "--concurrency", "4")
+    cells = (*given, "--cells", "2x(1A1E)")
+    shared = report_of(tmp_path / "a.json", *cells).summary.tpot_ms
+    own = report_of(tmp_path / "b.json", *cells, "--own-machines").summary.tpot_ms
+    assert shared is not None and own is not None
+    assert shared.mean == pytest.approx(1.6 * own.mean, rel=0.1)
+    for arguments, message in (
+        (
+            ("--cells", "1x(1A1E) 1x(1A2E)"),
+            'measure them with moe-serve calibrate --layouts "1A2E"',
+        ),
+        (("--devices", "4", "--layout", "1A2E", "--tensor-shards", "2"), '--layouts "1A2E tp2"'),
+        (("--own-machines",), "--own-machines belongs to --cells LAYOUT"),
+    ):
+        assert run(*given, *arguments) == 2, arguments
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert message in error, error
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: Capture) -> None:

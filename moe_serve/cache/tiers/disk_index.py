@@ -1,7 +1,7 @@
 """Finds the slot of a page by its key, in memory.
 
 An entry is two numbers in a dictionary: the first bytes of the key, and the place of the page. The
-whole key is in an array of the page's file, and is compared. Together they take about 170 bytes for
+whole key is in an array of the page's file, and is compared. Together they take about 160 bytes for
 a page. A page is entered only after it was written, and leaves before its file is removed. If two
 keys begin with the same 7 bytes, the second page is not found.
 """

@@ -71,9 +71,7 @@ class DiskStore:
         self._state, self._write_state = "reading the weights' digest", ""
         self._open: Segment | None = None  # the file that is being filled
         self._most_queued = max(16, _MOST_QUEUED_BYTES // page_bytes)
-        self._buffers = PageBuffers(
-            self._most_queued + 1, page_bytes
-        )  # and the one that is written
+        self._buffers = PageBuffers(self._most_queued + 1, page_bytes)  # one is being written
         self._queue: deque[SavedPage] = deque()
         self._queued: set[bytes] = set()
         self._changed = threading.Condition()  # of the queue
@@ -223,7 +221,7 @@ class DiskStore:
         """Waits for a queued page; None at the end."""
         with self._changed:
             while not self._queue and not self._is_closing:
-                if not self._changed.wait(_IDLE_S):
+                if not self._changed.wait(_IDLE_S if self._buffers.is_used else None):
                     self._buffers.trim()
             return self._queue.popleft() if self._queue else None
 

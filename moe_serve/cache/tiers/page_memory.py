@@ -12,8 +12,6 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-_LEAST_TRIMMED = 2**20  # bytes; less is not worth the call
-
 
 def anonymous_memory(count: int, num_bytes: int) -> NDArray[np.uint8]:
     """Returns zeros, [count, num_bytes], that the system gets back with the last view of them."""
@@ -54,11 +52,15 @@ class PageBuffers:
             with self._lock:
                 self._free.append(page)
 
+    @property
+    def is_used(self) -> bool:
+        """Returns whether `trim` could give memory to the system, now or later."""
+        return self._num_used > 0
+
     def trim(self) -> None:
         """Gives the memory to the system, if no page is in it."""
         with self._lock:
-            is_idle = len(self._free) == self._num_used
-            if is_idle and self._num_used * self._rows.shape[1] >= _LEAST_TRIMMED:
+            if self.is_used and len(self._free) == self._num_used:
                 if hasattr(mmap, "MADV_DONTNEED"):
                     self._map.madvise(mmap.MADV_DONTNEED)
                 self._free, self._num_used = [], 0

@@ -44,6 +44,7 @@ from moe_serve.model.hub.hub_name import hub_name_of
 from moe_serve.model.hub.named_model import local_engine_config
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.planning.plan_memory import plan_memory
+from moe_serve.planning.planned_cells import PlannedCells
 
 _log = logging.getLogger(STARTUP_LOG)
 _SIGTERM_STATUS = 128 + signal.SIGTERM
@@ -188,6 +189,9 @@ def _serve(
         )
         opened.callback(hangs.close)
         model = files.served(engine, built, config, describe_layout(engine.layout))
+        cells = built.cells
+        if cells is not None and has_local_ranks:
+            cells = PlannedCells(cells, config.engine)
         app = create_app(
             engine,
             model,
@@ -199,7 +203,7 @@ def _serve(
             grammars=built.grammars,
             operations=Operations(log=config.log, startup=start.startup, hangs=hangs),
             scheduler=config.engine.scheduler,
-            cells=built.cells,
+            cells=cells,
         )
         opened.callback(app.state.gate.close)
 

@@ -30,6 +30,7 @@ class Cell:
     ) -> None:
         """`on_closed` is called when its ranks have ended, to free what else it has."""
         self.index, self.shape, self.engine, self._on_closed = index, shape, engine, on_closed
+        self.lacks: Callable[[int], bool] = lambda adapter: False  # a rank has lost an adapter?
         self._is_draining = False
         self.is_leaving = False  # it is drained, and ends then
         self.lost_at = -math.inf  # when `stats` last found more lost ranks than before
@@ -121,8 +122,6 @@ class Cell:
         """Ends its ranks. On any thread, and after `stop_waiting` of its engine."""
         self._waiter.close()
         self.engine.close()
-        if self.engine.service is not None:
-            self.engine.service.policy.remove_cell(self.engine.service.number)
         self._on_closed()
 
 

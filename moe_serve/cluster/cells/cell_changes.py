@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -103,7 +104,7 @@ class CellChanges:
             change.is_called_off, change.why = True, "it is called off, and its ranks end"
             if (start := change.start) is not None:
                 name = f"{cell_name(change.index)}-call-off"
-                threading.Thread(target=start.close, name=name, daemon=True).start()
+                threading.Thread(target=self._end, args=(start,), name=name, daemon=True).start()
 
     def stop(self, cell: Cell, change: Change) -> None:
         """Begins to end the ranks of a cell that serves no more, or never has. With the lock."""
@@ -144,9 +145,18 @@ class CellChanges:
         self.arrived.put((cell, change))
         self.on_news()
 
-    def _fail(self, change: Change, start: CellStart | None, why: str) -> None:
-        if start is not None:
+    @staticmethod
+    def _end(start: CellStart) -> None:
+        """Ends the ranks of a start, for which its own thread waits."""
+        with contextlib.suppress(MoeServeError):  # that thread closes it too, and says so
             start.close()
+
+    def _fail(self, change: Change, start: CellStart | None, why: str) -> None:
+        try:
+            if start is not None:
+                start.close()
+        except Exception:  # the cell has failed all the same
+            _log.exception("%s did not end as it should", cell_name(change.index))
         with self._lock:
             change.start = None
             if change.is_called_off:

@@ -95,10 +95,10 @@ class CellRoll:
             cell.is_draining, cell.is_leaving = is_draining, is_draining and cell.is_leaving
         self._changes.on_news()
 
-    def changing(self) -> list[CellStatus]:
-        """Returns the states of the cells that do not serve. On any thread."""
+    def all(self) -> tuple[Serving, list[CellStatus]]:
+        """Returns the cells that serve, and the states of the others. On any thread."""
         with self._lock:
-            return [change.status() for change in self._changes.of.values()]
+            return self.now, [change.status() for change in self._changes.of.values()]
 
     @property
     def has_news(self) -> bool:

@@ -210,11 +210,8 @@ class CellsEngine:
 
     def stats(self) -> EngineStats:
         """Returns the sums over all cells. Names of ranks begin with that of their cell."""
-        changing, now = self._roll.changing(), self._roll.now
-        known = {cell.name for cell in now.cells}
-        return stats_of(
-            now.cells, self._moves, now.past, [each for each in changing if each.name not in known]
-        )
+        now, others = self._roll.all()
+        return stats_of(now.cells, self._moves, now.past, others)
 
     def check_integrity(self) -> None:
         """See `Engine.check_integrity`. Cells that are out are not checked."""
@@ -238,6 +235,8 @@ class CellsEngine:
             cell.engine.on_lost = functools.partial(self._rank_lost, cell)
             cell.engine.set_waker(self._wake_all)
             self._moves.add_cell(cell)
+        if not self._roll.has_leaving:
+            self._free_since.clear()
         given_up = self._roll.give_up(self._is_free)
         for cell in given_up:
             self._pending += cell.end()
@@ -257,8 +256,6 @@ class CellsEngine:
         now = time.monotonic()
         is_late = now - self._free_since.setdefault(cell.index, now) > _LAST_WORK_S
         is_free = is_late or not (cell.is_live and cell.engine.has_work)
-        if is_free:
-            del self._free_since[cell.index]
         return is_free
 
     def _end_steps(self) -> bool:

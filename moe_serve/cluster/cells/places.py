@@ -40,6 +40,10 @@ class CellLike(Protocol):
         """The engines of its attention ranks that are there, by the rank's name."""
         ...
 
+    def lacks(self, adapter: int) -> bool:
+        """Returns whether a rank has lost an adapter, which has this number on all ranks."""
+        ...
+
     def place_of(self, rank: str) -> RankPlace:
         """Returns the place of an attention rank that is there."""
         ...

@@ -87,7 +87,8 @@ class CellRouter:
     def route(self, sequence: EngineSequence) -> Route | None:
         """Returns where a sequence without an engine should be computed; None if no cell is
         live."""
-        offers = self._offers(sequence, self.open_places)
+        places = self.open_places
+        offers = self._offers(sequence, with_adapter(sequence, places) or places)
         if not offers:
             return None
         writers = _without_role(offers, "prefill")
@@ -103,7 +104,7 @@ class CellRouter:
     ) -> list[Place]:
         """Returns the ranks to which a running sequence could move, the best first.
         `is_hand_over`: only to other cells, and to those that generate."""
-        places = self.open_places
+        places = with_adapter(sequence, self.open_places)
         if is_hand_over:
             places = [p for p in places if p.cell is not source.cell]
             places = [p for p in places if p.cell.shape.role != "prefill"]
@@ -188,6 +189,14 @@ class CellRouter:
         if source.is_same(target) or self._links.is_resting(source.at.cell, target.at.cell):
             return False
         return not self._carrier.can_carry(source.at, target.at)
+
+
+def with_adapter(sequence: EngineSequence, places: list[Place]) -> list[Place]:
+    """Returns the ranks in whose cells no rank has lost the adapter of a sequence."""
+    adapter = sequence.request.adapter
+    if adapter is None:
+        return places
+    return [place for place in places if not place.cell.lacks(adapter.weights.number)]
 
 
 def _guarded(routes: list[Route]) -> Route:

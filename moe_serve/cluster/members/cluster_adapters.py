@@ -3,7 +3,8 @@
 An adapter has a number on the ranks, the same in every cell, so a request keeps it when it moves.
 It is usable when all ranks have answered. A rank that starts, also one of a new cell, gets all
 adapters with its configuration, and one that was just loading gets those that came meanwhile before
-it can get rows. So every rank that gets rows has every adapter.
+it can get rows. So every rank that gets rows has every adapter, unless it could not read one again:
+then other cells run its requests, and it is forgotten when no cell has it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,16 @@ class CellAdapters:
         """`cell`: its name; empty: the only one."""
         self._shared, self.roster, self.cell = shared, roster, cell
         self._told: dict[str, _Told] = {}  # by the ranks' names; guarded by `shared`
+        self._missing: set[tuple[int, str]] = set()  # adapters that ranks have lost; likewise
+
+    def lacks(self, number: int) -> bool:
+        """Returns whether a rank of the cell has lost an adapter. Safe from any thread."""
+        return any(number == lost for lost, _ in tuple(self._missing))
+
+    def note(self, rank: str, report: AdapterLoaded) -> None:
+        """Notes whether a rank has an adapter. `shared` is locked."""
+        lost = {(report.number, rank)}
+        self._missing = self._missing | lost if report.why is not None else self._missing - lost
 
     def orders_for(self, name: RankName) -> Sequence[LoadAdapter]:
         """Returns the adapters that a rank loads before it is ready."""
@@ -83,6 +94,7 @@ class CellAdapters:
 
     def drop(self, number: int) -> None:
         """Tells the ranks that they need an adapter no longer. `shared` is locked."""
+        self._missing = {lost for lost in self._missing if lost[0] != number}
         for state in self.roster.present():
             told = self._told_to(str(state.name))
             if number in told.numbers:
@@ -191,9 +203,13 @@ class ClusterAdapters:
                 answers[name] = report
                 self.orders.changed.notify_all()
                 return
+            if order is not None:
+                cell.note(link.name, report)
+            is_gone = all(each.lacks(report.number) for each in self._cells)
         if report.why is not None and order is not None:
             _log.error("%s has lost the adapter in %s: %s", name, order.folder, report.why)
-            self._on_missing(order.digest)
+            if is_gone:
+                self._on_missing(order.digest)
 
     def close(self) -> None:
         """Ends all waits."""

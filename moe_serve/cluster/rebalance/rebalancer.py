@@ -107,6 +107,7 @@ class Rebalancer:
 
     def rebalance(self) -> PlacementStatus:
         """See `PlacementControl.rebalance`."""
+        self._check_ranks()
         if self._mode == "off":
             raise RebalanceError("Nothing is moved: cluster.rebalance is 'off'.")
         with self._lock:
@@ -119,6 +120,7 @@ class Rebalancer:
 
     def apply(self, target: Placement) -> PlacementStatus:
         """See `PlacementControl.apply`."""
+        self._check_ranks()
         if self._mode == "off":
             raise RebalanceError(
                 "Nothing is moved: cluster.rebalance is 'off'; start the server with 'manual' or "
@@ -146,6 +148,10 @@ class Rebalancer:
                 self._state = "idle"
             raise
         return self.status()
+
+    def _check_ranks(self) -> None:
+        if self._current.version.placement.num_ranks < 2:  # a cell beside larger ones
+            raise RebalanceError("Nothing is moved: a single expert rank has all experts.")
 
     def brief(self) -> PlacementBrief:
         """See `PlacementControl.brief`."""

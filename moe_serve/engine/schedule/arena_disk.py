@@ -73,6 +73,11 @@ class ArenaDisk:
     def update(self) -> None:
         """Takes the loaded pages, and hands over filled slots."""
         self._loads.take(self._enter)
+        if self._filled:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Copies filled slots for the store, while it has room. Ranks may run a step meanwhile."""
         for _ in range(min(_PAGES_PER_TURN, len(self._filled), self._store.room)):
             key, parent_key = self._filled.popleft()
             slot = self._arena.slot_of(key)

@@ -70,7 +70,8 @@ class ArenaTier(KVTier):
     @property
     def has_work(self) -> bool:
         """See `KVTier.has_work`: all pages are copied, also those of a rank without a step."""
-        return bool(self._saving) or self.is_behind
+        is_storing = self._disk is not None and self._disk.has_work
+        return bool(self._saving or self._fresh) or is_storing
 
     @property
     def is_due(self) -> bool:
@@ -79,8 +80,8 @@ class ArenaTier(KVTier):
 
     @property
     def is_behind(self) -> bool:
-        """See `KVTier.is_behind`."""
-        return bool(self._fresh) or (self._disk is not None and self._disk.has_work)
+        """See `KVTier.is_behind`. The disk needs no schedule: it is served after each step."""
+        return bool(self._fresh)
 
     def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
         """See `KVTier.entered`."""
@@ -156,6 +157,8 @@ class ArenaTier(KVTier):
             self._times.ended()
         if self._is_sound:
             self._settle()
+        if self._disk is not None and self._disk.has_work:
+            self._disk.hand_over()
 
     def _settle(self) -> None:
         for saving in self._saving:

@@ -111,8 +111,8 @@ class Admission:
 
     @property
     def num_snapshots(self) -> int:
-        """Number of engines that have published."""
-        return len(self._snapshots)
+        """Number of engines that have published and take requests."""
+        return len(self._open_snapshots)
 
     def num_refused(self, tier: str) -> int:
         """Returns how many requests of a tier were refused. Safe from any thread."""

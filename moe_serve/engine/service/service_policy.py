@@ -90,7 +90,7 @@ class ServicePolicy:
 
     def _usual_work_s(self) -> float:
         """Returns the usual time to read a prompt, as the mean over the cells."""
-        each = self._token_s.values() or [UNMEASURED_TOKEN_S]
+        each = [*self._token_s.values()] or [UNMEASURED_TOKEN_S]  # any thread may change it
         return self._usual_tokens * sum(each) / len(each)
 
     def next_engine(self) -> int:

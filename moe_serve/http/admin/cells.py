@@ -8,6 +8,7 @@ it is. POST /admin/cells/{index}/drain and /undrain, and POST /admin/ranks/{name
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -65,9 +66,11 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
         found = control()
         shape, number, by_hand = _values(await read_json_object(request, max_bytes))
         try:
-            return listed(found.add_cell(shape, number=number, by_hand=by_hand))
+            add_cell = found.add_cell  # may read the model's config, to plan the memory
+            index = await asyncio.to_thread(add_cell, shape, number=number, by_hand=by_hand)
         except ConfigError as error:
             raise InvalidRequestError(str(error), param="shape") from None
+        return listed(index)
 
     @router.delete("/cells/{index:int}", status_code=202)
     async def remove(index: int) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepTiming
 from moe_serve.pipeline.costs.step_seconds import LayerTimes
+from moe_serve.pipeline.costs.whole_step import LayoutStep, WholeStep, busiest
 
 HEADER_BYTES = 64  # of a message
 _CHOICE_BYTES = 8  # an expert's number and its weight
@@ -120,32 +121,12 @@ class LinkCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeStep:
-    """A step of one process that has all experts, as measured on a mix of prompts and answers. Its
-    stages take less time than measured one by one, as all layers are one call there.
+class ShardedAttention:
+    """T_a of attention ranks of several processes, which exchange their parts of each layer: the
+    mean of all layers."""
 
-    The terms are those of `AttentionCost` and `ExpertCost` for all layers together; `sequence_s`:
-    head, sampling and scheduling of a sequence. `scatter`: evenly spaced quantiles of measured over
-    predicted times.
-    """
-
-    alpha_s: float
-    row_s: float
-    kv_token_s: float
-    pair_s: float
-    expert_s: float
-    sequence_s: float
-    scatter: tuple[float, ...] = ()
-
-    def seconds(self, load: BatchLoad, num_activated: float) -> float:
-        return (
-            self.alpha_s
-            + self.row_s * load.num_rows
-            + self.kv_token_s * load.num_kv_tokens
-            + self.pair_s * load.num_pairs
-            + self.expert_s * num_activated
-            + self.sequence_s * load.num_sequences
-        )
+    num_shards: int
+    attention: AttentionCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +134,9 @@ class StageCosts:
     """All constants of one model on one machine, as a calibration found them. Implements StepCosts.
 
     `fixed`: scheduling, head and greedy sampling of a step, by rows; `sampling`: the extra time of
-    drawing by temperature. `whole`: None in calibrations of earlier versions.
+    drawing by temperature. `whole`: one process with all experts; None in calibrations of earlier
+    versions. `sharded`, `layouts`: attention ranks of several processes, and layouts whose ranks
+    shared the machine, as far as they were measured.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -164,6 +147,8 @@ class StageCosts:
     fixed: Line
     sampling: Line
     whole: WholeStep | None = None
+    sharded: tuple[ShardedAttention, ...] = ()
+    layouts: tuple[LayoutStep, ...] = ()
 
     @property
     def is_ready(self) -> bool:
@@ -176,6 +161,39 @@ class StageCosts:
 
     def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
         """Does nothing, as a calibration does not learn."""
+
+    @property
+    def shard_counts(self) -> tuple[int, ...]:
+        """The numbers of processes of an attention rank that were measured."""
+        return (1, *sorted(each.num_shards for each in self.sharded))
+
+    def with_shards(self, num_shards: int) -> StageCosts:
+        """Returns the costs with attention ranks of so many processes, one of `shard_counts`."""
+        if num_shards == 1:
+            return self
+        cost = next(each.attention for each in self.sharded if each.num_shards == num_shards)
+        return replace(self, layers=tuple(replace(x, attention=cost) for x in self.layers))
+
+    def layout_step(
+        self, attention_ranks: int, expert_ranks: int, attention_tp: int
+    ) -> LayoutStep | None:
+        """Returns the steps of a layout, if it was measured."""
+        wanted = (attention_ranks, expert_ranks, attention_tp)
+        for each in self.layouts:
+            if (each.attention_ranks, each.expert_ranks, each.attention_tp) == wanted:
+                return each
+        return None
+
+    def layout_seconds(self, step: LayoutStep, loads: Sequence[BatchLoad]) -> float:
+        """Predicts a step of a measured layout from the loads of its attention ranks."""
+        activated = self.experts.num_activated(sum(load.num_rows for load in loads))
+        return step.whole.seconds(busiest(loads), activated)
+
+    def handling_seconds(self, load: BatchLoad) -> float:
+        """Predicts how long the only attention rank of a layout is busy with the messages of a step
+        to and from the only expert rank."""
+        num_sparse = sum(layer.num_layers for layer in self.layers if layer.experts is not None)
+        return num_sparse * self._traffic([load], _ALONE).attention_s
 
     def layer_times(
         self, micro_batches: Sequence[Sequence[BatchLoad]], ranks: Ranks

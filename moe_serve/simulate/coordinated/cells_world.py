@@ -28,8 +28,6 @@ from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest, Steps
 from moe_serve.simulate.virtual_clock import VirtualClock
 from moe_serve.simulate.world import without_collections
 
-_ARRIVAL, _END = 0, 1  # the order of events at one moment
-
 
 class Watcher(Protocol):
     """Sees what happens in a world, and acts at times of its own."""
@@ -91,7 +89,7 @@ class CellsWorld:
         self._cells, self._moves, self._carrier = cells, moves, carrier
         self._clock, self._ids = clock, ids
         self._watcher, self._timeline = watcher, timeline
-        self._events: list[tuple[float, int, int, int, object]] = []
+        self._arrivals: list[tuple[float, int, SimulatedRequest]] = []
         self._order = itertools.count()
         self._live: dict[str, _Live] = {}
         self._begun_s = [0.0] * len(cells)
@@ -115,7 +113,8 @@ class CellsWorld:
         return self._done
 
     def _next_time(self) -> float | None:
-        times = [self._carrier.next_s, self._events[0][0] if self._events else None]
+        times = [self._carrier.next_s, self._arrivals[0][0] if self._arrivals else None]
+        times += [cell.ranks.step_end for cell in self._cells if cell.is_out]
         is_busy = bool(self._live) or any(time is not None for time in times)
         if self._watcher is not None and is_busy:
             times.append(self._watcher.next_s)
@@ -123,13 +122,15 @@ class CellsWorld:
 
     def _handle_due(self) -> None:
         now = self._clock.now
-        while self._events and self._events[0][0] <= now:
-            _, kind, cell, _, job = heapq.heappop(self._events)
-            if kind == _ARRIVAL:
-                assert isinstance(job, SimulatedRequest), "an arrival has a job"
-                self._arrive(job)
-            else:
-                self._end(self._cells[cell])
+        while self._arrivals and self._arrivals[0][0] <= now:
+            self._arrive(heapq.heappop(self._arrivals)[2])
+        for cell in [cell for cell in self._cells if cell.is_out]:
+            end_s = cell.ranks.step_end
+            assert end_s is not None, "a step was sent out"
+            if end_s <= now:
+                self._end(cell)
+        while self._arrivals and self._arrivals[0][0] <= now:  # of a closed loop, after an end
+            self._arrive(heapq.heappop(self._arrivals)[2])
         if self._watcher is not None:
             self._watcher.advance_to(now)
         self._carrier.advance_to(now)
@@ -152,10 +153,7 @@ class CellsWorld:
             deltas = cell.engine.end()
             self._publish(cell, StepsDone(self._clock.now, (self._clock.now,), deltas))
             return bool(deltas)
-        end_s = cell.ranks.step_end
-        assert end_s is not None, "a step was sent out"
         cell.is_out, self._begun_s[cell.index] = True, self._clock.now
-        self._push(end_s, _END, cell.index)
         return True
 
     def _end(self, cell: CoordinatedCell) -> None:
@@ -219,10 +217,8 @@ class CellsWorld:
         if not self._is_closed:
             self._send_next(now)
 
-    def _push(self, at_s: float, kind: int, cell: int, what: object = None) -> None:
-        heapq.heappush(self._events, (at_s, kind, cell, next(self._order), what))
-
     def _send_next(self, now_s: float) -> None:
         job = next(self._jobs, None)
         if job is not None:
-            self._push(now_s if self._is_closed else job.at_s, _ARRIVAL, -1, job)
+            at_s = now_s if self._is_closed else job.at_s
+            heapq.heappush(self._arrivals, (at_s, next(self._order), job))

@@ -11,9 +11,10 @@ from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.config.cells import CellShape
 from moe_serve.engine.engine import Engine
 from moe_serve.simulate.cell import CellLimits, make_cluster
-from moe_serve.simulate.instant_ranks import InstantCoordinator
+from moe_serve.simulate.instant_ranks import InstantCoordinator, StepPlace
 from moe_serve.simulate.layout import Layout
 from moe_serve.simulate.simulation import CostedModel
+from moe_serve.simulate.step_ends import StepEnds
 from moe_serve.simulate.virtual_clock import VirtualClock
 
 
@@ -48,6 +49,10 @@ class CoordinatedCell:
     def rank_engines(self) -> Mapping[str, Engine]:
         return self.engine.rank_engines
 
+    def lacks(self, adapter: int) -> bool:
+        """Returns False: there are no adapters."""
+        return False
+
     def place_of(self, rank: str) -> RankPlace:
         """Returns the process of an attention rank."""
         return RankPlace(self.index, rank, self.engine.start_of(rank))
@@ -65,14 +70,21 @@ def layout_of(shape: CellShape) -> Layout:
 
 
 def make_coordinated(
-    plans: Sequence[CellPlan], clock: VirtualClock, ids: itertools.count[int]
+    plans: Sequence[CellPlan], clock: VirtualClock, ids: itertools.count[int], ends: StepEnds
 ) -> list[CoordinatedCell]:
-    """Builds cells that share a clock, and numbers of sequences."""
+    """Builds cells that share a clock, and numbers of sequences. `ends`: of their steps."""
     cells = []
     for index, plan in enumerate(plans):
         layout = plan.layout
         engine, ranks = make_cluster(
-            layout, plan.model.costs, plan.model.ranks, plan.limits, clock, ids
+            layout,
+            plan.model.costs,
+            plan.model.ranks,
+            plan.limits,
+            clock,
+            ids,
+            whole=plan.model.whole,
+            place=StepPlace(ends, index),
         )
         cells.append(
             CoordinatedCell(

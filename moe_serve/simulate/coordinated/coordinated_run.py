@@ -20,6 +20,7 @@ from moe_serve.simulate.coordinated.instant_carrier import InstantCarrier, PageL
 from moe_serve.simulate.coordinated.scaled_cells import ScaledCells, ScaleTimes
 from moe_serve.simulate.costs.device import DeviceType
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
+from moe_serve.simulate.step_ends import OwnMachines, SharedMachine, StepEnds
 from moe_serve.simulate.virtual_clock import VirtualClock
 
 _TIMEOUT_S = ClusterConfig().timeout_s
@@ -53,12 +54,14 @@ class PageSpeed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellsSetup:
     """Cells, how requests move between them, and the links on which their pages travel. `name`: as
-    in `--cells`."""
+    in `--cells`; `shares_machine`: all cells run on one machine, and slow each other down as far as
+    that was measured."""
 
     name: str
     plans: tuple[CellPlan, ...]
     config: CellsConfig
     speed: PageSpeed
+    shares_machine: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -87,7 +90,7 @@ def build_cells(
     """Builds the cells and what moves requests between them. `autoscaler`: starts and ends cells,
     at the given times."""
     clock, ids = VirtualClock(), itertools.count()
-    cells = make_coordinated(setup.plans, clock, ids)
+    cells = make_coordinated(setup.plans, clock, ids, step_ends(setup))
 
     def step_end(cell: int) -> float:
         return cells[cell].ranks.last_end or clock.now
@@ -100,6 +103,14 @@ def build_cells(
         scaled = ScaledCells(cells, autoscaler, clock, times or ScaleTimes())
     world = CellsWorld(cells, moves, carrier, clock, ids, watcher=scaled, timeline=timeline)
     return BuiltCells(world, cells, moves, carrier, clock, scaled)
+
+
+def step_ends(setup: CellsSetup) -> StepEnds:
+    """Returns what says when the steps of the cells end."""
+    shares = {i: plan.model.machine_share for i, plan in enumerate(setup.plans)}
+    if not setup.shares_machine or None in shares.values():
+        return OwnMachines()
+    return SharedMachine({i: share for i, share in shares.items() if share is not None})
 
 
 def page_links(setup: CellsSetup) -> PageLinks:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from moe_kernels.interface.attention_shape import LatentShape
 from moe_serve.errors import ConfigError
 from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
 from moe_serve.model.checkpoint.manifest import (
@@ -24,13 +25,23 @@ Precision = Literal["auto", "bfloat16", "fp8"]
 KV_BYTES = 2  # of a value in the KV cache, and of an activation
 
 
+@dataclass(frozen=True, slots=True)
+class ExpandedLatents:
+    """Latent attention with the keys and values of every head. `pair_flops`: as in `LayerShape`;
+    `token_flops`: of computing the keys and values of a cached token."""
+
+    pair_flops: int
+    token_flops: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
     """Consecutive or not: the layers that cost the same.
 
     `num_weights`: everything but routed experts, which every row is multiplied with; `pair_flops`:
     of one row with one cached token; `kv_values`: of one cached token; `window`: cached tokens that
-    a row sees at most (None: all).
+    a row sees at most (None: all); `expanded`: another form of latent attention, which is counted
+    in its absorbed form otherwise.
     """
 
     num_layers: int
@@ -39,6 +50,7 @@ class LayerShape:
     pair_flops: int
     kv_values: int
     window: int | None
+    expanded: ExpandedLatents | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +135,18 @@ def _layers(spec: ModelSpec, weights: list[int]) -> tuple[LayerShape, ...]:
             pair_flops=pair_flops,
             kv_values=spec.kv_values_per_token,
             window=window,
+            expanded=None if spec.latent is None else _expanded(spec.latent),
         )
         for (is_sparse, num_weights, pair_flops, window), count in counts.items()
+    )
+
+
+def _expanded(latent: LatentShape) -> ExpandedLatents:
+    query, value = latent.nope_dim + latent.rope_dim, latent.value_dim
+    projected = latent.latent_dim * (latent.nope_dim + value)
+    return ExpandedLatents(
+        pair_flops=2 * latent.num_heads * (query + value),
+        token_flops=2 * latent.num_heads * projected,
     )
 
 

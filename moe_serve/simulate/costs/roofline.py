@@ -28,6 +28,8 @@ class RooflineCosts:
 
     `forwards`: a row goes to every node once, over the network, and from there to the node's
     devices, as DeepEP sends it. Without, a row goes to every device by itself, as in moe-serve.
+    `expands_latents`: prompts are read with the keys and values of every head, computed from the
+    latents, where that is less work, as most engines do. moe-serve does not.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class RooflineCosts:
         routing: RoutingLaw,
         *,
         forwards: bool = False,
+        expands_latents: bool = False,
     ) -> None:
+        self._expands_latents = expands_latents
         self._model, self._device, self._layout = model, device, layout
         self._forwards = forwards and layout.num_cell_devices > device.node_devices
         self._routing, self._imbalance = routing, routing.imbalance(layout.num_holders)
@@ -121,9 +125,21 @@ class RooflineCosts:
             2 * load.num_rows * weights / self._gemm, weights * model.weight_bytes + rows_bytes
         )
         kv_bytes = num_kv * layer.kv_values * KV_BYTES / min(shards, model.size.num_kv_parts)
-        scores_s = self._roof(num_pairs * layer.pair_flops / shards / self._attention, kv_bytes)
+        scores_s = self._roof(self._scores_seconds(layer, load, num_pairs) / shards, kv_bytes)
         launch_s = _ATTENTION_OPS * self._launch_s
         return products_s + scores_s + launch_s + self._reduce_seconds(load.num_rows)
+
+    def _scores_seconds(self, layer: LayerShape, load: BatchLoad, num_pairs: int) -> float:
+        """Predicts the arithmetic of attention over cached tokens, of all heads."""
+        seconds = num_pairs * layer.pair_flops / self._attention
+        if not self._expands_latents or layer.expanded is None:
+            return seconds
+        num_before = load.num_kv_tokens - load.num_rows  # the rows' own are among the products
+        expanded_s = (
+            num_pairs * layer.expanded.pair_flops / self._attention
+            + num_before * layer.expanded.token_flops / self._gemm
+        )
+        return min(seconds, expanded_s)
 
     def _expert_seconds(self, num_rows: int) -> float:
         """Predicts the expert stage of the busiest device."""

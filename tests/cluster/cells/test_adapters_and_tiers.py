@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -150,6 +151,21 @@ def test_adapters_in_cells(
         wait_until_whole(engine)
     assert serve(engine, mixed(registry)) == expected
 
+    gone = write_esft(tmp_path / "gone", base, {0: [5], 1: [1]}, seed=5)
+    registry.load("gone", gone)
+    alone = [replace(each, adapter=registry.acquire("gone")) for each in mixed(registry)[::4]]
+    before = serve(engine, alone)
+    shutil.rmtree(gone)
+    engine.cells[1].engine._coordinator.membership._starter.kill(RankName("expert", 0))
+    wait_until_whole(engine)
+    adapter = registry.in_memory("gone")
+    assert adapter is not None, "a cell has it"
+    assert [cell.lacks(adapter.weights.number) for cell in engine.cells] == [False, True]
+    assert serve(engine, alone) == before, "in the cell that has it"
+    assert serve(engine, mixed(registry)) == expected
+    registry.unload("gone")
+    del alone, adapter
+
     built_by_rank = RankAdapters._built
 
     def fails_once(rank: RankAdapters, order: object) -> object:
@@ -160,20 +176,23 @@ def test_adapters_in_cells(
     again = write_lora(tmp_path / "again", base, seed=9)
     with pytest.raises(CheckpointError, match=r"^cell-\d/\w+-0 cannot load it: its disk is broken"):
         registry.load("lora", again)
+    serve(engine, mixed(registry)[:1])
+    caplog.clear()
+    gc.collect()
     wait_for_numbers(engine, 3)
     assert serve(engine, mixed(registry)) == expected, "the version before"
 
-    before: Adapter | None = registry.acquire("lora")
+    held: Adapter | None = registry.acquire("lora")
     registry.load("lora", again)
     wanted = mixed(registry)
-    old = [replace(each, adapter=before) for each in wanted if each.request_id.endswith("2")]
+    old = [replace(each, adapter=held) for each in wanted if each.request_id.endswith("2")]
     found = serve(engine, old)
     assert found == {key: expected[key] for key in found}, "requests that hold the old version"
     new = {key: answer for key, answer in serve(engine, wanted).items() if key.endswith("2")}
     assert all(answer != expected[key] for key, answer in new.items())
     registry.unload("lora")
     serve(engine, wanted[:1])
-    del before, old, wanted
+    del held, old, wanted
     caplog.clear()  # errors in the records keep frames, and these keep requests
     gc.collect()
     wait_for_numbers(engine, 2)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from moe_serve.adapters.adapter import Adapter, AdapterVersion
+from moe_serve.cluster.cells.places import places_of
 from moe_serve.cluster.cells.rates import LinkRates, StepRates, TokenSteps
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.service.step_model import StepWork
+from moe_serve.model.stage.adapter_rows import AdapterWeights
 from tests.support.cluster.fake_cells import ALWAYS, CellsWorld, Clock, Limits, prompt
 
 REPLICAS = "3x(1A1E)"
@@ -146,3 +150,28 @@ def test_all_that_is_left_takes_the_roles_of_lost_cells() -> None:
     world.turn()
     world.turn()
     assert route(world, prompt(100)) == (2, 1)
+
+
+def test_a_cell_that_has_lost_an_adapter_gets_none_of_its_requests() -> None:
+    world = measured()
+    world.cells[0].lost.add(7)
+    weights = AdapterWeights(digest=b"x", layers=(), num_bytes=0, kind="lora", rank=1, number=7)
+    version = AdapterVersion(
+        name="a", folder=Path("a"), digest=b"x", kind="lora", rank=1, loaded_at=0
+    )
+    request = GenerationRequest(
+        request_id="asks",
+        prompt_token_ids=tuple(prompt(40)),
+        params=SamplingParams(max_tokens=10),
+        adapter=Adapter(version=version, weights=weights),
+    )
+    router, sequence = world.moves._router, EngineSequence(next(world.ids), request)
+    found = router.route(sequence)
+    assert found is not None and found.reader.cell.index == 1
+    assert route(world, prompt(40)) == (0, 0), "the base model"
+    targets = router.targets(sequence, places_of(world.cells)[2])
+    assert [place.cell.index for place in targets] == [1]
+    for cell in world.cells[1:]:
+        cell.lost.add(7)
+    found = router.route(sequence)
+    assert found is not None and found.reader.cell.index == 0, "it fails there, and says why"

@@ -20,7 +20,7 @@ from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.sampler import Sampler
-from moe_serve.engine.schedule import arena_tier
+from moe_serve.engine.schedule import arena_disk, arena_tier
 from moe_serve.engine.schedule.arena_disk import ArenaDisk
 from moe_serve.engine.schedule.arena_tier import ArenaTier, RankCopies
 from moe_serve.model.step_plan import StepPlan
@@ -171,6 +171,26 @@ def test_a_step_is_not_sent_ahead_while_copies_wait(monkeypatch: pytest.MonkeyPa
         num_scheduled += not engine.begin_ahead()
         engine.drop_ahead()
     assert num_scheduled >= NUM_FULL - 1, "the last copy is under way when nothing else waits"
+
+
+def test_steps_are_sent_ahead_while_pages_wait_for_the_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arena_disk, "_PAGES_PER_TURN", 1)
+    world = World(store := FakeStore(), give_after_s=2.0)
+    (engine,) = world.engines
+    engine.add(request("a", PROMPT, max_tokens=50))
+    engine.step()
+    engine.step()
+    world.now += 3
+    engine.begin_step()
+    is_ahead = list[bool]()
+    while len(store.pages) < NUM_FULL and len(is_ahead) < 20:
+        engine.end_step(engine._try(engine.make_plan(), engine._schedule))
+        engine.begin_step()
+        is_ahead.append(engine.begin_ahead())
+        engine.drop_ahead()
+    assert len(store.pages) == NUM_FULL and all(is_ahead)
 
 
 @pytest.mark.parametrize("delay", [0, 1, 5])

@@ -136,3 +136,23 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         find_device("tpu")
     with pytest.raises(ConfigError, match="'qwen3' is the beginning of several: Qwen3-235B-A22B, "):
         find_model("qwen3")
+
+
+def test_prompts_of_latent_attention_are_expanded_where_that_is_less_work() -> None:
+    """Per pair of DeepSeek-V3's row and key, 320 values are multiplied in place of 1 088. Decode
+    would have to expand all cached tokens in each step."""
+    model = read_model_shape(find_model("deepseek-v3"), "fp8")
+    layout = Layout.parse("colocated", 8, 8)
+    routing = EvenRouting(model.num_experts, model.top_k)
+    absorbed, expanded = (
+        RooflineCosts(model, H100, layout, routing, expands_latents=each) for each in (False, True)
+    )
+    long, short = (BatchLoad.of_parts([0], [rows]) for rows in (16_384, 64))
+    assert expanded.colocated_time(long) < 0.8 * absorbed.colocated_time(long)
+    assert expanded.colocated_time(short) <= absorbed.colocated_time(short)
+    decode = BatchLoad.decode(64, 4096)
+    assert expanded.colocated_time(decode) == absorbed.colocated_time(decode)
+    form = model.layers[0].expanded
+    assert form is not None and form.pair_flops == 2 * 128 * 320
+    assert form.token_flops == 2 * 128 * 512 * 256
+    assert QWEN.layers[0].expanded is None

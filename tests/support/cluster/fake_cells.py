@@ -63,6 +63,7 @@ class FakeCell:
         policy: ServicePolicy | None = None,
     ) -> None:
         self.index, self.shape, self.is_draining, self.is_out = index, shape, False, False
+        self.lost: set[int] = set()  # adapters
         self.coordinator = FakeCoordinator(shape.attention_ranks)
         scheduler = SchedulerConfig(max_num_seqs=limits.num_seats, max_batched_tokens=limits.budget)
         service = None
@@ -101,6 +102,9 @@ class FakeCell:
     @property
     def rank_engines(self) -> Mapping[str, Engine]:
         return self.engine.rank_engines
+
+    def lacks(self, adapter: int) -> bool:
+        return adapter in self.lost
 
     def place_of(self, rank: str) -> RankPlace:
         return RankPlace(self.index, rank, self.engine.start_of(rank))
