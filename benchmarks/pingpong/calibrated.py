@@ -35,7 +35,7 @@ def expected_steps(
     model: Path, found: Ablation, context: int, is_quick: bool
 ) -> tuple[Expected, ...]:
     """Calibrates in this process, with one thread as the ranks have."""
-    request = CalibrationRequest(folder=model, num_threads=1, is_quick=is_quick)
+    request = CalibrationRequest(folder=model, num_threads=1, is_quick=is_quick, layouts=())
     return tuple(_expected(calibrate(request, lambda *_: None).costs, found, context))
 
 

@@ -45,8 +45,8 @@ class CalibrateOptions:
     )
     layouts: str | None = option(
         None,
-        show_default="one attention rank of 1, 2 and 4 processes, as far as the machine has cores; "
-        "none with --quick",
+        show_default="one attention rank of 1, 2 and 4 processes, as far as there are cores and "
+        "memory; none with --quick or on a GPU",
         help='Layouts whose ranks are started and measured on this machine, such as "1A2E, 2A2E '
         'tp2". `simulate` and `plan` predict these with the measured steps.',
     )

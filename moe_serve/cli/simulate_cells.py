@@ -141,12 +141,15 @@ def _shares_machine(plans: Sequence[CellPlan], cells: CellsOptions, costs: Clust
     much of it they take."""
     if not costs.is_calibrated or cells.own_machines or len(plans) == 1:
         return False
-    unknown = dict.fromkeys(p.shape.ranks for p in plans if p.model.machine_share is None)
+    unknown = dict.fromkeys(p.shape for p in plans if p.model.machine_share is None)
     if unknown:
+        names = ", ".join(shape.ranks for shape in unknown)
+        can_measure = all(shape.expert_ranks for shape in unknown)
+        measure = f'measure them with moe-serve calibrate --layouts "{names}", or '
         raise ConfigError(
-            f"cells share this machine, and the calibration has no steps of {', '.join(unknown)}: "
-            f'measure them with moe-serve calibrate --layouts "{", ".join(unknown)}", or give '
-            "--own-machines if every cell has a machine of its own."
+            f"cells share this machine, and the calibration has no steps of cells of {names}: "
+            f"{measure if can_measure else ''}give --own-machines if every cell has a machine of "
+            "its own."
         )
     return True
 

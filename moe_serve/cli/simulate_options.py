@@ -117,7 +117,7 @@ class SimulatedCluster:
     scatter: bool = option(
         True,
         help="Let the times of steps vary as those of the calibration did, in layouts of one "
-        "device per cell.",
+        "device per cell and in those that --layouts measured.",
         rich_help_panel=CLUSTER,
     )
     memory_bytes: str | None = option(

@@ -107,7 +107,10 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
     model = load_measured_model(request.folder, request.device, request.num_threads)
     shapes = request.layouts
     if shapes is None:
-        shapes = () if request.is_quick else usual_layouts(model.spec, model.device)
+        weights = weight_bytes(model.folder, model.spec, model.dtype.itemsize)
+        num_bytes = weights.attention + weights.experts
+        usual = usual_layouts(model.spec, model.device, num_bytes)
+        shapes = () if request.is_quick else usual
     check_layouts(shapes, model.device)
     stopwatch = Stopwatch(model.device, 0.03 if request.is_quick else 0.12)
     fits: list[FitReport] = []

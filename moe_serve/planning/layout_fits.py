@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, shortened
 from moe_serve.model.spec import ModelSpec
+from moe_serve.model.stage.tensor_shard import check_shards
 from moe_serve.pipeline.costs.cost_model import (
     AttentionCost,
     Experts,
@@ -31,7 +33,7 @@ from moe_serve.planning.whole_steps import StepSample, fit_whole_steps
 
 Report = Callable[[str, Fit], None]
 
-_MOST_SHARDS = 4
+_SHARDS = (1, 2, 4)
 _SLOWER = 1.02  # beside another cell; less is noise
 
 
@@ -52,19 +54,40 @@ def parse_layouts(text: str) -> tuple[CellShape, ...]:
     """Parses "1A1E, 2A2E tp2", as cells are written. Raises ConfigError."""
     shapes: list[CellShape] = []
     for each in text.split(","):
-        (shape,) = parse_cells(f"({each.strip()})", "layouts")
+        try:
+            (shape,) = parse_cells(f"({each.strip()})")
+        except ConfigError:
+            raise ConfigError(
+                f"layouts cannot be {shortened(text)!r}: it takes layouts such as 1A1E, or 2A2E "
+                "tp2 with two processes for each attention rank, separated by commas."
+            ) from None
         if shape not in shapes:
             shapes.append(shape)
     return tuple(shapes)
 
 
-def usual_layouts(spec: ModelSpec, device: torch.device) -> tuple[CellShape, ...]:
-    """Returns the layouts that are measured if none are named: one attention rank of 1, 2 and, on
-    machines with as many cores or GPUs, 4 processes, as far as the model's heads divide."""
-    num_places = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
-    most = num_places - 1 if device.type == "cuda" else num_places
-    counts = [n for n in (1, 2, _MOST_SHARDS) if n <= most and spec.attention.num_heads % n == 0]
-    return tuple(CellShape(attention_ranks=1, expert_ranks=1, attention_tp=n) for n in counts)
+def usual_layouts(spec: ModelSpec, device: torch.device, num_bytes: int) -> tuple[CellShape, ...]:
+    """Returns the layouts that are measured if none are named: one attention rank of 1, 2 and 4
+    processes, as far as the machine has cores and the model's heads divide.
+
+    None on GPUs, which hold the model already, and none if two more copies of its `num_bytes` do
+    not fit the free memory twice.
+    """
+    if device.type == "cuda" or psutil.virtual_memory().available < 4 * num_bytes:
+        return ()
+    return tuple(
+        CellShape(attention_ranks=1, expert_ranks=1, attention_tp=count)
+        for count in _SHARDS
+        if count <= (os.cpu_count() or 1) and _can_shard(spec, count)
+    )
+
+
+def _can_shard(spec: ModelSpec, count: int) -> bool:
+    try:
+        check_shards(spec, count)
+    except ConfigError:
+        return False
+    return True
 
 
 def measure_layouts(

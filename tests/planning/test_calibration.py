@@ -90,7 +90,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for arguments, message in (
         (["calibrate", "--device", "tpu"], "device cannot be 'tpu'"),
         (["calibrate", "--out", str(tmp_path / "no" / "x.json")], "no is not a folder"),
-        (["calibrate", "--layouts", "tp2"], "layouts cannot be '(tp2)'"),
+        (["calibrate", "--layouts", "tp2"], "layouts cannot be 'tp2'"),
         (["calibrate", "--out", str(tmp_path)], "cannot be written: it is a folder"),
         (["calibrate", str(tmp_path / "missing")], "is not a folder: give a local checkpoint"),
         (["plan", "--calibration", written, *two, "--memory-bytes", "80GB"], "such as 80GiB"),

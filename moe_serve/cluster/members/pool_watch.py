@@ -213,7 +213,9 @@ def make_watch(config: EngineConfig, model: ClusterModel) -> PoolWatch:
         return PoolWatch(None, cuts, writer)
     costs: StepCosts = OnlineCosts(len(sparse_layers(model.spec)))
     if cluster.calibration is not None:
-        costs = read_calibration(Path(cluster.calibration).expanduser()).costs
+        measured = read_calibration(Path(cluster.calibration).expanduser()).costs
+        has_shards = cluster.attention_tp in measured.shard_counts
+        costs = measured.with_shards(cluster.attention_tp) if has_shards else measured
     ranks = Ranks(
         num_attention=cluster.attention_ranks,
         num_experts=cluster.expert_ranks,
