@@ -29,6 +29,7 @@ from harness.environment import write_report
 from harness.machine import measure_limits
 from moe_kernels.interface.kv_form import kv_form
 from moe_serve.cache.kv_cache import KVCache
+from moe_serve.cache.transfer.wire_pages import WirePages
 from moe_serve.cluster.control.messages import Loaded, Order, Report
 from moe_serve.cluster.control.parcel_messages import ParcelFacts, ParcelOrder, ParcelSetup
 from moe_serve.cluster.control.secret import cluster_secret
@@ -80,7 +81,7 @@ def live(rank: Rank, pipe: Connection) -> None:
         part.fill_(1)
     home = RankHome("127.0.0.1", cluster_secret("b" * 40, "the benchmark"), tell)
     memories = ParcelMemories(rank.setup)
-    parcels = RankParcels(memories, cache, _HEADS, None, home, b"", _TIMEOUT_S)
+    parcels = RankParcels(memories, WirePages(cache, _HEADS), None, home, b"", _TIMEOUT_S)
     pipe.send_bytes(_ENCODER.encode(parcels.facts))
     with contextlib.suppress(EOFError):
         while True:
