@@ -81,7 +81,9 @@ def live(rank: Rank, pipe: Connection) -> None:
         part.fill_(1)
     home = RankHome("127.0.0.1", cluster_secret("b" * 40, "the benchmark"), tell)
     memories = ParcelMemories(rank.setup)
-    parcels = RankParcels(memories, WirePages(cache, _HEADS), None, home, b"", _TIMEOUT_S)
+    parcels = RankParcels(
+        memories, WirePages(cache, _HEADS), _PAGE_SIZE, None, home, b"", _TIMEOUT_S
+    )
     pipe.send_bytes(_ENCODER.encode(parcels.facts))
     with contextlib.suppress(EOFError):
         while True:
