@@ -23,6 +23,7 @@ from moe_serve.pipeline.exchange.group_transport import GroupTransport
 from moe_serve.pipeline.exchange.rank_services import RankServices
 from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.exchange.step_shape import StepShape
+from moe_serve.pipeline.frames.frame_header import WireError
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.links.data_group import DataGroup
 from moe_serve.pipeline.pipeline import Pipeline
@@ -205,3 +206,31 @@ def test_single_calls_have_the_bits_of_their_parts(
             for layer, expected in zip(mine.layers, theirs.layers, strict=True):
                 assert torch.equal(layer.keys, expected.keys)
                 assert torch.equal(layer.values, expected.values)
+
+
+def test_an_expert_rank_that_fails_is_named_and_the_next_step_works(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = ModelLoader(folders["gpt_oss"], kernels="native", num_threads=1)
+    prompt, following = plans()[:2]
+    with ranks_of(loader, 1, 2, routes=False, is_native=True) as (ranks, pool):
+        stage, services = ranks.loops[1]._stage, ranks.loops[1]._services
+        assert services is not None, "its layers are single calls"
+
+        def partial(*_: Any) -> Any:
+            raise RuntimeError("no such luck")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(services, "serve", lambda *_: None)
+            patch.setattr(stage, "partial", partial)
+            shape = StepShape(1, 0, ((prompt.micro_batches[0].num_tokens,),))
+            loops = [pool.submit(loop.run, shape) for loop in ranks.loops]
+            with pytest.raises(WireError, match="layer 0, micro-batch 0: expert-1 failed"):
+                ranks._run(shape, 0, prompt)
+            ranks.transports[0].abandon()
+            for loop in loops:
+                loop.result(60.0)
+            assert ranks.loops[1].failure is not None, "it is reported"
+        for number, plan in enumerate((prompt, following), 1):
+            ((logits, _, _),) = ranks.step(number, plan, pool)
+            assert logits.isfinite().all()

@@ -6,6 +6,7 @@ T rows of a micro-batch, K choices per row, D model width, R expert ranks.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,16 @@ from moe_kernels.interface.routing import RouterShape
 
 _MAX_KEY_BYTES = 64
 _Key = ctypes.c_uint8 * _MAX_KEY_BYTES
+
+
+@functools.cache  # making such a type takes longer than a call
+def _pointers(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
+    return ctypes.c_void_p * count
+
+
+@functools.cache
+def _numbers(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
+    return ctypes.c_int64 * count
 
 
 class _FrameShapeStruct(ctypes.Structure):
@@ -142,10 +153,11 @@ class NativeTurn:
         self._inputs, self._shape = (positions_T, kv_rows), shape
         self.hidden_TD, self.x_TD = hidden_TD, torch.empty_like(hidden_TD)
         self._out_TD, self._is_new = torch.empty_like(hidden_TD), True
-        self._times = (ctypes.c_int64 * TURN_CLOCKS)()
-        self._addresses = (ctypes.c_void_p * num_ranks)(), (ctypes.c_void_p * num_ranks)()
-        self._numbers = (ctypes.c_int64 * (num_ranks * num_rows))()
-        self._counts, self._sizes = (ctypes.c_int64 * num_ranks)(), (ctypes.c_int64 * num_ranks)()
+        self._times = _numbers(TURN_CLOCKS)()
+        pointers, numbers = _pointers(num_ranks), _numbers(num_ranks)
+        self._addresses = pointers(), pointers()
+        self._numbers = torch.empty(num_ranks * num_rows, dtype=torch.int64)
+        self._counts, self._sizes = numbers(), numbers()
         sums, rows = self._addresses
         self._struct = _TurnStruct(
             shape=ctypes.addressof(shape),
@@ -155,7 +167,7 @@ class NativeTurn:
             kv_rows=kv_rows.data_ptr(),
             out=self._out_TD.data_ptr(),
             x=self.x_TD.data_ptr(),
-            numbers=ctypes.addressof(self._numbers),
+            numbers=self._numbers.data_ptr(),
             counts=ctypes.addressof(self._counts),
             sizes=ctypes.addressof(self._sizes),
             times=ctypes.addressof(self._times),
@@ -190,7 +202,7 @@ class NativeTurn:
         struct.front, struct.plan = front.pointer, layer.plan.pointer
         struct.pages = ctypes.addressof(front.pages_struct(layer.pages))
         struct.copies = None if layer.copies is None else layer.copies.pointer
-        self._addresses[1][:] = rows
+        self._addresses[1][:] = [*rows]
         struct.rows_key[: len(key)] = key
         self._call()
         sizes: list[int] = self._sizes[:]
@@ -201,7 +213,7 @@ class NativeTurn:
         struct.hidden, struct.shared = self.hidden_TD.data_ptr(), address(shared_TD)
         struct.is_taking = sums is not None
         if sums is not None:
-            self._addresses[0][:] = sums
+            self._addresses[0][:] = [*sums]
         else:
             assert self.hidden_TD is not self._out_TD, "the rows are with the experts"
 
@@ -259,7 +271,7 @@ class NativeService:
 
     def _make_room(self, num_senders: int) -> None:
         struct, self._num_senders = self._struct, num_senders
-        pointers, numbers = ctypes.c_void_p * num_senders, ctypes.c_int64 * num_senders
+        pointers, numbers = _pointers(num_senders), _numbers(num_senders)
         self._rows, self._sums, self._planned = pointers(), pointers(), numbers()
         self._counts, self._sizes = numbers(), numbers()
         struct.rows, struct.sums = ctypes.addressof(self._rows), ctypes.addressof(self._sums)

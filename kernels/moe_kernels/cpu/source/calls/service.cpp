@@ -68,7 +68,8 @@ class ServiceRun {
   ServiceRun(const Service& s, const ServiceParts<T>& parts, Joined<T>& joined)
       : s_(s), shape_(*s.shape), parts_(parts), joined_(joined) {}
 
-  // 0; 1 if a frame is not the expected one; 2 if rows chose an expert that is not here.
+  // 0; 1 if a frame is not the expected one; 2 if rows chose an expert that is not here. Then
+  // nothing was written.
   int64_t run(const Experts* bank) {
     for (int64_t i = 0; i < s_.num_senders; ++i)
       if (!is_frame_of(shape_, s_.rows[i], s_.key, s_.planned[i])) return 1;
