@@ -20,7 +20,7 @@ from moe_serve.engine.request.service_stats import DECISION_BOUNDS, ServiceStats
 from moe_serve.engine.request.service_terms import Service
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.admission import Admission
-from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
+from moe_serve.engine.service.answer_lengths import AnswerEnds, AnswerLengths, TierLengths
 from moe_serve.engine.service.arrivals import RecentArrivals
 from moe_serve.engine.service.forecast_calibration import Factors, ForecastCalibration, error_of
 from moe_serve.engine.service.ledger import Ledger
@@ -81,13 +81,14 @@ class ServiceState:
         self.ledger = Ledger(names)
         self._calibrations = [ForecastCalibration() for _ in names]
         self.lengths: AnswerLengths = TierLengths(len(names)) if lengths is None else lengths
+        self.ends = AnswerEnds()
         self._usual_tokens = 0.0
         self._tokens = 0.0, 0.0  # of recent prompts: all, and those that were not cached
         self.order_name = resolved_order(config)
         rule = rule_of(config, lambda: self._usual_tokens * self.token_s)
         self.order = StartOrder(rule, config.max_wait_s, config.late, bucket_of(config))
         self.admission = Admission(
-            self.order, config.max_passed_over_s, config.max_wait_s, self._factors
+            self.order, config.max_passed_over_s, config.max_wait_s, self._factors, clock
         )
         self.decisions = HistogramCounter(DECISION_BOUNDS)  # seconds of ordering those that wait
         self.num_turns = self._num_engines = 0
@@ -120,8 +121,8 @@ class ServiceState:
         lengths = predicted_lengths() if config.length_prediction == "on" else None
         return cls(config, clock, model, lengths)
 
-    def _factors(self, tier: str) -> Factors:
-        return self._calibrations[self._tier_of.get(tier, 0)].factors
+    def _factors(self, tier: str, raw_s: float) -> Factors:
+        return self._calibrations[self._tier_of.get(tier, 0)].factors(raw_s)
 
     def next_engine(self) -> int:
         """Returns a number for one more engine."""
@@ -171,7 +172,9 @@ class ServiceState:
         request, num_tokens = sequence.request, sequence.num_prompt_tokens
         raw_s = self.admission.entered(self.num_turns, num_tokens)
         if raw_s is None and self.model.is_measured:
-            raw_s = self.admission.raw_s(request.service, num_tokens, request.priority)
+            raw_s = self.admission.raw_s(
+                request.service, num_tokens, request.priority, request.arrival_time
+            )
         return raw_s
 
     def _deadline(self, sequence: Sequence, tier: int, queued_s: float) -> float:
@@ -203,7 +206,10 @@ class ServiceState:
             self.ledger.first_token(sequence, standing, now)
             if standing.raw_s is not None:
                 actual_s = now - sequence.request.arrival_time
-                self._calibrations[standing.tier].compare(standing.raw_s, actual_s)
+                calibration = self._calibrations[standing.tier]
+                calibration.compare(standing.raw_s, actual_s)
+                if standing.is_promised:
+                    calibration.promise(is_kept=now <= self._due_at(sequence))
 
     def leave(self, sequence: Sequence) -> None:
         """Notes that a sequence has ended, in whatever way."""
@@ -233,6 +239,7 @@ class ServiceState:
         self.shares.finished(standing.tenant, is_good=is_good)
         is_cut = sequence.num_output_tokens == sequence.rules.max_tokens
         self.lengths.note(sequence, standing.tier, is_complete=not is_cut)
+        self.ends.note(sequence.num_output_tokens, is_complete=not is_cut)
         if service.workflow:
             self.workflows.ended(
                 service.tenant, service.workflow, service.stage, self.steady.at(now)
@@ -241,7 +248,20 @@ class ServiceState:
     def expired(self, sequence: Sequence) -> None:
         """Notes that a strict request is ended, as its deadline has passed."""
         assert sequence.standing is not None, f"sequence {sequence.id} was not given a standing"
-        self.ledger.expired(sequence, sequence.standing)
+        standing = sequence.standing
+        self.ledger.expired(sequence, standing)
+        if standing.first_token_at is None and standing.raw_s is not None:
+            waited_s = self.clock() - sequence.request.arrival_time
+            calibration = self._calibrations[standing.tier]
+            calibration.compare_at_least(standing.raw_s, waited_s)
+            if standing.is_promised:
+                calibration.promise(is_kept=False)
+
+    @staticmethod
+    def _due_at(sequence: Sequence) -> float:
+        """Returns when the first token is due, on the engine's clock."""
+        target_s = sequence.request.service.targets.ttft_s
+        return math.inf if target_s is None else sequence.request.arrival_time + target_s
 
     @property
     def uncached(self) -> float:
