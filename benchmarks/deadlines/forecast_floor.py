@@ -10,14 +10,11 @@ really happened.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from deadlines.policies import Policy
 from deadlines.setting import Setting
@@ -98,7 +95,9 @@ class CopyingWorld(World):
         gap = span / max(1, len(recent) - 1)
         while True:
             first = draw.randrange(max(1, len(recent) - _STRETCH))
-            for before, each in zip(recent[first:], recent[first + 1 : first + _STRETCH], strict=False):
+            for before, each in zip(
+                recent[first:], recent[first + 1 : first + _STRETCH], strict=False
+            ):
                 at_s += each.at_s - before.at_s
                 index += 1
                 yield replace(each, at_s=at_s, index=index)

@@ -49,7 +49,9 @@ class Remaining:
         if not len(self.num_tokens):
             return math.inf
         after = self.num_tokens[:, None] + _GRID[None, :]
-        goes_on = self.survival.at(after) / np.maximum(1e-9, self.survival.at(self.num_tokens))[:, None]
+        goes_on = (
+            self.survival.at(after) / np.maximum(1e-9, self.survival.at(self.num_tokens))[:, None]
+        )
         ended = np.where(after >= self.most_tokens[:, None], 1.0, 1.0 - goes_on).sum(axis=0)
         ended = ended - arriving * _GRID
         enough = np.flatnonzero(ended >= num_ends)
@@ -79,8 +81,8 @@ class NearSteps:
     def first_token_s(
         self, ahead: float, own: float, behind: float, first: float, arriving_per_s: float
     ) -> float | None:
-        """Returns the seconds to the end of the step that reads the last of `own` tokens; None if it
-        is too far. `ahead` go first and `behind` after it; it has no seat before the step `first`.
+        """Returns the seconds to the end of the step that reads the last of `own` tokens; None if
+        it is too far. `ahead` go first and `behind` after it; it has no seat before the step `first`.
         `arriving_per_s`: tokens of later requests that go first."""
         now, budget = 0.0, max(1.0, self.budget)
         for step in range(MOST_STEPS):

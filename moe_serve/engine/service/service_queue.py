@@ -198,9 +198,7 @@ class ServiceQueue:
             return math.inf
         return (self.state.steady() - self._ends[0]) / len(self._ends)
 
-    def snapshot(
-        self, running: Items[Sequence], schedule: Schedule = NOTHING
-    ) -> QueueSnapshot:
+    def snapshot(self, running: Items[Sequence], schedule: Schedule = NOTHING) -> QueueSnapshot:
         """Returns what a newcomer will find at the end of the step that computes `schedule`."""
         state, seat_s, keys = self.state, self.seat_s, self.keys()
         reading, left, rows = list[Sequence](), list[int](), list[tuple[float, float]]()
@@ -215,7 +213,8 @@ class ServiceQueue:
                 rows.append((num_output, state.ends.most_tokens(sequence)))
         decoding = np.array(rows, dtype=np.float64).reshape(len(rows), 2)
         return QueueSnapshot(
-            turn=state.num_turns,
+            # Requests that come while a step runs are queued in the turn after it.
+            turn=state.num_turns + bool(schedule),
             token_s=state.token_s,
             step_s=state.step_s,
             more_s=state.more_s,
