@@ -16,17 +16,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from deadlines.policies import Policy
 from deadlines.setting import Setting
 from moe_serve.bench.simulated_requests import jobs_of
 from moe_serve.simulate.cell import Cell
 from moe_serve.simulate.simulation import make_cells
-from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest
+from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest, StepsDone
 from moe_serve.simulate.world import World
 
 _NUM_RECENT, _LEAST_RECENT = 256, 32
 _STRETCH = 64  # arrivals that stay together when they are drawn
-_MOST_S = 1e4
 _FIRST_FUTURE_INDEX = 10_000_000
 
 
@@ -42,6 +43,11 @@ class Foreseen:
     is_refused: bool
     copies: tuple[float, ...]
     actual_s: float | None
+
+    @property
+    def miss_share(self) -> float:
+        """The share of the copies in which the target is missed."""
+        return float(np.mean(np.array(self.copies) > self.target_s))
 
 
 class CopyingWorld(World):
@@ -103,7 +109,7 @@ class CopyingWorld(World):
                 yield replace(each, at_s=at_s, index=index)
             at_s += gap
 
-    def _end(self, index: int, done) -> None:  # type: ignore[no-untyped-def]
+    def _end(self, index: int, done: StepsDone) -> None:
         super()._end(index, done)
         if self._wanted is None:
             return

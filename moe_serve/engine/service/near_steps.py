@@ -82,8 +82,8 @@ class NearSteps:
         self, ahead: float, own: float, behind: float, first: float, arriving_per_s: float
     ) -> float | None:
         """Returns the seconds to the end of the step that reads the last of `own` tokens; None if
-        it is too far. `ahead` go first and `behind` after it; it has no seat before the step `first`.
-        `arriving_per_s`: tokens of later requests that go first."""
+        it is too far. `ahead` go first and `behind` after it; it has no seat before the step
+        `first`. `arriving_per_s`: tokens of later requests that go first."""
         now, budget = 0.0, max(1.0, self.budget)
         for step in range(MOST_STEPS):
             before, mine = min(budget, ahead), 0.0
