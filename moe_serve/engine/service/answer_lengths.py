@@ -75,4 +75,5 @@ class AnswerEnds:
             return
         table = np.array(sorted(self._recent), dtype=np.float64)
         at_risk = np.arange(len(table), 0, -1)
-        self.survival = Survival(table[:, 0], np.cumprod(1.0 - table[:, 1] / at_risk))
+        shares = np.cumprod(1.0 - table[:, 1] / at_risk)
+        self.survival = Survival(table[:, 0], np.asarray(shares, dtype=np.float64))
