@@ -107,9 +107,9 @@ class QueueSnapshot:
         if not bucket_s:
             return self.keys <= key, self.reading_keys <= key
         base = min(float(self.keys.min(initial=key)), key)
-        own = math.floor((key - base) / bucket_s)
-        buckets = np.floor((self.keys - base) / bucket_s)
-        first = (buckets < own) | ((buckets == own) & (self.num_left <= num_tokens))
+        begin = base + math.floor((key - base) / bucket_s) * bucket_s
+        is_shorter = (self.keys < begin + bucket_s) & (self.num_left <= num_tokens)
+        first = (self.keys < begin) | is_shorter
         return first, self.reading_keys - bucket_s <= key
 
     def _seat_after(self, lacking: float, arriving_per_s: float) -> float:
