@@ -5,6 +5,7 @@
     python benchmarks/run.py deadlines --workloads WORKLOADS --choose --trace conv --trace vtc
     python benchmarks/run.py deadlines --workloads WORKLOADS --fairness
     python benchmarks/run.py deadlines --workloads WORKLOADS --budgets --trace conv
+    python benchmarks/run.py deadlines --workloads WORKLOADS --floor --trace conv --seeds 1
 
 WORKLOADS has azure2023/, mooncake/ and vtc_arena_27clients/. Loads are shares of the capacity: the
 highest rate at which the queue in order of arrival is stable. `--json` keeps every run; runs that
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from rich.table import Table
 
 from deadlines.bars import Bench, bars_of
 from deadlines.fairness import largest_gap
-from deadlines.policies import ATC, FIFO, POLICIES, Policy
-from deadlines.setting import BUDGET, TPOT_TIMES, TRACES, Setting, make_setting
+from deadlines.forecast_floor import Foreseen, foresee
+from deadlines.policies import ATC, FIFO, POLICIES, REFUSING, Policy
+from deadlines.setting import BUDGET, TARGETS, TPOT_TIMES, TRACES, Setting, make_setting
 from deadlines.verdict import Verdict, judge
 
 LOADS = (0.7, 1.0, 1.2, 1.4)
@@ -138,6 +140,29 @@ def budgets(plan: Plan, load: float) -> Table:
     return table
 
 
+def floors(plan: Plan, load: float) -> Table:
+    """Compares the server's forecasts with the best that are possible, at every 30th arrival."""
+    table = Table("trace", "tier", "arrivals", "error", "least error", "refused", "would miss")
+    for setting, _ in plan.settings():
+        found = foresee(setting, REFUSING, load, every=30, num_copies=5)
+        for tier in TARGETS:
+            of_tier = [each for each in found if each.tier == tier]
+            answered = [each for each in of_tier if each.actual_s and each.predicted_s]
+            refused = [each for each in of_tier if each.is_refused]
+            table.add_row(
+                setting.name, tier, str(len(of_tier)),
+                _median_error(answered, lambda each: each.predicted_s or 0.0),
+                _median_error(answered, lambda each: float(np.median(each.copies))),
+                str(len(refused)), str(sum(each.miss_share >= 0.5 for each in refused)),
+            )  # fmt: skip
+    return table
+
+
+def _median_error(found: Sequence[Foreseen], predicted: Callable[[Foreseen], float]) -> str:
+    errors = [abs(predicted(each) / each.actual_s - 1) for each in found if each.actual_s]
+    return f"{np.median(errors):.1%}" if errors else "-"
+
+
 def figures(verdicts: Sequence[Verdict]) -> Table:
     """Returns the means over seeds of every trace, load and policy."""
     names = (
@@ -180,6 +205,7 @@ def main() -> int:
     parser.add_argument("--choose", action="store_true", help="sweep the constants of atc")
     parser.add_argument("--fairness", action="store_true", help="gaps between tenants on vtc")
     parser.add_argument("--budgets", action="store_true", help="fixed and slack step budgets")
+    parser.add_argument("--floor", action="store_true", help="the best possible forecasts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     kept, console = Kept(arguments.json), Console(width=160)
@@ -191,6 +217,9 @@ def main() -> int:
     )
     if arguments.fairness:
         console.print(fairness(replace(plan, traces=("vtc",)), 1.3))
+        return 0
+    if arguments.floor:
+        console.print(floors(plan, 1.2))
         return 0
     if arguments.budgets:
         console.print(budgets(replace(plan, seeds=1), 1.2))

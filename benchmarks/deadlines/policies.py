@@ -52,6 +52,7 @@ class Policy:
 
 FIFO = Policy(name="fifo", order="fifo")
 ATC = Policy(name="atc", order="atc")
+REFUSING = Policy(name="atc+refuse", order="atc", is_strict=True)
 POLICIES = (
     FIFO,
     Policy(name="priority", order="priority"),
@@ -60,6 +61,6 @@ POLICIES = (
     ATC,
     Policy(name="atc+demote", order="atc", late="demote"),
     Policy(name="fifo+refuse", order="fifo", is_strict=True),
-    Policy(name="atc+refuse", order="atc", is_strict=True),
+    REFUSING,
 )
 EXISTING = ("fifo", "priority")  # need no tiers in the scheduler

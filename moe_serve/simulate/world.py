@@ -133,8 +133,8 @@ class World:
         admission = self._cells[times.cell].engine.admission
         if admission is None:
             return False
-        forecast = admission.forecast(job.service, times.num_prompt, job.priority)
-        refusal = admission.check(job.service, times.num_prompt, job.priority)
+        arguments = job.service, times.num_prompt, job.priority, times.due_s
+        forecast, refusal = admission.forecast(*arguments), admission.check(*arguments)
         times.predicted_ttft_s = None if forecast is None else forecast.predicted_s
         times.is_refused = refusal is not None
         if refusal is not None:

@@ -196,7 +196,7 @@ class Scheduler:
             self.starter.admit(budget, chosen)
         self._num_left, costs = self.layered.left(most, chosen), self.layered.costs(chosen)
         if self.service is not None:
-            self.service.step_begins(costs)
+            self.service.step_begins(costs, self.running)
         self.tier.step_begins(costs)
         return chosen
 
@@ -273,7 +273,7 @@ class Scheduler:
             self._grow(sequence, sequence.num_pending_tokens + 1)
         following = {s.id: (s, 1) for s in sequences}
         if self.service is not None:
-            self.service.step_begins(following)
+            self.service.step_begins(following, self.running)
         return following
 
     def _make_room(self, sequence: Sequence, count: int, chosen: Schedule) -> bool:

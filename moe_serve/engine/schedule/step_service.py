@@ -140,7 +140,7 @@ class StepService:
             self.state.policy.expired(sequence)
         return found
 
-    def step_begins(self, schedule: Schedule) -> None:
+    def step_begins(self, schedule: Schedule, running: Items[Sequence]) -> None:
         """Notes the contents of a step, and charges the tenants for it."""
         if not schedule:
             return
@@ -160,6 +160,9 @@ class StepService:
         self.queue.charge(places, [count for _, count in schedule.values()])
         rows = StepWork(num_decoding, num_prompt, num_context)
         self._begun.append(_Begun(rows, self.state.clock(), num_tokens))
+        state = self.state
+        seconds = state.usual_step_s if self._is_lockstep else state.model.seconds(rows)
+        self.queue.step_begun(running, schedule, seconds, is_ahead=len(self._begun) > 1)
 
     def step_ended(self, running: Items[Sequence], num_tokens: int, *, has_work: bool) -> None:
         """Learns from the oldest step under way. `num_tokens`: computed by the engine so far."""
@@ -222,7 +225,7 @@ class StepService:
         )
         snapshot = self.queue.snapshot(self._running)
         read_s = snapshot.read_s(num_left)
-        return snapshot.first_token_s(num_left, keys_at) - read_s, read_s
+        return max(0.0, snapshot.first_token_s(num_left, keys_at) - read_s), read_s
 
     def movable(self, most: int) -> list[Sequence]:
         """Returns up to `most` waiting sequences that may go to another rank: the most urgent ones

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_serve.clock import Clock
 from moe_serve.engine.request.first_token import FirstTokenForecast, Refusal
 from moe_serve.engine.request.service_terms import Service
 from moe_serve.engine.service.forecast import QueueSnapshot
@@ -77,17 +78,30 @@ class Admission:
         order: StartOrder,
         priority_s: float,
         default_s: float,
-        factors: Callable[[str], Factors],
+        factors: Callable[[str, float], Factors],
+        clock: Clock,
     ) -> None:
         """`priority_s`: seconds by which one level of priority moves the deadline. `default_s`: the
         target of a request without one. `factors`: corrects the forecasts of a tier; read from any
         thread."""
         self._order, self._priority_s, self._default_s = order, priority_s, default_s
-        self._factors = factors
+        self._factors, self._clock = factors, clock
+        self._ends_at: dict[int, float] = {}  # by engine: the predicted end of its last step
         self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
         self._closed: set[int] = set()  # cells that take no requests
         self._accepted: deque[_Accepted] = deque(maxlen=_MOST_ACCEPTED)
         self._refused: Counter[str] = Counter()
+
+    def step_begun(self, engine: int, now: float, seconds: float, *, is_ahead: bool) -> None:
+        """Notes that an engine has begun a step; `is_ahead`: it begins when the one under way
+        ends."""
+        begins_at = max(now, self._ends_at.get(engine, now)) if is_ahead else now
+        self._ends_at[engine] = begins_at + seconds
+
+    def _rest_s(self, engine: int, at_s: float | None) -> float:
+        """Returns the seconds until the step under way ends, as predicted at its beginning."""
+        now = self._clock() if at_s is None else at_s
+        return max(0.0, self._ends_at.get(engine, now) - now)
 
     def publish(self, engine: int, snapshot: QueueSnapshot) -> None:
         """Replaces the snapshot of an engine."""
@@ -96,6 +110,7 @@ class Admission:
     def withdraw(self, engine: int) -> None:
         """Drops the snapshot of an engine that is lost."""
         self._snapshots = {key: each for key, each in self._snapshots.items() if key != engine}
+        self._ends_at.pop(engine, None)
 
     def set_open(self, cell: int, *, is_open: bool) -> None:
         """Notes whether a cell takes new requests. Safe from any thread."""
@@ -119,25 +134,35 @@ class Admission:
         return self._refused[tier]
 
     def forecast(
-        self, service: Service, num_prompt_tokens: int, priority: int = 0
+        self,
+        service: Service,
+        num_prompt_tokens: int,
+        priority: int = 0,
+        at_s: float | None = None,
     ) -> FirstTokenForecast | None:
-        """See `AdmissionCheck.forecast`."""
-        raw_s = self.raw_s(service, num_prompt_tokens, priority)
+        """See `AdmissionCheck.forecast`. `at_s` (None: now): when the request comes."""
+        raw_s = self.raw_s(service, num_prompt_tokens, priority, at_s)
         if raw_s is None:
             return None
         return self._corrected(service, raw_s)
 
     def _corrected(self, service: Service, raw_s: float) -> FirstTokenForecast:
-        factors = self._factors(service.tier)
+        factors = self._factors(service.tier, raw_s)
         return FirstTokenForecast(predicted_s=raw_s * factors.median, p90_s=raw_s * factors.p90)
 
-    def raw_s(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> float | None:
+    def raw_s(
+        self,
+        service: Service,
+        num_prompt_tokens: int,
+        priority: int = 0,
+        at_s: float | None = None,
+    ) -> float | None:
         """Predicts the seconds to the first token without correction; None: not measured yet."""
         snapshots = self._open_snapshots
         if not snapshots:
             return None
-        raw_s, turns = math.inf, _Turns.of(snapshots)
-        for snapshot in snapshots:
+        raw_s, turns = math.inf, _Turns.of([*snapshots.values()])
+        for engine, snapshot in snapshots.items():
             num_left = num_prompt_tokens * snapshot.uncached
             keys_at = self._keys_at(snapshot, service, num_prompt_tokens, priority)
             num_more, num_more_tokens = self._since(snapshot.cell, turns, float(keys_at(_NOW)[0]))
@@ -147,26 +172,34 @@ class Admission:
                 num_more=num_more,
                 num_more_tokens=num_more_tokens * snapshot.uncached,
             )
-            raw_s = min(raw_s, found_s)
+            raw_s = min(raw_s, self._rest_s(engine, at_s) + found_s)
         return raw_s
 
     @property
-    def _open_snapshots(self) -> list[QueueSnapshot]:
+    def _open_snapshots(self) -> Mapping[int, QueueSnapshot]:
         """The snapshots of the engines that take requests; of all, if none does."""
-        closed, all_of_them = self._closed, list(self._snapshots.values())
-        return [each for each in all_of_them if each.cell not in closed] or all_of_them
+        closed, all_of_them = self._closed, self._snapshots
+        return {
+            k: each for k, each in all_of_them.items() if each.cell not in closed
+        } or all_of_them
 
-    def check(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> Refusal | None:
-        """See `AdmissionCheck.check`."""
+    def check(
+        self,
+        service: Service,
+        num_prompt_tokens: int,
+        priority: int = 0,
+        at_s: float | None = None,
+    ) -> Refusal | None:
+        """See `AdmissionCheck.check`. `at_s` (None: now): when the request comes."""
         target_s = _first_target_s(service)
-        raw_s = self.raw_s(service, num_prompt_tokens, priority)
+        raw_s = self.raw_s(service, num_prompt_tokens, priority, at_s)
         may_refuse = service.targets.is_strict or service.is_sheddable
         if raw_s is not None and target_s is not None and may_refuse:
-            forecast = self._corrected(service, raw_s)
-            if forecast.p90_s > target_s:
+            factor = self._factors(service.tier, raw_s).cautious
+            if raw_s * factor > target_s:
                 self._refused[service.tier] += 1
-                return self._refusal(forecast, target_s, service.tier)
-        snapshots = self._open_snapshots
+                return _refusal(raw_s, factor, target_s)
+        snapshots = [*self._open_snapshots.values()]
         turns = _Turns.of(snapshots)
         while self._accepted and turns.include(self._accepted[0]):
             self._accepted.popleft()
@@ -182,7 +215,11 @@ class Admission:
         """Returns a function from seconds of waiting to the keys of a request that comes now."""
         work_s = num_prompt_tokens * snapshot.uncached * snapshot.token_s
         slack_s = self.slack_s(service, priority) - work_s
-        return self._order.keys_over_time(slack_s, work_s, service.weight, priority)
+        keys_at = self._order.keys_over_time(slack_s, work_s, service.weight, priority)
+        behind = snapshot.behind.get((service.tier, service.tenant))
+        if behind is None:
+            return keys_at
+        return lambda ages: np.maximum(keys_at(ages), behind - ages)
 
     def entered(self, turn: int, num_prompt_tokens: int, cell: int = 0) -> float | None:
         """Notes that a request has reached an engine of a cell in a turn; the cell's next snapshot
@@ -193,16 +230,6 @@ class Admission:
                 each.cell, each.turn = cell, turn
                 return each.raw_s
         return None
-
-    def _refusal(self, forecast: FirstTokenForecast, target_s: float, tier: str) -> Refusal:
-        """Names the time after which the forecast fits, as the queue becomes shorter by a second in
-        each second."""
-        excess_s = (forecast.p90_s - target_s) / max(1.0, self._factors(tier).p90)
-        return Refusal(
-            predicted_ttft_s=forecast.p90_s,
-            target_ttft_s=target_s,
-            retry_after_s=max(LEAST_RETRY_S, excess_s),
-        )
 
     def slack_s(self, service: Service, priority: int) -> float:
         """Returns the seconds from the arrival to the virtual deadline."""
@@ -222,6 +249,16 @@ class Admission:
                 count += share
                 tokens += share * each.num_tokens
         return count, tokens
+
+
+def _refusal(raw_s: float, factor: float, target_s: float) -> Refusal:
+    """Names the time after which the forecast fits, as the queue becomes shorter by a second in
+    each second."""
+    return Refusal(
+        predicted_ttft_s=raw_s * factor,
+        target_ttft_s=target_s,
+        retry_after_s=max(LEAST_RETRY_S, raw_s - target_s / factor),
+    )
 
 
 def _first_target_s(service: Service) -> float | None:

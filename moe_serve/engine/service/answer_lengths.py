@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Protocol
 
 import numpy as np
 
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.service.near_steps import Survival
 
 _NUM_RECENT = 256
 _EVERY = 16  # answers between two computations of the quantile
@@ -49,3 +51,29 @@ class TierLengths:
         self._num_noted[tier] += 1
         if len(self._recent[tier]) < _EVERY or self._num_noted[tier] % _EVERY == 0:
             self._p90[tier] = float(np.quantile(np.array(self._recent[tier]), 0.9))
+
+
+class AnswerEnds:
+    """Learns at which lengths answers end. One that was cut off tells only that it was longer
+    (Kaplan and Meier's estimate)."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, bool]] = deque(maxlen=2 * _NUM_RECENT)
+        self._num_noted = 0
+        self.survival = Survival(np.zeros(0), np.zeros(0))
+
+    def most_tokens(self, sequence: Sequence) -> float:
+        """Returns how many tokens an answer may have."""
+        most = sequence.rules.max_tokens
+        return math.inf if most is None else float(most)
+
+    def note(self, length: int, *, is_complete: bool) -> None:
+        """Learns from an answer that ended."""
+        self._recent.append((length, is_complete))
+        self._num_noted += 1
+        if self._num_noted % _EVERY:
+            return
+        table = np.array(sorted(self._recent), dtype=np.float64)
+        at_risk = np.arange(len(table), 0, -1)
+        shares = np.cumprod(1.0 - table[:, 1] / at_risk)
+        self.survival = Survival(table[:, 0], np.asarray(shares, dtype=np.float64))

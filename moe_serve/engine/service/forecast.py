@@ -1,29 +1,34 @@
 """Predicts when a new request would get its first token, from a snapshot of an engine's queue.
 
-    seats     the newcomer and the requests ahead of it need seats; one becomes free every `seat_s`
-    reading   the prompts ahead of it and its own are read at the present rate
-    first token = the later of the two, as seats become free while prompts are read
+    seats     the newcomer and the requests ahead of it need seats; these become free as answers end
+    reading   the prompts ahead of it and its own are read
 
-Requests that arrive later and go first are foreseen at the rate of the recent arrivals: while the
-newcomer waits, it becomes more urgent, and fewer of them pass it. The engine publishes a snapshot
-after each step. It is frozen, so any thread may read it.
+The next steps are foreseen one by one (`near_steps.py`). A longer wait is foreseen by rates: one
+seat becomes free every `seat_s`, and a prompt token takes `token_s`. Requests that arrive later and
+go first are foreseen at the rate of the recent arrivals: while the newcomer waits, it becomes more
+urgent, and fewer of them pass it. The engine publishes a snapshot when a step begins. It is frozen,
+so any thread may read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.engine.service.arrivals import ArrivalRates
+from moe_serve.engine.service.near_steps import MOST_STEPS, NearSteps, Remaining
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 _EMPTY, _NOW = np.zeros(0), np.zeros(1)
 # Moments of its waiting at which the newcomer is looked at: multiples of the wait without arrivals.
 _GRID = np.concatenate([[0.0], np.geomspace(0.25, 256.0, 41)])
 _LEAST_WAIT_S = 1e-3
+_MIDDLE = 0.3  # of an end: half of all times, the n-th end is that of at most n - 0.3 expected ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +43,11 @@ class QueueSnapshot:
     token_s: float = 0.0  # seconds to read one prompt token
     step_s: float = 0.0  # seconds of a step that reads nothing
     more_s: float = 0.0  # seconds that one more prompt token adds to a step
-    rest_s: float = 0.0  # seconds until the step under way ends, on average
+    usual_step_s: float = 0.0
+    budget: float = math.inf  # prompt tokens of a step
+    bucket_s: float = 0.0  # keys that differ by less are equally urgent
     num_free_seats: int = 1
+    remaining: Remaining | None = None  # answers that are being generated
     seat_s: float = 0.0  # seconds between two seats that become free
     keys: Floats = field(default_factory=lambda: _EMPTY)
     floors: Floats = field(default_factory=lambda: np.full(1, -np.inf))  # keys fall to these
@@ -49,6 +57,8 @@ class QueueSnapshot:
     uncached: float = 1.0  # share of the recent prompts' tokens that were not in the cache
     arrivals: ArrivalRates = ArrivalRates()
     share: float = 1.0  # of the arrivals that come to this engine
+    # Tier and tenant that have had more than their share -> the key behind the others of the tier.
+    behind: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def first_token_s(
         self,
@@ -58,17 +68,61 @@ class QueueSnapshot:
         num_more: float = 0.0,
         num_more_tokens: float = 0.0,
     ) -> float:
-        """Predicts the seconds to the first token of a prompt of `num_tokens`. `keys_at` returns
-        its keys after seconds of waiting.
+        """Predicts the seconds from the end of the step under way to the first token of a prompt of
+        `num_tokens`. `keys_at` returns its keys after seconds of waiting.
 
         `num_more` and `num_more_tokens` are the more urgent requests accepted since the snapshot.
         """
+        near_s = self._near_s(num_tokens, float(keys_at(_NOW)[0]), num_more, num_more_tokens)
+        if near_s is not None:
+            return near_s
         start_s = self._start_s(num_more, num_more_tokens, keys_at)
-        return self.rest_s + start_s + self.read_s(num_tokens)
+        return start_s + self.read_s(num_tokens)
 
     def read_s(self, num_tokens: float) -> float:
         """Predicts the seconds in which a prompt is read once it is its turn."""
         return max(num_tokens * self.token_s, self.step_s + num_tokens * self.more_s)
+
+    def _near_s(
+        self, num_tokens: float, key: float, num_more: float, num_more_tokens: float
+    ) -> float | None:
+        """Foresees the next steps; None: the first token comes after them."""
+        waits_first, reads_first = self._go_first(num_tokens, key)
+        being_read = float(self.reading_left[reads_first].sum())
+        ahead = float(self.num_left[waits_first].sum()) + being_read + num_more_tokens
+        all_left = float(self.num_left.sum()) + float(self.reading_left.sum()) + num_more_tokens
+        steps = NearSteps(step_s=self.step_s, more_s=self.more_s, budget=self.budget)
+        if ahead + num_tokens > steps.most_tokens:
+            return None
+        lacking = float(np.count_nonzero(waits_first)) + num_more + 1 - self.num_free_seats
+        requests, tokens = self.arrivals.per_s(np.array([key]))
+        per_s = float(requests[0]) * self.share
+        first = 0.0 if lacking <= 0 else self._seat_after(lacking, per_s)
+        if first > MOST_STEPS:
+            return None
+        return steps.first_token_s(
+            ahead, num_tokens, all_left - ahead, first, float(tokens[0]) * self.share
+        )
+
+    def _go_first(self, num_tokens: float, key: float) -> tuple[Flags, Flags]:
+        """Returns which of the waiting prompts, and which of those that are being read, go before a
+        newcomer: shorter ones of its bucket do, and what is being read yields only by a bucket."""
+        bucket_s = self.bucket_s
+        if not bucket_s:
+            return self.keys <= key, self.reading_keys <= key
+        base = min(float(self.keys.min(initial=key)), key)
+        begin = base + math.floor((key - base) / bucket_s) * bucket_s
+        is_shorter = (self.keys < begin + bucket_s) & (self.num_left <= num_tokens)
+        first = (self.keys < begin) | is_shorter
+        return first, self.reading_keys - bucket_s <= key
+
+    def _seat_after(self, lacking: float, arriving_per_s: float) -> float:
+        """Returns the steps until the last of some lacking seats is free, while requests arrive
+        that take one first; infinite if the running answers do not tell."""
+        if self.remaining is None or not len(self.remaining.num_tokens):
+            return lacking * self.seat_s / max(self.step_s, _LEAST_WAIT_S)
+        arriving = arriving_per_s * self.usual_step_s
+        return self.remaining.steps_until(lacking - _MIDDLE, arriving)
 
     def _start_s(
         self, num_more: float, num_more_tokens: float, keys_at: Callable[[Floats], Floats]

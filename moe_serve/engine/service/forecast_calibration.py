@@ -1,8 +1,12 @@
 """Compares forecasts with what happened, and corrects them.
 
-Two quantiles of actual / predicted over the recent requests are kept: the median, which makes the
-forecast right on average, and the ninth decile, which makes it cautious (split conformal). They
-cover what they promise whatever the raw forecast's error is.
+The recent ratios of actual / predicted are kept with the predictions. A forecast is corrected by
+the ratios of those that predicted most nearly the same: short waits are foreseen better than long
+ones. The median makes it right on average, and the ninth decile cautious (split conformal).
+
+How cautious a refusal is follows from the promises: the quantile on which it rests becomes larger
+with every broken promise, and a little smaller with every kept one, so that nearly all are kept
+and no more requests are refused than that takes (adaptive conformal inference).
 """
 
 from __future__ import annotations
@@ -12,22 +16,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.engine.request.service_stats import ForecastError
 
 _NUM_RECENT = 256
 _NUM_NEEDED = 20  # before that the factors are guesses
-_QUANTILE = 0.9
+_NUM_NEAREST = 64  # comparisons that correct one forecast
 _LEAST_S = 0.001
-_EVERY = 8  # comparisons between two computations of the quantiles
+_EVERY = 8  # comparisons after which they count
+_LATER = 1.25  # times as late as it was when it was given up: a request that ended without a token
+_BROKEN = 0.03  # of the promises may be broken
+_PACE = 0.04  # of the change of caution
+_LEAST_CAUTION, _MOST_CAUTION = 0.1, 0.9  # nine of ten refused ones would miss; would be kept
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Holds the factors of a raw forecast, for its median and for its ninth decile."""
+    """Holds the factors of a raw forecast: for its median, for its ninth decile, and for the
+    quantile on which a refusal rests."""
 
     median: float = 1.0
     p90: float = 1.5
+    cautious: float = 1.2
 
 
 class ForecastCalibration:
@@ -35,28 +46,52 @@ class ForecastCalibration:
     `errors` are safe from any thread."""
 
     def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=_NUM_RECENT)  # log raw, ratio
+        self._table: NDArray[np.float64] = np.zeros((0, 2))
         self._errors: deque[float] = deque(maxlen=_NUM_RECENT)
         self.num_compared = 0
-        self.factors = Factors()
+        self.caution = 0.5  # the quantile on which a refusal rests
 
     def compare(self, raw_s: float, actual_s: float) -> None:
         """Adds a request that got its first token. `raw_s`: the forecast without factors."""
-        ratio = max(actual_s, _LEAST_S) / max(raw_s, _LEAST_S)
-        self._errors.append(abs(1 - self.factors.median / ratio))
-        self._ratios.append(ratio)
+        actual_s = max(actual_s, _LEAST_S)
+        self._errors.append(abs(1 - raw_s * self.factors(raw_s).median / actual_s))
+        self._add(raw_s, actual_s)
+
+    def compare_at_least(self, raw_s: float, waited_s: float) -> None:
+        """Adds a request that ended after waiting for its first token in vain."""
+        self._add(raw_s, _LATER * max(waited_s, _LEAST_S))
+
+    def _add(self, raw_s: float, actual_s: float) -> None:
+        raw_s = max(raw_s, _LEAST_S)
+        self._pairs.append((float(np.log(raw_s)), actual_s / raw_s))
         self.num_compared += 1
-        count = len(self._ratios)
-        if count < _NUM_NEEDED or self.num_compared % _EVERY:
-            return
-        share = min(1.0, _QUANTILE * (count + 1) / count)
-        median, p90 = np.quantile(np.array(self._ratios), (0.5, share)).tolist()
-        self.factors = Factors(median, p90)
+        if len(self._pairs) >= _NUM_NEEDED and self.num_compared % _EVERY == 0:
+            self._table = np.array(self._pairs)
+
+    def promise(self, *, is_kept: bool) -> None:
+        """Notes what became of a request that might have been refused."""
+        step = -_BROKEN if is_kept else 1 - _BROKEN
+        self.caution = min(_MOST_CAUTION, max(_LEAST_CAUTION, self.caution + _PACE * step))
+
+    def factors(self, raw_s: float) -> Factors:
+        """Returns the factors for a raw forecast."""
+        table = self._table
+        if not len(table):
+            return Factors()
+        ratios = table[:, 1]
+        if len(table) > _NUM_NEAREST:
+            far = np.abs(table[:, 0] - np.log(max(raw_s, _LEAST_S)))
+            ratios = ratios[np.argpartition(far, _NUM_NEAREST)[:_NUM_NEAREST]]
+        count = len(ratios)
+        shares = np.minimum(1.0, np.array([0.5, 0.9, self.caution]) * (count + 1) / count)
+        shares[0] = 0.5
+        return Factors(*np.quantile(ratios, shares).tolist())
 
     @property
     def ratios(self) -> tuple[float, ...]:
         """Actual over raw forecast, of the recent requests."""
-        return tuple(self._ratios)
+        return tuple(ratio for _, ratio in tuple(self._pairs))
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -65,17 +100,15 @@ class ForecastCalibration:
 
 
 def error_of(calibrations: Iterable[ForecastCalibration]) -> ForecastError:
-    """Returns the error over several tiers. `p90_ratio` is the largest of their cautious
-    factors."""
+    """Returns the error over several tiers. `p90_ratio` is the ninth decile of all ratios."""
     calibrations = list(calibrations)
-    most = max([each.factors.p90 for each in calibrations], default=1.0)
     ratios = np.array([ratio for each in calibrations for ratio in each.ratios])
     if not len(ratios):
-        return ForecastError(p90_ratio=most)
+        return ForecastError(p90_ratio=Factors().p90)
     errors = np.array([error for each in calibrations for error in each.errors])
     return ForecastError(
         num_compared=sum([each.num_compared for each in calibrations]),
         median_ratio=float(np.median(ratios)),
-        p90_ratio=most,
-        median_error=float(np.median(errors)),
+        p90_ratio=float(np.quantile(ratios, 0.9)),
+        median_error=float(np.median(errors)) if len(errors) else 0.0,
     )

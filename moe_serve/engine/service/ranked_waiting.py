@@ -37,9 +37,11 @@ class RankedWaiting:
     def __init__(self, table: WaitingTable, keys: Callable[[], Floats], bucket_s: float) -> None:
         self._table, self._keys, self._bucket_s = table, keys, bucket_s
         first = keys()
-        by_rule = first[~is_aged(first)]
-        self._base = float(by_rule.min(initial=math.inf))  # where the first bucket begins
-        rows = self._first_rows(first)
+        self._base = float(first.min(initial=math.inf))  # where the first bucket begins
+        by_age = is_aged(first) if is_aged(np.array(self._base)) else None
+        if by_age is not None:
+            self._base = float(first.min(where=~by_age, initial=math.inf))
+        rows = self._first_rows(first, by_age)
         self._places = self._sorted(first, rows)
         self._is_partial = len(rows) < len(first)
         self._next = 0
@@ -81,11 +83,11 @@ class RankedWaiting:
             self._places += [each for each in rest if each.sequence.id not in taken]
         return self._places[self._next] if self._next < len(self._places) else None
 
-    def _first_rows(self, keys: Floats) -> NDArray[np.intp]:
-        """Returns the rows of the first requests: of the oldest that go by age alone, else of the
-        shortest prompts of the first bucket."""
-        table, by_age = self._table, is_aged(keys)
-        if by_age.any():
+    def _first_rows(self, keys: Floats, by_age: NDArray[np.bool_] | None) -> NDArray[np.intp]:
+        """Returns the rows of the first requests: of the oldest that go by age alone, else (None)
+        of the shortest prompts of the first bucket."""
+        table = self._table
+        if by_age is not None:
             rows = np.flatnonzero(by_age)
             places = keys[rows]
         else:

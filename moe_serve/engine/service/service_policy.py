@@ -8,6 +8,7 @@ work, whatever cells do it.
 from __future__ import annotations
 
 import logging
+import math
 
 from moe_serve.cache.histogram import HistogramCounter
 from moe_serve.clock import Clock
@@ -17,7 +18,7 @@ from moe_serve.engine.request.service_stats import DECISION_BOUNDS, ServiceStats
 from moe_serve.engine.request.service_terms import Service
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.admission import Admission
-from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
+from moe_serve.engine.service.answer_lengths import AnswerEnds, AnswerLengths, TierLengths
 from moe_serve.engine.service.arrivals import RecentArrivals
 from moe_serve.engine.service.forecast_calibration import Factors, ForecastCalibration, error_of
 from moe_serve.engine.service.ledger import Ledger
@@ -54,6 +55,7 @@ class ServicePolicy:
         self.ledger = Ledger(names)
         self._calibrations = [ForecastCalibration() for _ in names]
         self.lengths: AnswerLengths = TierLengths(len(names)) if lengths is None else lengths
+        self.ends = AnswerEnds()
         self._usual_tokens = 0.0
         self._tokens = 0.0, 0.0  # of recent prompts: all, and those that were not cached
         self._token_s: dict[int, float] = {}  # to read a prompt token, by the measured cells
@@ -61,7 +63,7 @@ class ServicePolicy:
         rule = rule_of(config, self._usual_work_s)
         self.order = StartOrder(rule, config.max_wait_s, config.late, bucket_of(config))
         self.admission = Admission(
-            self.order, config.max_passed_over_s, config.max_wait_s, self._factors
+            self.order, config.max_passed_over_s, config.max_wait_s, self._factors, clock
         )
         self.decisions = HistogramCounter(DECISION_BOUNDS)  # seconds of ordering those that wait
         self.num_turns = self._num_engines = self._num_cells = 0
@@ -85,8 +87,8 @@ class ServicePolicy:
                 )
         return cls(config, clock, predicted_lengths() if config.length_prediction == "on" else None)
 
-    def _factors(self, tier: str) -> Factors:
-        return self._calibrations[self._tier_of.get(tier, 0)].factors
+    def _factors(self, tier: str, raw_s: float) -> Factors:
+        return self._calibrations[self._tier_of.get(tier, 0)].factors(raw_s)
 
     def _usual_work_s(self) -> float:
         """Returns the usual time to read a prompt, as the mean over the cells."""
@@ -137,7 +139,10 @@ class ServicePolicy:
             self.ledger.first_token(sequence, standing, now)
             if standing.raw_s is not None:
                 actual_s = now - sequence.request.arrival_time
-                self._calibrations[standing.tier].compare(standing.raw_s, actual_s)
+                calibration = self._calibrations[standing.tier]
+                calibration.compare(standing.raw_s, actual_s)
+                if standing.is_promised:
+                    calibration.promise(is_kept=now <= _due_at(sequence))
 
     def leave(self, sequence: Sequence) -> None:
         """Notes that a sequence has ended, in whatever way."""
@@ -152,12 +157,20 @@ class ServicePolicy:
         self.shares.finished(standing.tenant, is_good=is_good)
         is_cut = sequence.num_output_tokens == sequence.rules.max_tokens
         self.lengths.note(sequence, standing.tier, is_complete=not is_cut)
+        self.ends.note(sequence.num_output_tokens, is_complete=not is_cut)
         if service.workflow:
             self.workflows.ended(service.tenant, service.workflow, service.stage, now)
 
     def expired(self, sequence: Sequence) -> None:
         """Notes that a strict request is ended, as its deadline has passed."""
-        self.ledger.expired(sequence, _standing_of(sequence))
+        standing = _standing_of(sequence)
+        self.ledger.expired(sequence, standing)
+        if standing.first_token_at is None and standing.raw_s is not None:
+            waited_s = self.clock() - sequence.request.arrival_time
+            calibration = self._calibrations[standing.tier]
+            calibration.compare_at_least(standing.raw_s, waited_s)
+            if standing.is_promised:
+                calibration.promise(is_kept=False)
 
     def stats(self) -> ServiceStats:
         """Returns a snapshot. Safe from any thread."""
@@ -176,3 +189,9 @@ class ServicePolicy:
 def _standing_of(sequence: Sequence) -> Standing:
     assert sequence.standing is not None, f"sequence {sequence.id} was not given a standing"
     return sequence.standing
+
+
+def _due_at(sequence: Sequence) -> float:
+    """Returns when the first token is due, on the engine's clock."""
+    target_s = sequence.request.service.targets.ttft_s
+    return math.inf if target_s is None else sequence.request.arrival_time + target_s

@@ -12,9 +12,10 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.forecast import QueueSnapshot
+from moe_serve.engine.service.near_steps import Remaining
 from moe_serve.engine.service.order import Floats
 from moe_serve.engine.service.ranked_waiting import RankedWaiting
 from moe_serve.engine.service.service_state import ServiceState
@@ -24,6 +25,7 @@ from moe_serve.engine.service.waiting_table import WaitingTable
 
 _NUM_ENDS = 129  # ends of requests from which the time between two free seats is known
 _LEAST_NUM_ENDS = 4
+NOTHING: Schedule = {}
 _LEAST_PAUSE_S = 0.05  # between two snapshots of a queue in which nothing comes or goes
 
 
@@ -210,40 +212,79 @@ class ServiceQueue:
             return math.inf
         return (self.state.steady() - self._ends[0]) / len(self._ends)
 
-    def snapshot(self, running: Items[Sequence]) -> QueueSnapshot:
-        """Returns what a newcomer would find now."""
+    def snapshot(self, running: Items[Sequence], schedule: Schedule = NOTHING) -> QueueSnapshot:
+        """Returns what a newcomer will find at the end of the step that computes `schedule`."""
         state, policy, seat_s, keys = self.state, self.state.policy, self.seat_s, self.keys()
-        reading = [s for s in running if s.num_pending_tokens > 1]
+        reading, left, rows = list[Sequence](), list[int](), list[tuple[float, float]]()
+        for sequence in running:
+            count = schedule[sequence.id][1] if sequence.id in schedule else 0
+            num_left = sequence.num_pending_tokens - count
+            if num_left > 1:
+                reading.append(sequence)
+                left.append(num_left)
+            else:
+                num_output = sequence.num_output_tokens + (num_left == 0)
+                rows.append((num_output, policy.ends.most_tokens(sequence)))
+        decoding = np.array(rows, dtype=np.float64).reshape(len(rows), 2)
         return QueueSnapshot(
-            turn=policy.num_turns,
+            # Requests that come while a step runs are queued in the turn after it.
+            turn=policy.num_turns + bool(schedule),
             cell=state.number,
             token_s=state.token_s,
             step_s=state.step_s,
             more_s=state.more_s,
-            rest_s=state.usual_step_s / 2 if running else 0.0,
+            usual_step_s=state.usual_step_s,
+            budget=float(max(1, state.config.max_batched_tokens - len(rows))),
+            bucket_s=state.order.bucket_s if self.is_ordered else 0.0,
+            remaining=Remaining(decoding[:, 0], decoding[:, 1], state.policy.ends.survival),
             num_free_seats=state.config.max_num_seqs - len(running),
             seat_s=state.step_s if math.isinf(seat_s) else seat_s,
             reading_keys=np.array(self.reading_keys(reading)),
-            reading_left=np.array([float(s.num_pending_tokens) for s in reading]),
+            reading_left=np.array(left, dtype=np.float64),
             keys=keys,
             floors=state.order.floors(self.table, keys, state.token_s),
             num_left=self.table.num_left.copy(),
             uncached=policy.uncached,
             arrivals=policy.arrivals.rates,
             share=1 / max(1, state.admission.num_snapshots),
+            behind=self._behind(keys),
         )
 
-    def step_ended(self, running: Items[Sequence], *, has_work: bool) -> None:
-        """Publishes what a newcomer would find."""
-        self._last_end_at = self.state.clock() if running else None
-        if not has_work:
-            self._ends.clear()
+    def _behind(self, keys: Floats) -> dict[tuple[str, str], float]:
+        """Returns the keys of newcomers of tenants that have had more than their share."""
+        state, table = self.state, self.table
+        ahead = state.shares.are_ahead(state.delta_s)
+        if ahead is None:
+            return {}
+        others = ~ahead[table.tenant]
+        found: dict[tuple[str, str], float] = {}
+        for tier, tenant in state.shares.names(np.flatnonzero(ahead)):
+            last = keys.max(where=others & (table.tier == tier), initial=-math.inf)
+            found[state.policy.tier_names[tier], tenant] = float(last) + 2 * state.order.bucket_s
+        return found
+
+    def step_begun(
+        self, running: Items[Sequence], schedule: Schedule, seconds: float, *, is_ahead: bool
+    ) -> None:
+        """Publishes what a newcomer will find at the end of a step that takes `seconds`.
+        `is_ahead`: it begins when the step under way ends."""
         if not self.state.model.is_measured:
             return
+        admission = self.state.admission
+        admission.step_begun(self._engine, self.state.clock(), seconds, is_ahead=is_ahead)
         now_s, contents = self.state.steady(), (self.table.version, len(running))
         if contents != self._published or now_s >= self._published_s + _LEAST_PAUSE_S:
             self._published, self._published_s = contents, now_s
-            self.state.admission.publish(self._engine, self.snapshot(running))
+            admission.publish(self._engine, self.snapshot(running, schedule))
+
+    def step_ended(self, running: Items[Sequence], *, has_work: bool) -> None:
+        """Notes the end of a step. After the last one it publishes that nothing is left."""
+        self._last_end_at = self.state.clock() if running else None
+        if not has_work:
+            self._ends.clear()
+            if self.state.model.is_measured:
+                self._published = (-1, -1)
+                self.state.admission.publish(self._engine, self.snapshot(running))
 
     def withdraw(self) -> None:
         """Forgets the engine, as it is lost."""

@@ -105,7 +105,9 @@ class ServiceState:
         request, num_tokens = sequence.request, sequence.num_prompt_tokens
         raw_s = self.admission.entered(self.policy.num_turns, num_tokens, self.number)
         if raw_s is None and self.model.is_measured:
-            raw_s = self.admission.raw_s(request.service, num_tokens, request.priority)
+            raw_s = self.admission.raw_s(
+                request.service, num_tokens, request.priority, request.arrival_time
+            )
         return raw_s
 
     def _deadline(self, sequence: Sequence, tier: int, queued_s: float) -> float:

@@ -123,6 +123,10 @@ class Shares:
             ahead |= of_tier & (self._counter_s > self._counter_s[of_tier].min() + delta_s)
         return ahead if ahead.any() else None
 
+    def names(self, places: Iterable[int]) -> list[tuple[int, str]]:
+        """Returns the tiers and tenants of places."""
+        return [key for place in places if (key := self._keys[place]) is not None]
+
     def counter_s(self, place: int) -> float:
         return float(self._counter_s[place])
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from moe_serve.engine.service.step_model import StepModel, StepWork
 
-_MARGIN = 0.1  # of the predicted time
+_MARGIN = 0.15  # of the predicted time
 
 
 class StepBudget:

@@ -18,7 +18,8 @@ from moe_serve.engine.service.forecast_calibration import Factors, ForecastCalib
 from moe_serve.engine.service.order import StartOrder, rule_of
 
 EDF = StartOrder(rule_of(SchedulerConfig(order="edf"), lambda: 0.1), 90.0, "keep")
-IDLE = QueueSnapshot(turn=1, token_s=0.001, step_s=0.01, num_free_seats=4, seat_s=0.5)
+# A step of 10 ms reads 10 prompt tokens.
+IDLE = QueueSnapshot(turn=1, token_s=0.001, step_s=0.01, budget=10.0, num_free_seats=4, seat_s=0.5)
 STRICT = Service(tier="a", targets=Targets(ttft_s=1.0, is_strict=True))
 
 
@@ -28,7 +29,7 @@ def reading(num_tokens: int, key: float = -math.inf) -> dict[str, Any]:
 
 
 def admission(ratio: float = 1.0) -> Admission:
-    return Admission(EDF, 5.0, 90.0, lambda tier: Factors(1.0, ratio))
+    return Admission(EDF, 5.0, 90.0, lambda tier, raw_s: Factors(1.0, ratio, ratio), lambda: 0.0)
 
 
 def test_nothing_is_forecast_or_refused_before_a_step_was_measured() -> None:
@@ -175,9 +176,13 @@ def test_prompts_are_taken_to_be_cached_as_the_recent_ones_were() -> None:
 
 def test_the_step_under_way_ends_first_and_a_short_prompt_takes_a_whole_step() -> None:
     made = admission()
-    made.publish(0, replace(IDLE, step_s=0.1, more_s=0.0005, rest_s=0.04))
-    assert made.raw_s(STRICT, 20) == pytest.approx(0.04 + 0.1 + 0.01)
-    assert made.raw_s(STRICT, 900) == pytest.approx(0.04 + 0.9), "fixed costs are in token_s"
+    made.publish(0, replace(IDLE, step_s=0.1, more_s=0.0005, budget=1000.0))
+    made.step_begun(0, 7.0, 0.05, is_ahead=False)
+    assert made.raw_s(STRICT, 20, at_s=7.01) == pytest.approx(0.04 + 0.1 + 0.01)
+    assert made.raw_s(STRICT, 1020, at_s=7.01) == pytest.approx(0.04 + 2 * 0.1 + 0.51), "two steps"
+    assert made.raw_s(STRICT, 20, at_s=9.0) == pytest.approx(0.11), "no step is under way"
+    made.step_begun(0, 7.03, 0.05, is_ahead=True)
+    assert made.raw_s(STRICT, 20, at_s=7.05) == pytest.approx(0.05 + 0.11), "it begins at 7.05"
 
 
 def test_a_newcomer_passes_those_that_cannot_become_more_urgent() -> None:
@@ -205,17 +210,44 @@ def test_the_rank_with_the_earliest_first_token_counts() -> None:
 def test_the_cautious_factor_covers_nine_of_ten_and_the_median_is_right() -> None:
     """The raw forecast is four times too long, with a wide scatter."""
     rng, calibration = np.random.default_rng(0), ForecastCalibration()
-    assert calibration.factors == Factors(1.0, 1.5)
+    assert calibration.factors(4.0) == Factors()
     for actual in rng.lognormal(0.0, 0.6, 600):
         calibration.compare(4.0, float(actual))
-    fresh = rng.lognormal(0.0, 0.6, 4000)
-    assert 0.85 < (fresh <= 4.0 * calibration.factors.p90).mean() < 0.96
-    assert 0.4 < (fresh <= 4.0 * calibration.factors.median).mean() < 0.6
+    fresh, factors = rng.lognormal(0.0, 0.6, 4000), calibration.factors(4.0)
+    assert 0.8 < (fresh <= 4.0 * factors.p90).mean() < 0.98
+    assert 0.35 < (fresh <= 4.0 * factors.median).mean() < 0.65
     error = error_of([calibration])
     assert error.num_compared == 600 and error.median_error < 0.5, "without correction it is 3"
-    for _ in range(300):
-        calibration.compare(1.0, 0.5)
-    assert calibration.factors == Factors(0.5, 0.5) and error_of([calibration]).median_error == 0.0
+
+
+def test_a_forecast_is_corrected_by_those_that_predicted_nearly_the_same() -> None:
+    """Short waits are twice as long as predicted, long ones half as long."""
+    calibration = ForecastCalibration()
+    for _ in range(120):
+        calibration.compare(0.1, 0.2)
+        calibration.compare(10.0, 5.0)
+    assert calibration.factors(0.12) == Factors(2.0, 2.0, 2.0)
+    assert calibration.factors(8.0) == Factors(0.5, 0.5, 0.5)
+
+
+def test_broken_promises_make_refusals_more_cautious() -> None:
+    calibration = ForecastCalibration()
+    for _ in range(20):
+        calibration.promise(is_kept=False)
+    assert calibration.caution == 0.9, "nine of ten accepted ones will be kept"
+    for _ in range(1000):
+        calibration.promise(is_kept=True)
+    assert calibration.caution == 0.1, "only if nine of ten would miss is one refused"
+    for number in range(4000):
+        calibration.promise(is_kept=number % 20 != 0)
+    assert calibration.caution > 0.8, "a twentieth of them is broken, which is too many"
+
+
+def test_requests_that_waited_in_vain_are_not_forgotten() -> None:
+    calibration = ForecastCalibration()
+    for _ in range(32):
+        calibration.compare_at_least(0.5, 2.0)
+    assert calibration.factors(0.5).median >= 4.0 and not calibration.errors
 
 
 def test_a_closed_cell_promises_nothing() -> None:
