@@ -21,7 +21,7 @@ import numpy as np
 from deadlines.policies import Policy
 from deadlines.setting import Setting
 from moe_serve.bench.simulated_requests import jobs_of
-from moe_serve.simulate.cell import Cell
+from moe_serve.simulate.simulated_cell import SimulatedCell
 from moe_serve.simulate.simulation import make_cells
 from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest, StepsDone
 from moe_serve.simulate.world import World
@@ -53,7 +53,9 @@ class Foreseen:
 class CopyingWorld(World):
     """A world of one cell that looks into the futures of every `every`-th arrival."""
 
-    def __init__(self, cells: Sequence[Cell], every: int, num_copies: int, seed: int) -> None:
+    def __init__(
+        self, cells: Sequence[SimulatedCell], every: int, num_copies: int, seed: int
+    ) -> None:
         super().__init__(cells)
         self._every, self._num_copies = every, num_copies
         self._draw = random.Random(seed)

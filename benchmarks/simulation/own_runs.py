@@ -29,8 +29,8 @@ from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks
 from moe_serve.planning.calibration import CalibrationRequest, calibrate
 from moe_serve.planning.measured_model import MeasuredModel, load_measured_model
 from moe_serve.planning.whole_steps import StepSample, fit_whole_steps, whole_steps
-from moe_serve.simulate.cell import CellLimits, make_cell
 from moe_serve.simulate.layout import Layout
+from moe_serve.simulate.simulated_cell import CellLimits, make_cell
 from moe_serve.simulate.world import World
 from simulation.real_run import run_for_real
 

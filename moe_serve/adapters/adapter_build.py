@@ -18,7 +18,7 @@ from experts.virtual_experts import AdapterExperts
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, Kernels
 from moe_serve.adapters.adapter_files import AdapterFiles
 from moe_serve.adapters.adapter_part import WHOLE, AdapterPart, LiveModel
-from moe_serve.adapters.bitdelta.build import BitDeltaBuilder
+from moe_serve.adapters.bitdelta.bitdelta_builder import BitDeltaBuilder
 from moe_serve.adapters.esft import read_esft
 from moe_serve.adapters.expert_additions import AdditionMaker
 from moe_serve.adapters.low_rank import make_low_rank

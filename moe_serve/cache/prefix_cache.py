@@ -20,7 +20,7 @@ from moe_serve.cache.events.change_record import (
     IGNORE_PAGES,
     PageListener,
     PageOrigin,
-    StoredPage,
+    PublishedPage,
 )
 from moe_serve.cache.page_times import SampledPages
 from moe_serve.cache.prefix_tree import PrefixTree
@@ -218,7 +218,7 @@ class PrefixCache:
             self._pool.share(page)
             if len(tokens) == self.page_size:
                 parent = None if self.tree.find(parent_key) is None else parent_key
-                self.listener.stored(StoredPage(key, parent, tokens, origin))
+                self.listener.stored(PublishedPage(key, parent, tokens, origin))
             return page
         if cached != page:
             self.pin([cached])

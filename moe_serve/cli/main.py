@@ -15,7 +15,7 @@ import typer
 
 from experts.placement.placement_error import PlacementError
 from moe_serve import __version__
-from moe_serve.cli.adapters import adapters
+from moe_serve.cli.adapter_commands import adapters
 from moe_serve.cli.bench.bench import bench
 from moe_serve.cli.cache import cache
 from moe_serve.cli.calibrate import calibrate

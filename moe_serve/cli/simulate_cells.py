@@ -15,13 +15,13 @@ from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
 from moe_serve.errors import ConfigError
 from moe_serve.planning.calibration_file import read_calibration
 from moe_serve.simulate.catalogue import find_device, find_model
-from moe_serve.simulate.cell import CellLimits
 from moe_serve.simulate.coordinated.coordinated_cell import CellPlan, costed_plans, layout_of
 from moe_serve.simulate.coordinated.coordinated_run import CellsSetup, PageSpeed
 from moe_serve.simulate.coordinated.scaled_cells import ScaleTimes
 from moe_serve.simulate.costs.device import read_device
 from moe_serve.simulate.costs.model_shape import read_model_shape
 from moe_serve.simulate.layout import MAX_DEVICES, Layout
+from moe_serve.simulate.simulated_cell import CellLimits
 from moe_serve.simulate.simulation import CostedModel, calibrated, limits_of, on_device
 
 _GIGA = 1e9

@@ -24,7 +24,7 @@ from moe_serve.cluster.cell_start import (
 from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cell_roll import CellRoll
 from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
-from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.moves import CellMoves
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 from moe_serve.cluster.started_ranks import build_cluster
@@ -97,7 +97,7 @@ def build_cells(
 def _engine(
     config: EngineConfig, roll: CellRoll, carrier: RankCarrier, shared: CellShared
 ) -> CellsEngine:
-    moves = Moves(
+    moves = CellMoves(
         roll.now.cells,
         carrier,
         config.cells,

@@ -187,7 +187,7 @@ def _path_to(node: yaml.Node, start: yaml.Node | None) -> tuple[str, ...] | None
 def distinct_nodes(root: yaml.Node | None, source: str) -> list[yaml.Node]:
     """Returns the nodes in the order of the file. Raises ConfigError if aliases stand for too many
     values or for a value that contains them, or if values are nested too deeply."""
-    walk = _Walk(source)
+    walk = _NodeWalk(source)
     if root is None:
         return walk.nodes
     num_nodes, _ = walk.measure(root)
@@ -200,7 +200,7 @@ def distinct_nodes(root: yaml.Node | None, source: str) -> list[yaml.Node]:
     return walk.nodes
 
 
-class _Walk:
+class _NodeWalk:
     """Measures nodes with everything inside them, each node once."""
 
     def __init__(self, source: str) -> None:

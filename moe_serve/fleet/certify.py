@@ -11,13 +11,13 @@ from moe_serve.bench.simulated_cells import serve_cells
 from moe_serve.bench.simulated_requests import jobs_of, record_of
 from moe_serve.config.cells import CellRole, CellsConfig, CellShape
 from moe_serve.config.sections import SchedulerConfig
-from moe_serve.fleet.cells import CellKind
+from moe_serve.fleet.cell_kinds import CellKind
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.packing import Fleet, Group
 from moe_serve.simulate.balancer import ByPromptLength
-from moe_serve.simulate.cell import Cell
 from moe_serve.simulate.coordinated.coordinated_cell import CellPlan
 from moe_serve.simulate.coordinated.coordinated_run import CellsSetup
+from moe_serve.simulate.simulated_cell import SimulatedCell
 from moe_serve.simulate.simulation import CellSettings, limits_of, make_cells
 from moe_serve.simulate.world import World
 
@@ -127,7 +127,7 @@ def _setup(fleet: Fleet, demand: Demand) -> CellsSetup:
     )
 
 
-def _cells(group: Group, demand: Demand) -> list[Cell]:
+def _cells(group: Group, demand: Demand) -> list[SimulatedCell]:
     settings = _settings(group.kind, demand)
     return [cell for _ in range(group.num_cells) for cell in make_cells(group.kind.model, settings)]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moe_serve.errors import ConfigError
-from moe_serve.fleet.cells import CellKind, CellStyle, cells_of, pages_of, step_seconds_of
+from moe_serve.fleet.cell_kinds import CellKind, CellStyle, cells_of, pages_of, step_seconds_of
 from moe_serve.fleet.certify import Certified, certify
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.offer import Offer

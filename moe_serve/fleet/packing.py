@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.solvers.ilp.highs import Rows, run_highs
-from moe_serve.fleet.cells import CellKind, capacity_for
+from moe_serve.fleet.cell_kinds import CellKind, capacity_for
 from moe_serve.fleet.demand import Bucket, Demand
 
 LOAD = 0.85  # of the capacity: queues grow without bound near 1

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moe_serve.cluster.autoscale.plan_table import cells_ratio
-from moe_serve.fleet.cells import CellKind, decode_cells_of, prefill_cells_of
+from moe_serve.fleet.cell_kinds import CellKind, decode_cells_of, prefill_cells_of
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.offer import Offer
 from moe_serve.fleet.packing import Fleet, Group, num_cells_for

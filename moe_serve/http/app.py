@@ -26,8 +26,8 @@ from moe_serve.engine.tracing import Tracing
 from moe_serve.engine.watch.cells_control import CellsControl
 from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.engine.watch.startup import Startup
-from moe_serve.http.admin.adapters import adapter_router
-from moe_serve.http.admin.cells import cells_router
+from moe_serve.http.admin.adapter_routes import adapter_router
+from moe_serve.http.admin.cell_routes import cells_router
 from moe_serve.http.admin.control import placement_router, trace_router
 from moe_serve.http.admin.status import (
     LoadReportMiddleware,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_kernels.interface.rank_calls import (
+from moe_kernels.interface.rank_kernels import (
     AttentionTurn,
     FrameShape,
-    RankCalls,
+    RankKernels,
     TurnLayer,
     WrongFrameError,
 )
@@ -40,7 +40,7 @@ class RankTurns:
         stage: AttentionStage,
         cache: KVCache,
         transport: GroupTransport,
-        calls: RankCalls,
+        calls: RankKernels,
         shape: FrameShape,
         log: StageLog,
         tap: RouteTap,

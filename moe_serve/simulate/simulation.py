@@ -13,13 +13,13 @@ from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.cost_model import StageCosts
 from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts
 from moe_serve.planning.calibration_file import Calibration
-from moe_serve.simulate.cell import Cell, CellLimits, is_one_engine, make_cell
 from moe_serve.simulate.costs.device import DeviceType
 from moe_serve.simulate.costs.model_shape import ModelShape
 from moe_serve.simulate.costs.roofline import RooflineCosts
 from moe_serve.simulate.costs.routing_law import EvenRouting, RecordedRouting
 from moe_serve.simulate.instant_ranks import WholeSeconds
 from moe_serve.simulate.layout import Layout, ModelSize
+from moe_serve.simulate.simulated_cell import CellLimits, SimulatedCell, is_one_engine, make_cell
 
 MEMORY_SHARE = 0.9  # of a device, for weights and KV cache; the rest is for the runtime
 
@@ -149,7 +149,7 @@ def _check_covered(costs: StageCosts, layout: Layout) -> None:
         )
 
 
-def make_cells(model: CostedModel, settings: CellSettings) -> list[Cell]:
+def make_cells(model: CostedModel, settings: CellSettings) -> list[SimulatedCell]:
     """Builds the cells of a layout. Raises ConfigError if the model does not fit its memory."""
     limits = limits_of(model, settings)
     return [

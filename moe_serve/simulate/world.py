@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from moe_serve.simulate.balancer import Balancer, FewestRequests
-from moe_serve.simulate.cell import Cell
+from moe_serve.simulate.simulated_cell import SimulatedCell
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 from moe_serve.simulate.steps_ahead import (
     RequestTimes,
@@ -37,7 +37,7 @@ class World:
 
     def __init__(
         self,
-        cells: Sequence[Cell],
+        cells: Sequence[SimulatedCell],
         balancer: Balancer | None = None,
         *,
         jumps: bool = True,
@@ -158,7 +158,7 @@ class World:
         assert is_going_on, f"cell {index} has {cell.engine.num_waiting} requests that never start"
         self._push(cell.clock.now, _END, index, StepsDone(at_s, (cell.clock.now,), deltas))
 
-    def _foreseen(self, index: int, cell: Cell) -> StepsAhead | None:
+    def _foreseen(self, index: int, cell: SimulatedCell) -> StepsAhead | None:
         """Returns the next steps of a cell, if they are alike as long as no request comes. With
         service tiers none are: the engine measures every step for its forecasts."""
         is_possible = self._jumps and self._is_steady[index] and cell.executor is not None

@@ -9,7 +9,7 @@ import pytest
 from moe_serve.bench.figures.summary import Slo
 from moe_serve.bench.workload.prompt_maker import Block, Slot
 from moe_serve.errors import ConfigError
-from moe_serve.fleet.cells import CellKind, cells_of, layouts_of
+from moe_serve.fleet.cell_kinds import CellKind, cells_of, layouts_of
 from moe_serve.fleet.demand import Demand, demand_of
 from moe_serve.fleet.offer import Offer, read_fleet
 from moe_serve.fleet.packing import LOAD, equal_cells, pack

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moe_serve.bench.figures.summary import Slo
-from moe_serve.fleet.cells import decode_cells_of, prefill_cells_of
+from moe_serve.fleet.cell_kinds import decode_cells_of, prefill_cells_of
 from moe_serve.fleet.certify import certify
 from moe_serve.fleet.offer import read_fleet
 from moe_serve.fleet.packing import LOAD, Fleet, Group

@@ -9,8 +9,8 @@ from torch import Tensor
 from moe_kernels.interface.attention_shape import AttentionShape
 from moe_kernels.interface.kv_form import SCALE_DTYPE, KVForm, KVPages, kv_form, kv_form_refusal
 from moe_kernels.kernel_choice import KernelsName
-from moe_kernels.reference.kv_rows import QuantisedRows, page_rows, quantised, rotated
 from moe_kernels.reference.paged_attention import paged_attention_reference
+from moe_kernels.reference.torch_kv_rows import QuantisedRows, page_rows, quantised, rotated
 from tests.moe_kernels import test_latent_attention as latent
 from tests.moe_kernels import test_paged_attention as grouped
 from tests.support.kernels.kernel_sets import KERNEL_SETS

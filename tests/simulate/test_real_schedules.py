@@ -17,7 +17,7 @@ from moe_serve.cluster.autoscale.policies import PlannedPolicy
 from moe_serve.cluster.autoscale.rate_forecast import RateForecast
 from moe_serve.cluster.autoscale.scale_view import AutoscalePolicy
 from moe_serve.cluster.cells.migration import Migration
-from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.moves import CellMoves
 from moe_serve.cluster.cells.open_moves import OpenMoves
 from moe_serve.cluster.cells.places import CellLike
 from moe_serve.cluster.cells.rates import LinkRates, StepRates
@@ -38,8 +38,7 @@ from moe_serve.engine.schedule.waiting_queue import WaitingQueue
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.micro_batch_choice import MicroBatchChooser
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts
-from moe_serve.simulate import cell as cell_module
-from moe_serve.simulate.cell import Cell, CellLimits, make_cell
+from moe_serve.simulate import simulated_cell as cell_module
 from moe_serve.simulate.coordinated.cells_world import CellsWorld, Watcher
 from moe_serve.simulate.coordinated.coordinated_cell import CoordinatedCell
 from moe_serve.simulate.coordinated.instant_carrier import InstantCarrier
@@ -47,6 +46,7 @@ from moe_serve.simulate.coordinated.shared_links import SharedLinks
 from moe_serve.simulate.instant_executor import InstantExecutor
 from moe_serve.simulate.instant_ranks import InstantCoordinator
 from moe_serve.simulate.layout import Layout
+from moe_serve.simulate.simulated_cell import CellLimits, SimulatedCell, make_cell
 from moe_serve.simulate.steps_ahead import SimulatedRequest
 from moe_serve.simulate.virtual_clock import VirtualClock
 from moe_serve.simulate.world import World
@@ -202,12 +202,13 @@ def test_the_room_makes_no_decision_of_the_server() -> None:
     their public methods."""
     deciding = names_of(
         Scheduler, WaitingQueue, BatchPolicy, PrefixCache, MicroBatchChooser, ClusterEngine, Engine,
-        Moves, CellRouter, Migration, OpenMoves, StepRates, LinkRates, Autoscaler, PlannedPolicy,
-        PlanTable, RateForecast,
+        CellMoves, CellRouter, Migration, OpenMoves, StepRates, LinkRates, Autoscaler,
+        PlannedPolicy, PlanTable, RateForecast,
     )  # fmt: skip
     implemented = names_of(
-        StepCosts, StepExecutor, StepCoordinator, Cell, World, CellLimits, CellLike, PageCarrier,
-        CoordinatedCell, CellsWorld, Watcher, AutoscalePolicy, SharedLinks, InstantCarrier,
+        StepCosts, StepExecutor, StepCoordinator, SimulatedCell, World, CellLimits, CellLike,
+        PageCarrier, CoordinatedCell, CellsWorld, Watcher, AutoscalePolicy, SharedLinks,
+        InstantCarrier,
     )  # fmt: skip
     used: dict[str, set[str]] = {"engine": set(), "_moves": set(), "_autoscaler": set()}
     for name, tree in room():

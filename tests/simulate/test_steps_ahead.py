@@ -18,9 +18,9 @@ from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.step_costs import Ranks
-from moe_serve.simulate.cell import CellLimits, make_cell
 from moe_serve.simulate.instant_executor import InstantExecutor
 from moe_serve.simulate.layout import Layout
+from moe_serve.simulate.simulated_cell import CellLimits, make_cell
 from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest, num_alike
 from moe_serve.simulate.world import World
 from tests.support.cluster.calibrations import cpu_calibration

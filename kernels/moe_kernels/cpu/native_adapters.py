@@ -47,7 +47,7 @@ class _LowRankStruct(ctypes.Structure):
     _fields_ = (("a", Pointer), ("parts", Pointer), ("num_parts", Int), ("num_outputs", Int))
 
 
-class _LayerStruct(ctypes.Structure):
+class _LayerChangesStruct(ctypes.Structure):
     """`LayerChanges` in cpu/source/adapters.h."""
 
     _fields_ = tuple((name, Pointer) for name in ("qkv", "output", "experts", "mlp"))
@@ -85,7 +85,7 @@ class NativeExpertAdditions:
         )  # fmt: skip
         self._packed.clear()  # the tables keep the memory
         self.pointer = ctypes.addressof(self.struct)
-        self._alone = _LayerStruct(experts=self.pointer)
+        self._alone = _LayerChangesStruct(experts=self.pointer)
         self.layer_pointer = ctypes.addressof(self._alone)
 
     def _put_up(
@@ -153,7 +153,7 @@ class NativeAdapter:
 
     def __init__(self, layers: Sequence[AdapterParts]) -> None:
         self._kept: list[Any] = [layers]
-        self._array = (_LayerStruct * len(layers))()
+        self._array = (_LayerChangesStruct * len(layers))()
         for struct, parts in zip(self._array, layers, strict=True):
             struct.qkv, struct.output = self._low_rank(parts.qkv), self._low_rank(parts.output)
             assert parts.own is None or parts.additions is None, "an expert is replaced or changed"

@@ -17,9 +17,9 @@ from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address
 from moe_kernels.cpu.native_experts import ExpertTable
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeRouterLinear
-from moe_kernels.interface.rank_calls import (
+from moe_kernels.interface.rank_kernels import (
     TURN_CLOCKS,
-    ExpertCopies,
+    CopyTable,
     FrameShape,
     ServiceParts,
     TurnLayer,
@@ -92,7 +92,7 @@ class NativeRankCalls:
         self._native, self._router = native, router
         self._shapes: dict[FrameShape, _FrameShapeStruct] = {}
 
-    def copies(self, copies: ExpertCopies) -> NativeCopies:
+    def copies(self, copies: CopyTable) -> NativeCopies:
         return NativeCopies(copies)
 
     def turn(
@@ -126,7 +126,7 @@ class NativeCopies:
 
     __slots__ = ("_copies", "_struct", "pointer")
 
-    def __init__(self, copies: ExpertCopies) -> None:
+    def __init__(self, copies: CopyTable) -> None:
         tensors = copies.ranks_EM, copies.counts_E, copies.first_E
         assert all(each.is_contiguous() and each.dtype == torch.int64 for each in tensors), "tables"
         pointers = (each.data_ptr() for each in tensors)

@@ -28,7 +28,7 @@ from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.interface.layer_front import LayerFront, LayerFrontParts
 from moe_kernels.interface.layer_stack import LayerStack, StackParts
 from moe_kernels.interface.quantised_matrix import MatrixForm, PackedLayout, Weight
-from moe_kernels.interface.rank_calls import RankCalls
+from moe_kernels.interface.rank_kernels import RankKernels
 from moe_kernels.interface.routing import RouterShape
 from moe_kernels.interface.token_sampler import TokenSampler
 
@@ -301,7 +301,7 @@ class Kernels(Protocol):
         set."""
         ...
 
-    def rank_calls(self) -> RankCalls | None:
+    def rank_calls(self) -> RankKernels | None:
         """Returns what ranks do between two messages as one call, with the same results bit for
         bit; None: not in this set."""
         ...

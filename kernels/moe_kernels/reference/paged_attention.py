@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.interface.attention_shape import AttentionShape, StepRows
-from moe_kernels.reference.kv_rows import QuantisedRows
+from moe_kernels.reference.torch_kv_rows import QuantisedRows
 
 BLOCK_TOKENS = 128
 _LARGE_TILE_TOKENS = 32

@@ -37,13 +37,13 @@ from moe_kernels.interface.quantised_matrix import (
 from moe_kernels.interface.routing import RouterShape, route
 from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 from moe_kernels.reference.expert_mlp import ExpertMLP, QuantisedMLP, made_mlp, routed_experts
-from moe_kernels.reference.kv_rows import page_rows, rotated, store_rows
 from moe_kernels.reference.linear import make_linear
 from moe_kernels.reference.low_bit_linear import AnyLinear, made_linear
 from moe_kernels.reference.norm import rms_norm, rotate
 from moe_kernels.reference.paged_attention import AttentionPlan, paged_attention, plan_attention
 from moe_kernels.reference.signed_products import SignedMLP, TorchSignedLinear
 from moe_kernels.reference.torch_adapters import TorchAdapterKernels, added_sums
+from moe_kernels.reference.torch_kv_rows import page_rows, rotated, store_rows
 
 
 class TorchExperts:

@@ -45,14 +45,14 @@ def convert_bitdelta(
     loader = ModelLoader(base, kernels="torch")
     opened = TorchZip(file)
     try:
-        reading = _Reading(file, opened, loader)
+        reading = _FileReading(file, opened, loader)
         signed, full = list(reading.signed()), list(reading.full())
         return write_bitdelta(out, signed, full, {"base": base.name, "scales": "matrix"}, progress)
     finally:
         opened.close()
 
 
-class _Reading:
+class _FileReading:
     """The tensors of a file, by the names of the base model's."""
 
     def __init__(self, file: Path, opened: TorchZip, loader: ModelLoader) -> None:

@@ -49,7 +49,7 @@ class _Name:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class _ZipStorage:
     key: str
     dtype: torch.dtype
 
@@ -58,7 +58,7 @@ class _Storage:
 class ZippedTensor:
     """A tensor of the file."""
 
-    storage: _Storage
+    storage: _ZipStorage
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -228,7 +228,7 @@ class _Program:
         tag, kind, key, _location, _size = self._stack.pop()
         if tag != "storage" or not isinstance(kind, _Name) or not str(key).isdecimal():
             raise self._refusal("a reference that is no storage")
-        self.push(_Storage(str(key), _DTYPES[kind.text.removeprefix("torch ")]))
+        self.push(_ZipStorage(str(key), _DTYPES[kind.text.removeprefix("torch ")]))
 
     def call(self) -> None:
         """Replaces a name and its arguments by the description of a tensor, or a dictionary."""
@@ -241,7 +241,7 @@ class _Program:
             self.push(arguments[0])
         elif name.text == "torch._utils _rebuild_tensor_v2":
             storage, offset, shape, strides = arguments[:4]
-            if not isinstance(storage, _Storage) or len(shape) != len(strides):
+            if not isinstance(storage, _ZipStorage) or len(shape) != len(strides):
                 raise self._refusal("a tensor without a storage")
             self.push(ZippedTensor(storage, int(offset), tuple(shape), tuple(strides)))
         else:

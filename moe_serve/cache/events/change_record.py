@@ -30,7 +30,7 @@ BASE_MODEL = PageOrigin()
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPage:
+class PublishedPage:
     """A full page of a prefix cache."""
 
     key: bytes
@@ -46,7 +46,7 @@ class Changes:
 
     is_cleared: bool  # the first state counts as empty
     removed: tuple[bytes, ...]
-    stored: tuple[StoredPage, ...]
+    stored: tuple[PublishedPage, ...]
 
 
 class PageListener:
@@ -57,7 +57,7 @@ class PageListener:
         """Returns whether running sequences should give their full pages now."""
         return False
 
-    def stored(self, page: StoredPage) -> None:
+    def stored(self, page: PublishedPage) -> None:
         """Notes a page that requests can find now. Its parent can be found, too."""
 
     def removed(self, key: bytes) -> None:
@@ -93,14 +93,14 @@ class ChangeRecord(PageListener):
         self._lock = threading.Lock()
         self._is_cleared = True
         self._removed: dict[bytes, None] = {}
-        self._stored: dict[bytes, StoredPage] = {}
+        self._stored: dict[bytes, PublishedPage] = {}
 
     @property
     def is_due(self) -> bool:
         """See `PageListener.is_due`."""
         return self._clock() >= self._next_give
 
-    def stored(self, page: StoredPage) -> None:
+    def stored(self, page: PublishedPage) -> None:
         """See `PageListener.stored`."""
         with self._lock:
             if page.key in self._removed:
@@ -141,7 +141,7 @@ class ChangeRecord(PageListener):
         return Changes(is_cleared, tuple(removed), tuple(stored.values()))
 
 
-def update(pages: dict[bytes, StoredPage], changes: Changes) -> None:
+def update(pages: dict[bytes, PublishedPage], changes: Changes) -> None:
     """Brings `pages`, all pages of a cache by key and parents first, up to date."""
     if changes.is_cleared:
         pages.clear()

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from moe_serve.cache.events.change_record import Changes, StoredPage
+from moe_serve.cache.events.change_record import Changes, PublishedPage
 
 EventEncoding = Literal["array", "map"]
 BlockHash = Literal["int", "bytes"]
@@ -61,7 +61,7 @@ class EventEncoder:
         events += [self._stored(run) for run in _runs(changes.stored)]
         return msgspec.msgpack.encode([seconds, events, self.rank])
 
-    def _stored(self, run: Sequence[StoredPage]) -> object:
+    def _stored(self, run: Sequence[PublishedPage]) -> object:
         first = run[0]
         parent, origin = first.parent_key, first.origin
         extra: list[list[str] | None] | None = None
@@ -91,9 +91,9 @@ class EventEncoder:
         return key if self.block_hash == "bytes" else int.from_bytes(key[-_HASH_BYTES:], "big")
 
 
-def _runs(pages: Iterable[StoredPage]) -> list[list[StoredPage]]:
+def _runs(pages: Iterable[PublishedPage]) -> list[list[PublishedPage]]:
     """Returns the pages in runs, in which each page is the parent of the next."""
-    runs: list[list[StoredPage]] = []
+    runs: list[list[PublishedPage]] = []
     for page in pages:
         if runs and runs[-1][-1].key == page.parent_key:
             runs[-1].append(page)

@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_serve.cache.events.change_record import ChangeRecord, Changes, StoredPage, update
+from moe_serve.cache.events.change_record import ChangeRecord, Changes, PublishedPage, update
 from moe_serve.cache.events.endpoints import EventAddress
 from moe_serve.cache.events.event_encoder import EventEncoder
 from moe_serve.errors import ConfigError
@@ -78,7 +78,7 @@ class EventPublisher:
         """Raises ConfigError if an address cannot be used."""
         self._encoder, self._topic = encoder, topic.encode()
         self.stats = EventStats()
-        self._pages: dict[bytes, StoredPage] = {}  # as subscribers know them
+        self._pages: dict[bytes, PublishedPage] = {}  # as subscribers know them
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=limits.buffer_steps)
         self._sequence = time.time_ns() // 1000
         self._is_closing = False

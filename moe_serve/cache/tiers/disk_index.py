@@ -23,7 +23,7 @@ _SLOT_MASK = (1 << _SLOT_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotPlace:
     """The file and slot of a page, and the generation that its header must have."""
 
     segment: Segment
@@ -63,7 +63,7 @@ class DiskIndex:
                 return count - 1
         return count
 
-    def find(self, key: bytes) -> Place | None:
+    def find(self, key: bytes) -> SlotPlace | None:
         """Returns a page's place, and notes that it was used."""
         with self._lock:
             place = self._place(key)
@@ -71,7 +71,7 @@ class DiskIndex:
                 return None
             segment, slot = self._segments[place >> _SLOT_BITS], place & _SLOT_MASK
             segment.was_used[slot] = 1
-            return Place(segment, slot, segment.generations[slot])
+            return SlotPlace(segment, slot, segment.generations[slot])
 
     def add_segment(
         self, segment: Segment, entries: NDArray[np.void] | None = None, now: float = 0.0
@@ -96,7 +96,7 @@ class DiskIndex:
             if self._places.setdefault(_start(key), place) == place:
                 segment.is_known[slot] = 1
 
-    def drop(self, key: bytes, place: Place) -> None:
+    def drop(self, key: bytes, place: SlotPlace) -> None:
         """Removes a page, unless it has moved to another slot."""
         with self._lock:
             if self._place(key) == place.segment.number << _SLOT_BITS | place.slot:

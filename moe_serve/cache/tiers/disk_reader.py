@@ -20,7 +20,7 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.tiers.disk_index import DiskIndex, Place
+from moe_serve.cache.tiers.disk_index import DiskIndex, SlotPlace
 from moe_serve.cache.tiers.page_cipher import PageCipher
 from moe_serve.cache.tiers.slot import StoredPage
 from moe_serve.cache.tiers.store import LoadDone, LoadProgress
@@ -34,7 +34,7 @@ _NICENESS = 5
 
 
 @dataclass(slots=True)
-class _Run:
+class _ReadRun:
     """A run that is being read, by its parts."""
 
     job: int
@@ -68,8 +68,8 @@ class DiskReader:
         self._index, self._page_bytes, self._geometry = index, page_bytes, geometry
         self._wall_clock, self._secret = wall_clock, b""
         self._cipher: PageCipher | None = None
-        self._queue: SimpleQueue[tuple[_Run, int] | None] = SimpleQueue()
-        self._runs: dict[int, _Run] = {}  # by job
+        self._queue: SimpleQueue[tuple[_ReadRun, int] | None] = SimpleQueue()
+        self._runs: dict[int, _ReadRun] = {}  # by job
         self._lock = threading.Lock()
         self._done: deque[LoadDone] = deque()
         self._has_done = threading.Event()
@@ -100,7 +100,7 @@ class DiskReader:
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         """See `PageStore.load`."""
         parts = [list(keys[at : at + _PART]) for at in range(0, len(keys), _PART)]
-        run = _Run(job, parts, num_left=len(parts), pages=[[] for _ in parts])
+        run = _ReadRun(job, parts, num_left=len(parts), pages=[[] for _ in parts])
         self._runs[job] = run
         for index in range(len(parts)):
             self._queue.put((run, index))
@@ -155,7 +155,7 @@ class DiskReader:
                 if run.num_left == 0:
                     self._finish(run)
 
-    def _finish(self, run: _Run) -> None:
+    def _finish(self, run: _ReadRun) -> None:
         pages = run.beginning()
         seconds, num_wanted = time.perf_counter() - run.begin, sum(map(len, run.parts))
         done = LoadDone(run.job, pages, num_wanted, seconds)
@@ -169,7 +169,7 @@ class DiskReader:
         self._wake()
 
     def _read_some(
-        self, keys: Sequence[bytes], pages: list[NDArray[np.uint8]], run: _Run | None = None
+        self, keys: Sequence[bytes], pages: list[NDArray[np.uint8]], run: _ReadRun | None = None
     ) -> None:
         """Appends pages until one is missing or the run is cancelled."""
         for key in keys:
@@ -198,7 +198,7 @@ class DiskReader:
         self._index.drop(key, place)
         return None
 
-    def _proven(self, stored: StoredPage, key: bytes, place: Place) -> NDArray[np.uint8] | None:
+    def _proven(self, stored: StoredPage, key: bytes, place: SlotPlace) -> NDArray[np.uint8] | None:
         """Returns the bytes of a page if they are those that the index means."""
         header = stored.header
         if (header.key, header.generation) != (key, place.generation):

@@ -58,7 +58,7 @@ class CellMaker(Protocol):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Change:
+class StateChange:
     """A cell that does not serve. `places`: its attention ranks, while they end."""
 
     index: int
@@ -87,18 +87,19 @@ class CellChanges:
 
     def __init__(self, maker: CellMaker, lock: threading.RLock) -> None:
         self._maker, self._lock = maker, lock
-        self.of: dict[int, Change] = {}  # by the numbers of cells; read it with the lock
-        self.arrived: queue.SimpleQueue[tuple[Cell, Change]] = queue.SimpleQueue()  # have loaded
-        self.ended: queue.SimpleQueue[Change] = queue.SimpleQueue()
+        self.of: dict[int, StateChange] = {}  # by the numbers of cells; read it with the lock
+        # Cells that have loaded.
+        self.arrived: queue.SimpleQueue[tuple[Cell, StateChange]] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[StateChange] = queue.SimpleQueue()
         self.on_news: Callable[[], None] = lambda: None  # one of the two is not empty any more
 
     def start(self, index: int, shape: CellShape, *, by_hand: bool) -> None:
         """Begins to start a cell. With the lock."""
-        change = self.of[index] = Change(index=index, shape=shape, state="starting")
+        change = self.of[index] = StateChange(index=index, shape=shape, state="starting")
         _log.info("%s starts: %s", cell_name(index), shape)
         self._run(change, lambda: self._start(change, by_hand=by_hand))
 
-    def call_off(self, change: Change) -> None:
+    def call_off(self, change: StateChange) -> None:
         """Ends a start; its ranks may take seconds to end. With the lock."""
         if change.state == "starting" and not change.is_called_off:
             change.is_called_off, change.why = True, "it is called off, and its ranks end"
@@ -106,7 +107,7 @@ class CellChanges:
                 name = f"{cell_name(change.index)}-call-off"
                 threading.Thread(target=self._end, args=(start,), name=name, daemon=True).start()
 
-    def stop(self, cell: Cell, change: Change) -> None:
+    def stop(self, cell: Cell, change: StateChange) -> None:
         """Begins to end the ranks of a cell that serves no more, or never has. With the lock."""
         change.state, change.start = "stopping", None
         change.places = tuple(cell.place_of(rank) for rank in cell.rank_engines)
@@ -126,7 +127,7 @@ class CellChanges:
             cell.engine.stop_waiting()
             cell.close()
 
-    def _start(self, change: Change, *, by_hand: bool) -> None:
+    def _start(self, change: StateChange, *, by_hand: bool) -> None:
         start: CellStart | None = None
         try:
             start = self._maker.begin(change.index, change.shape, by_hand=by_hand)
@@ -151,7 +152,7 @@ class CellChanges:
         with contextlib.suppress(MoeServeError):  # that thread closes it too, and says so
             start.close()
 
-    def _fail(self, change: Change, start: CellStart | None, why: str) -> None:
+    def _fail(self, change: StateChange, start: CellStart | None, why: str) -> None:
         try:
             if start is not None:
                 start.close()
@@ -170,7 +171,7 @@ class CellChanges:
                     del self.of[index]
         self.on_news()
 
-    def _stop(self, cell: Cell, change: Change) -> None:
+    def _stop(self, cell: Cell, change: StateChange) -> None:
         try:
             cell.engine.stop_waiting()
             cell.close()
@@ -182,7 +183,7 @@ class CellChanges:
         self.ended.put(change)
         self.on_news()
 
-    def _run(self, change: Change, work: Callable[[], None]) -> None:
+    def _run(self, change: StateChange, work: Callable[[], None]) -> None:
         name = f"{cell_name(change.index)}-{change.state}"
         change.thread = threading.Thread(target=work, name=name, daemon=True)
         change.thread.start()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_serve.cluster.cells.cell import Cell
-from moe_serve.cluster.cells.cell_changes import CellChanges, CellMaker, Change
+from moe_serve.cluster.cells.cell_changes import StateChange, CellChanges, CellMaker
 from moe_serve.cluster.cells.cell_stats import past_of
 from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.config.cells import CellShape, parse_cell
@@ -132,7 +132,7 @@ class CellRoll:
             for cell in [cell for cell in self.now.cells if cell.is_leaving]:
                 others = [c for c in self.now.cells if c.is_live and not c.is_draining]
                 if others and is_free(cell):
-                    change = Change(index=cell.index, shape=cell.shape, state="stopping")
+                    change = StateChange(index=cell.index, shape=cell.shape, state="stopping")
                     self._changes.of[cell.index] = change
                     left = tuple(other for other in self.now.cells if other is not cell)
                     self.now = Serving(left, past_of(self.now.past, cell.stats()))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from experts.memory.memory_stats import MemoryStats
 from moe_serve.cluster.cells.cell import Cell
-from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.moves import CellMoves
 from moe_serve.engine.request.stats import (
     CellState,
     CellStatus,
@@ -26,7 +26,7 @@ NOTHING = EngineStats()
 
 def stats_of(
     cells: Sequence[Cell],
-    moves: Moves,
+    moves: CellMoves,
     past: EngineStats = NOTHING,
     changing: Sequence[CellStatus] = (),
 ) -> EngineStats:

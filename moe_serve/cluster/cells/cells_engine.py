@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cell_roll import CellRoll
 from moe_serve.cluster.cells.cell_stats import stats_of
-from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.moves import CellMoves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
 from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
@@ -52,7 +52,7 @@ class CellsEngine:
     def __init__(
         self,
         roll: CellRoll,
-        moves: Moves,
+        moves: CellMoves,
         parcels: Parcels,
         ids: itertools.count[int],
         news: threading.Event,

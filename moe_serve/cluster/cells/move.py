@@ -27,7 +27,7 @@ class SentParcel:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Move:
+class CellMove:
     """`reservation` is the target's, `kept` the pages that the source keeps after the departure."""
 
     sequence: Sequence

@@ -28,7 +28,7 @@ _MOST_REFUSALS = 4  # of one rank's sequences in a turn, before the others are n
 _PAUSE_S = 0.02  # before a rank asks for room again
 
 
-class Moves:
+class CellMoves:
     """Gives requests to cells and moves them. See the module's docstring."""
 
     def __init__(

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 from moe_serve.clock import Clock
-from moe_serve.cluster.cells.move import Move
+from moe_serve.cluster.cells.move import CellMove
 from moe_serve.cluster.cells.places import CellLike, Place
 from moe_serve.cluster.cells.rates import LinkRates
 from moe_serve.cluster.parcels.parcel import Lease, PageCarrier, ParcelEnd
@@ -32,23 +32,24 @@ class OpenMoves:
     ) -> None:
         self._carrier, self._clock, self._links = carrier, clock, links
         self._timeout_s = timeout_s
-        self._moves: dict[int, Move] = {}  # by sequence id
+        self._moves: dict[int, CellMove] = {}  # by sequence id
         self._leases = itertools.count(1)
         self._next_at: dict[int, float] = {}  # when a sequence may move again
-        self.homeless: list[Move] = []  # departed ones that have failed, for the caller to place
+        # Departed ones that have failed, for the caller to place.
+        self.homeless: list[CellMove] = []
         self.counter = MovesCounter(carrier.page_bytes)
 
     def __len__(self) -> int:
         return len(self._moves)
 
-    def __iter__(self) -> Iterator[Move]:
+    def __iter__(self) -> Iterator[CellMove]:
         return iter(list(self._moves.values()))
 
-    def of(self, sequence: Sequence) -> Move | None:
+    def of(self, sequence: Sequence) -> CellMove | None:
         return self._moves.get(sequence.id)
 
     @property
-    def between(self) -> list[Move]:
+    def between(self) -> list[CellMove]:
         """The moves whose sequences belong to no engine."""
         return [move for move in self if move.has_departed]
 
@@ -69,7 +70,7 @@ class OpenMoves:
         if reservation is None:
             return False
         lease = Lease(next(self._leases), sequence.id)
-        move = Move(
+        move = CellMove(
             sequence=sequence,
             kind=kind,
             source=source,
@@ -83,7 +84,7 @@ class OpenMoves:
         self.counter.begun(kind)
         return True
 
-    def advance(self, move: Move, step_s: float) -> None:
+    def advance(self, move: CellMove, step_s: float) -> None:
         """Sends the pages that have become full, and lets the sequence depart between two steps if
         that is all there is to wait for. `step_s`: a predicted step of the source. May raise
         ExecutorLostError, if the source is lost."""
@@ -137,7 +138,7 @@ class OpenMoves:
             self._forget(move, "done")
         return bool(landing)
 
-    def end(self, move: Move, result: MoveResult, *, keeps_pages: bool = True) -> None:
+    def end(self, move: CellMove, result: MoveResult, *, keeps_pages: bool = True) -> None:
         """Ends a move that does not succeed. A sequence between two engines goes on at the source
         if it can, else it is homeless."""
         self._carrier.end_lease(move.lease)
@@ -185,19 +186,19 @@ class OpenMoves:
             if move.source.cell is cell and not move.has_departed:
                 self._end_with_request(move)
 
-    def _end_with_request(self, move: Move) -> bool:
+    def _end_with_request(self, move: CellMove) -> bool:
         """Ends a move whose request has ended at the source."""
         has_ended = move.source.is_there and not move.source.engine.moving.has(move.sequence)
         if has_ended:
             self.end(move, "ended", keeps_pages=move.sequence.is_proven)
         return has_ended
 
-    def _has_room(self, move: Move) -> bool:
+    def _has_room(self, move: CellMove) -> bool:
         target = move.target
         is_idle = not target.cell.is_out and not target.engine.step_sequences
         return target.engine.moving.extend(move.reservation, may_wait=is_idle)
 
-    def _is_near(self, move: Move, step_s: float) -> bool:
+    def _is_near(self, move: CellMove, step_s: float) -> bool:
         """Returns whether the rest travels in less time than one more step at the source takes, or
         cannot become less."""
         num_unsent = move.num_unsent()
@@ -210,7 +211,7 @@ class OpenMoves:
         cells = move.source.at.cell, move.target.at.cell
         return self._links.pages_s(*cells, num_left) <= step_s
 
-    def _depart(self, move: Move) -> None:
+    def _depart(self, move: CellMove) -> None:
         now = self._clock()
         move.kept = move.source.engine.moving.depart(move.sequence)
         move.departed_at = now
@@ -220,7 +221,7 @@ class OpenMoves:
         move.send(self._carrier, now)
         assert move.next_place * move.sequence.page_size >= move.sequence.num_computed_tokens
 
-    def _forget(self, move: Move, result: MoveResult) -> None:
+    def _forget(self, move: CellMove, result: MoveResult) -> None:
         del self._moves[move.sequence.id]
         self.counter.ended(move.kind, result)
         self._next_at.pop(move.sequence.id, None)

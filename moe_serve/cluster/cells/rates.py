@@ -32,7 +32,7 @@ class TokenSteps:
 
 
 @dataclass(slots=True)
-class _Measured:
+class _MeasuredRate:
     """The steps of one cell. `progress`: prompt tokens read and tokens generated, at the last
     end."""
 
@@ -59,7 +59,7 @@ class StepRates:
         """`chunk_tokens`: the most tokens of a step, see `scheduler.max_batched_tokens`."""
         self._cells, self._clock, self.chunk_tokens = cells, clock, chunk_tokens
         self._make_model, self._tokens = make_model, TokenSteps()
-        self._measured: dict[int, _Measured] = {}  # by the numbers of cells
+        self._measured: dict[int, _MeasuredRate] = {}  # by the numbers of cells
 
     def forget(self, cell: CellLike) -> None:
         """Forgets a cell that has left."""
@@ -115,9 +115,9 @@ class StepRates:
         """Predicts a step in which the sequences of a cell decode, and `more` rows."""
         return self.model(cell).seconds(work_of(cell) + (more or StepWork()))
 
-    def _of(self, cell: CellLike) -> _Measured:
+    def _of(self, cell: CellLike) -> _MeasuredRate:
         if cell.index not in self._measured:
-            self._measured[cell.index] = _Measured(self._make_model())
+            self._measured[cell.index] = _MeasuredRate(self._make_model())
         return self._measured[cell.index]
 
 

@@ -80,7 +80,7 @@ class AnswerStore:
         self._index.note(prefix, 0, len(tokens) - 1, start)  # nothing follows the last token
 
 
-class _Place:
+class _AnswerPlace:
     """The place in a store whose continuation a sequence repeats."""
 
     __slots__ = ("agreed", "num_seen", "position", "store")
@@ -106,7 +106,7 @@ class PastAnswers:
         self._hashes = TextHashes() if hashes is None else hashes
         self._stores: OrderedDict[bytes, AnswerStore] = OrderedDict()
         self._waiting: deque[tuple[bytes, list[int]]] = deque(maxlen=_MAX_WAITING)
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _AnswerPlace] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -138,7 +138,7 @@ class PastAnswers:
             return None
         place = self._places.get(sequence.id)
         if place is None:
-            place = self._places[sequence.id] = _Place()
+            place = self._places[sequence.id] = _AnswerPlace()
         self._follow(place, store, sequence)
         tokens = store.at(place.position, most) if place.agreed else []
         if not tokens:
@@ -152,7 +152,7 @@ class PastAnswers:
         for sequence_id in sequence_ids:
             self._places.pop(sequence_id, None)
 
-    def _follow(self, place: _Place, store: AnswerStore, sequence: Sequence) -> None:
+    def _follow(self, place: _AnswerPlace, store: AnswerStore, sequence: Sequence) -> None:
         """Moves the place behind the sequence's new tokens, or finds a better one."""
         tokens = sequence.token_ids
         if place.store is not store:  # the owner's store has grown, or is a new one

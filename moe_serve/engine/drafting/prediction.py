@@ -14,7 +14,7 @@ _NEAR = 3  # tokens around the place that are compared with one that differs
 _WIDTH = array("i").itemsize
 
 
-class _Place:
+class _PredictedPlace:
     """The place of one sequence in its prediction."""
 
     __slots__ = ("agreed", "num_seen", "packed", "position", "predicted")
@@ -77,7 +77,7 @@ class Predictions:
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _PredictedPlace] = {}
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         """See Drafter.propose."""
@@ -85,7 +85,7 @@ class Predictions:
             return None
         place = self._places.get(sequence.id)
         if place is None:
-            place = self._places[sequence.id] = _Place(sequence.request.prediction)
+            place = self._places[sequence.id] = _PredictedPlace(sequence.request.prediction)
         answer, start = sequence.token_ids, sequence.num_prompt_tokens
         was_lost = not place.agreed and place.num_seen > 0
         for token in answer[start + place.num_seen :]:

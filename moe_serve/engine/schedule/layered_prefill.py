@@ -35,7 +35,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _GroupOffer:
     """A way to read a prompt: the number of tokens that pass layers together, and the predicted
     cost of the whole prompt with the rows beside it."""
 
@@ -203,7 +203,7 @@ class LayeredPrefill:
         most_cost = float("inf") if self._is_always else (1 - _LEAST_GAIN) * chunked
         if costs.least(pending, budget, num_rows) > most_cost:
             return 0
-        best: _Offer | None = None
+        best: _GroupOffer | None = None
         for group in _GROUPS:
             if group >= costs.num_layers:
                 break
@@ -211,7 +211,7 @@ class LayeredPrefill:
             if most <= budget:
                 break  # larger groups take fewer tokens together
             for count in (most, -(-pending // -(-pending // most))):  # the last one small, or equal
-                offer = _Offer(count, costs.layered(pending, count, budget, num_rows))
+                offer = _GroupOffer(count, costs.layered(pending, count, budget, num_rows))
                 if best is None or offer.cost < best.cost:
                     best = offer
         return 0 if best is None or best.cost > most_cost else best.count

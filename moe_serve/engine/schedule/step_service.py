@@ -21,7 +21,7 @@ from moe_serve.engine.service.step_model import StepWork
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _BegunService:
     """A step that has begun: its rows, its start time, and the tokens that it adds to the engine's
     count."""
 
@@ -42,7 +42,7 @@ class StepService:
         self._preemption = Preemption(self.queue)
         config = state.config
         self.urgency = TierUrgency(config.max_passed_over_s, self.queue, self._preemption)
-        self._begun: deque[_Begun] = deque()  # steps under way, in order
+        self._begun: deque[_BegunService] = deque()  # steps under way, in order
         self._ended_at = 0.0
         self._running: Items[Sequence] = ()  # the scheduler's own list
         self._num_tokens = 0  # that the engine had computed when the last step ended
@@ -159,7 +159,7 @@ class StepService:
             places.append(standing_of(sequence).tenant)
         self.queue.charge(places, [count for _, count in schedule.values()])
         rows = StepWork(num_decoding, num_prompt, num_context)
-        self._begun.append(_Begun(rows, self.state.clock(), num_tokens))
+        self._begun.append(_BegunService(rows, self.state.clock(), num_tokens))
         state = self.state
         seconds = state.usual_step_s if self._is_lockstep else state.model.seconds(rows)
         self.queue.step_begun(running, schedule, seconds, is_ahead=len(self._begun) > 1)

@@ -40,7 +40,7 @@ class _Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turns:
+class _CellTurns:
     """The turns of the last snapshots: of all, and of each cell. `num_engines`: by cell."""
 
     last: int
@@ -48,7 +48,7 @@ class _Turns:
     num_engines: Counter[int]
 
     @classmethod
-    def of(cls, snapshots: Items[QueueSnapshot]) -> _Turns:
+    def of(cls, snapshots: Items[QueueSnapshot]) -> _CellTurns:
         by_cell: dict[int, int] = {}
         for each in snapshots:
             by_cell[each.cell] = max(by_cell.get(each.cell, 0), each.turn)
@@ -161,7 +161,7 @@ class Admission:
         snapshots = self._open_snapshots
         if not snapshots:
             return None
-        raw_s, turns = math.inf, _Turns.of([*snapshots.values()])
+        raw_s, turns = math.inf, _CellTurns.of([*snapshots.values()])
         for engine, snapshot in snapshots.items():
             num_left = num_prompt_tokens * snapshot.uncached
             keys_at = self._keys_at(snapshot, service, num_prompt_tokens, priority)
@@ -200,7 +200,7 @@ class Admission:
                 self._refused[service.tier] += 1
                 return _refusal(raw_s, factor, target_s)
         snapshots = [*self._open_snapshots.values()]
-        turns = _Turns.of(snapshots)
+        turns = _CellTurns.of(snapshots)
         while self._accepted and turns.include(self._accepted[0]):
             self._accepted.popleft()
         snapshot = next(iter(snapshots), QueueSnapshot())
@@ -238,7 +238,7 @@ class Admission:
             target_s = self._default_s
         return target_s + self._priority_s * priority
 
-    def _since(self, cell: int, turns: _Turns, key: float) -> tuple[float, float]:
+    def _since(self, cell: int, turns: _CellTurns, key: float) -> tuple[float, float]:
         """Returns the number of requests that go before a key and that the snapshots of a cell
         lack, and their tokens. Each counts with the probability that it has come, or will come, to
         one engine of the cell."""

@@ -18,7 +18,7 @@ _MOST_IDS = 2.0**31  # of sequences that wait at once, from the first to the las
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RankedPlace:
     """A waiting request in the order. Those that go by age alone have no bucket."""
 
     key: float
@@ -55,7 +55,7 @@ class RankedWaiting:
     def put_first(self, sequence: Sequence) -> None:
         """Moves a sequence to the front, in a group of its own."""
         others = [each for each in self._places[self._next :] if each.sequence is not sequence]
-        self._places = [_Place(-math.inf, -math.inf, sequence), *others]
+        self._places = [_RankedPlace(-math.inf, -math.inf, sequence), *others]
         self._next = 0
 
     def groups(self, until: float) -> Iterator[list[Sequence]]:
@@ -73,7 +73,7 @@ class RankedWaiting:
                 self._next += 1
             yield group
 
-    def _place(self) -> _Place | None:
+    def _place(self) -> _RankedPlace | None:
         """Returns the next place; sorts all waiting ones if the first ones are used up."""
         if self._next >= len(self._places) and self._is_partial:
             taken = {each.sequence.id for each in self._places}
@@ -98,7 +98,7 @@ class RankedWaiting:
             rows = rows[places <= np.partition(places, _NUM_FIRST - 1)[_NUM_FIRST - 1]]
         return rows
 
-    def _sorted(self, keys: Floats, rows: NDArray[np.intp]) -> list[_Place]:
+    def _sorted(self, keys: Floats, rows: NDArray[np.intp]) -> list[_RankedPlace]:
         """Returns the places of rows, in their order."""
         table, some = self._table, keys[rows]
         by_age = is_aged(some)
@@ -107,4 +107,4 @@ class RankedWaiting:
         order = np.lexsort((table.id[rows], within, bucket))
         columns = some[order], bucket[order], rows[order]
         found = zip(*[column.tolist() for column in columns], strict=True)
-        return [_Place(key, place, table.sequences[row]) for key, place, row in found]
+        return [_RankedPlace(key, place, table.sequences[row]) for key, place, row in found]

@@ -32,7 +32,7 @@ class _Kind:
 
 
 @dataclass(slots=True)
-class _Run:
+class _WorkflowRun:
     """A run that may go on. `ends_s`: when each stage last ended."""
 
     started_s: float
@@ -45,7 +45,7 @@ class Workflows:
 
     def __init__(self) -> None:
         self._kinds: OrderedDict[tuple[str, str], _Kind] = OrderedDict()
-        self._runs: OrderedDict[tuple[str, str], _Run] = OrderedDict()
+        self._runs: OrderedDict[tuple[str, str], _WorkflowRun] = OrderedDict()
 
     @property
     def num_open(self) -> int:
@@ -58,7 +58,7 @@ class Workflows:
         self._close_idle(queued_s)
         run = self._runs.get((tenant, workflow))
         if run is None:
-            run = self._runs[tenant, workflow] = _Run(queued_s, queued_s)
+            run = self._runs[tenant, workflow] = _WorkflowRun(queued_s, queued_s)
             if len(self._runs) > _MAX_RUNS:
                 self._close(next(iter(self._runs)))
         run.used_s = queued_s

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.rank_calls import FrameShape
+from moe_kernels.interface.rank_kernels import FrameShape
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, FramePool
 from moe_serve.pipeline.exchange.row_split import RankRows, RowSplit

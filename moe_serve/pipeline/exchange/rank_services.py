@@ -11,7 +11,7 @@ from typing import Any
 
 from experts.expert_stage import ExpertStage
 from moe_kernels.interface.kernels import ExpertBank, Kernels
-from moe_kernels.interface.rank_calls import ExpertService, FrameShape, RankCalls, ServiceParts
+from moe_kernels.interface.rank_kernels import ExpertService, FrameShape, RankKernels, ServiceParts
 from moe_serve.model.spec import RouterSpec
 from moe_serve.model.stage.feed_forward import Router
 from moe_serve.pipeline.exchange.row_split import RowSplit
@@ -38,7 +38,7 @@ class RankServices:
     def __init__(
         self,
         stage: ExpertStage,
-        calls: RankCalls,
+        calls: RankKernels,
         shape: FrameShape,
         *,
         rank: int,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from experts.expert_stage import RoutedRows
 from experts.placement.replicas.replica_choice import LayerChoice, ReplicaChoice, ReplicaPolicy
-from moe_kernels.interface.rank_calls import ExpertCopies
+from moe_kernels.interface.rank_kernels import CopyTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class RowSplit:
         split._turns, split._choices = self._turns | split._turns, kept | split._choices
         return split
 
-    def copies(self, layer: int) -> ExpertCopies | None:
+    def copies(self, layer: int) -> CopyTable | None:
         """Returns the ranks of a layer's experts as a table; None if a policy chooses copies."""
         return None if layer in self._choices else self._turns[layer].copies
 
@@ -150,13 +150,13 @@ def _part_on_host(rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
 class _Turns:
     """A layer's ReplicaChoice as tensors."""
 
-    copies: ExpertCopies
+    copies: CopyTable
 
     @classmethod
     def of(cls, layer: int, ranks_of: Sequence[Sequence[int]], device: torch.device) -> _Turns:
         choice = ReplicaChoice.of(layer, ranks_of)
         arrays = (choice.ranks_EM, choice.counts_E, choice.first_E)
-        return cls(ExpertCopies(*(torch.from_numpy(array).to(device) for array in arrays)))
+        return cls(CopyTable(*(torch.from_numpy(array).to(device) for array in arrays)))
 
     def ranks(self, expert_ids_TK: Tensor) -> Tensor:
         """Returns the rank of each choice [T, K]."""

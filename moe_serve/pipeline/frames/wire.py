@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.rank_calls import FrameShape
+from moe_kernels.interface.rank_kernels import FrameShape
 from moe_serve.pipeline.frames.frame_header import (
     FLAG_ERROR,
     HEADER_BYTES,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.rank_calls import AttentionTurn
+from moe_kernels.interface.rank_kernels import AttentionTurn
 from moe_serve.model.stage.adapted_stage import AdaptedStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.moves import CellMoves
 from moe_serve.engine.request.request import TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.simulate.coordinated.coordinated_cell import CoordinatedCell
@@ -75,7 +75,7 @@ class CellsWorld:
     def __init__(
         self,
         cells: Sequence[CoordinatedCell],
-        moves: Moves,
+        moves: CellMoves,
         carrier: InstantCarrier,
         clock: VirtualClock,
         ids: itertools.count[int],

@@ -10,9 +10,9 @@ from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.config.cells import CellShape
 from moe_serve.engine.engine import Engine
-from moe_serve.simulate.cell import CellLimits, make_cluster
 from moe_serve.simulate.instant_ranks import InstantCoordinator, StepPlace
 from moe_serve.simulate.layout import Layout
+from moe_serve.simulate.simulated_cell import CellLimits, make_cluster
 from moe_serve.simulate.simulation import CostedModel
 from moe_serve.simulate.step_ends import StepEnds
 from moe_serve.simulate.virtual_clock import VirtualClock

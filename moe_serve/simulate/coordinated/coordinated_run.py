@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler
-from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.moves import CellMoves
 from moe_serve.config.cells import CellsConfig
 from moe_serve.config.sections import ClusterConfig
 from moe_serve.planning.calibration_file import Calibration
@@ -74,7 +74,7 @@ class BuiltCells:
 
     world: CellsWorld
     cells: list[CoordinatedCell]
-    moves: Moves
+    moves: CellMoves
     carrier: InstantCarrier
     clock: VirtualClock
     scaled: ScaledCells | None
@@ -97,7 +97,7 @@ def build_cells(
 
     carrier = InstantCarrier(page_links(setup), clock, step_end)
     chunk = max(plan.limits.scheduler.max_batched_tokens for plan in setup.plans)
-    moves = Moves(cells, carrier, setup.config, clock, timeout_s=_TIMEOUT_S, chunk_tokens=chunk)
+    moves = CellMoves(cells, carrier, setup.config, clock, timeout_s=_TIMEOUT_S, chunk_tokens=chunk)
     scaled = None
     if autoscaler is not None:
         scaled = ScaledCells(cells, autoscaler, clock, times or ScaleTimes())

@@ -34,7 +34,7 @@ class ScaleChange:
 
 
 @dataclass(slots=True)
-class _Counts:
+class _RequestCounts:
     """The load since the last decision. `busy`: request-seconds by cell."""
 
     num_arrived: int = 0
@@ -60,7 +60,7 @@ class ScaledCells:
     ) -> None:
         self.changes: list[ScaleChange] = []
         self._cells, self._autoscaler, self._clock, self._times = cells, autoscaler, clock, times
-        self._counts = _Counts()
+        self._counts = _RequestCounts()
         self._on_since: dict[int, float] = {}  # cells that cost, and since when
         self._starting: list[tuple[float, int]] = []  # (when it serves, cell)
         self._device_s = 0.0
@@ -114,7 +114,7 @@ class ScaledCells:
 
     def _decide(self, now: float) -> None:
         view = self._view()
-        self._counts = _Counts()
+        self._counts = _RequestCounts()
         before = {role: load.num_cells for role, load in view.roles.items()}
         wanted = self._autoscaler.wanted(view)
         if wanted != before:

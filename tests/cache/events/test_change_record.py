@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.cache.events.change_record import BASE_MODEL, ChangeRecord, StoredPage, update
+from moe_serve.cache.events.change_record import BASE_MODEL, ChangeRecord, PublishedPage, update
 from moe_serve.cache.page_key import token_array
 
 _TOKENS = token_array([1])
@@ -22,7 +22,7 @@ def test_taken_changes_lead_to_the_same_pages(steps: list[str], rng: object) -> 
     wakes: list[int] = []
     record = ChangeRecord(lambda: wakes.append(1), lambda: None)
     now: dict[bytes, bytes | None] = {}  # key -> parent
-    told: dict[bytes, StoredPage] = {}
+    told: dict[bytes, PublishedPage] = {}
     for step in [*steps, "take"]:
         leaves = sorted(set(now) - set(now.values()))
         if step == "store":
@@ -30,7 +30,7 @@ def test_taken_changes_lead_to_the_same_pages(steps: list[str], rng: object) -> 
             key = (parent or b"") + pick([b"a", b"b"])
             if key not in now:
                 now[key] = parent
-                record.stored(StoredPage(key, parent, _TOKENS, BASE_MODEL))
+                record.stored(PublishedPage(key, parent, _TOKENS, BASE_MODEL))
         elif step == "remove" and leaves:
             key = pick(leaves)
             del now[key]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.moves import CellMoves
 from moe_serve.cluster.cells.rates import TokenSteps
 from moe_serve.cluster.members.pool_watch import PoolWatch
 from moe_serve.cluster.parcels.parcel import Lease, Parcel, ParcelEnd, RankPlace
@@ -251,7 +251,7 @@ class CellsWorld:
             self.clock, pages_per_parcel=self.pages_per_parcel, num_pages=self.room
         )
         self.carrier.cells = self.cells
-        self.moves = Moves(
+        self.moves = CellMoves(
             self.cells,
             self.carrier,
             self.config,

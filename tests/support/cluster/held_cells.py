@@ -14,7 +14,7 @@ from moe_serve.clock import REAL_CLOCK
 from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cell_roll import CellRoll
 from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
-from moe_serve.cluster.cells.moves import Moves
+from moe_serve.cluster.cells.moves import CellMoves
 from moe_serve.cluster.cells.parcel_post import ParcelPost
 from moe_serve.cluster.steps.step_in_flight import StepInFlight
 from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
@@ -112,7 +112,7 @@ class World:
         carrier: Any = FakeCarrier(lambda: 0.0)  # type: ignore[arg-type]
         carrier.has_news, carrier.check_integrity = False, lambda: None
         config = CellsConfig(hand_over="off", migrate=False)
-        moves = Moves(cells, carrier, config, REAL_CLOCK, timeout_s=30.0, chunk_tokens=32)
+        moves = CellMoves(cells, carrier, config, REAL_CLOCK, timeout_s=30.0, chunk_tokens=32)
         link: Any = SimpleNamespace(close=lambda: None)
         self.maker = FakeMaker(ids, news)
         roll = CellRoll(cells, self.maker)

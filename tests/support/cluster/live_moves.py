@@ -45,7 +45,7 @@ class VersionLog:
         return seen
 
 
-class Moves:
+class CellMoves:
     """The moves of a driven cluster, by hand."""
 
     def __init__(self, drive: FaultDrive) -> None:

@@ -1,6 +1,6 @@
 """Rows of keys and values in few bits: rotate, quantise, write into the pages.
 
-The definition is moe_kernels/reference/kv_rows.py. R rows, D values of a row.
+The definition is moe_kernels/reference/torch_kv_rows.py. R rows, D values of a row.
 """
 
 from __future__ import annotations

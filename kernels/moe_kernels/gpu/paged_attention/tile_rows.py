@@ -64,7 +64,7 @@ def load_rows(
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Values `at` of rows of WIDTH values, in DTYPE. In 8 bits values from SPLIT on have the second
-    scale; in 4 bits the second is the zero (moe_kernels/reference/kv_rows.py)."""
+    scale; in 4 bits the second is the zero (moe_kernels/reference/torch_kv_rows.py)."""
     if BITS == 0:
         x = tl.load(rows_N[:, None] + at, mask=is_there, other=0.0)
     else:

@@ -70,7 +70,7 @@ class _Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _ExpertOffer:
     """The sequence offered now, its group, and its place in the queue."""
 
     sequence: Sequence
@@ -106,7 +106,7 @@ class ExpertAware:
         self._splits: dict[int, StandingSplit] = {}  # by the number of groups
         self._num_groups = 1  # in the last step
         self._activated: float | None = None
-        self._offer: _Offer | None = None
+        self._offer: _ExpertOffer | None = None
         self._late: list[int] = []  # became urgent when the last one started
 
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
@@ -210,7 +210,7 @@ class ExpertAware:
             for index in queue.in_order(urgent, costs_W):
                 sequence = waiting[index]
                 queue.is_open_W[index] = queue.is_waiting_W[index] = False
-                self._offer = _Offer(sequence, group, index, index in urgent, queue)
+                self._offer = _ExpertOffer(sequence, group, index, index in urgent, queue)
                 yield sequence
                 if sequence.is_running:
                     sums_GD[group] += x_WD[index]

@@ -3,7 +3,7 @@
 // A quantised row is `whole numbers * scale`, in 4 bits `(whole number - 8) * scale + zero`; scales
 // and zeros are bf16. It is quantised by itself when it is written, so the bytes of a page depend
 // on its own tokens only. Whole numbers up to 127 are exact in bf16: the products read them as they
-// are, and scales are applied to the sums. moe_kernels/reference/kv_rows.py is the definition.
+// are, and scales are applied to the sums. moe_kernels/reference/torch_kv_rows.py is the definition.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Frames between attention and expert ranks, as moe_kernels/interface/rank_calls.py describes them.
+// Frames between attention and expert ranks, as moe_kernels/interface/rank_kernels.py describes them.
 #pragma once
 
 #include <cstdint>

@@ -54,7 +54,7 @@ class CellLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class SimulatedCell:
     """One engine and its clock. Engines of different cells step independently. `executor`: that of
     an engine of one device, whose decode steps can be run several at once."""
 
@@ -70,7 +70,7 @@ def make_cell(
     ranks: Ranks,
     limits: CellLimits,
     whole: WholeSeconds | None = None,
-) -> Cell:
+) -> SimulatedCell:
     """Builds a cell. `costs` and `ranks` are those of one cell of the layout; `whole`: see
     `InstantCoordinator`.
 
@@ -80,10 +80,10 @@ def make_cell(
     clock = VirtualClock()
     if not is_one_engine(layout):
         cluster, _ = make_cluster(layout, costs, ranks, limits, clock, whole=whole)
-        return Cell(cluster, clock, limits.page_size)
+        return SimulatedCell(cluster, clock, limits.page_size)
     executor = InstantExecutor(clock, costs, limits.scatter)
     engine = _engine(executor, itertools.count(), limits, clock)
-    return Cell(engine, clock, limits.page_size, executor)
+    return SimulatedCell(engine, clock, limits.page_size, executor)
 
 
 def is_one_engine(layout: Layout) -> bool:

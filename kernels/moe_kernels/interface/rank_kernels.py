@@ -41,7 +41,7 @@ class FrameShape:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertCopies:
+class CopyTable:
     """The ranks of a layer's experts: row r of expert e goes to rank
     ranks_EM[e, (r + first_E[e]) % counts_E[e]]. All int64."""
 
@@ -135,10 +135,10 @@ class ServiceParts:
     copies: Any | None = None  # as `RankCalls.copies` returns them
 
 
-class RankCalls(Protocol):
+class RankKernels(Protocol):
     """Makes the calls of both sides."""
 
-    def copies(self, copies: ExpertCopies) -> Any:
+    def copies(self, copies: CopyTable) -> Any:
         """Returns the places of a layer's experts as the calls take them."""
         ...
 
