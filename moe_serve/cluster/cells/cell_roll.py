@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_serve.cluster.cells.cell import Cell
-from moe_serve.cluster.cells.cell_changes import StateChange, CellChanges, CellMaker
+from moe_serve.cluster.cells.cell_changes import CellChanges, CellMaker, StateChange
 from moe_serve.cluster.cells.cell_stats import past_of
 from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.config.cells import CellShape, parse_cell
