@@ -232,6 +232,10 @@ class AdapterRegistry:
         if limit is None:
             return
         pinned = self._pinned(beside=name)
+        others = {d: w.num_bytes for d, w in list(self._alive.items()) if d != wanted.digest}
+        fixed = sum(num_bytes for digest, num_bytes in others.items() if digest in pinned)
+        if wanted.num_bytes + fixed > limit:  # nothing is dropped for it in vain
+            raise _no_room(wanted, limit, f"pinned adapters hold {fixed}: raise it.")
         for digest in list(self._kept):
             if self._used_beside(wanted) + wanted.num_bytes <= limit:
                 return
@@ -240,19 +244,22 @@ class AdapterRegistry:
                 self._num_evictions += digest not in self._alive  # else a request holds it
         used = self._used_beside(wanted)
         if used + wanted.num_bytes > limit:
-            fixed = sum(w.num_bytes for d, w in list(self._alive.items()) if d in pinned)
-            raise InvalidRequestError(
-                f"The adapter needs {wanted.num_bytes} bytes, but adapters.memory_bytes is "
-                f"{limit}, of which running requests and pinned adapters ({fixed}) hold {used}: "
-                "try again later, or raise it.",
-                param="model",
-                code="adapter_memory",
-            )
+            holders = f"running requests and pinned adapters ({fixed}) hold {used}"
+            raise _no_room(wanted, limit, f"{holders}: try again later, or raise it.")
 
     def _used_beside(self, wanted: AdapterWeights) -> int:
         return sum(
             each.num_bytes for digest, each in list(self._alive.items()) if digest != wanted.digest
         )
+
+
+def _no_room(wanted: AdapterWeights, limit: int, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The adapter needs {wanted.num_bytes} bytes, but adapters.memory_bytes is {limit}, of "
+        f"which {why}",
+        param="model",
+        code="adapter_memory",
+    )
 
 
 def open_registry(config: AdapterConfig, build: BuildAdapter) -> AdapterRegistry:

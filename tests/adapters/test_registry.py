@@ -81,6 +81,21 @@ def test_pinned_adapters_are_never_dropped(tmp_path: Path) -> None:
     assert registry.in_memory("kept") is None and registry.stats.num_pinned == 0
 
 
+def test_nothing_is_dropped_for_what_cannot_fit(tmp_path: Path) -> None:
+    registry = small_registry(memory_bytes=2 * BYTES - 1)
+    registry.load("kept", write_small(tmp_path / "kept", 9), is_pinned=True)
+    with pytest.raises(
+        InvalidRequestError, match="is 199, of which pinned adapters hold 100: raise"
+    ):
+        registry.load("a", write_small(tmp_path / "a"))
+    registry.unload("kept")
+    registry.load("b", write_small(tmp_path / "b"))
+    registry._config = replace(registry._config, memory_bytes=BYTES - 1)
+    with pytest.raises(InvalidRequestError, match="of which pinned adapters hold 0: raise it"):
+        registry.load("a", tmp_path / "a")
+    assert registry.in_memory("b") is not None
+
+
 def test_pins_name_configured_adapters(tmp_path: Path) -> None:
     modules = (f"a={write_small(tmp_path / 'a')}",)
     build = small_registry()._build
