@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_part import LiveModel
 from moe_serve.adapters.registry import AdapterRegistry, open_registry
+from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader
@@ -16,8 +18,9 @@ def check_adapters(config: EngineConfig) -> None:
     """Raises ConfigError if the configuration asks for adapters in a way that is not served."""
     adapters = config.adapters
     if not adapters.is_enabled:
-        for key in ("modules", "pinned", "root", "memory_bytes"):
-            if getattr(adapters, key):
+        unset = AdapterConfig()
+        for key in (field.name for field in fields(adapters)):
+            if getattr(adapters, key) != getattr(unset, key):
                 raise ConfigError(
                     f"adapters.{key} is set, but adapters.is_enabled is false: add --enable-lora "
                     "or leave it out."

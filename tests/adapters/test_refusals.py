@@ -187,6 +187,10 @@ ON = AdapterConfig(is_enabled=True)
         (EngineConfig(adapters=AdapterConfig(modules=("a=b",))), "adapters.is_enabled is false"),
         (EngineConfig(adapters=AdapterConfig(root="/a")), "adapters.root is set"),
         (
+            EngineConfig(adapters=AdapterConfig(expert_lora="merged")),
+            "adapters.expert_lora is set, but adapters.is_enabled is false",
+        ),
+        (
             EngineConfig(adapters=ON, speculation=SpeculationConfig(method="self")),
             "speculation.method 'self' drafts with the base model",
         ),

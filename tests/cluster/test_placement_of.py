@@ -31,6 +31,11 @@ def test_runs_without_a_file(spec: ModelSpec) -> None:
     assert placed == contiguous(sparse_layers(spec), spec.router.num_experts, 3)
 
 
+def test_more_ranks_than_experts_are_refused(spec: ModelSpec) -> None:
+    with pytest.raises(ConfigError, match=r"^33 expert ranks .* 32 experts .* E in the layout"):
+        placement_of(ClusterConfig(expert_ranks=33), spec)
+
+
 def test_as_the_file_says(spec: ModelSpec, tmp_path: Path) -> None:
     num_experts, path = spec.router.num_experts, tmp_path / "plan.json"
     experts = tuple((e % 2, 1 - e % 2) if e < 2 else (e % 2,) for e in range(num_experts))

@@ -45,11 +45,12 @@ class _ReadRun:
     is_cancelled: bool = False
 
     def beginning(self) -> tuple[NDArray[np.uint8], ...]:
-        """Returns the pages from the first on that were read so far."""
+        """Returns the pages from the first on that were read so far. Threads may still read."""
         pages: list[NDArray[np.uint8]] = []
         for part, read in zip(self.parts, self.pages, strict=True):
-            pages += read
-            if len(read) < len(part):
+            found = read.copy()  # a part that grows now must not look whole
+            pages += found
+            if len(found) < len(part):
                 break
         return tuple(pages)
 

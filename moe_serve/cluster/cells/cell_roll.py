@@ -42,6 +42,8 @@ class CellRoll:
         self._changes = CellChanges(maker, self._lock)
         self._next = len(cells)
         self._is_closed = False
+        # The attention ranks that drain by themselves: the number of the cell, and the name.
+        self.drained_ranks: Callable[[], Sequence[tuple[int, str]]] = list
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on any thread, when the engine's thread has something to do here."""
@@ -178,8 +180,9 @@ class CellRoll:
     def _check_others(self, cell: Cell, what: str) -> None:
         """Raises CellsError unless another cell takes requests and can compute."""
         others = [other for other in self.now.cells if other is not cell]
-        num_draining = sum(other.is_draining for other in others)
-        num_away = sum(not (other.is_draining or other.is_live) for other in others)
+        draining = [other for other in others if self._is_drained(other)]
+        num_draining = len(draining)
+        num_away = sum(not (other in draining or other.is_live) for other in others)
         if num_draining + num_away < len(others):
             return
         num_starting = sum(c.state == "starting" for c in self._changes.of.values())
@@ -188,6 +191,11 @@ class CellRoll:
             f"other cells {num_draining} drain, {num_away} cannot compute now and {num_starting} "
             "start. Undrain another one, or add one and wait until it serves."
         )
+
+    def _is_drained(self, cell: Cell) -> bool:
+        """Returns True if a cell drains, or all of its attention ranks do by themselves."""
+        num_drained = sum(index == cell.index for index, _ in self.drained_ranks())
+        return cell.is_draining or num_drained >= cell.shape.attention_ranks
 
     def _unknown(self, index: int) -> UnknownCellError:
         known = sorted({*self._changes.of, *(cell.index for cell in self.now.cells)})

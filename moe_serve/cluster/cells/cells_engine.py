@@ -68,6 +68,7 @@ class CellsEngine:
         self._free_since: dict[int, float] = {}  # when cells that leave had no requests any more
         for cell in self.cells:
             cell.engine.on_lost = functools.partial(self._rank_lost, cell)
+        roll.drained_ranks = lambda: moves.draining_ranks
         self.set_waker(lambda: None)
         self.max_model_len = min(cell.engine.max_model_len for cell in self.cells)
 

@@ -193,6 +193,12 @@ def placement_of(cluster: ClusterConfig, spec: ModelSpec) -> Placement:
     """Returns the placement of the file, or equal contiguous runs of experts. Raises
     ConfigError."""
     layers, num_experts = sparse_layers(spec), spec.router.num_experts
+    if cluster.expert_ranks > num_experts:
+        raise ConfigError(
+            f"{cluster.expert_ranks} expert ranks are more than the {num_experts} experts of a "
+            f"layer, and each needs one: use 1 to {num_experts} (cluster.expert_ranks, or E in the "
+            "layout of cells)."
+        )
     try:
         if cluster.placement is None:
             return contiguous(layers, num_experts, cluster.expert_ranks)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from moe_serve.cache.tiers import segment as segment_module
 from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity
+from moe_serve.cache.tiers.disk_reader import _Run
 from moe_serve.cache.tiers.disk_report import clear, report
 from moe_serve.cache.tiers.disk_space import DiskLimits
 from moe_serve.cache.tiers.disk_store import DiskStore
@@ -406,6 +407,18 @@ def test_a_load_that_is_given_up_keeps_what_was_read(
     may_read.release(1000)
     assert load(store, range(30)) == pages_of(range(30))
     store.close(5)
+
+
+def test_a_part_that_grows_while_it_is_taken_leaves_no_gap() -> None:
+    """A page that arrives in between must not let the next part follow a gap."""
+    pages = [np.full(1, number, dtype=np.uint8) for number in range(4)]
+
+    class Growing(list[NDArray[np.uint8]]):
+        def __len__(self) -> int:
+            return 2  # the second page arrives before the length is looked at
+
+    run = _Run(1, [[b"a", b"b"], [b"c", b"d"]], pages=[Growing(pages[:1]), pages[2:]])
+    assert [int(page[0]) for page in run.beginning()] == [0]
 
 
 def test_a_removed_folder_ends_nothing(folder: Path) -> None:

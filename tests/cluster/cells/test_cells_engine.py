@@ -102,6 +102,17 @@ def test_the_last_cell_that_takes_requests_is_not_drained() -> None:
         assert cells.cell_of("d") == 1
 
 
+def test_a_cell_whose_ranks_all_drain_counts_as_one_that_drains() -> None:
+    with world() as cells:
+        cells.engine.drain_rank("cell-1/attention-0", is_draining=True)
+        with pytest.raises(CellsError, match="Of the other cells 1 drain"):
+            cells.engine.drain(0, is_draining=True)
+        with pytest.raises(CellsError, match="Cell 0 is not removed"):
+            cells.engine.remove_cell(0)
+        cells.engine.drain_rank("cell-1/attention-0", is_draining=False)
+        cells.engine.drain(0, is_draining=True)
+
+
 def test_the_last_loss_is_that_of_the_cell_that_lost_a_rank_last() -> None:
     losses = {0: EngineStats(num_lost_ranks=3, last_loss="cell-0/expert-0: old"), 1: EngineStats()}
     shape = CellShape(attention_ranks=1, expert_ranks=1)
