@@ -41,6 +41,8 @@ ATTRIBUTES = frozenset(  # methods that pickle: refused wherever one is called, 
     {"send_pyobj", "recv_pyobj", "send_object_list", "recv_object_list", "broadcast_object_list"}
     | {"all_gather_object", "gather_object", "scatter_object_list"}
 )
+# Files that a converter reads without running them have to be written for its tests.
+ALLOWED = frozenset({("tests/adapters/test_bitdelta_convert.py", "torch.save")})
 KEYWORDS = frozenset({"shell", "allow_pickle", "trust_remote_code"})
 
 
@@ -80,6 +82,8 @@ def main() -> int:
         for path in sorted(Path(root).rglob("*.py")):
             num_files += 1
             for line, what in findings(ast.parse(path.read_text("utf-8"), str(path))):
+                if (path.as_posix(), what) in ALLOWED:
+                    continue
                 num_findings += 1
                 print(f"{path}:{line}: {what}: data must not become code")
     print(f"{num_files} files, {num_findings} forbidden calls")

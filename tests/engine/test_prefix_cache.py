@@ -201,7 +201,7 @@ def poisoned(llm: LLM) -> tuple[Engine, Callable[[], None]]:
     """Yields an engine whose token 299 is embedded as NaN, and a call that makes it a number
     again."""
     runner: Any = llm._engine._executor.runner
-    row = runner._stage._embedding[POISON]
+    row = runner._stage._base._embedding[POISON]
     saved = row.clone()
     row.fill_(float("nan"))
     return llm._engine, lambda: row.copy_(saved)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.cache.events.change_record import ChangeRecord, StoredPage, update
+from moe_serve.cache.events.change_record import ChangeRecord, PublishedPage, update
 from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
@@ -72,7 +72,7 @@ class Crowd:
         self.rng = rng = random.Random(seed)
         rate = rng.choice([0.0, 0.03])
         self.record = ChangeRecord(lambda: None, lambda: None)
-        self.told: dict[bytes, StoredPage] = {}  # the pages that subscribers know
+        self.told: dict[bytes, PublishedPage] = {}  # the pages that subscribers know
         self.taken = random.Random(seed)  # decides when they are told
         self.runner = FaultyRunner(rng, window=rng.choice([1, 2, 100]), failure_rate=rate)
         seats = rng.randint(1, 12)

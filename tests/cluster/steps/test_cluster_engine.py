@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_serve.cache.events.change_record import ChangeRecord, StoredPage, update
+from moe_serve.cache.events.change_record import ChangeRecord, PublishedPage, update
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.cluster.steps.step_in_flight import MAX_MOVES, StepCoordinator
 from moe_serve.engine.request.request import FinishReason
@@ -76,7 +76,7 @@ def test_pages_of_each_rank_are_told_and_those_of_a_lost_one_taken_back(is_back:
     coordinator = FakeCoordinator(2)
     records = {name: ChangeRecord(lambda: None, lambda: None) for name in coordinator.names}
     engine = fake_cluster(coordinator, listeners=records)
-    told: dict[str, dict[bytes, StoredPage]] = {name: {} for name in records}
+    told: dict[str, dict[bytes, PublishedPage]] = {name: {} for name in records}
     found = add_all(engine)
     for turn in range(NUM_STEPS):
         if turn == 5:

@@ -45,7 +45,7 @@ class VersionLog:
         return seen
 
 
-class CellMoves:
+class Moves:
     """The moves of a driven cluster, by hand."""
 
     def __init__(self, drive: FaultDrive) -> None:
