@@ -258,9 +258,12 @@ class ServiceQueue:
             return {}
         others = ~ahead[table.tenant]
         found: dict[tuple[str, str], float] = {}
+        key_of: dict[int, float] = {}  # by tier
         for tier, tenant in state.shares.names(np.flatnonzero(ahead)):
-            last = keys.max(where=others & (table.tier == tier), initial=-math.inf)
-            found[state.policy.tier_names[tier], tenant] = float(last) + 2 * state.order.bucket_s
+            if tier not in key_of:
+                last = keys.max(where=others & (table.tier == tier), initial=-math.inf)
+                key_of[tier] = float(last) + 2 * state.order.bucket_s
+            found[state.policy.tier_names[tier], tenant] = key_of[tier]
         return found
 
     def step_begun(
