@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moe_serve.cache.tiers import segment as segment_module
 from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity
-from moe_serve.cache.tiers.disk_reader import _Run
+from moe_serve.cache.tiers.disk_reader import _ReadRun
 from moe_serve.cache.tiers.disk_report import clear, report
 from moe_serve.cache.tiers.disk_space import DiskLimits
 from moe_serve.cache.tiers.disk_store import DiskStore
@@ -417,7 +417,7 @@ def test_a_part_that_grows_while_it_is_taken_leaves_no_gap() -> None:
         def __len__(self) -> int:
             return 2  # the second page arrives before the length is looked at
 
-    run = _Run(1, [[b"a", b"b"], [b"c", b"d"]], pages=[Growing(pages[:1]), pages[2:]])
+    run = _ReadRun(1, [[b"a", b"b"], [b"c", b"d"]], pages=[Growing(pages[:1]), pages[2:]])
     assert [int(page[0]) for page in run.beginning()] == [0]
 
 
