@@ -1,4 +1,4 @@
-"""What a disk tier costs 16 streams whose prompts are never found: rates, processor time, steps."""
+"""Measures the cost of a disk tier for 16 streams whose prompts are never found."""
 
 from __future__ import annotations
 

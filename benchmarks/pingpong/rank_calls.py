@@ -26,7 +26,7 @@ _SPOILED = 3  # first steps of a series
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideCost:
-    """What a step costs a rank: CPU time in us, and calls from Python for each layer."""
+    """The cost of a step for a rank: CPU time in us, and calls from Python for each layer."""
 
     side: str
     rows: int

@@ -73,7 +73,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """What the calibrations of all rounds found."""
+    """The measurements of the calibrations of all rounds."""
 
     whole: list[StepSample] = field(default_factory=list)
     ranks: dict[str, list[RankSteps]] = field(default_factory=dict)

@@ -31,7 +31,7 @@ _MOST_RUNNING = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How often each event happens, per request."""
+    """The frequency of each event, per request."""
 
     num_requests: int
     num_names: int

@@ -32,7 +32,7 @@ WHOLE = AdapterPart()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModel:
-    """What this process has of the model; None: another process has it."""
+    """The parts of the model that this process has; None: another process has it."""
 
     attention: AttentionStage | None = None
     gather: Gather | None = None  # of a tensor shard

@@ -188,7 +188,7 @@ class StartingCell:
 
     @property
     def report(self) -> LoadReport:
-        """What its first attention rank has loaded."""
+        """The report of its first attention rank on the weights that it has loaded."""
         return self.ranks.first_loaded.report
 
     @property

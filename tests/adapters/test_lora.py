@@ -93,7 +93,7 @@ def test_experts_that_come_and_go(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("products", ["exact", "int8"])
 def test_experts_in_few_bits(products: str, tmp_path: Path) -> None:
-    """What is added needs no floats: with exact products, the bits are those of a base model that
+    """Additions need no floats: with exact products, the bits are those of a base model that
     is stored in floats."""
     packed, floats = write_pair(tmp_path, QUANTISED["Kimi-K2-Thinking"])
     adapter = adapters_of(own=write_lora(tmp_path / "lora", floats, pattern=ROUTED, size=0.1))

@@ -1,4 +1,4 @@
-"""What adapters add to experts, in each set of kernels, beside the definition in fp64.
+"""The additions of adapters to experts, in each set of kernels, beside the definition in fp64.
 
 T rows, K choices per row, E experts, D model width, F expert width, R rank.
 """

@@ -62,8 +62,8 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterParts:
-    """What an adapter changes in one layer: linear layers, experts and an MLP in place of the base
-    model's (ESFT), and additions to experts, which `expert_additions` has made."""
+    """The changes of an adapter to one layer: linear layers, experts and an MLP in place of the
+    base model's (ESFT), and additions to experts, which `expert_additions` has made."""
 
     qkv: LowRank | None = None
     output: LowRank | None = None

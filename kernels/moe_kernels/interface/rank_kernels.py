@@ -1,4 +1,4 @@
-"""What a rank does between two messages, as one call.
+"""The work of a rank between two messages, as one call.
 
 An attention rank adds the sums that the experts sent, runs the next layer up to its router's
 choice, and fills in the frames for the experts. An expert rank turns frames with rows into frames

@@ -41,7 +41,7 @@ class LoadDone:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """What a load that runs has done so far."""
+    """The progress of a load that runs."""
 
     num_read: int  # pages that were read and proven
     seconds: float  # since the first read

@@ -27,7 +27,7 @@ class CellStart(Protocol):
 
     @property
     def note(self) -> str:
-        """What it waits for, for operators."""
+        """Says for operators what it waits for."""
         ...
 
     @property

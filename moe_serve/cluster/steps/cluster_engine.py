@@ -130,7 +130,7 @@ class ClusterEngine:
 
     @property
     def service(self) -> ServiceState | None:
-        """What its engines share to keep the targets of service tiers."""
+        """The part that its engines share to keep the targets of service tiers."""
         return None if self._service is None else self._service.state
 
     def abort(self, request_id: str) -> None:

@@ -18,10 +18,10 @@ from moe_serve.engine.request.service_stats import DECISION_BOUNDS, ServiceStats
 from moe_serve.engine.request.service_terms import Service
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.admission import Admission
-from moe_serve.engine.service.answer_lengths import AnswerEnds, AnswerLengths, TierLengths
 from moe_serve.engine.service.arrivals import RecentArrivals
 from moe_serve.engine.service.forecast_calibration import Factors, ForecastCalibration, error_of
 from moe_serve.engine.service.ledger import Ledger
+from moe_serve.engine.service.lengths.answer_lengths import AnswerEnds, AnswerLengths, TierLengths
 from moe_serve.engine.service.lengths.predicted_lengths import predicted_lengths
 from moe_serve.engine.service.order import (
     BY_DEADLINE,

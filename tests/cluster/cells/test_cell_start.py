@@ -93,7 +93,7 @@ def test_a_cell_is_added_after_starts_that_fail_and_takes_over() -> None:
 
 
 def test_pages_in_memory_outlive_their_cell() -> None:
-    """What a cell has computed is in the memory tier when it has left, and nothing is reserved."""
+    """The pages of a cell are in the memory tier when it has left, and nothing is reserved."""
     of = replace(OF, cache=replace(OF.cache, memory_tier_bytes=64 * 2**20))
     expected = in_one_process(OF, WANTED)
     with serving_cells(of) as engine:

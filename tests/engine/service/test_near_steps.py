@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from moe_serve.engine.service.answer_lengths import AnswerEnds
+from moe_serve.engine.service.lengths.answer_lengths import AnswerEnds
 from moe_serve.engine.service.near_steps import NearSteps, Remaining, Survival
 
 STEPS = NearSteps(step_s=0.01, more_s=0.0001, budget=100.0)  # a full step takes 20 ms

@@ -1,1 +1,1 @@
-"""Predicts how long answers will be, from what is known when a request arrives."""
+"""Predicts how long answers will be, from earlier answers and from the request itself."""

@@ -13,7 +13,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.service_terms import Service
-from moe_serve.engine.service.answer_lengths import AnswerLengths, TierLengths
+from moe_serve.engine.service.lengths.answer_lengths import AnswerLengths, TierLengths
 from moe_serve.engine.service.lengths.length_fit import HereFitter, MakeRows
 from moe_serve.engine.service.lengths.length_predictor import LengthPredictor
 from moe_serve.engine.service.lengths.predicted_lengths import PredictedLengths, facts_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from moe_serve.engine.request.sequence import Sequence
-from moe_serve.engine.service.answer_lengths import TierLengths
+from moe_serve.engine.service.lengths.answer_lengths import TierLengths
 from tests.support.engine.timed_engine import FLEX, request, service_of
 
 
