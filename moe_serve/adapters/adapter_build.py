@@ -1,15 +1,15 @@
 """Builds an adapter's weights, in the form that steps use, from the matrices of its files.
 
-A LoRA of attention stays two small matrices. So does a LoRA of experts where the kernels add it
-before the activation; else, or if asked for, it is merged into copies of these experts, and has the
-bits, and takes the memory, of a fine-tune of whole experts (ESFT). A LoRA of a shared expert or of
-a dense MLP is always merged.
+A LoRA of attention stays two small matrices. So does a LoRA of experts, routed or shared, and of
+dense MLPs, where the kernels add it before the activation; else, or if asked for, it is merged into
+copies of these, and has the bits, and takes the memory, of a fine-tune of whole experts (ESFT).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ class _LayerParts:
     """Holds the changes of an adapter in one layer, by part."""
 
     attention: dict[str, LowRankMatrices] = field(default_factory=dict)
-    mlp: dict[str, Tensor] = field(default_factory=dict)  # whole matrices, or additions
+    mlp: dict[str, Tensor] = field(default_factory=dict)  # whole matrices, or what is merged
+    mlp_additions: dict[str, LowRankMatrices] = field(default_factory=dict)
     experts: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # without matrices: away
     additions: dict[int, dict[str, LowRankMatrices]] = field(default_factory=dict)  # likewise
 
@@ -51,8 +52,9 @@ class _LayerParts:
             parts[target.part] = matrix
 
     def add(self, target: AdaptedMatrix, added: LowRankMatrices | None) -> None:
-        """Takes the addition to an expert that is not merged; None: it is not held."""
-        parts = self.additions.setdefault(target.expert, {})
+        """Takes the addition to an expert or MLP that is not merged; None: it is not held."""
+        is_expert = target.kind == "expert"
+        parts = self.additions.setdefault(target.expert, {}) if is_expert else self.mlp_additions
         if added is not None:
             parts[target.part] = added
 
@@ -102,12 +104,13 @@ class AdapterBuilder:
     def _put(
         self, parts: _LayerParts, target: AdaptedMatrix, added: LowRankMatrices | None
     ) -> None:
-        if target.kind == "expert" and not self._is_merging:
-            parts.add(target, added)
-        elif target.kind != "attention":
+        if target.kind == "attention":
+            if added is not None:
+                parts.attention[target.part] = added
+        elif self._is_merging:
             parts.put(target, None if added is None else added.delta())
-        elif added is not None:
-            parts.attention[target.part] = added
+        else:
+            parts.add(target, added)
 
     def _layer(
         self, layer: int, parts: _LayerParts, files: AdapterFiles
@@ -128,7 +131,10 @@ class AdapterBuilder:
             own = self._added(parts.additions)
             num_bytes += 0 if own.additions is None else own.additions.num_bytes
         bank = None if mlp is None else self._bank([mlp])
-        return AdapterLayer(linears=linears, experts=own, mlp=bank), num_bytes
+        to_mlp = self._added_to_mlp(parts.mlp_additions) if parts.mlp_additions else None
+        num_bytes += 0 if to_mlp is None else to_mlp.num_bytes
+        made = AdapterLayer(linears=linears, experts=own, mlp=bank, mlp_additions=to_mlp)
+        return made, num_bytes
 
     def _mlp(
         self, layer: int, changes: Mapping[str, Tensor], files: AdapterFiles
@@ -156,6 +162,15 @@ class AdapterBuilder:
         is_own_E = self._marked(additions)
         made = kernels.expert_additions(held, is_own_E[:-1]) if held else None
         return AdapterExperts(bank=None, is_own_E=is_own_E, additions=made)
+
+    def _added_to_mlp(self, changes: Mapping[str, LowRankMatrices]) -> Any:
+        """Returns the additions to the MLP that all rows pass, in the columns of this shard."""
+        kernels = self._loader.kernels.adapters
+        assert kernels is not None, "kernels with additions"
+        made = AdditionMaker(self._loader.device, self._loader.dtype).expert(changes)
+        return kernels.expert_additions(
+            {0: self._part.shard.addition(made)}, torch.ones(1, dtype=torch.bool)
+        )
 
     def _marked(self, experts: Collection[int]) -> Tensor:
         """Returns bool [E + 1], true for these experts."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.adapters.adapter_files import (
@@ -85,8 +85,7 @@ def adapter_bytes(
         for name, header in SafetensorsFile(path).headers.items():
             shapes[name], stored[name] = header.shape, header.end - header.begin
     if configs[0] == PEFT_CONFIG:
-        found = _lora_bytes(shapes, model, spec, itemsize)
-        return found if is_merging else replace(found, experts=_added_bytes(shapes, spec, itemsize))
+        return _lora_bytes(shapes, model, spec, itemsize, is_merging=is_merging)
     if configs[0] == ESFT_CONFIG:
         stored = {name: math.prod(shape) * itemsize for name, shape in shapes.items()}
     elif spec.is_head_tied:  # a BitDelta holds its embedding twice: also packed, as the head
@@ -97,10 +96,10 @@ def adapter_bytes(
 
 
 def _lora_bytes(
-    shapes: Mapping[str, Shape], model: Path, spec: ModelSpec, itemsize: int
+    shapes: Mapping[str, Shape], model: Path, spec: ModelSpec, itemsize: int, *, is_merging: bool
 ) -> AdapterBytes:
-    """In a LoRA of attention, A has the padded rank of each linear layer; one of an MLP or of
-    experts is merged into a copy."""
+    """In a LoRA of attention, A has the padded rank of each linear layer; one of MLPs or of experts
+    is added, or merged into copies."""
     names = family_of(HFConfig.read(model)).names_in(lambda _: True)
     ranks: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -117,38 +116,51 @@ def _lora_bytes(
                 outputs = sum(rank * table[part].shape[0] for part, rank in own.items())
                 inputs = table[next(iter(own))].shape[1]
                 attention += (padded_rank(sum(own.values())) * inputs + outputs) * itemsize
-    experts, mlps = _changed_experts(ranks, spec)
-    mlp_width = max(spec.dense_width or 0, 0 if spec.shared is None else spec.shared.width)
+    if is_merging:
+        return AdapterBytes(attention=attention) + _merged_bytes(ranks, spec, itemsize)
+    return AdapterBytes(attention=attention) + _added_bytes(shapes, ranks, spec, itemsize)
+
+
+def _merged_bytes(modules: Collection[str], spec: ModelSpec, itemsize: int) -> AdapterBytes:
+    """Returns the bytes of copies of the experts and MLPs that these modules belong to."""
+    num_experts, layers = _changed_experts(modules, spec)
+    shared_width = 0 if spec.shared is None else spec.shared.width
+    widths = (shared_width if spec.layers[i].is_sparse else spec.dense_width or 0 for i in layers)
     return AdapterBytes(
-        attention=attention + 3 * spec.width * mlp_width * mlps * itemsize,
-        experts=3 * spec.width * spec.expert_width * experts * itemsize,
+        attention=3 * spec.width * sum(widths) * itemsize,
+        experts=3 * spec.width * spec.expert_width * num_experts * itemsize,
     )
 
 
-def _added_bytes(shapes: Mapping[str, Shape], spec: ModelSpec, itemsize: int) -> int:
-    """Returns the bytes of a LoRA's matrices of routed experts. A has the padded rank of each; in
-    the two dimensions of PEFT's fused experts, one below the other."""
-    size = 0
+def _added_bytes(
+    shapes: Mapping[str, Shape], modules: Collection[str], spec: ModelSpec, itemsize: int
+) -> AdapterBytes:
+    """Returns the bytes of a LoRA's matrices of experts and MLPs. A has the padded rank of each;
+    in the two dimensions of PEFT's fused experts, one below the other."""
+    total = AdapterBytes()
     for name, shape in shapes.items():
         found = _LORA.fullmatch(name)
-        if found is None or _ROUTED not in f"{found['module']}.":
+        if found is None or found["module"] not in modules:
             continue
-        num_values = math.prod(shape)
+        size, is_routed = math.prod(shape) * itemsize, _ROUTED in f"{found['module']}."
         if found["side"] == "A":
-            is_fused = len(shape) == 2 and _EXPERT.search(found["module"]) is None
+            is_fused = is_routed and len(shape) == 2 and _EXPERT.search(found["module"]) is None
             rank = shape[-2] // (spec.router.num_experts if is_fused else 1)
-            num_values = num_values // max(1, rank) * padded_rank(rank)
-        size += num_values * itemsize
-    return size
+            size = size // max(1, rank) * padded_rank(rank)
+        total += AdapterBytes(experts=size) if is_routed else AdapterBytes(attention=size)
+    return total
 
 
-def _changed_experts(modules: Mapping[str, int], spec: ModelSpec) -> tuple[int, int]:
-    """Returns the numbers of routed experts, and of other MLPs, that these modules belong to."""
-    experts: set[tuple[str, int]] = set()
-    mlps: set[str] = set()
+def _changed_experts(modules: Collection[str], spec: ModelSpec) -> tuple[int, set[int]]:
+    """Returns the number of routed experts that these modules belong to, and the layers of the
+    other MLPs. A module of no layer is refused when it is loaded, and counts nothing."""
+    experts: set[tuple[int, int]] = set()
+    mlps: set[int] = set()
     for module in modules:
         layer = _LAYER.search(module)
-        key = layer[1] if layer else ""
+        key = int(layer[1]) if layer else spec.num_layers
+        if key >= spec.num_layers:
+            continue
         expert = _EXPERT.search(module)
         if _ROUTED not in f"{module}.":
             mlps.add(key)
@@ -156,4 +168,4 @@ def _changed_experts(modules: Mapping[str, int], spec: ModelSpec) -> tuple[int, 
             experts.add((key, int(expert[1])))
         else:  # all experts of the layer in one tensor
             experts |= {(key, number) for number in range(spec.router.num_experts)}
-    return len(experts), len(mlps)
+    return len(experts), mlps

@@ -74,8 +74,11 @@ def check_cells(options: SimulateOptions) -> None:
             )
     if cells.own_machines and cluster.calibration is None:
         raise ConfigError("--own-machines belongs to --calibration FILE.")
-    if options.tiers.tiers is not None or options.of_capacity is not None:
-        raise ConfigError("--tiers and --load are simulated with --layout only: leave --cells out.")
+    if options.of_capacity is not None and cells.autoscale is not None:
+        raise ConfigError(
+            "--load is a share of the capacity of a fixed number of cells: leave --autoscale out, "
+            "or give --scale-time or --rate."
+        )
     if cells.autoscale is None:
         usual_cells = CellsOptions()
         unscaled = replace(

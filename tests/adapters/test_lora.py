@@ -37,7 +37,7 @@ from tests.support.families.quantised_cases import CASES as QUANTISED
 from tests.support.families.quantised_folder import write_pair
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
-ROUTED = re.compile(r".*\.experts\.\d+\.\w+\.weight")
+EVERYTHING = re.compile(rf"{ATTENTION.pattern}|{EXPERTS.pattern}|.*\.mlp\.\w+_proj\.weight")
 CLOSE = 1e-4  # of log probabilities, in fp32
 FAMILIES = (
     "qwen2_moe",
@@ -71,9 +71,6 @@ def test_on_attention_and_experts(base: Path, kernels: KernelsName, tmp_path: Pa
     check_equals_merged(base, adapter, tmp_path / "merged", kernels=kernels)
 
 
-EVERYTHING = re.compile(rf"{ATTENTION.pattern}|{EXPERTS.pattern}|.*\.mlp\.\w+_proj\.weight")
-
-
 @pytest.mark.parametrize("kind", ["added", "merged"])
 def test_a_step_in_one_call(kind: str, tmp_path: Path) -> None:
     """All layers of Qwen3-MoE, dense ones among them, are one native call, with adapters too."""
@@ -95,8 +92,8 @@ def test_experts_that_come_and_go(base: Path, tmp_path: Path) -> None:
 def test_experts_in_few_bits(products: str, tmp_path: Path) -> None:
     """Additions need no floats: with exact products, the bits are those of a base model that
     is stored in floats."""
-    packed, floats = write_pair(tmp_path, QUANTISED["Kimi-K2-Thinking"])
-    adapter = adapters_of(own=write_lora(tmp_path / "lora", floats, pattern=ROUTED, size=0.1))
+    packed, floats = write_pair(tmp_path, QUANTISED["DeepSeek-V2-Lite-AWQ"])
+    adapter = adapters_of(own=write_lora(tmp_path / "lora", floats, pattern=EVERYTHING, size=0.1))
     few: dict[str, Any] = {"expert_weights": "auto", "low_bit_products": products}
     with LLM(str(packed), adapters=adapter, **few) as llm:
         own, without = answers(llm, "own"), answers(llm)
@@ -109,8 +106,9 @@ def test_experts_in_few_bits(products: str, tmp_path: Path) -> None:
 
 
 def test_a_lora_of_experts_needs_little_memory(base: Path, tmp_path: Path) -> None:
-    """Sixteen of them are sixteen small matrices, and not sixteen copies of all experts."""
-    folder = write_lora(tmp_path / "lora", base, pattern=ROUTED, rank=1)
+    """Sixteen of them are sixteen small matrices, and not sixteen copies of all experts, shared
+    ones among them."""
+    folder = write_lora(tmp_path / "lora", base, pattern=EXPERTS, rank=1)
     found, spec = {}, ModelLoader(base).spec
     for kind in ("added", "merged"):
         with LLM(str(base), adapters=adapters_of(own=folder), expert_lora=kind) as llm:
@@ -119,8 +117,8 @@ def test_a_lora_of_experts_needs_little_memory(base: Path, tmp_path: Path) -> No
         planned = adapter_bytes(folder, base, spec, 4, is_merging=kind == "merged").total
         assert planned == pytest.approx(found[kind], rel=0.05), kind
     weights = tensors_of(base)
-    routed = sum(t.nbytes for name, t in weights.items() if ROUTED.fullmatch(name))
-    assert found["merged"] == routed and found["added"] < routed, f"{found}, {routed=}"
+    copied = sum(t.nbytes for name, t in weights.items() if EXPERTS.fullmatch(name))
+    assert found["merged"] == copied and found["added"] < copied, f"{found}, {copied=}"
 
 
 def test_ranks_and_alphas_of_single_modules(base: Path, tmp_path: Path) -> None:

@@ -226,18 +226,27 @@ def burst(folder: Path, num: int) -> str:
     return str(path)
 
 
-def test_tiers_reach_the_scheduler_and_the_report(tmp_path: Path, capsys: Capture) -> None:
-    """At twice the capacity the order decides which tier keeps its target."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--devices", "8", "--layout", "colocated", "--tensor-shards", "8"),
+        ("--cells", "1x(8D tp8 prefill) 1x(8D tp8 decode)"),
+    ],
+)
+def test_tiers_reach_the_scheduler_and_the_report(
+    tmp_path: Path, capsys: Capture, layout: tuple[str, ...]
+) -> None:
+    """At twice the capacity the order decides which tier keeps its target, in all cells alike."""
     tiers = tmp_path / "tiers.yaml"
     tiers.write_text(TIERS, "utf-8")
     common = (
-        *QWEN, "--layout", "colocated", "--tensor-shards", "8", "--trace", burst(tmp_path, 90),
-        "--tiers", str(tiers), "--load", "2", "--max-num-seqs", "2", "--max-batched-tokens", "256",
+        *QWEN[:-2], *layout, "--trace", burst(tmp_path, 60), "--tiers", str(tiers),
+        "--load", "2", "--max-num-seqs", "2", "--max-batched-tokens", "256",
     )  # fmt: skip
     met = {}
     for order in ("fifo", "atc"):
         report = report_of(tmp_path / f"{order}.json", *common, "--order", order)
-        assert report.service is not None and report.summary.num_ok == 90
+        assert report.service is not None and report.summary.num_ok == 60
         assert [tier.name for tier in report.service.tiers] == ["fast", "slow"]
         assert {tenant.name for tenant in report.service.tenants} == {"t0", "t1", "t2"}
         met[order] = report.service.tiers[0].attained

@@ -160,7 +160,10 @@ class NativeAdapter:
             struct.experts = self._own(parts.own)
             if parts.additions is not None:
                 struct.experts = parts.additions.pointer
+            assert parts.mlp is None or parts.mlp_additions is None, "replaced, or changed"
             struct.mlp = self._own(parts.mlp)
+            if parts.mlp_additions is not None:
+                struct.mlp = parts.mlp_additions.pointer
         self.pointer = ctypes.addressof(self._array)
 
     def _low_rank(self, added: LowRank | None) -> int | None:

@@ -24,12 +24,13 @@ from moe_kernels.cpu.cpu_library import (
 from moe_kernels.cpu.native_adapters import NativeAdapterKernels
 from moe_kernels.cpu.native_attention import NativePlan
 from moe_kernels.cpu.native_drafting import NativeDrafting
-from moe_kernels.cpu.native_experts import NativeSlots, NativeSplitMLP, native_experts
+from moe_kernels.cpu.native_experts import NativeSlots, native_experts
 from moe_kernels.cpu.native_forms import native_layout
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
 from moe_kernels.cpu.native_rank_calls import NativeRankCalls
 from moe_kernels.cpu.native_signs import NativeSignedExperts, NativeSignedLinear
+from moe_kernels.cpu.native_split_mlp import NativeSplitMLP
 from moe_kernels.cpu.native_stack import NativeStack
 from moe_kernels.interface.attention_shape import (
     AttentionShape,

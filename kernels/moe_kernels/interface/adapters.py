@@ -63,13 +63,14 @@ class LowRank:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterParts:
     """The changes of an adapter to one layer: linear layers, experts and an MLP in place of the
-    base model's (ESFT), and additions to experts, which `expert_additions` has made."""
+    base model's (ESFT), and additions to either, which `expert_additions` has made."""
 
     qkv: LowRank | None = None
     output: LowRank | None = None
     own: Any | None = None  # an ExpertBank of the same kernels
     additions: Any | None = None
     mlp: Any | None = None  # a bank of one expert
+    mlp_additions: Any | None = None  # to the base model's MLP, as expert 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,13 @@ class RowAdditions:
         Worked example: index [0, -1, 1, 2] and additions [None, a, b] -> [-1, -1, 0, 1], [a, b].
         """
         kept = [each for each in additions if each is not None]
+        if not kept:
+            return None
         if len(kept) == len(additions):
-            return cls(index_T, kept) if kept else None
+            return cls(index_T, kept)
         is_kept = np.array([each is not None for each in additions] + [False])  # of -1: the last
         places = np.where(is_kept, np.cumsum(is_kept) - 1, -1)
-        return cls(places[index_T], kept) if kept else None
+        return cls(places[index_T], kept)
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.adapters import AdapterKernels
+from moe_kernels.interface.adapters import AdapterKernels, RowAdditions
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
@@ -98,13 +98,15 @@ class ExpertSlots(Protocol):
 
 class SplitMLP(Protocol):
     """Some columns of an MLP's hidden layer, and some of its output: what an ExpertBank of the
-    whole MLP has there, bit for bit."""
+    whole MLP has there, bit for bit. `added`: additions that have the same columns."""
 
-    def hidden(self, x_TD: Tensor) -> Tensor:
+    def hidden(self, x_TD: Tensor, added: RowAdditions | None = None) -> Tensor:
         """-> the hidden layer's columns that are here, in x's dtype."""
         ...
 
-    def output(self, hidden_TF: Tensor, weights_T1: Tensor) -> Tensor:
+    def output(
+        self, hidden_TF: Tensor, weights_T1: Tensor, added: RowAdditions | None = None
+    ) -> Tensor:
         """The whole hidden layer -> the output's columns that are here, weighed, in fp32."""
         ...
 

@@ -32,6 +32,7 @@ class AdapterLayer:
     linears: Mapping[str, LowRank]
     experts: AdapterExperts | None = None
     mlp: ExpertBank | None = None  # in place of the shared expert, or of a dense layer's MLP
+    mlp_additions: Any | None = None  # or what is added to that one, from AdapterKernels
 
     @property
     def parts(self) -> AdapterParts:
@@ -43,6 +44,7 @@ class AdapterLayer:
             own=None if own is None else own.bank,
             additions=None if own is None else own.additions,
             mlp=self.mlp,
+            mlp_additions=self.mlp_additions,
         )
 
 
@@ -103,9 +105,11 @@ class ExpertRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdditions:
-    """The additions to one layer of a micro-batch."""
+    """The additions to one layer of a micro-batch. `to_mlp`: those to a shared expert, or to a
+    dense layer's MLP; None: there are none."""
 
     groups: tuple[tuple[RowGroup, AdapterLayer], ...]
+    to_mlp: RowAdditions | None = None
 
     def linear(self, key: str, x_TK: Tensor, y_TN: Tensor) -> Tensor:
         """Adds to the result of a linear layer, which is overwritten."""
@@ -165,7 +169,9 @@ class AdapterRows:
 
     def layer(self, layer: int) -> LayerAdditions:
         """Returns what the adapters add to a layer."""
-        return LayerAdditions(tuple((group, group.adapter.layers[layer]) for group in self.groups))
+        groups = tuple((group, group.adapter.layers[layer]) for group in self.groups)
+        found = [each.layers[layer].mlp_additions for each in self._adapters]
+        return LayerAdditions(groups, RowAdditions.of(self._index_T, found))
 
     def to_experts(self, layer: int) -> RowAdditions | None:
         """Returns the additions to a layer's routed experts; None: there are none."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from experts.expert_stage import RoutedRows
+from moe_kernels.interface.adapters import AddingBank, RowAdditions
 from moe_kernels.interface.kernels import ExpertBank, Kernels, RouterLinear
 from moe_serve.model.spec import RouterSpec
 from moe_serve.model.stage.adapter_rows import LayerAdditions
@@ -46,17 +47,24 @@ class DenseMLP:
     bank: ExpertBank | GatheredMLP
     gate: RouterLinear | None = None
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, added: RowAdditions | None = None) -> Tensor:
+        """`added`: the additions of adapters to some rows."""
         ids_T1 = torch.zeros(len(x_TD), 1, dtype=torch.int64, device=x_TD.device)
         if self.gate is None:
             weights_T1 = torch.ones(len(x_TD), 1, dtype=torch.float32, device=x_TD.device)
         else:
             weights_T1 = 1.0 / (1.0 + torch.exp(-self.gate(x_TD)))
-        return self.bank(x_TD, ids_T1, weights_T1)
+        if added is None:
+            return self.bank(x_TD, ids_T1, weights_T1)
+        assert isinstance(self.bank, AddingBank), f"{type(self.bank).__name__} adds nothing"
+        return self.bank.added_partial(x_TD, ids_T1, weights_T1, added).float()
 
     def adapted(self, x_TD: Tensor, additions: LayerAdditions | None) -> Tensor:
-        """Computes the MLP, and for the rows of an adapter with an MLP of its own that one."""
-        out_TD = self(x_TD)
-        for group, bank in () if additions is None else additions.mlps:
+        """Computes the MLP with what adapters add to it, and for the rows of an adapter with an MLP
+        of its own that one."""
+        if additions is None:
+            return self(x_TD)
+        out_TD = self(x_TD, additions.to_mlp)
+        for group, bank in additions.mlps:
             out_TD = group.put(out_TD, replace(self, bank=bank)(group.select(x_TD)))
         return out_TD

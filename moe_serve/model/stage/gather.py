@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_kernels.interface.adapters import RowAdditions
 from moe_kernels.interface.attention_shape import AttentionShape, QKNormWeights
 from moe_kernels.interface.kernels import Kernels, Linear, SplitMLP
 from moe_kernels.interface.kv_form import KVPages
@@ -149,9 +150,18 @@ class GatheredMLP:
     gather: Gather
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self._whole(x_TD, weights_TK, None)
+
+    def added_partial(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, added: RowAdditions
+    ) -> Tensor:
+        """Implements AddingBank; `added` has the columns of this shard."""
+        return self._whole(x_TD, weights_TK, added).double()
+
+    def _whole(self, x_TD: Tensor, weights_TK: Tensor, added: RowAdditions | None) -> Tensor:
         count = self.gather.shard.count
         hidden_TF = self.gather.everywhere(
-            self.part.hidden(x_TD), widths_of(self.hidden_width, count)
+            self.part.hidden(x_TD, added), widths_of(self.hidden_width, count)
         )
-        out_TD = self.part.output(hidden_TF, weights_TK)
+        out_TD = self.part.output(hidden_TF, weights_TK, added)
         return self.gather.everywhere(out_TD, widths_of(self.width, count))

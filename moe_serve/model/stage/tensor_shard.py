@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from moe_kernels.interface.adapters import Addition, ExpertAddition
 from moe_kernels.interface.attention_shape import AttentionShape
 from moe_kernels.interface.kernels import ExpertWeights
 from moe_kernels.interface.quantised_matrix import Weight, selected_rows
@@ -112,6 +113,16 @@ class TensorShard:
             up_bias,
             down_bias,
         )
+
+    def addition(self, added: ExpertAddition) -> ExpertAddition:
+        """Selects what is added to this shard's columns of an MLP."""
+
+        def own(part: Addition | None) -> Addition | None:
+            if part is None or self.count == 1:
+                return part
+            return Addition(part.a_RK, part.b_NR[self.columns(len(part.b_NR))])
+
+        return ExpertAddition(gate=own(added.gate), up=own(added.up), down=own(added.down))
 
     def columns(self, width: int) -> slice:
         """Returns this shard's columns of an output."""

@@ -215,41 +215,56 @@ static int64_t experts(const Experts& bank, const T* x, const int64_t* own_ids,
 // One MLP in two halves, so that ranks can share the columns of each: `e` has columns of the gate
 // and up projections (hidden: [T, F of them]), or columns of the down projection (out: [T, D of
 // them]) and the whole hidden layer. Both equal the result of `experts` in these columns, bit for bit.
+// `adapters`: their additions in these columns, which are all here, as layer 0; or null.
 template <class T>
-static void mlp_hidden(const Experts& e, const T* x, T* hidden, int64_t num_rows) {
+static Additions<T> additions_to(const Experts& e, const Slots& slots,
+                                 const RowAdapters* adapters) {
+  Additions<T> added(e);
+  const auto changes = changes_of(adapters, 0, false);
+  if (!changes.empty()) added.find(slots, 1, 1, adapters->adapter, changes);
+  return added;
+}
+
+template <class T>
+static void mlp_hidden(const Experts& e, const T* x, T* hidden, int64_t num_rows,
+                       const RowAdapters* adapters) {
   std::vector<int64_t> ids(num_rows);
   Slots slots(ids.data(), num_rows, 1);
   int64_t threads = num_rows * e.width * e.expert_width < 65536 ? 1 : e.threads;
   auto parts = cut(slots, {0}, row_block<T>(e.width), groups(2 * panels(e.expert_width)), threads);
   const Rows<T> inputs = input_rows(e, x, num_rows, threads);
+  Additions<T> added = additions_to<T>(e, slots, adapters);
+  added.add_up(x, 1, threads);
   for_parts(parts, threads, up_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
-    gate_up<T>(e, p, group, next, slots.order.data() + p.first, inputs, 1, Additions<T>(e),
-               hidden);
+    gate_up<T>(e, p, group, next, slots.order.data() + p.first, inputs, 1, added, hidden);
   });
 }
 
 template <class T>
 static void mlp_down(const Experts& e, const T* hidden, const float* weights, float* out,
-                     int64_t num_rows) {
+                     int64_t num_rows, const RowAdapters* adapters) {
   std::vector<int64_t> ids(num_rows);
   Slots slots(ids.data(), num_rows, 1);
   int64_t threads = num_rows * e.width * e.expert_width < 65536 ? 1 : e.threads;
   auto parts = cut(slots, {0}, row_block<T>(e.expert_width), groups(panels(e.width)), threads);
   const Rows<T> rows = hidden_rows(e, hidden, num_rows, threads);
+  Additions<T> added = additions_to<T>(e, slots, adapters);
+  added.add_down(hidden, out, threads);
   for_parts(parts, threads, down_columns<T>, e, [&](const Part& p, int64_t group, auto next) {
-    down<T>(e, p, group, next, slots.order.data() + p.first, rows, Additions<T>(e), out);
+    down<T>(e, p, group, next, slots.order.data() + p.first, rows, added, out);
   });
   for (int64_t t = 0; t < num_rows; ++t)
     weigh(out + t * e.width, ids.data() + t, weights + t, 1, e.width, out + t * e.width);
 }
 
 #define EXPORT_HALVES(T, suffix)                                                                  \
-  void moe_mlp_hidden_##suffix(const Experts* e, const T* x, T* hidden, int64_t num_rows) {       \
-    mlp_hidden<T>(*e, x, hidden, num_rows);                                                       \
+  void moe_mlp_hidden_##suffix(const Experts* e, const T* x, T* hidden, int64_t num_rows,         \
+                               const RowAdapters* adapters) {                                     \
+    mlp_hidden<T>(*e, x, hidden, num_rows, adapters);                                             \
   }                                                                                               \
   void moe_mlp_down_##suffix(const Experts* e, const T* hidden, const float* weights, float* out, \
-                             int64_t num_rows) {                                                  \
-    mlp_down<T>(*e, hidden, weights, out, num_rows);                                              \
+                             int64_t num_rows, const RowAdapters* adapters) {                     \
+    mlp_down<T>(*e, hidden, weights, out, num_rows, adapters);                                    \
   }
 
 #define EXPORT(T, suffix, Out)                                                                    \
