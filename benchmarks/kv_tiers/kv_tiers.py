@@ -42,7 +42,7 @@ from kv_tiers.opened_model import (
 from kv_tiers.page_memory import page_memory
 from kv_tiers.rank_faults import rank_faults, rank_kills
 from kv_tiers.rank_tiers import rank_first_token, rank_step_times
-from kv_tiers.step_costs import overhead, step_times
+from kv_tiers.step_costs import overhead, page_costs, step_times
 from kv_tiers.tier_soak import soak
 from moe_serve import LLM, SamplingParams
 from moe_serve.cache.tiers.segment import Segment
@@ -204,7 +204,9 @@ def kills(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     return {"kills": arguments.kills, "failed": failed, "wrong": wrong}
 
 
-_ONE_PROCESS = (first_token, overhead, step_times, slow_disk, restart, kills, soak, page_memory)
+_ONE_PROCESS = (
+    first_token, overhead, page_costs, step_times, slow_disk, restart, kills, soak, page_memory
+)  # fmt: skip
 _RANKS = (rank_first_token, rank_step_times, rank_kills, rank_faults)
 PARTS = {each.__name__: each for each in (*_ONE_PROCESS, *_RANKS)}
 
@@ -220,6 +222,7 @@ def main() -> int:
     parser.add_argument("--pages", type=int, default=1000, help="beside those found, of restart")
     parser.add_argument("--written", type=int, default=30_000, help="pages of page_memory")
     parser.add_argument("--minutes", type=float, default=1.0, help="of the soak")
+    parser.add_argument("--round-s", type=float, default=0.0, help="least time of eight prompts")
     parser.add_argument("--disk-mib", type=int, default=1024, help="bound of the soak")
     parser.add_argument("--budget-mib", type=int, default=16384, help="of a day of the soak")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
