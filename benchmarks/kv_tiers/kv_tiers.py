@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -103,20 +104,33 @@ def slow_disk(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
                 times.append(timed(llm, known))
                 cached.append(timed(llm, known))
                 cold.append(timed(llm, prompt_of(llm, length, 2000 + turn)))
-            loads = tier_of(llm).loads
+            loads, proof = tier_of(llm).loads, _proof_s(llm, length // 16)
             num_bytes = length // 16 * llm.layout.kv_bytes / llm.layout.num_pages
         Segment.read = real  # type: ignore[method-assign]
         transfer, own = num_bytes / (mb_s * 1e6), statistics.median(cached)
         over = {
             name: [each / min(transfer + extra, c) for each, c in zip(times, cold, strict=True)]
-            for name, extra in (("bytes", 0.0), ("own", own))
+            for name, extra in (("bytes", 0.0), ("own", own), ("proof", own + proof))
         }
         later = {name: statistics.median(ratios[1:]) for name, ratios in over.items()}
         print(f"{mb_s:5} MB/s: first {over['bytes'][0]:.2f}, later {later['bytes']:.2f} times the "
               f"better of computing ({med(cold)}) and the bytes; {later['own']:.2f} with a request "
-              f"that finds all in memory ({own * 1e3:.1f} ms); {loads}")  # fmt: skip
+              f"that finds all in memory ({own * 1e3:.1f} ms); {later['proof']:.2f} with digests "
+              f"and copies ({proof * 1e3:.1f} ms), too; {loads}")  # fmt: skip
         result[str(mb_s)] = {"times_s": times, "cold_s": cold, "cached_s": cached, "loads": loads}
     return result
+
+
+def _proof_s(llm: LLM, num_pages: int) -> float:
+    """Returns the seconds that one thread takes to prove and to copy so many pages."""
+    tier = llm._engine._scheduler.tier  # type: ignore[attr-defined]
+    assert isinstance(tier, PageTiers), "the model was opened with a tier"
+    data = np.empty(tier._pages.num_bytes, dtype=np.uint8)
+    begin = time.perf_counter()
+    for page in range(1, num_pages + 1):
+        tier._pages.read(page, data)
+        sha256(data.data).digest()
+    return time.perf_counter() - begin
 
 
 def _throttled(
