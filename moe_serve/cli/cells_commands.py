@@ -129,3 +129,7 @@ def _print(found: Mapping[str, Any]) -> None:
         values = [str(cell[column]) for column in _COLUMNS]
         table.add_row(*values, f"{cell['kv_used']:.0%}", rest)
     wide_console().print(table)
+    if (scaling := found.get("autoscale")) is not None:
+        wanted = ", ".join(f"{count} {role}" for role, count in scaling["wanted"].items())
+        last = f"; last: {scaling['last']}" if scaling["last"] else ""
+        typer.echo(f"autoscaling by {scaling['policy']} wants {wanted or 'what there is'}{last}")

@@ -29,7 +29,7 @@ from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.planner import plan_in_process
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks, adapters_of
 from moe_serve.cluster.steps.rank_witness import RankWitness
-from moe_serve.config.cell_config import config_of_cell
+from moe_serve.config.cell_config import config_of_cell, unscaled
 from moe_serve.config.cells import CellShape
 from moe_serve.config.checks import check_cells
 from moe_serve.config.sections import EngineConfig
@@ -270,7 +270,7 @@ class LaterCells:
         """See `CellMaker.check`."""
         config = self._shared.config
         layout = " ".join(f"1x{shape}" for shape in shapes)
-        check_cells(replace(config, cells=replace(config.cells, layout=layout)))
+        check_cells(replace(config, cells=unscaled(replace(config.cells, layout=layout))))
         if by_hand and self._shared.own_secret is None:
             raise CellsError(
                 "Ranks that are started by hand need a secret that they share with the server: set "

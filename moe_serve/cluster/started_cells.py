@@ -13,6 +13,8 @@ from dataclasses import replace
 
 from moe_serve.cache.events.kv_events import check_kv_events
 from moe_serve.clock import REAL_CLOCK
+from moe_serve.cluster.autoscale.live_scaler import LiveScaler
+from moe_serve.cluster.autoscale.scaler_maker import make_scaler, scale_policy
 from moe_serve.cluster.cell_start import (
     CellShared,
     LaterCells,
@@ -52,7 +54,7 @@ def build_cells(
 
     Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
-    clock, shapes = time.monotonic(), cell_shapes(config)
+    clock, shapes, policy = time.monotonic(), cell_shapes(config), scale_policy(config.cells)
     configs = [config_of_cell(config, index, shape) for index, shape in enumerate(shapes)]
     check_kv_events(config)
     for each in configs:
@@ -73,14 +75,16 @@ def build_cells(
         check_alike(starts)
         cells = [start.serve() for start in starts]
         roll = CellRoll(cells, LaterCells(shared, models[0], starter_of))
-        engine = _engine(config, roll, _carrier(config, shared, starts[0]), shared)
+        load_s = time.monotonic() - clock
+        scaler = make_scaler(config, policy, load_s, REAL_CLOCK)
+        engine = _engine(config, roll, _carrier(config, shared, starts[0]), shared, scaler)
         opened.pop_all()
         opened.callback(engine.close)
         adapters = shared.joined.open_adapters()
         opened.pop_all()
     return BuiltEngine(
         engine,
-        _facts(config, models, starts, time.monotonic() - clock),
+        _facts(config, models, starts, load_s),
         models[0].spec,
         shared.routes,
         last_step=lambda: _last_step(engine.cells, shared),
@@ -89,13 +93,18 @@ def build_cells(
         adapters=adapters,
         cell_placements=shared.joined.placements,
         cells=engine,
+        scale_with=None if scaler is None else scaler.start,
         nudge=engine.nudge,
         kv_events=shared.kv_events,
     )
 
 
 def _engine(
-    config: EngineConfig, roll: CellRoll, carrier: RankCarrier, shared: CellShared
+    config: EngineConfig,
+    roll: CellRoll,
+    carrier: RankCarrier,
+    shared: CellShared,
+    scaler: LiveScaler | None,
 ) -> CellsEngine:
     moves = CellMoves(
         roll.now.cells,
@@ -113,6 +122,7 @@ def _engine(
         shared.ids,
         shared.news,
         outage_limit_s=config.cluster.start_timeout_s,
+        scaler=scaler,
     )
 
 
@@ -203,7 +213,7 @@ def _last_step(cells: Sequence[Cell], shared: CellShared) -> StepTimeline | None
 def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
     """Loads the model here, or starts ranks that do: those of one cell, or of several."""
     shapes = cell_shapes(config)
-    if len(shapes) > 1 or (shapes and config.cells.can_grow):
+    if len(shapes) > 1 or (shapes and (config.cells.can_grow or config.cells.is_scaled)):
         return build_cells(config, progress)
     if shapes:
         config = config_of_cell(config, 0, shapes[0])

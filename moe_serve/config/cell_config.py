@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_serve.config.cells import CellShape, parse_cells
+from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
 from moe_serve.config.sections import EngineConfig
 
 
@@ -35,6 +35,11 @@ def config_of_cell(config: EngineConfig, index: int, shape: CellShape) -> Engine
     return replace(
         config,
         cluster=cluster,
-        cells=replace(config.cells, layout=None),
+        cells=unscaled(replace(config.cells, layout=None)),
         pipeline=replace(config.pipeline, timeline=timeline),
     )
+
+
+def unscaled(cells: CellsConfig) -> CellsConfig:
+    """Returns the settings of cells whose number does not follow the load."""
+    return replace(cells, autoscale="static", max_cells=None, added=None, scale_plan=None)

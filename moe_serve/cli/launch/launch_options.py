@@ -244,7 +244,7 @@ def launch_request(options: LaunchOptions) -> LaunchRequest:
             "launch takes API keys only from a file, because other users of a node can see "
             "its command line: give --api-key @FILE."
         )
-    counts = RankCounts(cells=options.counts.cells)
+    counts = replace(options.counts, attention_ranks=None, expert_ranks=None)
     rest = replace(options, counts=counts)  # the nodes' part sets the others
     flags = setting_flags(rest)
     if run.config_file is not None:

@@ -177,6 +177,19 @@ class RankCounts:
         "--expert-ranks, such as '1x(1A1E prefill) 2x(1A2E decode)'. Default: one.",
         rich_help_panel=RANKS,
     )
+    autoscale: str | None = option(
+        None,
+        key="cells.autoscale",
+        help="How the number of cells follows the load: static, target (by the share of the seats "
+        "that are taken) or planned (by a forecast and a plan). Default: static.",
+        rich_help_panel=RANKS,
+    )
+    max_cells: int | None = option(
+        None,
+        key="cells.max_cells",
+        help="Most cells of each role, with --autoscale. Default: none.",
+        rich_help_panel=RANKS,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.watch.cells_control import CellsControl
 from moe_serve.errors import CellsError, ConfigError, InvalidRequestError
-from moe_serve.http.dashboard.cells_part import cells_part
+from moe_serve.http.dashboard.cells_part import cells_part, scaling_part
 from moe_serve.http.gate.auth import ADMIN_PREFIX
 from moe_serve.http.schema.json_body import read_json_object
 
@@ -49,12 +49,14 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
 
     def listed(index: int | None = None) -> dict[str, Any]:
         """Returns all cells, and one of them by itself. One that has gone has this state only."""
-        found = cells_part(engine.stats(), has_commands=True)
+        stats = engine.stats()
+        found = cells_part(stats, has_commands=True)
+        shown = {"cells": found, "autoscale": scaling_part(stats)}
         if index is None:
-            return {"cells": found}
+            return shown
         gone = {"name": f"cell-{index}", "state": "gone"}
         one = next((cell for cell in found if cell["name"] == gone["name"]), gone)
-        return {"cell": one, "cells": found}
+        return {"cell": one, **shown}
 
     @router.get("/cells")
     async def show() -> dict[str, Any]:

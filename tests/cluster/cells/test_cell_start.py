@@ -16,6 +16,7 @@ from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.members.hand_starter import HandStarter
+from moe_serve.cluster.started_cells import build_cells
 from moe_serve.cluster.started_ranks import MakeStarter
 from moe_serve.errors import CellsError, ClusterError, ConfigError
 from tests.support.cluster.cells_drive import (
@@ -90,6 +91,30 @@ def test_a_cell_is_added_after_starts_that_fail_and_takes_over() -> None:
         assert places == [0, 2, 2, 2], "the places of cells that have gone are used again"
         assert engine.add_cell("1A1E") == 4  # starts while the server ends
     assert not cell_threads()
+
+
+def test_a_cell_comes_with_requests_and_goes_without_and_answers_stay_the_same() -> None:
+    """Autoscaling on real ranks: one request takes more than 1% of the seats."""
+    scaled = {"autoscale": "target", "max_cells": 2, "target_load": 0.01, "max_changes": 100}
+    of = cells_config("1x(1A1E)", scale_every_s=0.1, calm_s=0.3, **scaled)
+    expected = in_one_process(OF, WANTED)
+    built = build_cells(of, starter_of=lambda cell: ThreadStarter)
+    engine, end = built.engine, time.monotonic() + 100
+    assert isinstance(engine, CellsEngine) and built.scale_with is not None
+    try:
+        built.scale_with(engine.stats, engine)
+        while states(engine).get("cell-1") != "serving":
+            assert time.monotonic() < end, f"{engine.stats().scaling}"
+            assert serve(engine, WANTED) == expected
+        step_until(engine, lambda: states(engine) == {"cell-0": "serving"})
+        assert serve(engine, WANTED) == expected
+        scaling = engine.stats().scaling
+        assert scaling is not None and scaling.num_decisions["add"] >= 1
+        wait_until_whole(engine)
+        check_nothing_is_held(engine)
+    finally:
+        engine.close()
+    assert "autoscale" not in {each.name for each in threading.enumerate()}
 
 
 def test_pages_in_memory_outlive_their_cell() -> None:
