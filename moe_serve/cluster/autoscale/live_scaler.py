@@ -121,7 +121,7 @@ class LiveScaler:
                 break
             names.append(f"cell-{index}")
         if names:
-            self._say("add", f"{why}: {shape} is added as {', '.join(names)}.")
+            self._say("add", f"{why}; {shape} is added as {', '.join(names)}.")
 
     def _remove(self, cells: Sequence[ScaledCell], why: str) -> None:
         for cell in cells:
@@ -131,7 +131,7 @@ class LiveScaler:
             except MoeServeError as error:
                 self._say("failed", f"{why}, but {name} stays: {error}", logging.WARNING)
                 return
-            self._say("remove", f"{why}: {name} with {cell.num_requests} requests leaves.")
+            self._say("remove", f"{why}; {name} with {cell.num_requests} requests leaves.")
 
     def _hold(self, role: CellRole, text: str) -> None:
         """Says once for each number of cells that they cannot be had now."""
@@ -143,11 +143,11 @@ class LiveScaler:
 
     def _why(self, role: CellRole, wanted: int, view: ScaleView) -> str:
         load = view.roles[role]
+        rate = view.num_arrived / view.interval_s
         return (
-            f"{self._state.policy}: {wanted} cells of the role {role} are wanted and "
-            f"{load.num_cells} there, as {load.utilisation:.0%} of the seats were taken in the "
-            f"last {view.interval_s:.3g} s and {view.num_arrived / view.interval_s:.3g} requests/s "
-            "came"
+            f"cells of the role {role}: {wanted} wanted, {load.num_cells} there, as "
+            f"{load.utilisation:.0%} of the seats were taken in the last {view.interval_s:.3g} s "
+            f"and {rate:.3g} requests/s came"
         )
 
     def _say(self, action: ScaleAction, text: str, level: int = logging.INFO) -> None:
@@ -156,7 +156,7 @@ class LiveScaler:
         self._tell(text, level)
 
     def _tell(self, text: str, level: int) -> None:
-        _log.log(level, "autoscaling, %s", text)
+        _log.log(level, "autoscaling by %s: %s", self._state.policy, text)
         self._state = replace(self._state, last=text, num_said=self._state.num_said + 1)
 
     def _count(self, action: ScaleAction) -> None:

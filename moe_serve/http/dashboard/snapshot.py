@@ -256,7 +256,7 @@ class EventWatch:
             self._log.add("cell_gone", f"{name} is gone.")
         said = 0 if before.scaling is None else before.scaling.num_said
         if now.scaling is not None and now.scaling.num_said > said:
-            self._log.add("cells_scaled", f"Autoscaling, {now.scaling.last}")
+            self._log.add("cells_scaled", f"Autoscaling: {now.scaling.last}")
 
     def _placement(self, before: PlacementBrief, now: PlacementBrief, cell: str) -> None:
         def num_more(outcome: PlanOutcome) -> int:

@@ -108,8 +108,8 @@ def test_a_cell_comes_with_the_load_and_goes_when_it_was_not_needed_for_a_while(
     server.run(10)
     assert server.states() == ["serving", "starting", "starting"]
     assert server.last == (
-        "target: 3 cells of the role both are wanted and 1 there, as 150% of the seats were taken "
-        "in the last 10 s and 0 requests/s came: (1A1E both) is added as cell-1, cell-2."
+        "cells of the role both: 3 wanted, 1 there, as 150% of the seats were taken "
+        "in the last 10 s and 0 requests/s came; (1A1E both) is added as cell-1, cell-2."
     )
     server.run(20)
     assert (server.states().count("starting"), server.num("add")) == (2, 1), "it waits for them"
@@ -205,7 +205,7 @@ def test_planned_counts_requests_and_their_tokens(tmp_path: Path) -> None:
     server.counts = EngineCounts(num_missed_tokens=9 * 500)
     server.run(10)
     assert server.states() == ["serving", "starting"]
-    assert server.last.startswith("planned: 2 cells of the role both are wanted and 1 there, as 0%")
+    assert server.last.startswith("cells of the role both: 2 wanted, 1 there, as 0%")
     assert "0.9 requests/s came" in server.last
 
 
