@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from moe_serve.cache.events.kv_events import KVEvents
 from moe_serve.cluster.cell_part import CellPart
@@ -38,6 +39,7 @@ from moe_serve.engine.opened_model import LoadReport
 from moe_serve.engine.routes.route_records import ListenerGroup, RouteListeners
 from moe_serve.engine.schedule.policy.policy_maker import policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
+from moe_serve.engine.watch.cells_control import CellPlace, NodeStatus
 from moe_serve.errors import CellsError, ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 
@@ -48,11 +50,12 @@ _ALIKE = ("kernels", "build", "device", "dtype", "expert_weights", "kv_dtype")
 @dataclass(frozen=True, slots=True)
 class NewCell:
     """A cell whose ranks are to be started. `first_place`: of its ranks on this host; each place
-    is that of a GPU."""
+    is that of a GPU. `node`: see `CellPlace`."""
 
     index: int
     shape: CellShape
     first_place: int
+    node: str | None = None
 
 
 StarterOfCell = Callable[[NewCell], MakeStarter]
@@ -63,6 +66,16 @@ def local_starter(cell: NewCell) -> MakeStarter:
     return lambda host, port, secret, num_threads: LocalStarter(
         host, port, secret, num_threads, cell=cell_name(cell.index), first_place=cell.first_place
     )
+
+
+class LaunchNodes(Protocol):
+    """The nodes of a launch, on which the ranks of cells run."""
+
+    def check_room(self, num_ranks: int, node: str | None) -> None:
+        """Raises CellsError unless there are places for so many more ranks."""
+        ...
+
+    def nodes(self) -> Sequence[NodeStatus]: ...
 
 
 class FreeNumbers:
@@ -127,12 +140,14 @@ class StartingCell:
         starter_of: StarterOfCell | None,
         *,
         is_later: bool = False,
+        node: str | None = None,
     ) -> None:
         """`starter_of` None: its ranks are started by hand. `is_later`: the server runs already.
-        Raises ConfigError."""
+        `node`: see `CellPlace`. Raises ConfigError."""
         self.index, self.shape, self.model, self._shared = index, shape, model, shared
         self.max_model_len: int | None = None  # once it serves
         self._hand: HandStarter | None = None
+        self._node = node
         self._counts = (0, 0)
         self._closing = threading.Lock()
         with shared.lock:
@@ -180,7 +195,8 @@ class StartingCell:
         self.ranks.current.on_switch(loads.use)
         self._make_starter: MakeStarter = self._by_hand
         if starter_of is not None:
-            self._make_starter = starter_of(NewCell(self.index, self.shape, self._places.start))
+            cell = NewCell(self.index, self.shape, self._places.start, self._node)
+            self._make_starter = starter_of(cell)
 
     def _by_hand(self, host: str, port: int, _: ClusterSecret, num_threads: int) -> HandStarter:
         self._hand = HandStarter(cell_name(self.index), host, port, num_threads)
@@ -262,28 +278,53 @@ class StartingCell:
 class LaterCells:
     """Implements CellMaker."""
 
-    def __init__(self, shared: CellShared, model: ClusterModel, starter_of: StarterOfCell) -> None:
-        """`model`: of any cell."""
-        self._shared, self._model, self._starter_of = shared, model, starter_of
+    def __init__(
+        self,
+        shared: CellShared,
+        model: ClusterModel,
+        starter_of: StarterOfCell,
+        nodes: LaunchNodes | None = None,
+    ) -> None:
+        """`model`: of any cell. `nodes`: None: ranks run on this machine."""
+        self._shared, self._model, self._starter_of, self._nodes = shared, model, starter_of, nodes
 
-    def check(self, shapes: Sequence[CellShape], *, by_hand: bool) -> None:
+    def check(self, shapes: Sequence[CellShape], place: CellPlace) -> None:
         """See `CellMaker.check`."""
         config = self._shared.config
         layout = " ".join(f"1x{shape}" for shape in shapes)
         check_cells(replace(config, cells=unscaled(replace(config.cells, layout=layout))))
-        if by_hand and self._shared.own_secret is None:
+        if place.by_hand and place.node is not None:
+            raise CellsError(
+                f"node is {place.node!r} and by_hand is true, but ranks that operators start run "
+                "where they start them: leave one of the two out."
+            )
+        if place.by_hand and self._shared.own_secret is None:
             raise CellsError(
                 "Ranks that are started by hand need a secret that they share with the server: set "
                 f"{CLUSTER_SECRET_VARIABLE} before the server starts, and where the ranks start."
             )
+        if place.node is not None and self._nodes is None:
+            raise CellsError(
+                f"node is {place.node!r}, but all ranks of this server run on one machine: start "
+                "it by moe-serve launch, or leave the node out."
+            )
+        if self._nodes is not None and not place.by_hand:
+            num_ranks = shapes[-1].attention_ranks + shapes[-1].expert_ranks
+            self._nodes.check_room(num_ranks, place.node)
 
-    def begin(self, index: int, shape: CellShape, *, by_hand: bool) -> CellStart:
+    def begin(self, index: int, shape: CellShape, place: CellPlace) -> CellStart:
         """See `CellMaker.begin`."""
         config = config_of_cell(self._shared.config, index, shape)
         others = [start.shape for start in self._shared.starts.values()]
         model = self._model.for_cell(config, sum(shape.num_processes for shape in others))
-        starter_of = None if by_hand else self._starter_of
-        return StartingCell(self._shared, model, index, shape, starter_of, is_later=True)
+        starter_of = None if place.by_hand else self._starter_of
+        return StartingCell(
+            self._shared, model, index, shape, starter_of, is_later=True, node=place.node
+        )
+
+    def nodes(self) -> Sequence[NodeStatus]:
+        """See `CellsControl.nodes`."""
+        return () if self._nodes is None else self._nodes.nodes()
 
 
 def check_alike(starts: Sequence[StartingCell]) -> None:

@@ -18,6 +18,7 @@ from moe_serve.cluster.autoscale.scaler_maker import make_scaler, scale_policy
 from moe_serve.cluster.cell_start import (
     CellShared,
     LaterCells,
+    LaunchNodes,
     StarterOfCell,
     StartingCell,
     check_alike,
@@ -49,8 +50,10 @@ def build_cells(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     starter_of: StarterOfCell = local_starter,
+    nodes: LaunchNodes | None = None,
 ) -> BuiltEngine:
     """Starts all cells together, waits until they have loaded, and makes the engine over them.
+    `nodes`: those of a launch.
 
     Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
@@ -74,7 +77,7 @@ def build_cells(
         _load(starts, progress)
         check_alike(starts)
         cells = [start.serve() for start in starts]
-        roll = CellRoll(cells, LaterCells(shared, models[0], starter_of))
+        roll = CellRoll(cells, LaterCells(shared, models[0], starter_of, nodes))
         load_s = time.monotonic() - clock
         scaler = make_scaler(config, policy, load_s, REAL_CLOCK)
         engine = _engine(config, roll, _carrier(config, shared, starts[0]), shared, scaler)

@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_serve.cluster.autoscale.live_scaler import LiveScaler
@@ -29,6 +29,7 @@ from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.service.admission import Admission
+from moe_serve.engine.watch.cells_control import ANYWHERE, CellPlace, NodeStatus
 from moe_serve.errors import CellsError, ClusterError, UnknownCellError
 
 _log = logging.getLogger(__name__)
@@ -176,9 +177,15 @@ class CellsEngine:
             self._scaler.note(deltas)
         return deltas
 
-    def add_cell(self, shape: str, *, number: int | None = None, by_hand: bool = False) -> int:
+    def add_cell(
+        self, shape: str, *, number: int | None = None, place: CellPlace = ANYWHERE
+    ) -> int:
         """See `CellsControl.add_cell`."""
-        return self._roll.add(shape, number=number, by_hand=by_hand)
+        return self._roll.add(shape, number=number, place=place)
+
+    def nodes(self) -> Sequence[NodeStatus]:
+        """See `CellsControl.nodes`."""
+        return self._roll.nodes()
 
     def remove_cell(self, index: int) -> None:
         """See `CellsControl.remove_cell`."""

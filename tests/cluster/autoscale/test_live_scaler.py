@@ -25,6 +25,7 @@ from moe_serve.engine.request.stats import (
     EngineLoad,
     EngineStats,
 )
+from moe_serve.engine.watch.cells_control import ANYWHERE, CellPlace, NodeStatus
 from moe_serve.errors import CellsError, ConfigError
 
 
@@ -48,7 +49,9 @@ class Server:
         self.scaler: LiveScaler = scaler
         scaler.use(lambda: EngineStats(counts=self.counts, cells=tuple(self.cells.values())), self)
 
-    def add_cell(self, shape: str, *, number: int | None = None, by_hand: bool = False) -> int:
+    def add_cell(
+        self, shape: str, *, number: int | None = None, place: CellPlace = ANYWHERE
+    ) -> int:
         if self.refusal:
             raise CellsError(self.refusal)
         index, wanted = next(self._numbers), parse_cell(shape)
@@ -66,6 +69,9 @@ class Server:
     def drain(self, index: int, *, is_draining: bool) -> None: ...
 
     def drain_rank(self, name: str, *, is_draining: bool) -> None: ...
+
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        return ()
 
     def set(self, index: int, state: CellState, note: str = "") -> None:
         self.cells[index] = replace(self.cells[index], state=state, note=note)

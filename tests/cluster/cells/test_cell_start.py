@@ -18,6 +18,7 @@ from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.members.hand_starter import HandStarter
 from moe_serve.cluster.started_cells import build_cells
 from moe_serve.cluster.started_ranks import MakeStarter
+from moe_serve.engine.watch.cells_control import CellPlace
 from moe_serve.errors import CellsError, ClusterError, ConfigError
 from tests.support.cluster.cells_drive import (
     cells_config,
@@ -145,7 +146,7 @@ def test_ranks_that_are_started_by_hand_join(monkeypatch: pytest.MonkeyPatch) ->
         return next((c.commands for c in engine.stats().cells if c.name == "cell-1"), ())
 
     with serving_cells(OF) as engine:
-        engine.add_cell("1A1E", by_hand=True)
+        engine.add_cell("1A1E", place=CellPlace(by_hand=True))
         step_until(engine, lambda: len(commands()) == 2)
         found = re.search(r"--coordinator 127.0.0.1:(\d+) --role attention", commands()[0])
         assert found is not None, commands()
@@ -166,7 +167,11 @@ def test_what_a_running_server_cannot_have_is_refused_before_anything_starts() -
         with pytest.raises(ConfigError, match="use at most 8192"):
             engine.add_cell("1A9000E")
         with pytest.raises(CellsError, match="set MOE_SERVE_CLUSTER_SECRET before"):
-            engine.add_cell("1A1E", by_hand=True)
+            engine.add_cell("1A1E", place=CellPlace(by_hand=True))
+        with pytest.raises(
+            CellsError, match="node is 'b', but all ranks of this server run on one"
+        ):
+            engine.add_cell("1A1E", place=CellPlace(node="b"))
         assert states(engine) == {"cell-0": "serving"}
 
 
