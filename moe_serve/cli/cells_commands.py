@@ -131,7 +131,8 @@ def _print(found: Mapping[str, Any]) -> None:
     table.add_row(*_COLUMNS, "KV pages", "", style="dim")
     for cell in found["cells"]:
         drained = ", ".join(f"{rank} drains" for rank in cell["draining_ranks"])
-        rest = "; ".join(part for part in (drained, str(cell["note"])) if part)
+        away = f"cannot compute for {cell['outage_s']:g} s" if cell.get("outage_s") else ""
+        rest = "; ".join(part for part in (drained, away, str(cell["note"])) if part)
         values = [str(cell[column]) for column in _COLUMNS]
         table.add_row(*values, f"{cell['kv_used']:.0%}", rest)
     wide_console().print(table)

@@ -10,7 +10,8 @@ from collections.abc import MutableMapping
 from moe_serve.cli.launch.launch_node import find_secret, run_life, tell
 from moe_serve.cli.launch.launch_options import LaunchOptions, NodeOptions
 from moe_serve.cli.options import settings
-from moe_serve.cli.serve.server_options import RankCounts, RankOptions, flag_settings
+from moe_serve.cli.serve.rank_options import RankCounts, RankOptions
+from moe_serve.cli.serve.server_options import flag_settings
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.launch.hosts import parse_endpoint
 from moe_serve.cluster.launch.node_agent import AgentMessage, JoiningNode, connect_joining
@@ -40,9 +41,8 @@ def join_launch(options: LaunchOptions, environ: MutableMapping[str, str]) -> No
 
     def find(timeout_s: float) -> Channel[AgentMessage]:
         channel = connect_joining(node, socket.gethostname(), secret, timeout_s)
-        tell(
-            f"node {node.name} offers {node.num_places} places to the launch at {options.nodes.join}"
-        )
+        found = f"node {node.name} offers {node.num_places} places"
+        tell(f"{found} to the launch at {node.coordinator}")
         return channel
 
     run_life(loaded.config, find, secret, environ, has_joined=True)

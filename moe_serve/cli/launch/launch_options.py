@@ -9,13 +9,12 @@ from typing import Literal
 
 from moe_serve.cli.options import argument, option, setting_flags, settings
 from moe_serve.cli.serve.event_options import EventOptions
+from moe_serve.cli.serve.rank_options import RankCounts, RankOptions
 from moe_serve.cli.serve.server_options import (
     BatchOptions,
     HttpOptions,
     ListenOptions,
     ModelOptions,
-    RankCounts,
-    RankOptions,
     RunOptions,
     flag_settings,
 )

@@ -98,7 +98,7 @@ class LiveScaler:
         possible = {role: hold.possible(cells[role], before[role]) for role in before}
         wanted = self._autoscaler.wanted(view, possible)
         aim = self._autoscaler.aim
-        self._state = replace(self._state, wanted=dict(aim))
+        self._state = replace(self._state, wanted={role: aim[role] for role in aim})
         for role, count in wanted.items():
             why = self._why(role, aim[role], view)
             if count > before[role]:

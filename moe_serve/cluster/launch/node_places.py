@@ -90,6 +90,7 @@ class NodePlaces:
             )
 
     def statuses(self, present: Collection[int]) -> tuple[NodeStatus, ...]:
+        """Returns the nodes that are there or have ranks."""
         return tuple(
             NodeStatus(
                 name=self.name_of(number),
@@ -98,6 +99,7 @@ class NodePlaces:
                 is_there=number == 0 or number in present,
             )
             for number in range(self.layout.num_nodes)
+            if number == 0 or number in present or self.ranks_on(number)
         )
 
     def _free(self, node: str | None, present: Collection[int]) -> dict[int, int]:
