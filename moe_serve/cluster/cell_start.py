@@ -8,13 +8,11 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 from moe_serve.cache.events.kv_events import KVEvents
 from moe_serve.cluster.cell_part import CellPart
 from moe_serve.cluster.cells.cell import Cell, cell_name
-from moe_serve.cluster.cells.cell_changes import CellStart
 from moe_serve.cluster.cells.joined_parts import JoinedParts
 from moe_serve.cluster.cells.parcel_post import ParcelPost
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
@@ -30,17 +28,13 @@ from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.planner import plan_in_process
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks, adapters_of
 from moe_serve.cluster.steps.rank_witness import RankWitness
-from moe_serve.config.cell_config import config_of_cell, unscaled
 from moe_serve.config.cells import CellShape
-from moe_serve.config.checks import check_cells
 from moe_serve.config.sections import EngineConfig
-from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.engine.opened_model import LoadReport
 from moe_serve.engine.routes.route_records import ListenerGroup, RouteListeners
 from moe_serve.engine.schedule.policy.policy_maker import policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
-from moe_serve.engine.watch.cells_control import CellPlace, NodeStatus
-from moe_serve.errors import CellsError, ConfigError
+from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 
 _PATIENCE_S = 0.5  # without a rank that all steps need, until the requests move to other cells
@@ -66,16 +60,6 @@ def local_starter(cell: NewCell) -> MakeStarter:
     return lambda host, port, secret, num_threads: LocalStarter(
         host, port, secret, num_threads, cell=cell_name(cell.index), first_place=cell.first_place
     )
-
-
-class LaunchNodes(Protocol):
-    """The nodes of a launch, on which the ranks of cells run."""
-
-    def check_room(self, num_ranks: int, node: str | None) -> None:
-        """Raises CellsError unless there are places for so many more ranks."""
-        ...
-
-    def nodes(self) -> Sequence[NodeStatus]: ...
 
 
 class FreeNumbers:
@@ -273,58 +257,6 @@ class StartingCell:
             shared.places.give_back(self._places)
             shared.attention.give_back(self._attention)
             shared.starts = {i: each for i, each in shared.starts.items() if each is not self}
-
-
-class LaterCells:
-    """Implements CellMaker."""
-
-    def __init__(
-        self,
-        shared: CellShared,
-        model: ClusterModel,
-        starter_of: StarterOfCell,
-        nodes: LaunchNodes | None = None,
-    ) -> None:
-        """`model`: of any cell. `nodes`: None: ranks run on this machine."""
-        self._shared, self._model, self._starter_of, self._nodes = shared, model, starter_of, nodes
-
-    def check(self, shapes: Sequence[CellShape], place: CellPlace) -> None:
-        """See `CellMaker.check`."""
-        config = self._shared.config
-        layout = " ".join(f"1x{shape}" for shape in shapes)
-        check_cells(replace(config, cells=unscaled(replace(config.cells, layout=layout))))
-        if place.by_hand and place.node is not None:
-            raise CellsError(
-                f"node is {place.node!r} and by_hand is true, but ranks that operators start run "
-                "where they start them: leave one of the two out."
-            )
-        if place.by_hand and self._shared.own_secret is None:
-            raise CellsError(
-                "Ranks that are started by hand need a secret that they share with the server: set "
-                f"{CLUSTER_SECRET_VARIABLE} before the server starts, and where the ranks start."
-            )
-        if place.node is not None and self._nodes is None:
-            raise CellsError(
-                f"node is {place.node!r}, but all ranks of this server run on one machine: start "
-                "it by moe-serve launch, or leave the node out."
-            )
-        if self._nodes is not None and not place.by_hand:
-            num_ranks = shapes[-1].attention_ranks + shapes[-1].expert_ranks
-            self._nodes.check_room(num_ranks, place.node)
-
-    def begin(self, index: int, shape: CellShape, place: CellPlace) -> CellStart:
-        """See `CellMaker.begin`."""
-        config = config_of_cell(self._shared.config, index, shape)
-        others = [start.shape for start in self._shared.starts.values()]
-        model = self._model.for_cell(config, sum(shape.num_processes for shape in others))
-        starter_of = None if place.by_hand else self._starter_of
-        return StartingCell(
-            self._shared, model, index, shape, starter_of, is_later=True, node=place.node
-        )
-
-    def nodes(self) -> Sequence[NodeStatus]:
-        """See `CellsControl.nodes`."""
-        return () if self._nodes is None else self._nodes.nodes()
 
 
 def check_alike(starts: Sequence[StartingCell]) -> None:

@@ -17,8 +17,6 @@ from moe_serve.cluster.autoscale.live_scaler import LiveScaler
 from moe_serve.cluster.autoscale.scaler_maker import make_scaler, scale_policy
 from moe_serve.cluster.cell_start import (
     CellShared,
-    LaterCells,
-    LaunchNodes,
     StarterOfCell,
     StartingCell,
     check_alike,
@@ -28,6 +26,7 @@ from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cell_roll import CellRoll
 from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
 from moe_serve.cluster.cells.moves import CellMoves
+from moe_serve.cluster.later_cells import LaterCells, LaunchNodes
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 from moe_serve.cluster.started_ranks import build_cluster

@@ -7,6 +7,8 @@ from dataclasses import replace
 from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
 from moe_serve.config.sections import EngineConfig
 
+PLACEMENT_COUNT = "{expert_ranks}"  # in `cluster.placement`: the number that a cell has
+
 
 def cell_shapes(config: EngineConfig) -> tuple[CellShape, ...]:
     """Returns the shape of each cell; empty without `cells.layout`. Raises ConfigError."""
@@ -21,6 +23,7 @@ def has_ranks(config: EngineConfig) -> bool:
 def config_of_cell(config: EngineConfig, index: int, shape: CellShape) -> EngineConfig:
     """Returns the configuration of one cell, as if it were the only one."""
     timeline, port = config.pipeline.timeline, config.cluster.port
+    placement = config.cluster.placement
     if timeline is not None:
         stem, dot, end = timeline.rpartition(".")
         timeline = f"{stem}-cell-{index}.{end}" if dot else f"{timeline}-cell-{index}"
@@ -31,6 +34,7 @@ def config_of_cell(config: EngineConfig, index: int, shape: CellShape) -> Engine
         attention_tp=shape.attention_tp,
         rebalance=config.cluster.rebalance if shape.expert_ranks > 1 else "off",
         port=port and port + index,
+        placement=placement and placement.replace(PLACEMENT_COUNT, str(shape.expert_ranks)),
     )
     return replace(
         config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from moe_serve.config.cell_config import cell_shapes, has_ranks
+from moe_serve.config.cell_config import PLACEMENT_COUNT, cell_shapes, has_ranks
 from moe_serve.config.cells import CellsConfig, added_shapes, parse_cells
 from moe_serve.config.sections import ClusterConfig, EngineConfig
 from moe_serve.errors import ConfigError
@@ -68,12 +68,13 @@ def check_cells(config: EngineConfig) -> None:
             f"cluster.rebalance is {cluster.rebalance!r}, but the cells of cells.layout {layout!r} "
             "have one expert rank each and nothing to balance: give one 2 or more, or leave it off."
         )
-    if cluster.placement is not None and len({shape.expert_ranks for shape in shapes}) > 1:
+    placement, counts_of_ranks = cluster.placement, {shape.expert_ranks for shape in shapes}
+    if placement is not None and len(counts_of_ranks) > 1 and PLACEMENT_COUNT not in placement:
         counts = ", ".join(str(shape.expert_ranks) for shape in shapes)
         raise ConfigError(
             f"cluster.placement is {cluster.placement}, a file for one number of expert ranks, but "
-            f"the cells of cells.layout have {counts}: give all cells the same number, or leave it "
-            "out."
+            f"the cells of cells.layout have {counts}: give all cells the same number, or name a "
+            f"file for each number, such as plans/{PLACEMENT_COUNT}.json."
         )
 
 

@@ -166,6 +166,9 @@ def test_what_a_running_server_cannot_have_is_refused_before_anything_starts() -
     with serving_cells(OF) as engine:
         with pytest.raises(ConfigError, match="use at most 8192"):
             engine.add_cell("1A9000E")
+        for shape, why in (("1A1E tp3", "divide the model's"), ("1A99E", "are more than the")):
+            with pytest.raises(ConfigError, match=f"cannot be served: .*{why}"):
+                engine.add_cell(shape)
         with pytest.raises(CellsError, match="set MOE_SERVE_CLUSTER_SECRET before"):
             engine.add_cell("1A1E", place=CellPlace(by_hand=True))
         with pytest.raises(
