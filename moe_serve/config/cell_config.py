@@ -39,7 +39,11 @@ def config_of_cell(config: EngineConfig, index: int, shape: CellShape) -> Engine
     return replace(
         config,
         cluster=cluster,
-        cells=unscaled(replace(config.cells, layout=None)),
+        cells=replace(
+            unscaled(config.cells),
+            layout=None,
+            prefill_nice=config.cells.prefill_nice if shape.role == "prefill" else 0,
+        ),
         pipeline=replace(config.pipeline, timeline=timeline),
     )
 

@@ -67,6 +67,7 @@ class CellsConfig:
     parcel_bytes: int = 4 * 2**20  # of KV pages that one parcel carries
     memory_bytes: int = 256 * 2**20  # of the shared memory that parcels pass through
     migrate: bool = True  # move running requests off cells that drain or run out of pages
+    prefill_nice: int = 0  # of the ranks of prefill cells; others on the machine go first
     can_grow: bool = False  # a layout of one cell may get more while it runs, as others may
     autoscale: AutoscaleName = "static"  # how many cells there are; static: as operators say
     min_cells: int = 1  # of each role, with autoscale

@@ -83,6 +83,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "cells.min_tokens": (1, 2**20),
     "cells.parcel_bytes": (1024, 2**30),
     "cells.memory_bytes": (2**20, 2**40),
+    "cells.prefill_nice": (0, 19),
     "cells.min_cells": (1, MAX_CELLS),
     "cells.max_cells": (1, MAX_CELLS),
     "cells.scale_every_s": (0.1, 86400.0),
