@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Literal
 
 from moe_serve.bench.plan_loads import Progress, Wanted, means_of, plan_table
@@ -15,12 +16,15 @@ from moe_serve.bench.simulated_requests import jobs_of
 from moe_serve.bench.simulated_run import SimulatedRun
 from moe_serve.bench.workload.prompt_maker import Slot
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler, ScaleLimits
+from moe_serve.cluster.autoscale.plan_file import PlannedRole, ScalePlan, write_plan
+from moe_serve.cluster.autoscale.plan_table import PlanTable
 from moe_serve.cluster.autoscale.policies import (
     Coming,
     OraclePolicy,
     PlannedPolicy,
     StaticPolicy,
     TargetPolicy,
+    TokenMeans,
 )
 from moe_serve.cluster.autoscale.scale_view import AutoscalePolicy
 from moe_serve.errors import BenchError
@@ -43,6 +47,7 @@ class ScaleRequest:
     times: ScaleTimes
     target: float
     train_days: int
+    plan_out: Path | None = None  # of "planned": where the plan is written, for a server
 
 
 def scaled_run(run: SimulatedRun, request: ScaleRequest, progress: Progress) -> SimulatedRun:
@@ -80,7 +85,26 @@ def _policy(
     table = plan_table(setup, slots, wanted, progress)
     if request.policy == "oracle":
         return OraclePolicy(table, coming(slots))
-    return PlannedPolicy(table, means_of(slots))
+    means = means_of(slots)
+    if request.plan_out is not None:
+        write_plan(_plan_of(setup, table, means, str(run.slo)), request.plan_out)
+        progress(f"wrote {request.plan_out}")
+    return PlannedPolicy(table, means)
+
+
+def _plan_of(setup: CellsSetup, table: PlanTable, means: TokenMeans, slo: str) -> ScalePlan:
+    """Returns a plan as the file for a server has it."""
+    ranks = {plan.shape.role: plan.shape.ranks for plan in reversed(setup.plans)}
+    roles = {
+        role: PlannedRole(
+            ranks=ranks[role],
+            prompt_tok_s=rates.prompt_tok_s,
+            output_tok_s=rates.output_tok_s,
+            most_load=table.most_load[role],
+        )
+        for role, rates in table.rates.items()
+    }
+    return ScalePlan(slo=slo, prompt_tokens=means.prompt, output_tokens=means.output, roles=roles)
 
 
 def coming(slots: Sequence[Slot]) -> Coming:

@@ -199,6 +199,12 @@ class CellsOptions:
         help="Utilisation that target aims at: requests over seats (--max-num-seqs).",
         rich_help_panel=CELLS,
     )
+    plan_out: Path | None = option(
+        None,
+        metavar="FILE",
+        help="File for the plan of --autoscale planned, for cells.scale_plan of a server.",
+        rich_help_panel=CELLS,
+    )
     train_days: int = option(
         8,
         min=1,
