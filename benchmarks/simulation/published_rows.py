@@ -37,9 +37,11 @@ from moe_serve.simulate.costs.routing_law import EvenRouting
 from moe_serve.simulate.layout import Layout
 
 NODE = 8  # devices
+MEAN_LENGTH = 0.9  # of the longest: InferenceX draws lengths evenly from 0.8 to 1 of the named ones
 BOUND = Efficiency(gemm=1.0, attention=1.0, memory=1.0, link=1.0, launch_us=0.0, host_ms=0.0)
 _SHARES = ("gemm", "attention", "memory", "link")
 _TIMES = ("launch_us", "host_ms")
+_WIDTH = 0.5  # of the first simplex: of the logarithms that are fitted
 _PULL = 0.02  # of the starting values, so that shares no row depends on stay where they are
 
 
@@ -86,6 +88,25 @@ def _row(
     )  # fmt: skip
 
 
+def _run(
+    source: str,
+    model: str,
+    device: str,
+    devices: int,
+    requests: int,
+    lengths: tuple[int, int],
+    published: float,
+    mean_length: float = MEAN_LENGTH,
+) -> PublishedRow:
+    """Returns the row of a closed loop on one cell whose devices share each request. `lengths`: the
+    longest prompt and answer; `mean_length`: of these, in the mean."""
+    prompt, output = (round(mean_length * each) for each in lengths)
+    return _row(
+        source, model, device, devices, devices, "tpot", requests, prompt + output // 2, published,
+        1, (prompt, output),
+    )  # fmt: skip
+
+
 V3, M2, QWEN, K2 = "deepseek-v3", "minimax-m2", "qwen3-235b", "kimi-k2"
 ROWS = (
     _row("DeepSeek, prefill EP32 4K", V3, "h800", 32, 1, "prefill", 16384, 4096, 62713, 2),
@@ -98,33 +119,15 @@ ROWS = (
     _row("LMSYS, K2 decode EP96 2K", K2, "h200", 96, 1, "decode", 480, 2050, 24000, 2),
     _row("LMSYS, prefill 4 ranks 2K", V3, "gb200", 4, 1, "prefill", 16384, 2048, 8 * 18471, 1),
     _row("LMSYS, decode 48 ranks 2K", V3, "gb200", 48, 1, "decode", 1408, 2050, 8 * 9087, 1),
-    _row(
-        "R1, TRT-LLM TP8, 1K/1K, 16", V3, "h200", 8, 8, "tpot", 16, 1536, 20.4, 1, (1024, 1024)
-    ),  # fmt: skip
-    _row(
-        "R1, SGLang TP8, 1K/1K, 16", V3, "h200", 8, 8, "tpot", 16, 1536, 16.6, 1, (1024, 1024)
-    ),  # fmt: skip
-    _row(
-        "R1, TRT-LLM EP8, 1K/8K, 16", V3, "h200", 8, 8, "tpot", 16, 5120, 11.4, 1, (1024, 8192)
-    ),  # fmt: skip
-    _row(
-        "R1, SGLang TP8, 1K/1K, 16", V3, "b200", 8, 8, "tpot", 16, 1536, 11.7, 1, (1024, 1024)
-    ),  # fmt: skip
-    _row(
-        "R1, TRT-LLM TP8, 8K/1K, 32", V3, "b200", 8, 8, "tpot", 32, 8704, 15.9, 1, (8192, 1024)
-    ),  # fmt: skip
-    _row(
-        "Qwen3, TRT-LLM TP4, 1K/128, 32", QWEN, "h100", 4, 4, "tpot", 32, 1088, 31.2, 1, (1024, 128)
-    ),  # fmt: skip
-    _row(
-        "Qwen3, vLLM TP2, 1K/100, 16", QWEN, "h200", 2, 2, "tpot", 16, 1050, 52.2, 1, (1000, 100)
-    ),  # fmt: skip
-    _row(
-        "M2.5, vLLM TP4, 1K/1K, 16", M2, "h100", 4, 4, "tpot", 16, 1536, 15.5, 1, (1024, 1024)
-    ),  # fmt: skip
-    _row(
-        "M2.5, vLLM TP8, 1K/1K, 32", M2, "h200", 8, 8, "tpot", 32, 1536, 13.7, 1, (1024, 1024)
-    ),  # fmt: skip
+    _run("R1, TRT-LLM TP8, 1K/1K, 16", V3, "h200", 8, 16, (1024, 1024), 20.4),
+    _run("R1, SGLang TP8, 1K/1K, 16", V3, "h200", 8, 16, (1024, 1024), 16.6),
+    _run("R1, TRT-LLM EP8, 1K/8K, 16", V3, "h200", 8, 16, (1024, 8192), 11.4),
+    _run("R1, SGLang TP8, 1K/1K, 16", V3, "b200", 8, 16, (1024, 1024), 11.7),
+    _run("R1, TRT-LLM TP8, 8K/1K, 32", V3, "b200", 8, 32, (8192, 1024), 15.9),
+    _run("Qwen3, TRT-LLM TP4, 1K/128, 32", QWEN, "h100", 4, 32, (1024, 128), 31.2, 1.0),
+    _run("Qwen3, vLLM TP2, 1K/100, 16", QWEN, "h200", 2, 16, (1000, 100), 52.2, 1.0),
+    _run("M2.5, vLLM TP4, 1K/1K, 16", M2, "h100", 4, 16, (1024, 1024), 15.5),
+    _run("M2.5, vLLM TP8, 1K/1K, 32", M2, "h200", 8, 32, (1024, 1024), 13.7),
 )
 
 
@@ -173,7 +176,8 @@ def _prompts_seconds(
 
 
 def fit_shares(rows: Sequence[PublishedRow]) -> Efficiency:
-    """Fit the six shares: the smallest sum of |log error|, from the defaults."""
+    """Fit the six shares: the smallest sum of |log error|, from the defaults. The first simplex is
+    wide, as the sum has kinks at which a small one stops."""
     start = np.array([*(_logit(getattr(Efficiency(), name)) for name in _SHARES),
                       *(math.log(getattr(Efficiency(), name)) for name in _TIMES)])  # fmt: skip
 
@@ -181,9 +185,14 @@ def fit_shares(rows: Sequence[PublishedRow]) -> Efficiency:
         errors = [abs(math.log(predicted(row, _efficiency(x)) / row.published)) for row in rows]
         return sum(errors) + _PULL * float(np.square(x - start).sum())
 
-    found = minimize(loss, start, method="Nelder-Mead",
-                     options={"maxfev": 900, "xatol": 1e-3, "fatol": 1e-4})  # fmt: skip
-    return _efficiency(found.x)
+    best = start
+    for _ in range(2):
+        simplex = np.vstack([best, best + _WIDTH * np.eye(len(best))])
+        options = {"maxfev": 600, "xatol": 1e-3, "fatol": 1e-4, "adaptive": True}
+        best = minimize(
+            loss, best, method="Nelder-Mead", options={**options, "initial_simplex": simplex}
+        ).x
+    return _efficiency(best)
 
 
 def _efficiency(x: np.ndarray) -> Efficiency:
