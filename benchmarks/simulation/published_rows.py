@@ -45,6 +45,9 @@ _WIDTH = 0.5  # of the first simplex: of the logarithms that are fitted
 _PULL = 0.02  # of the starting values, so that shares no row depends on stay where they are
 
 
+Kind = Literal["decode", "prefill", "tpot"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
     """One published figure. `rows`: sequences of a device that decode, or prompt tokens of a device
@@ -56,7 +59,7 @@ class PublishedRow:
     device: str
     devices: int
     shards: int
-    kind: Literal["decode", "prefill", "tpot"]
+    kind: Kind
     rows: int
     context: int
     published: float
@@ -74,7 +77,7 @@ def _row(
     device: str,
     devices: int,
     shards: int,
-    kind: Literal["decode", "prefill", "tpot"],
+    kind: Kind,
     rows: int,
     context: int,
     published: float,
@@ -128,6 +131,14 @@ ROWS = (
     _run("Qwen3, vLLM TP2, 1K/100, 16", QWEN, "h200", 2, 16, (1000, 100), 52.2, 1.0),
     _run("M2.5, vLLM TP4, 1K/1K, 16", M2, "h100", 4, 16, (1024, 1024), 15.5),
     _run("M2.5, vLLM TP8, 1K/1K, 32", M2, "h200", 8, 32, (1024, 1024), 13.7),
+)
+
+
+# The throughput of two micro-batches relative to that of one: no row is fitted to these.
+HALVES = (
+    _row("LMSYS, decode EP72 2K", V3, "h100", 72, 1, "decode", 256, 2050, 1.255),
+    _row("LMSYS, decode EP72 2K", V3, "h100", 72, 1, "decode", 32, 2050, 0.73),
+    _row("LMSYS, prefill EP32 4K", V3, "h100", 32, 1, "prefill", 8192, 4096, 1.31),
 )
 
 
@@ -232,6 +243,16 @@ def _table(values: dict[PublishedRow, float]) -> list[float]:
     return errors
 
 
+def show_halves() -> None:
+    """Prints what two micro-batches gain over one, as published and as predicted."""
+    for row in HALVES:
+        one, two = (predicted(replace(row, micro_batches=count)) for count in (1, 2))
+        print(
+            f"two micro-batches, {row.name}, {row.rows} rows: {row.published:g} times the "
+            f"throughput of one published, {two / one:.2f} predicted"
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", action="store_true", help="fit, leaving out each type of device")
@@ -240,6 +261,7 @@ def main() -> int:
         print(f"all rows: {_shown(fit_shares(ROWS))}")
     else:
         _table({row: predicted(row) for row in ROWS})
+        show_halves()
         show_day()
     return 0
 
