@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from moe_serve.bench.plan_loads import Progress, Wanted, means_of, plan_table
+from moe_serve.bench.plan_loads import Progress, Wanted, means_of, most_seats, plan_table
 from moe_serve.bench.simulated_cells import Scaling, serve_cells
 from moe_serve.bench.simulated_requests import jobs_of
 from moe_serve.bench.simulated_run import SimulatedRun
@@ -30,18 +30,19 @@ from moe_serve.simulate.coordinated.scaled_cells import ScaleTimes
 
 PolicyName = Literal["static", "target", "planned", "oracle", "learnt"]
 _ATTAINMENT = 0.95
+_USUAL_TARGET = 0.7
 _FIRST_EXPLORATION = 0.5  # of the first day of training; it falls to 0 with the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """The options of autoscaling. `target`: the utilisation that `target` keeps; `train_days`: the
-    days that `learnt` learns from."""
+    """The options of autoscaling. `target`: the utilisation that `target` keeps, None: found by
+    simulation, if there are limits of latency; `train_days`: the days that `learnt` learns from."""
 
     policy: PolicyName
     min_cells: int
     times: ScaleTimes
-    target: float
+    target: float | None
     train_days: int
 
 
@@ -69,9 +70,9 @@ def _policy(
 ) -> AutoscalePolicy:
     if request.policy == "static":
         return StaticPolicy(limits.max_cells)
-    if request.policy == "target":
-        return TargetPolicy(request.target)
     slots = list(run.workload.slots())
+    if request.policy == "target":
+        return TargetPolicy(request.target or _target(run, setup, slots, progress))
     if request.policy == "learnt":
         return _trained(run, setup, request, limits, progress)
     if run.slo is None:
@@ -81,6 +82,15 @@ def _policy(
     if request.policy == "oracle":
         return OraclePolicy(table, coming(slots))
     return PlannedPolicy(table, means_of(slots))
+
+
+def _target(
+    run: SimulatedRun, setup: CellsSetup, slots: Sequence[Slot], progress: Progress
+) -> float:
+    if run.slo is None:
+        return _USUAL_TARGET
+    wanted = Wanted(slo=run.slo, attainment=_ATTAINMENT)
+    return most_seats(setup, slots, wanted, progress) or _USUAL_TARGET
 
 
 def coming(slots: Sequence[Slot]) -> Coming:
