@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from moe_serve.bench.plan_loads import Progress, Wanted, means_of, plan_table
+from moe_serve.bench.plan_loads import Progress, Wanted, means_of, most_seats, plan_table
 from moe_serve.bench.simulated_cells import Scaling, serve_cells
 from moe_serve.bench.simulated_requests import jobs_of
 from moe_serve.bench.simulated_run import SimulatedRun
@@ -34,18 +34,19 @@ from moe_serve.simulate.coordinated.scaled_cells import ScaleTimes
 
 PolicyName = Literal["static", "target", "planned", "oracle", "learnt"]
 _ATTAINMENT = 0.95
+_USUAL_TARGET = 0.7
 _FIRST_EXPLORATION = 0.5  # of the first day of training; it falls to 0 with the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """The options of autoscaling. `target`: the utilisation that `target` keeps; `train_days`: the
-    days that `learnt` learns from."""
+    """The options of autoscaling. `target`: the utilisation that `target` keeps, None: found by
+    simulation, if there are limits of latency; `train_days`: the days that `learnt` learns from."""
 
     policy: PolicyName
     min_cells: int
     times: ScaleTimes
-    target: float
+    target: float | None
     train_days: int
     plan_out: Path | None = None  # of "planned": where the plan is written, for a server
 
@@ -74,9 +75,9 @@ def _policy(
 ) -> AutoscalePolicy:
     if request.policy == "static":
         return StaticPolicy(limits.max_cells)
-    if request.policy == "target":
-        return TargetPolicy(request.target)
     slots = list(run.workload.slots())
+    if request.policy == "target":
+        return TargetPolicy(request.target or _target(run, setup, slots, progress))
     if request.policy == "learnt":
         return _trained(run, setup, request, limits, progress)
     if run.slo is None:
@@ -105,6 +106,15 @@ def _plan_of(setup: CellsSetup, table: PlanTable, means: TokenMeans, slo: str) -
         for role, rates in table.rates.items()
     }
     return ScalePlan(slo=slo, prompt_tokens=means.prompt, output_tokens=means.output, roles=roles)
+
+
+def _target(
+    run: SimulatedRun, setup: CellsSetup, slots: Sequence[Slot], progress: Progress
+) -> float:
+    if run.slo is None:
+        return _USUAL_TARGET
+    wanted = Wanted(slo=run.slo, attainment=_ATTAINMENT)
+    return most_seats(setup, slots, wanted, progress) or _USUAL_TARGET
 
 
 def coming(slots: Sequence[Slot]) -> Coming:

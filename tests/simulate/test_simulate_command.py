@@ -92,6 +92,12 @@ def test_cells_with_roles_and_their_number(
     scaled = report_of(tmp_path / "b.json", *model, "--cells", "(1D)", *load, *scale, *wave)
     assert scaled.cells is not None and scaled.cells.scale is not None
     assert scaled.cells.scale.policy == "planned" and scaled.cells.scale.share <= 1
+    capsys.readouterr()
+    target = (*model, "--cells", "(1D)", *load, *scale[:1], "target", *scale[2:], *wave)
+    assert run(*target) == 0
+    assert "2 cells keep ttft 1000 ms, tpot 50 ms with up to 0." in " ".join(
+        capsys.readouterr().err.split()
+    )
     for arguments, message in (
         (("--cells", "(1D)", "--devices", "2"), "--devices is in --cells: leave it out"),
         (("--cells", "(1D prefill)"), "has cells with the role prefill and none with the role"),
