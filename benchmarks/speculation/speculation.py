@@ -13,8 +13,8 @@ client sends the answer with some tokens edited), `schema` (JSON with long keys)
 without loops), `wrong` (drafts that are never right), `auto` (the controller beside fixed lengths),
 `head` (a trained head), `self` (the model itself with fewer experts). `auto` compares on repeated
 requests and on natural text, and prints below the table which share of the best length it reaches.
-`ranks` runs repeated requests on 1A1E and in one process, and `time` measures what looking for
-drafts costs.
+`ranks` runs repeated requests on 1A1E and in one process, `time` measures what looking for drafts
+costs, and `head-limit` computes the most that the head's guesses can gain.
 
 A model with random weights can run `oracle` and `random-prediction` only, as its answers mean
 nothing. `oracle` also prints which share of (K + 1) / v(K + 1) the engine reaches, with v of the
@@ -39,6 +39,7 @@ from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
 from .drafting_time import drafting_times
+from .head_limit import head_limits
 from .ranks import gains_by_layout
 from .turns import Bench, Comparison, line
 from .workloads import loops, natural, random_prompts, structured, with_predictions
@@ -113,7 +114,7 @@ class _Parts:
             warm = self._bench.drafting(method="auto")
             yield self._compare(
                 f"natural text, T = {temperature}",
-                lambda number, t=temperature: self._unlooped(t, number),  # type: ignore[misc]
+                lambda number, t=temperature: self.unlooped(t, number),  # type: ignore[misc]
                 lambda warm=warm: warm,  # type: ignore[misc]
             )
 
@@ -130,7 +131,7 @@ class _Parts:
             warm = self._bench.drafting(method=method)
             yield self._compare(
                 f"{method}, T = {temperature}",
-                lambda number, t=temperature: self._unlooped(t, number),  # type: ignore[misc]
+                lambda number, t=temperature: self.unlooped(t, number),  # type: ignore[misc]
                 lambda warm=warm: warm,  # type: ignore[misc]
             )
 
@@ -191,7 +192,7 @@ class _Parts:
             is_adaptive=is_adaptive,
         )
 
-    def _unlooped(self, temperature: float, number: int) -> list[GenerationRequest]:
+    def unlooped(self, temperature: float, number: int) -> list[GenerationRequest]:
         """Returns a request whose answer does not end in a loop."""
         for first in range(number * _NUM_PROMPTS, (number + 1) * _NUM_PROMPTS):
             asked = natural(self._text, 1, _TOKENS, temperature, first=first + number)
@@ -204,7 +205,7 @@ class _Parts:
         raise RuntimeError("every answer loops")
 
 
-AUTO, RANKS, TIME = "auto", "ranks", "time"
+AUTO, RANKS, TIME, LIMIT = "auto", "ranks", "time", "head-limit"
 PARTS = {
     "oracle": _Parts.oracle,
     "repeated": _Parts.repeated,
@@ -223,7 +224,7 @@ _USUAL = ("oracle", "repeated", "prediction", "schema", "natural", "wrong", "aut
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="checkpoint with random weights (default: demonstration)")
-    parts_help = f"some of {','.join(PARTS)}; or {RANKS} or {TIME} alone"
+    parts_help = f"some of {','.join(PARTS)}; or {RANKS}, {TIME} or {LIMIT} alone"
     parser.add_argument("--parts", default=None, help=parts_help)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="kernel threads (default 1)")
@@ -238,6 +239,10 @@ def main() -> int:
         of_ranks = options.parts == RANKS
         rounds, threads = options.rounds, options.threads
         for text in gains_by_layout(rounds, threads) if of_ranks else drafting_times(rounds):
+            print(text, flush=True)
+        return 0
+    if options.parts == LIMIT:
+        for text in head_limits_of(options):
             print(text, flush=True)
         return 0
     wanted = (options.parts or ("oracle" if options.model else ",".join(_USUAL))).split(",")
@@ -267,6 +272,18 @@ def main() -> int:
         print(_experts_line(bench, parts))
     write_report(options.json, {**environment, "figures": [asdict(each) for each in found]})
     return 0
+
+
+def head_limits_of(options: argparse.Namespace) -> Iterator[str]:
+    """Yields the lines of the part `head-limit`."""
+    bench = _bench(options, ["head"])
+    tokenizer = Tokenizer.load(bench.built.layout.folder)
+    parts = _Parts(bench, tokenizer, options.rounds, ())
+    kinds = {
+        f"T = {temperature}": lambda number, t=temperature: parts.unlooped(t, number)
+        for temperature in (0.0, 0.7)
+    }
+    yield from head_limits(bench, kinds, options.rounds)
 
 
 def _experts_line(bench: Bench, parts: _Parts) -> str:

@@ -106,7 +106,7 @@ class Bench:
         self.engine = self.built.engine
         executor = self.engine._executor
         assert isinstance(executor, LocalExecutor), "steps run in this process"
-        self._executor, self._step_drafter = executor, executor.drafter
+        self._executor, self.step_drafter = executor, executor.drafter
         self._forward_s, run = 0.0, executor.runner.run
 
         def timed(plan: StepPlan) -> Tensor:
@@ -127,7 +127,7 @@ class Bench:
         """Runs the requests to their ends."""
         engine, answers = self.engine, {r.request_id: list[int]() for r in requests}
         engine.drafts.use(drafting)
-        self._executor.drafter = None if drafting is None else self._step_drafter
+        self._executor.drafter = None if drafting is None else self.step_drafter
         before = engine.stats().counts.drafts
         for request in requests:
             engine.add(request)

@@ -188,7 +188,8 @@ class Engine:
         """Plans the step that has begun. `number` is that of engines which step together."""
         most, drafts = micro_batches or self._micro_batches, self.drafts.running
         plan = make_step_plan(self._schedule, most, self._policy, drafts, self._scheduler.layered)
-        return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
+        plan = self._routes.with_requests(plan, number or self._num_steps, self._schedule)
+        return self.drafts.ask_guesses(plan)
 
     def begin_ahead(self) -> bool:
         """Begins the step after the running one; False if its contents are not certain yet."""
@@ -216,8 +217,8 @@ class Engine:
         return sequences_of(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
-        """Returns the step's deltas and those of requests that ended without one. Raises
-        ExecutorLostError; `take_pending` then has the deltas made before it."""
+        """Returns the step's deltas and those of requests that ended without one. If it raises
+        ExecutorLostError, `take_pending` has those made before."""
         if not isinstance(outcome, StepOutcome):
             self.drop_ahead()  # it needs the tokens of this step
             self._scheduler.tier.step_failed()
@@ -233,7 +234,7 @@ class Engine:
             ended = {key: item for key, item in schedule.items() if key not in left}
             self.drafts.give_back(ended, ended.keys())
             self._leaving.release([s for s, _ in ended.values()], outcome)
-            self.drafts.end(schedule, getattr(outcome, "proposals", None))
+            self.drafts.end(schedule, outcome)
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
         self._scheduler.cache.listener.step_ended()
         return self.take_pending()

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from math import exp, log1p
 from time import perf_counter
 
 from moe_serve.engine.drafting.acceptance import Acceptance
 from moe_serve.engine.drafting.allowance import DraftingAllowance
 from moe_serve.engine.drafting.budget import choose_lengths
-from moe_serve.engine.drafting.draft import Draft, Drafter, DraftSource
+from moe_serve.engine.drafting.draft import (
+    NO_PROPOSALS,
+    Draft,
+    Drafter,
+    DraftSource,
+    Proposals,
+)
+from moe_serve.engine.drafting.guessing import Guessing
 from moe_serve.engine.drafting.past_answers import PastAnswers
 from moe_serve.engine.drafting.patience import Patience
 from moe_serve.engine.drafting.step_times import StepTimes
@@ -18,6 +26,7 @@ from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
 
 Survivals = dict[int, list[float]]  # by sequence id; see `Acceptance.survivals`
 _ENOUGH = 0.6  # share of the longest draft
+_WARM = 0.85  # temperature
 
 
 class Drafting:
@@ -37,17 +46,23 @@ class Drafting:
         max_tokens: int,
         is_adaptive: bool = True,
         past_answers: PastAnswers | None = None,
-        num_self_tokens: int = 0,
+        guessing: Guessing | None = None,
+        guesses_take_pages: bool = False,
     ) -> None:
-        """`past_answers` learns from finished answers; it is one of the drafters. The model
-        itself drafts `num_self_tokens` behind a step's tokens, in pages of the sequence. Unless
-        `is_adaptive`, every draft is verified with `max_tokens` tokens, whatever it costs."""
+        """`past_answers` learns from finished answers; it is one of the drafters. `guessing` asks
+        the network that guesses where tokens are sampled; its guesses may need pages behind a
+        sequence's tokens. Unless `is_adaptive`, every draft is verified with `max_tokens` tokens,
+        whatever it costs."""
         self._drafters, self._past = tuple(drafters), past_answers
         self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
-        self._vocab_size, self.num_self_tokens = vocab_size, num_self_tokens
+        self._vocab_size = vocab_size
+        self._guessing, self.guesses_take_pages = guessing, guesses_take_pages
+        self.num_guesses = 0  # for each sequence behind the step that begins
+        self._num_asked = 0  # sequences of the last step that guessed; 0: none did
+        self._guess_s = 0.0  # and its time
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
         self._allowance = DraftingAllowance()
-        self._proposed: Mapping[int, tuple[str, tuple[int, ...]]] = {}  # of the last step
+        self._proposed = NO_PROPOSALS.of  # of the last step
         self._num_accepted = 0  # in the running step
         self._survivals: Survivals | None = None  # of the drafts that `choose` found
         self._counter = DraftCounter()
@@ -61,9 +76,14 @@ class Drafting:
         """Returns the drafts to verify in a step of at most `most` more rows, by sequence id."""
         self._num_accepted = 0
         drafts = self._find(schedule)
-        if not drafts:
-            self._survivals = {}
-            return drafts
+        chosen = self._chosen(schedule, most, drafts) if drafts else drafts
+        if self._guessing is not None:
+            self._note_round(len(schedule), chosen)
+            self.num_guesses = self._guessing.ask(_num_sampled(schedule), self._times.seconds)
+        return chosen
+
+    def _chosen(self, schedule: Schedule, most: int, drafts: dict[int, Draft]) -> dict[int, Draft]:
+        """Returns the parts of the drafts that are worth verifying."""
         if not self._is_adaptive:
             length = min(self._max_tokens, most // len(drafts))
             return {key: draft.cut(length) for key, draft in drafts.items() if length}
@@ -88,6 +108,8 @@ class Drafting:
         survivals, self._survivals = self._survivals, None
         if survivals is None:  # this step began ahead itself
             survivals = self._survivals_of(self._find(schedule))
+        if self._guessing is not None and self._guessing.is_due(len(schedule), self._times.seconds):
+            return True
         if not survivals:
             return False
         # the first token will be known, so it is no draft
@@ -113,7 +135,8 @@ class Drafting:
     def note_step(
         self, num_rows: int, num_drafted: int, seconds: float, *, reads_prompt: bool
     ) -> None:
-        """Learns the time of a step. `num_drafted` of its rows were drafted."""
+        """Learns the time of a step without that of its guesses. `num_drafted` of its rows were
+        drafted."""
         if reads_prompt:
             self._allowance.earn(seconds)
             return
@@ -128,9 +151,17 @@ class Drafting:
             lost_s = (num_drafted - self._num_accepted) * max(0.0, row_s)
         self._allowance.settle(num_steps, step_s, saved_s, lost_s)
 
-    def note_proposals(self, proposals: Mapping[int, tuple[str, tuple[int, ...]]]) -> None:
-        """Keeps what grammars or a head expect after a step, for the drafts of the next one."""
-        self._proposed = proposals
+    def note_proposals(self, num_sequences: int, proposals: Proposals) -> None:
+        """Keeps what grammars or a network expect after a step of so many sequences, for the
+        drafts of the next one."""
+        self._proposed = proposals.of
+        if self._guessing is None:
+            return
+        has_guessed = self.num_guesses > 0 and proposals.guess_s > 0.0
+        self._num_asked, self._guess_s = num_sequences if has_guessed else 0, proposals.guess_s
+        if not self.num_guesses:
+            self._guessing.rested(num_sequences)
+        self.num_guesses = 0
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
         """Learns from the answers of sequences that have ended well."""
@@ -145,6 +176,23 @@ class Drafting:
         self._patience.forget(sequence_ids)
         for drafter in self._drafters:
             drafter.forget(sequence_ids)
+
+    def _note_round(self, num_rows: int, chosen: Mapping[int, Draft]) -> None:
+        """Learns what the guesses of the last step are worth, and what they cost."""
+        guessing, num_asked = self._guessing, self._num_asked
+        if guessing is None or not num_asked:
+            return
+        self._num_asked = 0
+        guessing.note_time(num_asked, self._guess_s)
+        guesses = {key: each for key, each in chosen.items() if each.source is guessing.source}
+        if not guesses:
+            guessing.note_round(num_asked, 1.0, 1.0)
+            return
+        added = sum(log1p(self._acceptance.expected(key, d)) for key, d in guesses.items())
+        all_rows = num_rows + sum([len(draft.token_ids) for draft in chosen.values()])
+        other_rows = all_rows - sum([len(draft.token_ids) for draft in guesses.values()])
+        rows_time = self._times.seconds(all_rows) / self._times.seconds(other_rows)
+        guessing.note_round(num_asked, exp(added / num_rows), rows_time)
 
     def _find(self, schedule: Schedule) -> dict[int, Draft]:
         """Returns the best drafts of the sequences that ask for one."""
@@ -208,9 +256,10 @@ class Drafting:
 
     def _proposals(self, sequence: Sequence, most: int, *, looks: bool) -> Iterable[Draft]:
         if proposal := self._proposed.get(sequence.id):
-            source, tokens = DraftSource(proposal[0]), proposal[1]
-            evidence = len(tokens) if source is DraftSource.GRAMMAR else 0
-            yield Draft(tokens[:most], source, evidence)
+            source, tokens = DraftSource(proposal.source), proposal.token_ids
+            is_grammar = source is DraftSource.GRAMMAR
+            evidence = len(tokens) if is_grammar else _warmth(sequence.request.params.temperature)
+            yield Draft(tokens, source, evidence, proposal.confidences).cut(most)
         for drafter in self._drafters if looks else ():
             draft = drafter.propose(sequence, most)
             if draft is not None:
@@ -223,6 +272,19 @@ class Drafting:
         if ends.isdisjoint(tokens) and max(tokens, default=0) < size:
             return len(tokens)
         return next(i for i, token in enumerate(tokens) if token in ends or token >= size)
+
+
+def _num_sampled(schedule: Schedule) -> int:
+    """Returns the number of sequences that get a token from a step and may be given guesses."""
+    return sum(
+        [s.num_pending_tokens == count and s.request.drafts for s, count in schedule.values()]
+    )
+
+
+def _warmth(temperature: float) -> int:
+    """Returns the evidence of a guess: guesses for greedy requests, and for those that are sampled
+    at low and at high temperatures, are accepted differently."""
+    return 0 if temperature == 0.0 else 2 if temperature < _WARM else 4
 
 
 def _may_draft(sequence: Sequence, count: int) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moe_serve.config.sections import EngineConfig, SpeculationConfig
-from moe_serve.engine.drafting.draft import Drafter
+from moe_serve.engine.drafting.draft import Drafter, DraftSource
 from moe_serve.engine.drafting.drafting import Drafting
+from moe_serve.engine.drafting.guessing import Guessing
 from moe_serve.engine.drafting.own_text import OwnText
 from moe_serve.engine.drafting.past_answers import PastAnswers
 from moe_serve.engine.drafting.prediction import Predictions
@@ -44,10 +45,19 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
             max_tokens=config.max_tokens,
             is_adaptive=config.is_adaptive,
             past_answers=past,
-            num_self_tokens=config.num_self_tokens,
+            guessing=_guessing(config),
+            guesses_take_pages=config.method == "self",
         )
 
     return make
+
+
+def _guessing(config: SpeculationConfig) -> Guessing | None:
+    """Returns what asks the network of the method for guesses; None if it has no network."""
+    if not config.num_guesses:
+        return None
+    source = DraftSource(config.method)
+    return Guessing(source, config.num_guesses, is_adaptive=config.is_adaptive)
 
 
 def check_on_ranks(config: EngineConfig) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from moe_serve.clock import Clock
-from moe_serve.engine.drafting.draft import Draft
+from moe_serve.engine.drafting.draft import NO_PROPOSALS, Draft
 from moe_serve.engine.drafting.drafting import Drafting
+from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.request import DraftResult
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.scheduler import Scheduler
+from moe_serve.model.step_plan import StepPlan
 
 NO_DRAFTS: Mapping[int, Draft] = {}
 
@@ -49,8 +52,9 @@ class StepDrafts:
             self._resting -= rested
             schedule = {key: item for key, item in schedule.items() if key not in rested}
         drafts: dict[int, Draft] = {}
-        chosen = self._drafting.choose(schedule, self._scheduler.num_spare_rows)
-        num_more = self._drafting.num_self_tokens
+        drafting = self._drafting
+        chosen = drafting.choose(schedule, self._scheduler.num_spare_rows)
+        num_more = drafting.num_guesses if drafting.guesses_take_pages else 0
         for key in schedule if num_more else chosen:
             sequence, draft = schedule[key][0], chosen.get(key)
             if draft is None and sequence.num_pending_tokens > 1:
@@ -61,6 +65,11 @@ class StepDrafts:
             if draft is not None and room:
                 drafts[key] = draft.cut(room)
         self.running = drafts
+
+    def ask_guesses(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan of the step that has begun with the guesses to make behind it."""
+        num_guesses = 0 if self._drafting is None else self._drafting.num_guesses
+        return replace(plan, num_guesses=num_guesses) if num_guesses else plan
 
     def _give_pages(self, sequence: Sequence, num_drafted: int) -> int:
         """Gives a scheduled sequence pages for drafted tokens behind its next one. Returns for how
@@ -77,7 +86,8 @@ class StepDrafts:
         drafts, and the next one will probably have none."""
         if self._drafting is None:
             return True
-        return not (self.running or self._drafting.expects(schedule))
+        is_certain = not (self.running or self._drafting.num_guesses)
+        return is_certain and not self._drafting.expects(schedule)
 
     def result(self, sequence: Sequence, num_tokens: int) -> DraftResult | None:
         """Learns from the draft of a sequence that got `num_tokens` tokens, if it had one."""
@@ -106,24 +116,22 @@ class StepDrafts:
         self.give_back(schedule, drafting)
         return {key: item for key, item in schedule.items() if key not in drafting}
 
-    def end(
-        self, schedule: Schedule, proposals: Mapping[int, tuple[str, tuple[int, ...]]] | None
-    ) -> None:
-        """Learns the time of a step that has ended. `proposals`: see `StepOutcome`; None if the
-        step failed."""
+    def end(self, schedule: Schedule, outcome: StepOutcome | Exception | None) -> None:
+        """Learns the time of a step that has ended."""
         drafting, drafts, self.running = self._drafting, self.running, NO_DRAFTS
         self._extended.clear()
         if drafting is None:
             return
         now, begun_at = self._clock(), max(self._begun_at, self._ended_at)
         self._ended_at = now
-        drafting.note_proposals(proposals or {})
-        if proposals is not None:
+        proposals = outcome.proposals if isinstance(outcome, StepOutcome) else NO_PROPOSALS
+        drafting.note_proposals(len(schedule), proposals)
+        if isinstance(outcome, StepOutcome):
             num_drafted = sum([len(draft.token_ids) for draft in drafts.values()])
             drafting.note_step(
                 len(schedule) + num_drafted,
                 num_drafted,
-                now - begun_at,
+                max(0.0, now - begun_at - proposals.guess_s),
                 reads_prompt=[count for _, count in schedule.values()].count(1) < len(schedule),
             )
 
