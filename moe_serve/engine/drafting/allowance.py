@@ -9,6 +9,7 @@ _SAVED_SHARE = 0.25  # of the time that accepted tokens saved, which pays for mo
 _ROW_STEPS, _LOOKUP_STEPS = 4.0, 8.0  # steps whose time the accounts hold at most
 _FIRST_LOOKUP_STEPS = 1.0  # and at first
 _MOST_DEBT_STEPS = 1.0  # below zero
+_LONGEST_PAUSE = 64  # steps
 _LOOKUP_S = 20e-6  # the time of a lookup before any was measured
 _WEIGHT = 0.05  # of a new measurement
 _MOST_SLOWER = 4.0  # a measurement counts as at most this times the average
@@ -51,6 +52,15 @@ class DraftingAllowance:
     def has_spare_rows(self) -> bool:
         """True if even drafts that promise no gain may be verified."""
         return self._step_s is None or self._rows.left_s > 0.5 * _ROW_STEPS * self._step_s
+
+    @property
+    def pause(self) -> int:
+        """The number of steps that earn nothing worth asking for: an account is empty."""
+        if self._step_s is None:
+            return 0
+        rows_s, lookup_s = -self._rows.left_s, self._lookup_s - self._lookups.left_s
+        wait = max(rows_s / _ROW_SHARE, lookup_s / _LOOKUP_SHARE) / self._step_s
+        return min(_LONGEST_PAUSE, max(0, int(wait)))
 
     @property
     def num_lookups(self) -> int | None:

@@ -132,6 +132,24 @@ class Drafting:
         self._counter.note(result)
         return result
 
+    def pause(self, schedule: Schedule) -> int:
+        """Returns how many steps after the one that begins need not call `choose`, if the same
+        sequences run in them and nothing is proposed: none of them would have a draft."""
+        is_busy = self.num_guesses or self._proposed or not self._is_adaptive
+        if is_busy or (self._past is not None and self._past.has_work):
+            return 0
+        pause = self._patience.pause(schedule, self._allowance.pause)
+        if self._guessing is not None:
+            pause = min(pause, self._guessing.pause(len(schedule)))
+        return pause
+
+    def note_quiet(self, num_rows: int, num_steps: int) -> None:
+        """Counts steps that did not call `choose` because of `pause`."""
+        self._patience.skip(num_steps)
+        self._allowance.settle(num_steps, self._times.seconds(num_rows), 0.0, 0.0)
+        if self._guessing is not None:
+            self._guessing.rested(num_rows, num_steps)
+
     def note_step(
         self, num_rows: int, num_drafted: int, seconds: float, *, reads_prompt: bool
     ) -> None:

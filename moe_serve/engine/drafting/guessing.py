@@ -71,10 +71,15 @@ class Guessing:
             size.rest = min(2 * size.rest, _LAST_REST)
         return self._most
 
-    def rested(self, num_sequences: int) -> None:
-        """Counts a step that asked for nothing."""
+    def rested(self, num_sequences: int, num_steps: int = 1) -> None:
+        """Counts steps that asked for nothing."""
         if num_sequences:
-            self._size(num_sequences).num_rested += 1
+            self._size(num_sequences).num_rested += num_steps
+
+    def pause(self, num_sequences: int) -> int:
+        """Returns for how many further steps `ask` would return 0."""
+        size = self._size(num_sequences)
+        return max(0, size.rest - size.num_rested - 1)
 
     def is_due(self, num_sequences: int, seconds: Seconds) -> bool:
         """Returns whether the next step would ask."""

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
-from moe_serve.engine.drafting.draft import NO_PROPOSALS
+from moe_serve.engine.drafting.draft import NO_PROPOSALS, Proposals
 from moe_serve.engine.execute.step_drafter import StepDrafter
 from moe_serve.engine.execute.step_outcome import NAN, RowFailure, StepOutcome
 from moe_serve.engine.execute.step_timeline import StepWatch
-from moe_serve.engine.execute.verify import verify
+from moe_serve.engine.execute.verify import Verified, verify
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskCost
@@ -149,10 +149,16 @@ class LocalExecutor:
             choices=choices,
             mask_costs=self._mask_costs,
             spoiled=found.spoiled,
-            proposals=NO_PROPOSALS
-            if self.drafter is None
-            else self.drafter.propose(plan, found, sequences),
+            proposals=self._proposals(plan, found, sequences),
         )
+
+    def _proposals(
+        self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
+    ) -> Proposals:
+        """Returns drafts for the next step. A grammar that made no mask forces nothing."""
+        if self.drafter is None or not (self.drafter.network or self._mask_costs):
+            return NO_PROPOSALS
+        return self.drafter.propose(plan, found, sequences)
 
     def forget(self, sequence_ids: list[int]) -> None:
         """See `StepExecutor.forget`."""

@@ -32,6 +32,9 @@ class StepDrafts:
         self._begun_at = self._ended_at = clock()
         self._extended: set[int] = set()  # sequences with pages behind their next token
         self._resting: set[int] = set()  # sequences that were spoiled: their next step has no draft
+        self._quiet: frozenset[int] = frozenset()  # sequences of a pause in which none has a draft
+        self._num_quiet = self._num_left = 0  # its steps that have ended, and those that are left
+        self._has_chosen = False  # in the running step
 
     @property
     def counts(self) -> DraftCounts:
@@ -39,14 +42,18 @@ class StepDrafts:
 
     def use(self, drafting: Drafting | None) -> None:
         """Changes the drafting from the next step on. It is called between steps."""
-        self._drafting = drafting
+        self._drafting, self._has_chosen = drafting, False
+        self._num_quiet = self._num_left = 0
 
     def begin(self, schedule: Schedule) -> None:
         """Chooses the drafts of a step that has been scheduled."""
         self.running = NO_DRAFTS
         if self._drafting is None:
             return
-        self._begun_at = self._clock()
+        if self._num_left and schedule.keys() == self._quiet:
+            return
+        self._end_pause(self._drafting)
+        self._begun_at, self._has_chosen = self._clock(), True
         if self._resting:
             rested = self._resting & schedule.keys()
             self._resting -= rested
@@ -65,6 +72,8 @@ class StepDrafts:
             if draft is not None and room:
                 drafts[key] = draft.cut(room)
         self.running = drafts
+        if not drafts and (pause := drafting.pause(schedule)):
+            self._quiet, self._num_left = frozenset(schedule), pause
 
     def ask_guesses(self, plan: StepPlan) -> StepPlan:
         """Returns the plan of the step that has begun with the guesses to make behind it."""
@@ -86,8 +95,18 @@ class StepDrafts:
         drafts, and the next one will probably have none."""
         if self._drafting is None:
             return True
+        num_left = self._num_left if self._has_chosen else self._num_left - 1
+        if num_left > 0 and schedule.keys() == self._quiet:
+            return True
+        self._end_pause(self._drafting)
         is_certain = not (self.running or self._drafting.num_guesses)
         return is_certain and not self._drafting.expects(schedule)
+
+    def _end_pause(self, drafting: Drafting) -> None:
+        """Ends a pause in which no sequence asks for a draft."""
+        if self._num_quiet:
+            drafting.note_quiet(len(self._quiet), self._num_quiet)
+        self._num_quiet = self._num_left = 0
 
     def result(self, sequence: Sequence, num_tokens: int) -> DraftResult | None:
         """Learns from the draft of a sequence that got `num_tokens` tokens, if it had one."""
@@ -99,6 +118,8 @@ class StepDrafts:
     def give_back(self, schedule: Schedule, spoiled: Collection[int]) -> None:
         """Takes back the pages behind the tokens of scheduled sequences. A `spoiled` one may have
         NaNs in the rest of its last page, so it loses that page and computes its tokens again."""
+        if not self._extended:
+            return
         for key in [key for key in schedule if key in self._extended]:
             sequence = schedule[key][0]
             if sequence.is_running:
@@ -124,6 +145,14 @@ class StepDrafts:
             return
         now, begun_at = self._clock(), max(self._begun_at, self._ended_at)
         self._ended_at = now
+        is_quiet, self._has_chosen = self._num_left > 0 and not self._has_chosen, False
+        if is_quiet:
+            self._num_quiet += 1
+            self._num_left -= 1
+            if isinstance(outcome, StepOutcome) and outcome.proposals.of:
+                self._end_pause(drafting)
+                drafting.note_proposals(len(schedule), outcome.proposals)
+            return
         proposals = outcome.proposals if isinstance(outcome, StepOutcome) else NO_PROPOSALS
         drafting.note_proposals(len(schedule), proposals)
         if isinstance(outcome, StepOutcome):
