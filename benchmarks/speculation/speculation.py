@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from expert_memory.expert_memory import Tier, expert_bytes, slow_weights
 from harness.environment import describe_environment, write_report
+from moe_serve.clock import REAL_CLOCK
 from moe_serve.config.sections import SpeculationMethod
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.oracle import Oracle
@@ -190,6 +192,7 @@ class _Parts:
             vocab_size=self._vocab_size,
             max_tokens=most,
             is_adaptive=is_adaptive,
+            clock=self._bench.clock,
         )
 
     def unlooped(self, temperature: float, number: int) -> list[GenerationRequest]:
@@ -233,6 +236,8 @@ def main() -> int:
     parser.add_argument("--expert-memory", type=float, help="share of the experts in memory")
     parser.add_argument("--latency-us", type=float, default=0.0, help="of an expert tensor's read")
     parser.add_argument("--gigabytes-per-s", type=float, default=float("inf"), help="of reads")
+    busy_help = "the controller measures processor time, as other programs use this machine"
+    parser.add_argument("--busy", action="store_true", help=busy_help)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     if options.parts in (RANKS, TIME):
@@ -324,6 +329,7 @@ def _bench(options: argparse.Namespace, wanted: Sequence[str]) -> Bench:
         self_experts=options.self_experts,
         expert_memory_bytes=num_bytes,
         open_weights=slow_weights(tier),
+        clock=time.thread_time if options.busy else REAL_CLOCK,
     )
 
 

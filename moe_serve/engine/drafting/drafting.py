@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from math import exp, log1p
-from time import perf_counter
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.engine.drafting.acceptance import Acceptance
 from moe_serve.engine.drafting.allowance import DraftingAllowance
 from moe_serve.engine.drafting.budget import choose_lengths
@@ -48,6 +48,7 @@ class Drafting:
         past_answers: PastAnswers | None = None,
         guessing: Guessing | None = None,
         guesses_take_pages: bool = False,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         """`past_answers` learns from finished answers; it is one of the drafters. `guessing` asks
         the network that guesses where tokens are sampled; its guesses may need pages behind a
@@ -55,7 +56,7 @@ class Drafting:
         whatever it costs."""
         self._drafters, self._past = tuple(drafters), past_answers
         self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
-        self._vocab_size = vocab_size
+        self._vocab_size, self._clock = vocab_size, clock
         self._guessing, self.guesses_take_pages = guessing, guesses_take_pages
         self.num_guesses = 0  # for each sequence behind the step that begins
         self._num_asked = 0  # sequences of the last step that guessed; 0: none did
@@ -88,7 +89,7 @@ class Drafting:
             length = min(self._max_tokens, most // len(drafts))
             return {key: draft.cut(length) for key, draft in drafts.items() if length}
         survivals = self._survivals = self._survivals_of(drafts)
-        clock, patience = perf_counter(), self._patience
+        clock, patience = self._clock(), self._patience
         lengths = choose_lengths(survivals, len(schedule), most, self._times.seconds)
         rest, num_left = drafts.keys() - lengths.keys(), most - sum(lengths.values())
         patience.gains(lengths)
@@ -97,7 +98,10 @@ class Drafting:
                 lengths[key] = 1
         self._note_vain(schedule, {key: sum(survivals[key]) for key in rest})
         chosen = {key: drafts[key].cut(length) for key, length in lengths.items()}
-        self._counter.note_seconds(perf_counter() - clock)
+        seconds = self._clock() - clock
+        self._counter.note_seconds(seconds)
+        if not chosen:  # so the lookups were in vain, and this time too
+            self._allowance.pay_lookups(0, seconds)
         return chosen
 
     def expects(self, schedule: Schedule) -> bool:
@@ -217,10 +221,10 @@ class Drafting:
         drafts, num_lookups, asking = dict[int, Draft](), 0, self._asking(schedule)
         if not (asking or self._proposed or (self._past is not None and self._past.has_work)):
             return drafts
-        begun_at = perf_counter()
+        begun_at = self._clock()
         if self._past is not None:
             self._past.work()
-        clock = perf_counter()
+        clock = self._clock()
         for key in asking:
             sequence, count = schedule[key]
             if _may_draft(sequence, count):
@@ -235,7 +239,7 @@ class Drafting:
                 draft = self._propose(schedule[key][0], looks=False)
                 if draft is not None:
                     drafts[key] = draft
-        now = perf_counter()
+        now = self._clock()
         self._allowance.pay_lookups(num_lookups, now - clock)
         self._counter.note_seconds(now - begun_at)
         return drafts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import EngineConfig, SpeculationConfig
 from moe_serve.engine.drafting.draft import Drafter, DraftSource
 from moe_serve.engine.drafting.drafting import Drafting
@@ -18,9 +19,12 @@ from moe_serve.errors import ConfigError
 MakeDrafting = Callable[[], Drafting | None]
 
 
-def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -> MakeDrafting:
+def drafting_maker(
+    config: SpeculationConfig, vocab_size: int, stop: StopRule, clock: Clock = REAL_CLOCK
+) -> MakeDrafting:
     """Returns a function that builds an engine's drafting, or None if speculation is off. Several
-    engines share the past answers. Raises ConfigError for lengths that contradict each other."""
+    engines share the past answers. `clock` measures what drafting costs. Raises ConfigError for
+    lengths that contradict each other."""
     if not config.is_on:
         return lambda: None
     shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
@@ -47,6 +51,7 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
             past_answers=past,
             guessing=_guessing(config),
             guesses_take_pages=config.method == "self",
+            clock=clock,
         )
 
     return make

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.drafting.draft import NO_PROPOSALS, DraftSource, Proposal, Proposals
 from moe_serve.engine.execute.head_drafter import HeadDrafter
@@ -42,6 +42,7 @@ class StepDrafter:
 
     def __init__(self, masks: AnswerMasks | None, network: GuessingNetwork | None = None) -> None:
         self._masks, self.network = masks, network
+        self.clock: Clock = REAL_CLOCK  # measures what guesses cost
 
     @classmethod
     def of(
@@ -87,9 +88,9 @@ class StepDrafter:
         if self.network is not None:
             self.network.follow(plan, found, sequences)
             if plan.num_guesses and found.sampled:
-                clock = time.perf_counter()
+                begun_at = self.clock()
                 proposals = self.network.guess(plan, found)
-                guess_s = time.perf_counter() - clock
+                guess_s = self.clock() - begun_at
         if self._masks is not None:
             for key, tokens in self._masks.forced(found.sampled, sequences).items():
                 proposals[key] = Proposal(DraftSource.GRAMMAR.value, tokens)

@@ -40,8 +40,11 @@ class StepDrafts:
     def counts(self) -> DraftCounts:
         return DraftCounts() if self._drafting is None else self._drafting.counts
 
-    def use(self, drafting: Drafting | None) -> None:
-        """Changes the drafting from the next step on. It is called between steps."""
+    def use(self, drafting: Drafting | None, clock: Clock | None = None) -> None:
+        """Changes the drafting, and the clock that measures steps, from the next step on. It is
+        called between steps."""
+        self._clock = self._clock if clock is None else clock
+        self._begun_at = self._ended_at = self._clock()
         self._drafting, self._has_chosen = drafting, False
         self._num_quiet = self._num_left = 0
 
