@@ -59,8 +59,8 @@ class Drafting:
         self._vocab_size, self._clock = vocab_size, clock
         self._guessing, self.guesses_take_pages = guessing, guesses_take_pages
         self.num_guesses = 0  # for each sequence behind the step that begins
+        self._num_sampled = 0  # sequences that it may be asked for; 0: `choose` was not called
         self._num_asked = 0  # sequences of the last step that guessed; 0: none did
-        self._guess_s = 0.0  # and its time
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
         self._allowance = DraftingAllowance()
         self._proposed = NO_PROPOSALS.of  # of the last step
@@ -80,7 +80,8 @@ class Drafting:
         chosen = self._chosen(schedule, most, drafts) if drafts else drafts
         if self._guessing is not None:
             self._note_round(len(schedule), chosen)
-            self.num_guesses = self._guessing.ask(_num_sampled(schedule), self._times.seconds)
+            self._num_sampled = _num_sampled(schedule)
+            self.num_guesses = self._guessing.ask(self._num_sampled, self._times.seconds)
         return chosen
 
     def _chosen(self, schedule: Schedule, most: int, drafts: dict[int, Draft]) -> dict[int, Draft]:
@@ -144,7 +145,7 @@ class Drafting:
             return 0
         pause = self._patience.pause(schedule, self._allowance.pause)
         if self._guessing is not None:
-            pause = min(pause, self._guessing.pause(len(schedule)))
+            pause = min(pause, self._guessing.pause(len(schedule), self._times.seconds))
         return pause
 
     def note_quiet(self, num_rows: int, num_steps: int) -> None:
@@ -179,11 +180,13 @@ class Drafting:
         self._proposed = proposals.of
         if self._guessing is None:
             return
-        has_guessed = self.num_guesses > 0 and proposals.guess_s > 0.0
-        self._num_asked, self._guess_s = num_sequences if has_guessed else 0, proposals.guess_s
+        count = self._num_sampled or num_sequences
         if not self.num_guesses:
-            self._guessing.rested(num_sequences)
-        self.num_guesses = 0
+            self._guessing.rested(count)
+        elif proposals.guess_s > 0.0:
+            self._guessing.note_time(count, proposals.guess_s)
+            self._num_asked = count
+        self.num_guesses = self._num_sampled = 0
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
         """Learns from the answers of sequences that have ended well."""
@@ -200,12 +203,11 @@ class Drafting:
             drafter.forget(sequence_ids)
 
     def _note_round(self, num_rows: int, chosen: Mapping[int, Draft]) -> None:
-        """Learns what the guesses of the last step are worth, and what they cost."""
+        """Learns what the guesses of the last step are worth."""
         guessing, num_asked = self._guessing, self._num_asked
         if guessing is None or not num_asked:
             return
         self._num_asked = 0
-        guessing.note_time(num_asked, self._guess_s)
         guesses = {key: each for key, each in chosen.items() if each.source is guessing.source}
         if not guesses:
             guessing.note_round(num_asked, 1.0, 1.0)

@@ -14,6 +14,7 @@ _LEAST_WEIGHT = 1 / 32  # of a new measurement
 _MOST_SLOWER = 4.0  # a measured time counts as at most this times the average
 _FIRST_REST, _LAST_REST = 32, 1024  # steps without guesses before some are tried again
 _TRIED = 4  # steps in turn that guess then
+_TRY_SHARE = 0.01  # of the time, which tries may take; dear guesses are tried after longer rests
 # Until guesses were measured: the time of one over that of a step, and the share that is right.
 _COST_MODEL = {
     DraftSource.HEAD: (0.15, 0.6),
@@ -46,7 +47,8 @@ class Guessing:
 
     A drafter that looks up costs next to nothing where it finds nothing, but a network takes its
     time in every step that asks it. So if it does not pay, no step asks, except a few in turn after
-    32, 64, ... 1024 steps. The averages are kept by the size of the batch, in powers of two.
+    32, 64, ... 1024 steps, or more if they are dear. The averages are kept by the size of the
+    batch, in powers of two.
     """
 
     def __init__(self, source: DraftSource, most: int, *, is_adaptive: bool = True) -> None:
@@ -61,34 +63,35 @@ class Guessing:
             return 0
         size = self._size(num_sequences)
         if not self._is_adaptive or self._pays(size, num_sequences, seconds):
-            size.rest, size.num_rested = _FIRST_REST, 0
+            size.rest, size.num_rested, size.num_tried = _FIRST_REST, 0, 0
             return self._most
-        if size.num_rested < size.rest:
-            return 0
-        size.num_tried += 1
-        if size.num_tried >= _TRIED:
-            size.num_tried = size.num_rested = 0
-            size.rest = min(2 * size.rest, _LAST_REST)
-        return self._most
+        is_due = size.num_rested >= self._rest(size, num_sequences, seconds)
+        return self._most if is_due else 0
 
     def rested(self, num_sequences: int, num_steps: int = 1) -> None:
         """Counts steps that asked for nothing."""
         if num_sequences:
-            self._size(num_sequences).num_rested += num_steps
+            size = self._size(num_sequences)
+            size.num_rested, size.num_tried = size.num_rested + num_steps, 0
 
-    def pause(self, num_sequences: int) -> int:
+    def pause(self, num_sequences: int, seconds: Seconds) -> int:
         """Returns for how many further steps `ask` would return 0."""
         size = self._size(num_sequences)
-        return max(0, size.rest - size.num_rested - 1)
+        return max(0, self._rest(size, num_sequences, seconds) - size.num_rested - 1)
 
     def is_due(self, num_sequences: int, seconds: Seconds) -> bool:
         """Returns whether the next step would ask."""
         size = self._size(num_sequences)
-        return size.num_rested >= size.rest or self._pays(size, num_sequences, seconds)
+        is_rested = size.num_rested >= self._rest(size, num_sequences, seconds)
+        return is_rested or self._pays(size, num_sequences, seconds)
 
     def note_time(self, num_sequences: int, seconds: float) -> None:
         """Learns the time of a round of guesses."""
         size = self._size(num_sequences)
+        size.num_tried += 1
+        if size.num_tried >= _TRIED and size.num_rested >= size.rest:
+            size.num_tried = size.num_rested = 0
+            size.rest = min(2 * size.rest, _LAST_REST)
         if size.num_timed > 1:  # the first one loads code and weights
             seconds = min(seconds, _MOST_SLOWER * size.seconds)
             seconds = size.seconds + _weight(size.num_timed) * (seconds - size.seconds)
@@ -102,6 +105,12 @@ class Guessing:
         size.tokens += weight * (tokens - size.tokens)
         size.rows_time += weight * (rows_time - size.rows_time)
         size.num_rounds += 1
+
+    def _rest(self, size: _Size, num_sequences: int, seconds: Seconds) -> int:
+        """Returns the steps without guesses before some are tried again."""
+        cost, _ = _COST_MODEL[self.source]
+        rounds = size.seconds / seconds(num_sequences) if size.num_timed else self._most * cost
+        return max(size.rest, int(_TRIED * rounds / _TRY_SHARE))
 
     def _pays(self, size: _Size, num_sequences: int, seconds: Seconds) -> bool:
         if size.num_rounds < _LEAST_ROUNDS:
