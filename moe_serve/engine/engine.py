@@ -217,8 +217,7 @@ class Engine:
         return sequences_of(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
-        """Returns the step's deltas and those of requests that ended without one. If it raises
-        ExecutorLostError, `take_pending` has those made before."""
+        """Returns all new deltas. If it raises ExecutorLostError, `take_pending` has them."""
         if not isinstance(outcome, StepOutcome):
             self.drop_ahead()  # it needs the tokens of this step
             self._scheduler.tier.step_failed()
@@ -234,7 +233,7 @@ class Engine:
             ended = {key: item for key, item in schedule.items() if key not in left}
             self.drafts.give_back(ended, ended.keys())
             self._leaving.release([s for s, _ in ended.values()], outcome)
-            self.drafts.end(schedule, outcome)
+            self.drafts.end(schedule, getattr(outcome, "proposals", None))
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
         self._scheduler.cache.listener.step_ended()
         return self.take_pending()

@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from moe_serve.clock import Clock
-from moe_serve.engine.drafting.draft import NO_PROPOSALS, Draft
+from moe_serve.engine.drafting.draft import NO_PROPOSALS, Draft, Proposals
 from moe_serve.engine.drafting.drafting import Drafting
-from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.request import DraftResult
 from moe_serve.engine.request.sequence import Schedule, Sequence
@@ -140,30 +139,31 @@ class StepDrafts:
         self.give_back(schedule, drafting)
         return {key: item for key, item in schedule.items() if key not in drafting}
 
-    def end(self, schedule: Schedule, outcome: StepOutcome | Exception | None) -> None:
-        """Learns the time of a step that has ended."""
+    def end(self, schedule: Schedule, proposals: Proposals | None) -> None:
+        """Learns the time of a step that has ended. `proposals`: those of the outcome; None if the
+        step failed."""
         drafting, drafts, self.running = self._drafting, self.running, NO_DRAFTS
         self._extended.clear()
         if drafting is None:
             return
         now, begun_at = self._clock(), max(self._begun_at, self._ended_at)
         self._ended_at = now
+        found = NO_PROPOSALS if proposals is None else proposals
         is_quiet, self._has_chosen = self._num_left > 0 and not self._has_chosen, False
         if is_quiet:
             self._num_quiet += 1
             self._num_left -= 1
-            if isinstance(outcome, StepOutcome) and outcome.proposals.of:
+            if found.of:
                 self._end_pause(drafting)
-                drafting.note_proposals(len(schedule), outcome.proposals)
+                drafting.note_proposals(len(schedule), found)
             return
-        proposals = outcome.proposals if isinstance(outcome, StepOutcome) else NO_PROPOSALS
-        drafting.note_proposals(len(schedule), proposals)
-        if isinstance(outcome, StepOutcome):
+        drafting.note_proposals(len(schedule), found)
+        if proposals is not None:
             num_drafted = sum([len(draft.token_ids) for draft in drafts.values()])
             drafting.note_step(
                 len(schedule) + num_drafted,
                 num_drafted,
-                max(0.0, now - begun_at - proposals.guess_s),
+                max(0.0, now - begun_at - found.guess_s),
                 reads_prompt=[count for _, count in schedule.values()].count(1) < len(schedule),
             )
 

@@ -174,7 +174,7 @@ def test_lookups_in_vain_take_a_small_share_of_the_time() -> None:
     share = num_lookups * 3 * 30e-6 / (num_steps * 0.001)  # a lookup slows its step by more
     assert 0.011 < share < 0.013
     allowance.earn(1.0)  # a long prompt was read: its own text may be entered
-    assert (allowance.num_lookups or 0) > 100
+    assert (allowance.num_lookups or 0) > 60
 
 
 def test_more_rows_cost_more_although_they_share_an_average() -> None:
