@@ -206,7 +206,7 @@ def _self_drafter(
             "combined: leave out cluster.wire_dtype, or set speculation.method to 'auto'."
         )
     pipeline = Pipeline(part.stage, FewerExperts(experts, wanted), part.cache, device)
-    return SelfDrafter(pipeline, config.cache.page_size, config.speculation.num_self_tokens)
+    return SelfDrafter(pipeline, config.cache.page_size)
 
 
 def _opened(

@@ -188,7 +188,8 @@ class Engine:
         """Plans the step that has begun. `number` is that of engines which step together."""
         most, drafts = micro_batches or self._micro_batches, self.drafts.running
         plan = make_step_plan(self._schedule, most, self._policy, drafts, self._scheduler.layered)
-        return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
+        plan = self._routes.with_requests(plan, number or self._num_steps, self._schedule)
+        return self.drafts.ask_guesses(plan)
 
     def begin_ahead(self) -> bool:
         """Begins the step after the running one; False if its contents are not certain yet."""
@@ -216,8 +217,7 @@ class Engine:
         return sequences_of(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
-        """Returns the step's deltas and those of requests that ended without one. Raises
-        ExecutorLostError; `take_pending` then has the deltas made before it."""
+        """Returns all new deltas. If it raises ExecutorLostError, `take_pending` has them."""
         if not isinstance(outcome, StepOutcome):
             self.drop_ahead()  # it needs the tokens of this step
             self._scheduler.tier.step_failed()

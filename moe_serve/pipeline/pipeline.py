@@ -59,7 +59,7 @@ class Pipeline:
         self.stacked: StackedLayers | None = None  # if set, runs steps of one micro-batch
         self.turns: RankTurns | None = None  # if set, runs layers whose experts are on other ranks
         self.device = device
-        self.keeps_hidden = False
+        self.keeps_hidden = False  # in steps that ask for guesses
         self.hidden_RD: Tensor | None = None  # the last step's states behind its logits, if kept
         self.keeps_every_row = False
         self.hidden_TD: Tensor | None = None  # the last step's states of all its rows, if kept
@@ -85,7 +85,8 @@ class Pipeline:
         )
         self._tap.take_stacked(result)
         self._log.passed_layers(since, 0.0)
-        self.hidden_RD = hidden_of_logits(batch, result.hidden_TD) if self.keeps_hidden else None
+        has_hidden = self.keeps_hidden and plan.num_guesses > 0
+        self.hidden_RD = hidden_of_logits(batch, result.hidden_TD) if has_hidden else None
         self.hidden_TD = result.hidden_TD if self.keeps_every_row else None
         return result.logits_RV
 
@@ -111,7 +112,8 @@ class Pipeline:
                 logits, hidden = result.logits_RV, result.hidden_TD
         self._log.passed_layers(since, 0.0)
         last = rows.segments[-1].batch
-        self.hidden_RD = hidden_of_logits(last, hidden) if self.keeps_hidden else None
+        has_hidden = self.keeps_hidden and plan.num_guesses > 0
+        self.hidden_RD = hidden_of_logits(last, hidden) if has_hidden else None
         self.hidden_TD = None
         return logits
 
@@ -143,7 +145,7 @@ class Pipeline:
                 continue
             parts.append(self._stage.logits(state.hidden_TD, logit_rows, state.inputs))
             self._log.add(Stage.LOGITS, NO_LAYER, index, len(parts[-1]), start)
-            if self.keeps_hidden:
+            if self.keeps_hidden and plan.num_guesses:
                 hidden.append(state.hidden_TD.index_select(0, logit_rows))
             if self.keeps_every_row:
                 every_row.append(state.hidden_TD)

@@ -222,6 +222,10 @@ class NativeKernels:
         is_native = isinstance(parts.output, NativeLinear)  # a shard's head gathers its columns
         return NativeDrafting(self._native, parts) if is_native else None
 
+    def for_drafts(self) -> NativeKernels:
+        native = self._native
+        return NativeKernels(native.library, native.dtype, native.threads, "int8")
+
     def token_sampler(self) -> None:
         return None
 

@@ -232,6 +232,9 @@ class TritonKernels:
     def drafting(self, parts: DraftingParts) -> None:
         return None
 
+    def for_drafts(self) -> None:
+        return None
+
     def token_sampler(self) -> GpuTokenSampler:
         return GpuTokenSampler()
 

@@ -243,6 +243,9 @@ class TorchKernels:
     def drafting(self, parts: DraftingParts) -> None:
         return None
 
+    def for_drafts(self) -> None:
+        return None
+
     def token_sampler(self) -> None:
         return None
 

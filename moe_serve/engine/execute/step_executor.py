@@ -14,8 +14,9 @@ from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
+from moe_serve.engine.drafting.draft import NO_PROPOSALS, Proposals
 from moe_serve.engine.execute.step_drafter import StepDrafter
-from moe_serve.engine.execute.step_outcome import NAN, Proposal, RowFailure, StepOutcome
+from moe_serve.engine.execute.step_outcome import NAN, RowFailure, StepOutcome
 from moe_serve.engine.execute.step_timeline import StepWatch
 from moe_serve.engine.execute.verify import Verified, verify
 from moe_serve.engine.request.request import TokenLogprob
@@ -153,8 +154,11 @@ class LocalExecutor:
 
     def _proposals(
         self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
-    ) -> dict[int, Proposal]:
-        return {} if self.drafter is None else self.drafter.propose(plan, found, sequences)
+    ) -> Proposals:
+        """Returns drafts for the next step. A grammar that made no mask forces nothing."""
+        if self.drafter is None or not (self.drafter.network or self._mask_costs):
+            return NO_PROPOSALS
+        return self.drafter.propose(plan, found, sequences)
 
     def forget(self, sequence_ids: list[int]) -> None:
         """See `StepExecutor.forget`."""
