@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 def test_files_that_are_refused(base: Path, tmp_path: Path) -> None:
     adapter = made(tmp_path, base)
     loader = ModelLoader(base)
-    live = LiveModel(attention=loader.attention_stage(64), experts=loader.expert_stage())
+    live = LiveModel(attention=loader.attention_stage(64))
     builder = AdapterBuilder(loader, AdapterConfig(), live=live)
     whole = (adapter / "model.safetensors").read_bytes()
     for what, (change, message) in WRONG.items():
@@ -140,7 +140,7 @@ def test_files_that_are_refused(base: Path, tmp_path: Path) -> None:
 
 def test_other_routers_are_refused_where_expert_ranks_route(base: Path, tmp_path: Path) -> None:
     adapter, loader = made(tmp_path, base), ModelLoader(base)
-    live = LiveModel(experts=loader.expert_stage(), is_routing=True)
+    live = LiveModel(is_routing=True)
     with open_unchanged(adapter) as files, pytest.raises(CheckpointError, match="cluster.router"):
         AdapterBuilder(loader, AdapterConfig(), live=live).build(files)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from moe_kernels.reference.linear import make_linear
 from moe_kernels.reference.low_bit_linear import AnyLinear, made_linear
 from moe_kernels.reference.norm import rms_norm, rotate
 from moe_kernels.reference.paged_attention import AttentionPlan, paged_attention, plan_attention
-from moe_kernels.reference.signed_products import SignedMLP, TorchSignedLinear
+from moe_kernels.reference.signed_products import TorchExpertSigns, TorchSignedLinear
 from moe_kernels.reference.torch_adapters import TorchAdapterKernels, added_sums
 from moe_kernels.reference.torch_kv_rows import page_rows, rotated, store_rows
 
@@ -49,7 +49,7 @@ from moe_kernels.reference.torch_kv_rows import page_rows, rotated, store_rows
 class TorchExperts:
     """Implements ExpertBank: one MLP per activated expert."""
 
-    def __init__(self, experts: Sequence[ExpertMLP | QuantisedMLP | SignedMLP | None]) -> None:
+    def __init__(self, experts: Sequence[ExpertMLP | QuantisedMLP | None]) -> None:
         self._experts = tuple(experts)
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -63,31 +63,6 @@ class TorchExperts:
     ) -> Tensor:
         """Implements AddingBank."""
         return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, added)
-
-    def expert(self, expert: int) -> ExpertMLP | QuantisedMLP:
-        """Returns an expert that is here."""
-        found = self._experts[expert]
-        assert isinstance(found, ExpertMLP | QuantisedMLP), f"expert {expert} is not here"
-        return found
-
-
-class TorchSignedExperts(TorchExperts):
-    """Implements ExpertBank: experts of other banks, and additions."""
-
-    def __init__(
-        self,
-        base: Sequence[ExpertBank | None],
-        added: Sequence[SignedExpert | None],
-        activation: GatedActivation,
-    ) -> None:
-        made: list[SignedMLP | None] = []
-        for number, (bank, each) in enumerate(zip(base, added, strict=True)):
-            if bank is None or each is None:
-                made.append(None)
-                continue
-            assert isinstance(bank, TorchExperts), f"signs are added to {type(bank)}"
-            made.append(SignedMLP(bank.expert(number), each, activation))
-        super().__init__(made)
 
 
 class TorchHeadLinear:
@@ -163,13 +138,10 @@ class TorchKernels:
     def signed_linear(self, base: Linear, added: SignMatrix) -> TorchSignedLinear:
         return TorchSignedLinear(base, added)
 
-    def signed_experts(
-        self,
-        base: Sequence[ExpertBank | None],
-        added: Sequence[SignedExpert | None],
-        activation: GatedActivation,
-    ) -> TorchSignedExperts:
-        return TorchSignedExperts(base, added, activation)
+    def expert_signs(
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor
+    ) -> TorchExpertSigns:
+        return TorchExpertSigns(added, is_changed_E)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TD, weight_D, eps)
