@@ -173,6 +173,7 @@ class NativeAdapter:
             address(tune.moe_norm_D),
             address(tune.q_norm),
             address(tune.k_norm),
+            address(tune.sinks_H),
             None if tune.router is None else tune.router.pointer,
             address(tune.selection_bias_E),
         )

@@ -40,7 +40,7 @@ class PlanStruct(ctypes.Structure):
         ("scale", Float),
         ("eps", Float),
         ("clip", Float),
-        ("norms", Pointer),  # of each token, which fine-tunes set
+        ("own", Pointer),  # of each token, which fine-tunes set
     )  # fmt: skip
 
 

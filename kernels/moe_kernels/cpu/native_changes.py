@@ -39,6 +39,7 @@ class LayerTuneStruct(ctypes.Structure):
             "moe_norm",
             "q_norm",
             "k_norm",
+            "sinks",
             "router",
             "selection_bias",
         )

@@ -71,6 +71,7 @@ class LayerTune:
     moe_norm_D: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    sinks_H: Tensor | None = None
     router: Any | None = None  # a RouterLinear of the same kernels
     selection_bias_E: Tensor | None = None  # of its own router
 

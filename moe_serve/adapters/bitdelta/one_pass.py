@@ -2,8 +2,8 @@
 
 Kernels with `layer_front` and `layer_stack` compute the base model's products for all rows at once,
 and read what a fine-tune adds, or has in place of the base model's, row by row. Layers that these
-calls do not have (latent attention, shards), and changes that they do not have (sinks, the gate of
-a shared expert), leave a fine-tune a pass of its own, by its attention stage.
+calls do not have (latent attention, multipliers of the residual stream, shards) leave a fine-tune a
+pass of its own, by its attention stage.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from moe_kernels.interface.adapters import AdapterKernels, LayerTune, ModelTune
 from moe_serve.model.stage.adapter_rows import AdapterLayer
 from moe_serve.model.stage.attention import GroupedQueryAttention
 from moe_serve.model.stage.attention_stage import AttentionLayer, AttentionStage
+from moe_serve.model.stage.gather import GatheredMLP
 
 _T = TypeVar("_T")
 
 
 def with_mlps(layers: Sequence[AdapterLayer], stage: AttentionStage) -> tuple[AdapterLayer, ...]:
     """Returns the layers with the shared experts and dense MLPs of a fine-tune's stage."""
-    return tuple(
-        layer if weights.mlp is None else replace(layer, mlp=weights.mlp.bank)
-        for layer, weights in zip(layers, stage.layers, strict=True)
-    )
+    return tuple(_with_mlp(*pair) for pair in zip(layers, stage.layers, strict=True))
+
+
+def _with_mlp(layer: AdapterLayer, weights: AttentionLayer) -> AdapterLayer:
+    if weights.mlp is None or isinstance(weights.mlp.bank, GatheredMLP):
+        return layer
+    return replace(layer, mlp=weights.mlp.bank, gate=weights.mlp.gate)
 
 
 def prepare(
@@ -36,8 +40,7 @@ def prepare(
 ) -> Any | None:
     """Returns a fine-tune as the kernels take it; None: its rows pass the layers by themselves.
     `layers`: those of `with_mlps`, whose MLPs may be the base model's."""
-    pairs = list(zip(base.layers, own.layers, strict=True))
-    if kernels is None or not base.has_all_fronts or not all(_is_common(*p) for p in pairs):
+    if kernels is None or not base.has_all_fronts:
         return None
     parts = [
         replace(
@@ -45,7 +48,7 @@ def prepare(
             mlp=layer.mlp if _has_own_mlp(*pair) else None,
             tune=_layer_tune(*pair),
         )
-        for layer, pair in zip(layers, pairs, strict=True)
+        for layer, *pair in zip(layers, base.layers, own.layers, strict=True)
     ]
     model = ModelTune(
         embedding_VD=_changed(own.embedding, base.embedding),
@@ -58,15 +61,6 @@ def prepare(
 def _changed(own: _T, base: _T) -> _T | None:
     """Returns a part of a fine-tune; None: it is the base model's."""
     return None if own is base else own
-
-
-def _is_common(base: AttentionLayer, own: AttentionLayer) -> bool:
-    """Returns whether the kernels have all changes to a layer."""
-    heads, tuned = base.attention, own.attention
-    if not isinstance(heads, GroupedQueryAttention) or not isinstance(tuned, GroupedQueryAttention):
-        return False
-    gates = [None if each.mlp is None else each.mlp.gate for each in (base, own)]
-    return tuned.sinks_H is heads.sinks_H and gates[0] is gates[1]
 
 
 def _has_own_mlp(base: AttentionLayer, own: AttentionLayer) -> bool:
@@ -85,6 +79,7 @@ def _layer_tune(base: AttentionLayer, own: AttentionLayer) -> LayerTune:
         moe_norm_D=_changed(own.moe_norm, base.moe_norm),
         q_norm=None if norm is None else norm.q,
         k_norm=None if norm is None else norm.k,
+        sinks_H=_changed(tuned.sinks_H, heads.sinks_H),
         router=None if router is None else router.linear,
         selection_bias_E=None if router is None else router.selection_bias_E,
     )

@@ -57,6 +57,8 @@ class DenseMLP:
     def adapted(self, x_TD: Tensor, additions: LayerAdditions | None) -> Tensor:
         """Computes the MLP, and for the rows of an adapter with an MLP of its own that one."""
         out_TD = self(x_TD)
-        for group, bank in () if additions is None else additions.mlps:
-            out_TD = group.put(out_TD, replace(self, bank=bank)(group.select(x_TD)))
+        for group, layer in () if additions is None else additions.mlps:
+            assert layer.mlp is not None, "a layer with an MLP"
+            own = replace(self, bank=layer.mlp, gate=layer.gate or self.gate)
+            out_TD = group.put(out_TD, own(group.select(x_TD)))
         return out_TD

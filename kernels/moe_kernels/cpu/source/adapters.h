@@ -38,7 +38,7 @@ struct LowRank {  // the addition to a linear layer; mirrored in native_adapters
 
 struct LayerTune {  // of a whole fine-tune, null: the base model's; mirrored in native_adapters.py
   const Signs *qkv, *output;  // added to the base model's
-  const void *attention_norm, *moe_norm, *q_norm, *k_norm;
+  const void *attention_norm, *moe_norm, *q_norm, *k_norm, *sinks;
   const Linear* router;
   const float* selection_bias;  // of its router; may be null
 };

@@ -18,7 +18,7 @@ static void front(const Front& f, const Parts<T>& parts, const AttentionPlan* pl
                   T* x, int64_t* ids, float* weights, int64_t num_rows,
                   const RowAdapters* adapters, int64_t layer) {
   static thread_local Scratch qkv_scratch, attended_scratch, logits_scratch;
-  static thread_local std::vector<const void*> norms;
+  static thread_local std::vector<const void*> own_weights;
   T* qkv = qkv_scratch.get<T>(num_rows * f.qkv_width);
   T* attended = attended_scratch.get<T>(num_rows * f.attended_width);
   tuned_norm(f, parts, f.attention_norm, &LayerTune::attention_norm, hidden, x, num_rows, adapters,
@@ -26,8 +26,8 @@ static void front(const Front& f, const Parts<T>& parts, const AttentionPlan* pl
   parts.linear(f.qkv, x, f.width, nullptr, qkv, num_rows);
   if (adapters) parts.low_rank(adapters, layer, 0, x, f.width, qkv, f.threads);
   if (adapters) parts.row_signs(adapters, layer, 0, x, f.width, qkv, f.threads);
-  const AttentionPlan own = tuned_plan(f, *plan, norms, num_rows, adapters, layer);
-  parts.attend(&own, qkv, (const T*)f.q_norm, (const T*)f.k_norm, f.sinks, f.cos, f.sin,
+  const AttentionPlan tuned = tuned_plan(f, *plan, own_weights, num_rows, adapters, layer);
+  parts.attend(&tuned, qkv, (const T*)f.q_norm, (const T*)f.k_norm, f.sinks, f.cos, f.sin,
                f.query_scale, positions, kv_rows, pages, attended);
   parts.linear(f.output, attended, f.attended_width, hidden, out, num_rows);
   if (adapters) parts.low_rank(adapters, layer, 1, attended, f.attended_width, out, f.threads);

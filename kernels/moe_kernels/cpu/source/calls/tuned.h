@@ -35,24 +35,25 @@ static void tuned_norm(const Front& f, const Parts<T>& parts, const void* weight
   });
 }
 
-// The plan with the norms of queries and keys of each row; the plan itself if no fine-tune has own.
+// The plan with the norms and sinks of each row; the plan itself if no fine-tune has own ones.
 static inline AttentionPlan tuned_plan(const Front& f, const AttentionPlan& plan,
-                                       std::vector<const void*>& norms, int64_t num_rows,
+                                       std::vector<const void*>& weights, int64_t num_rows,
                                        const RowAdapters* adapters, int64_t layer) {
-  AttentionPlan own = plan;
+  AttentionPlan tuned = plan;
   for_tunes(adapters, layer, [&](const LayerTune& tune, const int64_t* rows, int64_t count) {
-    if (!tune.q_norm && !tune.k_norm) return;
-    if (!own.norms) {
-      norms.resize(2 * num_rows);
-      for (int64_t t = 0; t < num_rows; ++t) norms[2 * t] = f.q_norm, norms[2 * t + 1] = f.k_norm;
-      own.norms = norms.data();
+    const void* own[3] = {tune.q_norm, tune.k_norm, tune.sinks};
+    if (!own[0] && !own[1] && !own[2]) return;
+    if (!tuned.own) {
+      weights.clear();
+      for (int64_t t = 0; t < num_rows; ++t)
+        weights.insert(weights.end(), {f.q_norm, f.k_norm, f.sinks});
+      tuned.own = weights.data();
     }
-    for (int64_t i = 0; i < count; ++i) {
-      if (tune.q_norm) norms[2 * rows[i]] = tune.q_norm;
-      if (tune.k_norm) norms[2 * rows[i] + 1] = tune.k_norm;
-    }
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t w = 0; w < 3; ++w)
+        if (own[w]) weights[3 * rows[i] + w] = own[w];
   });
-  return own;
+  return tuned;
 }
 
 // The choices of the rows whose fine-tune has a router of its own.

@@ -52,7 +52,11 @@ static inline void add_choices(const uint32_t* bits, int64_t words, const float*
   f32x16 c[N] = {};
   for (int64_t w = 0; w < words; ++w) {
     u32x16 word[N];
-    for (int p = 0; p < N; ++p) memcpy(&word[p], bits + (p * words + w) * kLanes, sizeof word[p]);
+    for (int p = 0; p < N; ++p) {
+      const uint32_t* from = bits + (p * words + w) * kLanes;
+      memcpy(&word[p], from, sizeof word[p]);
+      __builtin_prefetch(from + N * words * kLanes);  // of the next panels
+    }
 #pragma GCC unroll 8
     for (int64_t j = 0; j < kWordBits / kChoiceBits; ++j, sums += kWays)
 #pragma GCC unroll 4
