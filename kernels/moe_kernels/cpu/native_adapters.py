@@ -158,8 +158,7 @@ class NativeAdapter:
             struct.experts = self._own(parts.own)
             if parts.additions is not None:
                 struct.experts = parts.additions.pointer
-            is_signed = isinstance(parts.mlp, SignedBank)
-            struct.mlp = parts.mlp.signs.pointer if is_signed else self._own(parts.mlp)
+            struct.mlp = self._own(parts.mlp)
             struct.tune = None if parts.tune is None else self._tune(parts.tune)
         self.pointer = ctypes.addressof(self._array)
         self.model_pointer = None if model is None else self._model(model)
@@ -203,9 +202,12 @@ class NativeAdapter:
         return ctypes.addressof(whole)
 
     def _own(self, bank: object) -> int | None:
-        """Returns the changes that consist of a bank's experts."""
+        """Returns the changes that consist of a bank's experts, or of its signs."""
         if bank is None:
             return None
+        if isinstance(bank, SignedBank):
+            pointer: int = bank.signs.pointer
+            return pointer
         assert isinstance(bank, ExpertTable), f"native experts, not {type(bank).__name__}"
         unchanged_E = torch.zeros(bank.num_experts, dtype=torch.uint8)
         struct = ChangesStruct(is_changed=unchanged_E.data_ptr(), own=bank.pointer)
