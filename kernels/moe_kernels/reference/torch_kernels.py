@@ -170,11 +170,26 @@ class TorchKernels:
             q_THD, k_THD = _norm_heads(q_THD, k_THD, norm, shape)
         if call.rotary.query_scale is not None:
             q_THD = q_THD * call.rotary.query_scale[call.positions][:, None, None]
-        new_keys, new_values = (x.reshape(-1, x.shape[-1]).float() for x in (k_THD, v_THD))
-        store_rows(call.pages, new_keys, new_values, call.kv_rows)
-        q_THD = rotated(q_THD, call.pages.form.rotation(shape.head_dim))
-        out = paged_attention(q_THD, *page_rows(call.pages), call.plan, shape.scale, sinks_H)
+        out = self.over_keys(q_THD, k_THD, v_THD, call, shape.scale, sinks_H)
         return out.flatten(1).to(qkv.dtype)
+
+    def over_keys(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGV: Tensor | None,
+        call: AttentionCall[AttentionPlan],
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Stores new keys and values (of G heads; None: the keys' first part) in the pages, and
+        attends to all of each sequence -> [T, H, Dv] in fp32."""
+        new_keys = k_TGD.reshape(-1, k_TGD.shape[-1]).float()
+        new_values = None if v_TGV is None else v_TGV.reshape(-1, v_TGV.shape[-1]).float()
+        store_rows(call.pages, new_keys, new_values, call.kv_rows)
+        if v_TGV is not None:
+            q_THD = rotated(q_THD, call.pages.form.rotation(k_TGD.shape[-1]))
+        return paged_attention(q_THD, *page_rows(call.pages), call.plan, scale, sinks_H)
 
     def attend_latent(
         self,
@@ -188,11 +203,10 @@ class TorchKernels:
         latent, key = latent_TC.split([shape.latent_dim, shape.rope_dim], dim=-1)
         latent = rms_norm(latent.contiguous(), norm_weight_L, shape.norm_eps)
         key = _rotate(key[:, None], call.rotary, call.positions)[:, 0]
-        store_rows(call.pages, torch.cat((latent.float(), key), -1), None, call.kv_rows)
+        keys = torch.cat((latent.float(), key), -1)[:, None]
         q_rope = _rotate(q_rope_THR, call.rotary, call.positions)
         q = torch.cat((q_latent_THL.float(), q_rope), -1)
-        out = paged_attention(q, *page_rows(call.pages), call.plan, shape.softmax_scale)
-        return out.to(latent.dtype)
+        return self.over_keys(q, keys, None, call, shape.softmax_scale).to(latent.dtype)
 
     def route(
         self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None

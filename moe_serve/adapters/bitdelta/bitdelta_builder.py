@@ -44,7 +44,16 @@ class BitDeltaBuilder:
                 f"{files.folder} is a BitDelta adapter, for which the kernels "
                 f"{self._loader.kernels.name} have no products: use --kernels native or torch."
             )
-        tensors = read_bitdelta(files, self._modules, self._full)
+        return self.built(self.read(files))
+
+    def read(self, files: AdapterFiles) -> BitDeltaTensors:
+        """Checks an adapter's files. Raises CheckpointError."""
+        return read_bitdelta(files, self._modules, self._full)
+
+    def built(self, tensors: BitDeltaTensors) -> AdapterWeights:
+        """Builds an adapter of its tensors. Raises CheckpointError."""
+        assert self._experts is not None, "kernels with signs"
+        files = tensors.files
         self._check_routers(tensors)
         layers, num_bytes = [], 0
         for layer in range(self._loader.spec.num_layers):
