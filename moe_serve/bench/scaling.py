@@ -13,7 +13,7 @@ from typing import Literal
 from moe_serve.bench.plan_loads import Progress, Wanted, means_of, most_seats, plan_table
 from moe_serve.bench.simulated_cells import Scaling, serve_cells
 from moe_serve.bench.simulated_requests import jobs_of
-from moe_serve.bench.simulated_run import SimulatedRun
+from moe_serve.bench.simulated_run import NO_REQUESTS, SimulatedRun
 from moe_serve.bench.workload.prompt_maker import Slot
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler, ScaleLimits
 from moe_serve.cluster.autoscale.plan_file import PlannedRole, ScalePlan, write_plan
@@ -76,6 +76,8 @@ def _policy(
     if request.policy == "static":
         return StaticPolicy(limits.max_cells)
     slots = list(run.workload.slots())
+    if not slots:
+        raise BenchError(NO_REQUESTS)
     if request.policy == "target":
         return TargetPolicy(request.target or _target(run, setup, slots, progress))
     if request.policy == "learnt":

@@ -100,6 +100,10 @@ def test_cells_with_roles_and_their_number(
     )
     for arguments, message in (
         (("--cells", "(1D)", "--devices", "2"), "--devices is in --cells: leave it out"),
+        (
+            ("--cells", "(1D)", "--autoscale", "target", "--load", "2", "--trace", "T"),
+            "--load is a share of the capacity of a fixed number of cells: leave --autoscale out",
+        ),
         (("--cells", "(1D prefill)"), "has cells with the role prefill and none with the role"),
         (("--cells", "(3D tp2)"), "3 devices do not divide into attention ranks of 2"),
         (("--min-cells", "2"), "--min-cells belongs to --cells LAYOUT"),
@@ -109,6 +113,9 @@ def test_cells_with_roles_and_their_number(
     ):
         assert run(*model, *arguments, "--concurrency", "1") == 2, arguments
         assert message in capsys.readouterr().err.splitlines()[-1], arguments
+    empty = ("--cells", "(1D)", "--autoscale", "target", "--slo", "ttft=1s", "--duration", "1")
+    assert run(*model, *empty, "--rate", "0.001") == 2
+    assert "the workload has no requests" in capsys.readouterr().err
 
 
 def test_prefixes_of_a_trace_are_found(tmp_path: Path) -> None:
