@@ -1,12 +1,14 @@
 """Measures BitDelta adapters: bytes, perplexity beside the fine-tune's, and several in one batch.
 
-    python benchmarks/run.py bitdelta
+    python benchmarks/run.py bitdelta                      about two minutes on a quiet machine
+    python benchmarks/run.py bitdelta --clock cpu          on a busy one: speeds by processor time
     python benchmarks/run.py bitdelta --json bitdelta.json
 
 The fine-tune is the demonstration model with both of its example adapters merged. Perplexity is
-that of pages of docs/guide, a kind of text that the fine-tune was made for. Speed is that of four
-different adapters in one batch, and of four merged models that answer one after the other, in
-turns.
+that of pages of docs/guide, a kind of text that the fine-tune was made for; scales are fitted to
+docs/internals and docs/operate (--steps 0: not at all). Speed is that of four different adapters in
+one batch, also with as many rows of the base model beside, and of four merged models that answer
+one after the other. The cases take turns.
 """
 
 from __future__ import annotations
@@ -18,21 +20,24 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from harness.environment import write_report
+from moe_serve.adapters.bitdelta.distil import Distilled, DistilRecipe, DistilTexts
 from moe_serve.adapters.bitdelta.make import make_bitdelta
+from moe_serve.adapters.bitdelta.make_distilled import make_distilled
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.offline.llm import LLM
 
-_GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide"
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
 _WINDOW = 512
 _COUNT = 4  # fine-tunes in one batch
 
@@ -79,28 +84,51 @@ def perplexity(llm: LLM, windows: Sequence[list[int]], adapter: str | None) -> f
     return math.exp(-statistics.fmean(found))
 
 
-def windows_of(base: Path, count: int) -> list[list[int]]:
-    text = "\n\n".join(path.read_text("utf-8") for path in sorted(_GUIDE.glob("*.md")))
+def windows_of(
+    base: Path, count: int, size: int = _WINDOW, folder: str = "guide"
+) -> list[list[int]]:
+    text = "\n\n".join(path.read_text("utf-8") for path in sorted((_DOCS / folder).glob("*.md")))
     tokens = Tokenizer.from_file(str(base / "tokenizer.json")).encode(text).ids
-    return [tokens[i * _WINDOW : (i + 1) * _WINDOW] for i in range(count)]
+    return [tokens[i * size : (i + 1) * size] for i in range(min(count, len(tokens) // size))]
 
 
-def speeds(llm: LLM, names: Sequence[str], num_tokens: int, rounds: int) -> dict[str, float]:
+def fitted(base: Path, tuned: Path, out: Path, steps: int) -> Distilled:
+    """Makes an adapter whose scales are fitted to pages that perplexity is not measured on."""
+    pages = [windows_of(base, 400, 128, folder) for folder in ("internals", "operate")]
+    texts = [np.array(tokens, dtype=np.int64) for windows in pages for tokens in windows]
+    order = np.random.default_rng(0).permutation(len(texts))
+    texts = [texts[i] for i in order]
+    chosen = DistilTexts(fitted=texts[16:], held_out=texts[:16])
+    recipe = DistilRecipe(num_steps=steps)
+    return make_distilled(base, tuned, out, "matrix", chosen, recipe).distilled
+
+
+def speeds(
+    llm: LLM, names: Sequence[str], num_tokens: int, rounds: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Returns the medians of tokens per second, in turns."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     prompts = [[5 + i, 9, 20, 77, 31, 8] for i in range(_COUNT)]
-    found: dict[str, list[float]] = {}
+    none: list[str | None] = [None] * _COUNT
+    cases: dict[str, list[str | None]] = {
+        "base": none,
+        "adapters": list(names),
+        "one adapter": [names[0]] * _COUNT,
+        "adapters and base rows": [*names, *none],
+        "base, twice the rows": none * 2,
+        "in turns": none,
+    }
+    found: dict[str, list[float]] = {case: [] for case in cases}
     for number in range(rounds + 1):  # the first is not counted
-        for case in ("base", "adapters", "in turns"):
-            start = time.perf_counter()
+        for case, chosen in cases.items():
+            wanted, start = (prompts * 2)[: len(chosen)], clock()
             if case == "in turns":
-                for prompt in prompts:
+                for prompt in wanted:
                     llm.generate([prompt], params, use_progress_bar=False)
             else:
-                chosen = list(names) if case == "adapters" else None
-                llm.generate(prompts, params, adapter=chosen, use_progress_bar=False)
-            speed = _COUNT * num_tokens / (time.perf_counter() - start)
-            found.setdefault(case, []).extend([speed] if number else [])
+                llm.generate(wanted, params, adapter=chosen, use_progress_bar=False)
+            speed = len(chosen) * num_tokens / (clock() - start)
+            found[case].extend([speed] if number else [])
     return {name: statistics.median(each) for name, each in found.items()}
 
 
@@ -117,13 +145,22 @@ def measure(options: argparse.Namespace, root: Path) -> Mapping[str, float]:
                 found[f"{out.name}: matrices, bf16 / stored"] = (
                     size.matrix_bf16_bytes / size.matrix_bytes
                 )
+    if options.steps:
+        done = fitted(base, tuned[0], root / "fitted", options.steps)
+        folders["fitted"] = str(root / "fitted")
+        found["divergence, mean scales, nats"] = done.before.divergence
+        found["divergence, fitted scales, nats"] = done.after.divergence
     settings = {"num_threads": options.threads, "prefix_cache": False, "max_model_len": 1024}
     with LLM(str(base), adapters=folders, **settings) as llm:
         windows = windows_of(base, options.windows)
-        for name in (None, "matrix0", "row0"):
+        for name in (None, "matrix0", "row0", *(["fitted"] if options.steps else [])):
             found[f"perplexity, {name or 'base'}"] = perplexity(llm, windows, name)
         names = [f"matrix{i}" for i in range(_COUNT)]
-        found |= {f"tokens/s, {k}": v for k, v in speeds(llm, names, 64, options.rounds).items()}
+        clock = time.process_time if options.clock == "cpu" else time.perf_counter
+        found |= {
+            f"tokens/s, {case}": speed
+            for case, speed in speeds(llm, names, 64, options.rounds, clock).items()
+        }
         assert llm._adapters is not None, "adapters were given"
         stats = llm._adapters.stats
         found["bytes of an adapter in memory"] = stats.bytes_in_memory / stats.num_in_memory
@@ -135,17 +172,29 @@ def measure(options: argparse.Namespace, root: Path) -> Mapping[str, float]:
 
 def ratios(found: Mapping[str, float]) -> dict[str, float]:
     """Returns what the figures are compared by."""
-    fine = found["perplexity, fine-tune"]
+    fine, speed = found["perplexity, fine-tune"], _speed_ratios(found)
+    if "perplexity, fitted" in found:
+        speed["perplexity, fitted scales / fine-tune"] = found["perplexity, fitted"] / fine
     return {
         "perplexity, one scale a matrix / fine-tune": found["perplexity, matrix0"] / fine,
         "perplexity, one scale a row / fine-tune": found["perplexity, row0"] / fine,
         "perplexity, base / fine-tune": found["perplexity, base"] / fine,
-        "4 adapters in a batch / base": found["tokens/s, adapters"] / found["tokens/s, base"],
-        "4 adapters in a batch / 4 models in turns": (
-            found["tokens/s, adapters"] / found["tokens/s, in turns"]
-        ),
+        **speed,
         "model and 4 adapters / one model, bytes": 1
         + _COUNT * found["bytes of an adapter in memory"] / found["model bytes"],
+    }
+
+
+def _speed_ratios(found: Mapping[str, float]) -> dict[str, float]:
+    adapters = found["tokens/s, adapters"]
+    mixed = found["tokens/s, adapters and base rows"]
+    return {
+        "4 adapters in a batch / 4 rows of the base": adapters / found["tokens/s, base"],
+        "4 rows of one adapter / 4 rows of the base": (
+            found["tokens/s, one adapter"] / found["tokens/s, base"]
+        ),
+        "4 adapters and 4 base rows / 8 base rows": mixed / found["tokens/s, base, twice the rows"],
+        "4 adapters in a batch / 4 models in turns": adapters / found["tokens/s, in turns"],
     }
 
 
@@ -156,6 +205,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--windows", type=int, default=24, help="of 512 tokens")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=60, help="to fit scales; 0: none are fitted")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from experts.expert_stage import ExpertStage
 from moe_serve.adapters.targets import AdaptedMatrix
 from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.gather import Gather
@@ -36,5 +35,4 @@ class LiveModel:
 
     attention: AttentionStage | None = None
     gather: Gather | None = None  # of a tensor shard
-    experts: ExpertStage | None = None
     is_routing: bool = False  # expert ranks route, not attention ranks

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # it imports torch, which is slow to start
 adapters = typer.Typer(no_args_is_help=True)
 
 _SCALES = ("matrix", "row")
+_PIECE_TOKENS, _TOKENS_OF_STEP, _HELD_OUT_TOKENS = 128, 512, 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,12 @@ class MakeBitDeltaOptions:
     scales: str = option(
         "matrix", help="matrix: one scale for each matrix. row: one for each of its rows."
     )
+    texts: list[Path] | None = option(
+        None,
+        help="Text file or folder to fit the scales to, so that the adapter predicts what the "
+        "fine-tune predicts. May be given more than once.",
+    )
+    steps: int = option(100, min=1, help="Steps of the fit, of 4 texts with 128 tokens each.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,10 @@ def make(options: MakeBitDeltaOptions) -> None:
     if options.scales not in _SCALES:
         raise ConfigError(f"--scales is {options.scales!r}: it is one of {', '.join(_SCALES)}.")
 
+    if options.texts:
+        _distil(options, options.texts)
+        return
+
     from moe_serve.adapters.bitdelta.make import make_bitdelta
 
     scales = "row" if options.scales == "row" else "matrix"
@@ -70,6 +81,50 @@ def make(options: MakeBitDeltaOptions) -> None:
         ),
         options.out,
     )
+
+
+def _distil(options: MakeBitDeltaOptions, paths: list[Path]) -> None:
+    """Makes an adapter whose scales are fitted to texts, and says what they changed."""
+    from moe_serve.adapters.bitdelta.distil import DistilRecipe, DistilTexts
+    from moe_serve.adapters.bitdelta.make_distilled import make_distilled
+    from moe_serve.quantize.quantise_texts import read_texts
+    from moe_serve.text.tokenizer import Tokenizer
+
+    base = _folder(options.base)
+    read = read_texts(
+        [path.expanduser() for path in paths],
+        Tokenizer.load(base),
+        num_tokens=options.steps * _TOKENS_OF_STEP,
+        num_held_out=_HELD_OUT_TOKENS,
+        max_piece=_PIECE_TOKENS,
+        seed=0,
+        otherwise="leave them out",
+    )
+    texts = DistilTexts(
+        fitted=[piece.tokens for piece in read.calibration],
+        held_out=[piece.tokens for piece in read.held_out],
+    )
+    with progress_bar() as report:
+        made = make_distilled(
+            base,
+            options.tuned.expanduser(),
+            options.out.expanduser(),
+            "row" if options.scales == "row" else "matrix",
+            texts,
+            DistilRecipe(num_steps=options.steps),
+            lambda done, total: report(f"{done} of {total} steps", done / total),
+        )
+    before, after = made.distilled.before, made.distilled.after
+    count = sum(len(tokens) for tokens in texts.held_out)
+    typer.echo(
+        f"{count:,} tokens of held-out texts: divergence from the fine-tune "
+        f"{before.divergence:.4f} -> {after.divergence:.4f} nats a token, perplexity "
+        f"{before.perplexity:.2f} -> {after.perplexity:.2f} (fine-tune "
+        f"{made.distilled.tuned_perplexity:.2f})."
+    )
+    if not made.distilled.is_better:
+        typer.echo("The mean magnitudes fit the held-out texts better: the adapter has these.")
+    _tell(made.size, options.out)
 
 
 @adapters.command("convert-bitdelta")
@@ -100,6 +155,10 @@ def _folder(name: str) -> Path:
 def _run(work: Callable[[Callable[[int, int], None]], BitDeltaSize], out: Path) -> None:
     with progress_bar() as report:
         size = work(lambda done, total: report(f"{done} of {total} tensors", done / total))
+    _tell(size, out)
+
+
+def _tell(size: BitDeltaSize, out: Path) -> None:
     ratio = size.matrix_bf16_bytes / max(1, size.matrix_bytes)
     typer.echo(
         f"{out}: {size.num_matrices} matrices in {size.matrix_bytes:,} bytes, 1/{ratio:.1f} of "

@@ -101,7 +101,7 @@ def build_engine(
     next_layer = open_next_layer(config, model.folder, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = model.load_attention(config)
-    adapters = open_adapters(config, loader, LiveModel(attention=part.stage, experts=experts))
+    adapters = open_adapters(config, loader, LiveModel(attention=part.stage))
     pipeline = _pipeline(config, part, loader, experts, (log, tap, next_layer), adapters)
     cuts, watch = config.pipeline.num_in_one_process, StepWatch(log)
     runner, graphs = with_cuda_graphs(pipeline, part.stage, part.cache, config, max_model_len, cuts)

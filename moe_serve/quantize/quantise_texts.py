@@ -32,13 +32,15 @@ def read_texts(
     num_held_out: int,
     max_piece: int,
     seed: int,
+    otherwise: str = "use --method rtn without them",
 ) -> QuantiseTexts:
     """Read texts and hold some out: files named valid*, every tenth document, or the end of a text.
 
     With `held_out_paths` these are held out instead. A document that is held out is not calibrated
     on, wherever else it occurs.
 
-    Nothing is read to calibrate on if `num_tokens` is 0. Raises ConfigError for too few tokens.
+    Nothing is read to calibrate on if `num_tokens` is 0. Raises ConfigError for too few tokens,
+    with the advice `otherwise`.
     """
     size = min(max_piece, _MAX_PIECE)
     train = read_documents(paths, "train")
@@ -56,7 +58,7 @@ def read_texts(
     if found < min(_FEWEST_TOKENS, num_tokens):
         raise ConfigError(
             f"--texts give {found} tokens to calibrate on, and at least {_FEWEST_TOKENS} are "
-            "needed: add texts, or use --method rtn without them."
+            f"needed: add texts, or {otherwise}."
         )
     return QuantiseTexts(calibration, held_out)
 

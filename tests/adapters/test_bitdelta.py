@@ -14,6 +14,7 @@ from moe_kernels.kernel_choice import KernelsName
 from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_unchanged
 from moe_serve.adapters.adapter_part import LiveModel
+from moe_serve.adapters.bitdelta import bitdelta_builder
 from moe_serve.adapters.bitdelta.make import make_bitdelta
 from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import CheckpointError, ConfigError
@@ -34,7 +35,14 @@ from tests.support.families.all_cases import CASES
 from tests.support.families.parity import write_checkpoint
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
-FAMILIES = ["qwen2_moe", "deepseek_v2-lite", "gpt_oss", "granitemoe-shared"]
+FAMILIES = [
+    "qwen3_moe-dense-layers",
+    "glm4_moe-qk-norm-groups",
+    "qwen2_moe",
+    "deepseek_v2-lite",
+    "gpt_oss",
+    "granitemoe-shared",
+]
 
 
 def made(folder: Path, base: Path, seed: int = 0, scales: str = "matrix") -> Path:
@@ -79,21 +87,54 @@ def test_log_probabilities_of_the_merged_checkpoint(
     assert content(without) == content(answers_of(base, dtype="float32", kernels=kernels))
 
 
-@pytest.mark.parametrize("kernels", KERNEL_SETS)
-def test_bits_do_not_depend_on_the_batch(base: Path, kernels: KernelsName, tmp_path: Path) -> None:
-    adapters = adapters_of(
+def adapters_beside(tmp_path: Path, base: Path) -> dict[str, str]:
+    """Returns two fine-tunes, and LoRAs that run beside them."""
+    return adapters_of(
         one=made(tmp_path, base, 1),
         two=made(tmp_path, base, 2),
         lora=write_lora(tmp_path / "lora", base),
         experts=write_lora(tmp_path / "experts", base, seed=3, pattern=EXPERTS),
     )
-    names = [None, "one", "lora", "two", "experts", "one"]
+
+
+NAMES = (None, "one", "lora", "two", "experts", "one")
+
+
+def mixed(llm: LLM) -> list[object]:
+    """Answers the same prompt with different adapters in one batch."""
+    prompts = [PROMPTS[0]] * len(NAMES)
+    return content(llm.generate(prompts, GREEDY, adapter=list(NAMES), use_progress_bar=False))
+
+
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_bits_do_not_depend_on_the_batch(base: Path, kernels: KernelsName, tmp_path: Path) -> None:
+    adapters = adapters_beside(tmp_path, base)
     with LLM(str(base), dtype="bfloat16", kernels=kernels, adapters=adapters) as llm:
-        alone = {name: content(answers(llm, name, PROMPTS[:1])) for name in dict.fromkeys(names)}
-        both = llm.generate([PROMPTS[0]] * 6, GREEDY, adapter=names, use_progress_bar=False)
-    assert [content([each]) for each in both] == [alone[name] for name in names]
+        alone = {name: content(answers(llm, name, PROMPTS[:1])) for name in dict.fromkeys(NAMES)}
+        assert [[each] for each in mixed(llm)] == [alone[name] for name in NAMES]
     assert len({str(each) for each in alone.values()}) == 5
     assert alone[None] == content(answers_of(base, dtype="bfloat16", kernels=kernels))[:1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe-dense-layers", "gpt_oss"])
+def test_rows_that_pass_the_layers_with_others_have_the_bits_of_a_pass_of_their_own(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = write_checkpoint(tmp_path / "base", CASES[family])
+    adapters = adapters_of(one=made(tmp_path, base, 1), two=made(tmp_path, base, 2))
+    found = []
+    for is_common in (True, False):
+        if not is_common:
+            monkeypatch.setattr(bitdelta_builder, "prepare", lambda *_: None)
+        with LLM(str(base), dtype="bfloat16", kernels="native", adapters=adapters) as llm:
+            assert llm._adapters is not None
+            prepared = llm._adapters.acquire("one").weights.prepared
+            assert (prepared is not None) == is_common
+            names = [None, "one", "two", "one"]
+            prompts = [PROMPTS[0], *PROMPTS, PROMPTS[0]]
+            outputs = llm.generate(prompts, GREEDY, adapter=names, use_progress_bar=False)
+            found.append(content(outputs))
+    assert found[0] == found[1]
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -122,7 +163,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 def test_files_that_are_refused(base: Path, tmp_path: Path) -> None:
     adapter = made(tmp_path, base)
     loader = ModelLoader(base)
-    live = LiveModel(attention=loader.attention_stage(64), experts=loader.expert_stage())
+    live = LiveModel(attention=loader.attention_stage(64))
     builder = AdapterBuilder(loader, AdapterConfig(), live=live)
     whole = (adapter / "model.safetensors").read_bytes()
     for what, (change, message) in WRONG.items():
@@ -140,15 +181,17 @@ def test_files_that_are_refused(base: Path, tmp_path: Path) -> None:
 
 def test_other_routers_are_refused_where_expert_ranks_route(base: Path, tmp_path: Path) -> None:
     adapter, loader = made(tmp_path, base), ModelLoader(base)
-    live = LiveModel(experts=loader.expert_stage(), is_routing=True)
+    live = LiveModel(is_routing=True)
     with open_unchanged(adapter) as files, pytest.raises(CheckpointError, match="cluster.router"):
         AdapterBuilder(loader, AdapterConfig(), live=live).build(files)
 
 
-def test_moving_experts_are_refused(base: Path, tmp_path: Path) -> None:
+def test_bits_with_an_expert_memory(base: Path, tmp_path: Path) -> None:
     adapters = adapters_of(own=made(tmp_path, base))
-    with pytest.raises(ConfigError, match="model.expert_memory_bytes"):
-        LLM(str(base), adapters=adapters, expert_memory_bytes=200_000)
+    with LLM(str(base), adapters=adapters) as llm:
+        expected = content(answers(llm, "own"))
+    with LLM(str(base), adapters=adapters, expert_memory_bytes=200_000) as llm:
+        assert content(answers(llm, "own")) == expected
 
 
 def test_what_no_adapter_is_made_of(base: Path, tmp_path: Path) -> None:

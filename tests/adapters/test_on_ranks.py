@@ -38,7 +38,9 @@ from tests.support.adapters.adapter_folders import (
     write_merged,
 )
 from tests.support.adapters.bitdelta_folders import write_fine_tune
+from tests.support.cluster.fault_drive import FaultDrive
 from tests.support.cluster.layouts import Answer, config, requests, serve
+from tests.support.cluster.live_moves import Moves
 from tests.support.cluster.thread_starter import ThreadStarter
 from tests.support.families.all_cases import CASES
 from tests.support.families.parity import write_checkpoint
@@ -114,6 +116,20 @@ def test_answers_of_one_process(
         assert answers(built) == expected, "with warm prefixes"
     finally:
         built.engine.close()
+
+
+def test_answers_while_experts_move(
+    base: Path, adapters: AdapterConfig, expected: dict[str, Answer]
+) -> None:
+    made = of(base, adapters, (1, 2))
+    cluster = replace(made.cluster, rebalance="manual", rebalance_max_moves=64)
+    with FaultDrive(replace(made, cluster=cluster), ThreadStarter) as drive:
+        moves = Moves(drive)
+        at = {3: lambda: moves.move_to(moves.shuffled(1))}
+        found = moves.serve(mixed(drive.adapters), at, until=lambda: bool(moves.ends))
+        assert found == expected
+        assert [end.why for end in moves.ends] == [None] and moves.mover.num_copies > 0
+        assert serve(drive.engine, mixed(drive.adapters)) == expected, "after the move"
 
 
 def test_an_esft_has_the_bits_of_the_merged_checkpoint(

@@ -3,13 +3,15 @@ other, with the base's weights shared."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
+from moe_kernels.interface.adapters import AddingBank, RowAdditions
+from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, GatedActivation
 from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix, signs_of
-from moe_kernels.interface.signed_kernels import SignedKernels
+from moe_kernels.interface.signed_kernels import SignedBank, SignedKernels
 from moe_kernels.kernel_choice import KernelsName
 from moe_kernels.reference.expert_mlp import routed_experts_reference
 from tests.support.kernels.kernel_sets import KERNEL_SETS, ids_of, make_kernels
@@ -83,10 +85,8 @@ def test_experts(kernels: KernelsName, dtype: torch.dtype, width: int, hidden: i
         )
         for e in range(6)
     ]
-    first = made.experts([*experts[:4], None, None], activation)
-    second = made.experts([None, None, None, None, *experts[4:]], activation)
-    bases = [first] * 4 + [second] * 2
-    bank = made.signed_experts(bases, added, activation)
+    base = made.experts(experts, activation)
+    bank = SignedBank(base, made.expert_signs(dict(enumerate(added)), torch.ones(6).bool()))
     x, ids = random(9, width, seed=5).to(dtype), ids_of(9, 2, 6, "any")
     weights = torch.full((9, 2), 0.5)
     out = bank.partial(x, ids, weights)
@@ -96,6 +96,26 @@ def test_experts(kernels: KernelsName, dtype: torch.dtype, width: int, hidden: i
     for row in range(9):
         own = slice(row, row + 1)
         assert torch.equal(bank.partial(x[own], ids[own], weights[own]), out[own])
+    _check_rows_of_two_adapters(made, base, bank.signs, added, (x, ids, weights))
+
+
+def _check_rows_of_two_adapters(
+    made: SignedKernels,
+    base: ExpertBank,
+    signs: object,
+    added: list[SignedExpert],
+    rows: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Rows of both, of none, and experts that the second one leaves as they are."""
+    assert isinstance(base, AddingBank)
+    is_changed = torch.tensor([True, True, False, False, True, True])
+    other = made.expert_signs({e: added[e - 1] for e in (0, 1, 4, 5)}, is_changed)
+    index = np.array([0, 1, -1, 1, 0, -1, 1, 1, 0])
+    mixed = base.added_partial(*rows, RowAdditions(index, [signs, other]))
+    alone = [SignedBank(base, signs).partial(*rows), SignedBank(base, other).partial(*rows)]
+    alone.append(base.partial(*rows))
+    for row, owner in enumerate(index):
+        assert torch.equal(mixed[row], alone[owner][row]), f"row {row} of adapter {owner}"
 
 
 def _merged(expert: ExpertWeights, added: SignedExpert) -> ExpertWeights:

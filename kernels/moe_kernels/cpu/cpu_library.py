@@ -55,7 +55,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_service": (_POINTER, _POINTER),
     "moe_draft": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_add": (*[_POINTER] * 4, *[_INT] * 2),
-    "moe_add_signs": (*[_POINTER] * 2, _INT, *[_POINTER] * 3, *[_INT] * 2),
+    "moe_add_signs": (*[_POINTER] * 2, _INT, _POINTER, *[_INT] * 2),
     "moe_attend_latent": (
         *[_POINTER] * 2, *[_INT] * 2, _POINTER, *[_INT] * 2, _POINTER, _INT, *[_POINTER] * 7,
     ),

@@ -14,25 +14,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, num_panels
+from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address, num_panels
+from moe_kernels.cpu.native_changes import (
+    LOW_RANK_PARTS,
+    ChangesStruct,
+    LayerChangesStruct,
+    LayerTuneStruct,
+    ModelTuneStruct,
+)
 from moe_kernels.cpu.native_experts import Addresses, ExpertTable
-from moe_kernels.cpu.native_linear import NativeLinear
+from moe_kernels.cpu.native_linear import NativeLinear, NativeRouterLinear
 from moe_kernels.cpu.native_rows import NativeRows
-from moe_kernels.interface.adapters import AdapterParts, Addition, ExpertAddition, LowRank
+from moe_kernels.cpu.native_signs import NativeSignedLinear
+from moe_kernels.interface.adapters import (
+    AdapterParts,
+    Addition,
+    ExpertAddition,
+    LayerTune,
+    LowRank,
+    ModelTune,
+)
+from moe_kernels.interface.signed_kernels import SignedBank
 
 _PANEL = 16
-_PARTS = ("up_a", "gate_b", "up_b", "down_a", "down_b")
-
-
-class ChangesStruct(ctypes.Structure):
-    """`ExpertChanges` in cpu/source/adapters.h. All but `own` are arrays by expert."""
-
-    _fields_ = (
-        *((name, Pointer) for name in ("is_changed", "own", *_PARTS)),
-        *((name, Int) for name in (
-            "up_width", "up_first", "gate_rank", "up_rank", "down_width", "down_rank",
-        )),
-    )  # fmt: skip
 
 
 class _PartStruct(ctypes.Structure):
@@ -47,12 +51,6 @@ class _LowRankStruct(ctypes.Structure):
     _fields_ = (("a", Pointer), ("parts", Pointer), ("num_parts", Int), ("num_outputs", Int))
 
 
-class _LayerChangesStruct(ctypes.Structure):
-    """`LayerChanges` in cpu/source/adapters.h."""
-
-    _fields_ = tuple((name, Pointer) for name in ("qkv", "output", "experts", "mlp"))
-
-
 def _padded(rank: int) -> int:
     return num_panels(rank) * _PANEL
 
@@ -65,7 +63,7 @@ class NativeExpertAdditions:
     ) -> None:
         count = len(is_changed_E)
         self._native, self._is_changed_E = native, is_changed_E.to(torch.uint8).contiguous()
-        self._addresses = {name: Addresses(count) for name in _PARTS}
+        self._addresses = {name: Addresses(count) for name in LOW_RANK_PARTS}
         self._packed: dict[tuple[object, ...], tuple[object, Tensor]] = {}
         self.num_bytes = 0
         ranks = {
@@ -80,12 +78,12 @@ class NativeExpertAdditions:
             self._put_down(expert, each.down, ranks["down"])
         self.struct = ChangesStruct(
             self._is_changed_E.data_ptr(), None,
-            *(ctypes.addressof(self._addresses[name].array) for name in _PARTS),
+            *(ctypes.addressof(self._addresses[name].array) for name in LOW_RANK_PARTS),
             up_width, up_first, ranks["gate"], ranks["up"], _padded(ranks["down"]), ranks["down"],
         )  # fmt: skip
         self._packed.clear()  # the tables keep the memory
         self.pointer = ctypes.addressof(self.struct)
-        self._alone = _LayerChangesStruct(experts=self.pointer)
+        self._alone = LayerChangesStruct(experts=self.pointer)
         self.layer_pointer = ctypes.addressof(self._alone)
 
     def _put_up(
@@ -151,9 +149,9 @@ def _is_shared(each: ExpertAddition) -> bool:
 class NativeAdapter:
     """An adapter's changes by layer. It keeps what they point to."""
 
-    def __init__(self, layers: Sequence[AdapterParts]) -> None:
-        self._kept: list[Any] = [layers]
-        self._array = (_LayerChangesStruct * len(layers))()
+    def __init__(self, layers: Sequence[AdapterParts], model: ModelTune | None = None) -> None:
+        self._kept: list[Any] = [layers, model]
+        self._array = (LayerChangesStruct * len(layers))()
         for struct, parts in zip(self._array, layers, strict=True):
             struct.qkv, struct.output = self._low_rank(parts.qkv), self._low_rank(parts.output)
             assert parts.own is None or parts.additions is None, "an expert is replaced or changed"
@@ -164,7 +162,32 @@ class NativeAdapter:
             struct.mlp = self._own(parts.mlp)
             if parts.mlp_additions is not None:
                 struct.mlp = parts.mlp_additions.pointer
+            struct.tune = None if parts.tune is None else self._tune(parts.tune)
         self.pointer = ctypes.addressof(self._array)
+        self.model_pointer = None if model is None else self._model(model)
+
+    def _tune(self, tune: LayerTune) -> int:
+        assert tune.router is None or isinstance(tune.router, NativeRouterLinear), "a native router"
+        signs = [_signs(layer) for layer in (tune.qkv, tune.output)]
+        struct = LayerTuneStruct(
+            *signs,
+            address(tune.attention_norm_D),
+            address(tune.moe_norm_D),
+            address(tune.q_norm),
+            address(tune.k_norm),
+            address(tune.sinks_H),
+            None if tune.router is None else tune.router.pointer,
+            address(tune.selection_bias_E),
+        )
+        self._kept.append(struct)
+        return ctypes.addressof(struct)
+
+    def _model(self, model: ModelTune) -> int:
+        assert model.head is None or isinstance(model.head, NativeLinear), "a native head"
+        head = None if model.head is None else model.head.pointer
+        struct = ModelTuneStruct(address(model.embedding_VD), address(model.final_norm_D), head)
+        self._kept.append(struct)
+        return ctypes.addressof(struct)
 
     def _low_rank(self, added: LowRank | None) -> int | None:
         if added is None:
@@ -182,14 +205,24 @@ class NativeAdapter:
         return ctypes.addressof(whole)
 
     def _own(self, bank: object) -> int | None:
-        """Returns the changes that consist of a bank's experts."""
+        """Returns the changes that consist of a bank's experts, or of its signs."""
         if bank is None:
             return None
+        if isinstance(bank, SignedBank):
+            pointer: int = bank.signs.pointer
+            return pointer
         assert isinstance(bank, ExpertTable), f"native experts, not {type(bank).__name__}"
         unchanged_E = torch.zeros(bank.num_experts, dtype=torch.uint8)
         struct = ChangesStruct(is_changed=unchanged_E.data_ptr(), own=bank.pointer)
         self._kept += [unchanged_E, struct]
         return ctypes.addressof(struct)
+
+
+def _signs(layer: object) -> int | None:
+    if layer is None:
+        return None
+    assert isinstance(layer, NativeSignedLinear), "a native layer with signs"
+    return layer.signs.pointer
 
 
 class NativeAdapterKernels:
@@ -203,8 +236,11 @@ class NativeAdapterKernels:
     ) -> NativeExpertAdditions:
         return NativeExpertAdditions(self._native, additions, is_changed_E)
 
-    def adapter(self, layers: Sequence[AdapterParts]) -> NativeAdapter:
-        return NativeAdapter(layers)
+    def adapter(
+        self, layers: Sequence[AdapterParts], model: ModelTune | None = None
+    ) -> NativeAdapter:
+        return NativeAdapter(layers, model)
 
     def rows(self, index_T: NDArray[np.int64], adapters: Sequence[NativeAdapter]) -> NativeRows:
-        return NativeRows(index_T, [each.pointer for each in adapters], adapters)
+        models = [each.model_pointer for each in adapters]
+        return NativeRows(index_T, [each.pointer for each in adapters], adapters, models)

@@ -40,6 +40,7 @@ class PlanStruct(ctypes.Structure):
         ("scale", Float),
         ("eps", Float),
         ("clip", Float),
+        ("own", Pointer),  # of each token, which fine-tunes set
     )  # fmt: skip
 
 

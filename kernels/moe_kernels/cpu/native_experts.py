@@ -40,7 +40,6 @@ class ExpertsStruct(ctypes.Structure):
         ("up_offset", Float),
         ("gate_up_form", FormStruct),
         ("down_form", FormStruct),
-        ("signs", Pointer),  # by expert, see native_signs.py
     )
 
 
@@ -154,16 +153,6 @@ class ExpertTable:
     @property
     def num_experts(self) -> int:
         return int(self._struct.num_experts)
-
-    def packed(self, expert_id: int) -> PackedExpert:
-        """Returns an expert that is here."""
-        gate_up, down, *biases = (each.tensors.get(expert_id) for each in self._addresses)
-        assert gate_up is not None and down is not None, absence(1 + expert_id)
-        return PackedExpert(gate_up, down, *biases)
-
-    def with_signs(self, address: int) -> None:
-        """Sets the additions of one bit per weight, an array by expert."""
-        self._struct.signs = address
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         out_TD = torch.empty(len(x_TD), self._d, dtype=torch.float32)

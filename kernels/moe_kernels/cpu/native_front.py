@@ -27,7 +27,7 @@ class _FrontStruct(ctypes.Structure):
             "selection_bias", "qkv", "output", "router", "route",
         )),
         *((name, Int) for name in (
-            "width", "qkv_width", "attended_width", "num_experts", "threads",
+            "width", "qkv_width", "attended_width", "num_experts", "top_k", "threads",
         )),
         ("eps", ctypes.c_double),
     )  # fmt: skip
@@ -65,6 +65,7 @@ class NativeFront:
             qkv.num_outputs,
             shape.num_heads * shape.value_width,
             0 if parts.router_shape is None else parts.router_shape.num_experts,
+            self._top_k or 0,
             native.threads,
             parts.norm_eps,
         )

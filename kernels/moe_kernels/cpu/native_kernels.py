@@ -7,7 +7,7 @@ width, H query heads, Hkv key/value heads, K choices per row.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from moe_kernels.cpu.native_forms import native_layout
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
 from moe_kernels.cpu.native_rank_calls import NativeRankCalls
-from moe_kernels.cpu.native_signs import NativeSignedExperts, NativeSignedLinear
+from moe_kernels.cpu.native_signs import NativeExpertSigns, NativeSignedLinear
 from moe_kernels.cpu.native_split_mlp import NativeSplitMLP
 from moe_kernels.cpu.native_stack import NativeStack
 from moe_kernels.interface.attention_shape import (
@@ -131,13 +131,10 @@ class NativeKernels:
     def signed_linear(self, base: Linear, added: SignMatrix) -> NativeSignedLinear:
         return NativeSignedLinear(self._native, base, added)
 
-    def signed_experts(
-        self,
-        base: Sequence[ExpertBank | None],
-        added: Sequence[SignedExpert | None],
-        activation: GatedActivation,
-    ) -> NativeSignedExperts:
-        return NativeSignedExperts(base, added)
+    def expert_signs(
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor
+    ) -> NativeExpertSigns:
+        return NativeExpertSigns(added, is_changed_E)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         num_rows, width = x_TD.shape

@@ -16,7 +16,7 @@ class _RowsStruct(ctypes.Structure):
     """`RowAdapters` in cpu/source/adapters.h."""
 
     _fields_ = (
-        *((name, Pointer) for name in ("adapter", "order", "starts", "layers")),
+        *((name, Pointer) for name in ("adapter", "order", "starts", "layers", "models")),
         ("num_adapters", Int),
     )
 
@@ -24,16 +24,25 @@ class _RowsStruct(ctypes.Structure):
 class NativeRows:
     """The adapters of a step's rows."""
 
-    def __init__(self, index_T: NDArray[np.int64], layers: Sequence[int], kept: object) -> None:
-        """`layers`: the address of each adapter's array of LayerChanges."""
+    def __init__(
+        self,
+        index_T: NDArray[np.int64],
+        layers: Sequence[int],
+        kept: object,
+        models: Sequence[int | None] | None = None,
+    ) -> None:
+        """`layers`: the address of each adapter's array of LayerChanges; `models`: that of its
+        ModelTune."""
         counts = np.bincount(index_T + 1, minlength=len(layers) + 1)
         order = np.argsort(index_T, kind="stable")[counts[0] :]
         starts = np.cumsum(counts) - counts[0]
         pointers = (ctypes.c_void_p * len(layers))(*layers)
-        self._kept = (index_T, order, starts, pointers, kept)
+        tunes = None if models is None else (ctypes.c_void_p * len(layers))(*models)
+        self._kept = (index_T, order, starts, pointers, tunes, kept)
         self._struct = _RowsStruct(
             index_T.ctypes.data, order.ctypes.data, starts.ctypes.data,
-            ctypes.addressof(pointers), len(layers),
+            ctypes.addressof(pointers), None if tunes is None else ctypes.addressof(tunes),
+            len(layers),
         )  # fmt: skip
         self.pointer = ctypes.addressof(self._struct)
 

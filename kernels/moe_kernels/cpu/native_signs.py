@@ -1,12 +1,12 @@
 """Additions of one bit per weight in the native kernels, beside matrices that are held already.
 
-N outputs, K inputs, B bytes of a row, D model width, F expert width.
+N outputs, K inputs, B bytes of a row, E experts.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address, num_panels
-from moe_kernels.cpu.native_experts import ExpertTable
-from moe_kernels.interface.kernels import ExpertBank, Linear
+from moe_kernels.cpu.native_changes import ChangesStruct, LayerChangesStruct
+from moe_kernels.interface.kernels import Linear
 from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 
-_PANEL, _GROUP = 16, 64
+_PANEL, _WORD_BITS = 16, 32
 
 
 class SignsStruct(ctypes.Structure):
@@ -35,9 +35,9 @@ class SignsStruct(ctypes.Structure):
 
 
 class _SignedExpertStruct(ctypes.Structure):
-    """`SignedExpert` in cpu/source/experts.h."""
+    """`SignedExpert` in cpu/source/low_bits/signs.h."""
 
-    _fields_ = (("gate_up", SignsStruct), ("down", SignsStruct))
+    _fields_ = tuple((name, SignsStruct) for name in ("gate", "up", "down"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,19 @@ class PackedSigns:
     scales: Tensor
     bias: Tensor | None
 
+    @property
+    def pointer(self) -> int:
+        return ctypes.addressof(self.struct)
+
+    @property
+    def nbytes(self) -> int:
+        return (
+            self.bits.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        )
+
 
 def pack_signs(matrix: SignMatrix) -> PackedSigns:
-    """Packs signs in groups of 64 columns, and their scales by panel where the rows of each panel
+    """Packs signs in panels of 16 outputs, and their scales by panel where the rows of each panel
     have one."""
     bits = torch.from_numpy(_words(matrix.bits_NB.numpy(), matrix.num_columns))
     padding = -matrix.num_rows % _PANEL
@@ -68,90 +78,53 @@ def pack_signs(matrix: SignMatrix) -> PackedSigns:
     return PackedSigns(struct, bits, scales, bias)
 
 
-def _words(bits_NB: NDArray[np.uint8], num_columns: int) -> NDArray[np.int64]:
-    """[N, B] -> int64 [groups of 64 outputs, K]: bit i is that of the group's output i."""
-    bits_NK = np.unpackbits(bits_NB, axis=1, bitorder="little")[:, :num_columns]
-    padded = np.pad(bits_NK, ((0, -len(bits_NK) % _GROUP), (0, 0)))
-    by_group = padded.reshape(-1, _GROUP, num_columns).transpose(0, 2, 1)
-    packed = np.packbits(np.ascontiguousarray(by_group), axis=2, bitorder="little")
-    words: NDArray[np.int64] = packed.view(np.int64)[:, :, 0].copy()
-    return words
+def _words(bits_NB: NDArray[np.uint8], num_columns: int) -> NDArray[np.int32]:
+    """[N, B] -> int32 [panels, words of 32 inputs, 16]: the first input is the lowest bit."""
+    num_words = -(-num_columns // _WORD_BITS)
+    panels = num_panels(len(bits_NB))
+    padded = np.zeros((panels * _PANEL, num_words * _WORD_BITS // 8), dtype=np.uint8)
+    padded[: len(bits_NB), : bits_NB.shape[1]] = bits_NB
+    words = padded.view("<i4").reshape(panels, _PANEL, num_words)
+    return np.ascontiguousarray(words.transpose(0, 2, 1))
 
 
 class NativeSignedLinear:
     """Implements Linear: the result of another layer, and the addition."""
 
-    __slots__ = ("_base", "_function", "_signs", "_threads")
+    __slots__ = ("_function", "_threads", "base", "signs")
 
     def __init__(self, native: NativeLibrary, base: Linear, added: SignMatrix) -> None:
-        self._base, self._signs = base, pack_signs(added)
+        self.base, self.signs = base, pack_signs(added)
         self._function, self._threads = native.function("moe_add_signs"), native.threads
 
     def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
-        y_TN = self._base(x_TK)
+        y_TN = self.base(x_TK) if residual_TN is None else self.base(x_TK, residual_TN)
         assert x_TK.stride(1) == 1 and y_TN.is_contiguous(), f"rows lie at {x_TK.stride()}"
-        assert residual_TN is None or residual_TN.is_contiguous(), "the residual has gaps"
-        out_TN = torch.empty_like(y_TN)
         self._function(
-            ctypes.addressof(self._signs.struct), x_TK.data_ptr(), x_TK.stride(0), y_TN.data_ptr(),
-            address(residual_TN), out_TN.data_ptr(), len(x_TK), self._threads,
+            self.signs.pointer, x_TK.data_ptr(), x_TK.stride(0), y_TN.data_ptr(), len(x_TK),
+            self._threads,
         )  # fmt: skip
-        return out_TN
+        return y_TN
 
 
-class NativeSignedExperts(ExpertTable):
-    """Implements ExpertBank: experts of other banks, whose memory they share, and additions."""
+class NativeExpertSigns:
+    """The additions to a layer's experts, packed once."""
 
-    def __init__(
-        self, base: Sequence[ExpertBank | None], added: Sequence[SignedExpert | None]
-    ) -> None:
-        tables = [_table(bank) for bank in base if bank is not None]
-        first = tables[0]
-        super().__init__(first.panels, len(base), first.activation)
-        self._signs: list[PackedSigns] = []  # what the structs point to
-        self._array = (_SignedExpertStruct * len(base))()
-        for expert, (bank, each) in enumerate(zip(base, added, strict=True)):
-            if bank is not None and each is not None:
-                self.put(expert, _table(bank).packed(expert))
-                self._put_signs(expert, each)
-        self.with_signs(ctypes.addressof(self._array))
+    def __init__(self, added: Mapping[int, SignedExpert], is_changed_E: Tensor) -> None:
+        self._is_changed_E = is_changed_E.to(torch.uint8).contiguous()
+        self._array = (_SignedExpertStruct * len(is_changed_E))()
+        self._packed = [self._put(expert, each) for expert, each in added.items()]
+        self.num_bytes = sum(each.nbytes for signs in self._packed for each in signs)
+        self._struct = ChangesStruct(
+            is_changed=self._is_changed_E.data_ptr(), signs=ctypes.addressof(self._array)
+        )
+        self.pointer = ctypes.addressof(self._struct)
+        self._alone = LayerChangesStruct(experts=self.pointer)
+        self.layer_pointer = ctypes.addressof(self._alone)
 
-    def _put_signs(self, expert: int, added: SignedExpert) -> None:
-        entry, panels = self._array[expert], self.panels
-        gate_up = _alternating(added.gate, added.up, panels.f, panels.d)
-        for field, matrix in (("gate_up", gate_up), ("down", added.down)):
-            if matrix is not None:
-                packed = pack_signs(matrix)
-                self._signs.append(packed)
-                setattr(entry, field, packed.struct)
-
-
-def _table(bank: ExpertBank) -> ExpertTable:
-    assert isinstance(bank, ExpertTable), f"signs are added to native experts, not {type(bank)}"
-    return bank
-
-
-def _alternating(
-    gate: SignMatrix | None, up: SignMatrix | None, num_rows: int, width: int
-) -> SignMatrix | None:
-    """Returns the rows of both in alternating panels, as those of the experts lie."""
-    if gate is None and up is None:
-        return None
-    count = num_panels(num_rows) * _PANEL
-    bits = torch.zeros(2, count, -(-width // 8), dtype=torch.uint8)
-    scales, bias = torch.zeros(2, count), torch.zeros(2, count)
-    for i, matrix in enumerate((gate, up)):
-        if matrix is not None:
-            bits[i, :num_rows] = matrix.bits_NB
-            scales[i, :num_rows] = matrix.every_scale()
-            scales[i, num_rows:] = scales[i, num_rows - 1]
-            if matrix.bias_N is not None:
-                bias[i, :num_rows] = matrix.bias_N
-    has_bias = any(m is not None and m.bias_N is not None for m in (gate, up))
-    bits, scales, bias = (
-        each.unflatten(1, (-1, _PANEL)).transpose(0, 1).flatten(0, 2)
-        for each in (bits, scales, bias)
-    )
-    return SignMatrix(
-        bits_NB=bits, num_columns=width, scales_N=scales, bias_N=bias if has_bias else None
-    )
+    def _put(self, expert: int, added: SignedExpert) -> list[PackedSigns]:
+        parts = {"gate": added.gate, "up": added.up, "down": added.down}
+        packed = {name: pack_signs(each) for name, each in parts.items() if each is not None}
+        for name, each in packed.items():
+            setattr(self._array[expert], name, each.struct)
+        return list(packed.values())

@@ -61,6 +61,31 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTune:
+    """The parts of a layer that a whole fine-tune has in place of the base model's. None: it has
+    the base model's."""
+
+    qkv: Any | None = None  # the base model's layer with signs (`SignedKernels.signed_linear`)
+    output: Any | None = None  # likewise
+    attention_norm_D: Tensor | None = None
+    moe_norm_D: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    sinks_H: Tensor | None = None
+    router: Any | None = None  # a RouterLinear of the same kernels
+    selection_bias_E: Tensor | None = None  # of its own router
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTune:
+    """The same outside of the layers."""
+
+    embedding_VD: Tensor | None = None
+    final_norm_D: Tensor | None = None
+    head: Any | None = None  # a Linear of the same kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterParts:
     """The changes of an adapter to one layer: linear layers, experts and an MLP in place of the
     base model's (ESFT), and additions to either, which `expert_additions` has made."""
@@ -71,6 +96,7 @@ class AdapterParts:
     additions: Any | None = None
     mlp: Any | None = None  # a bank of one expert
     mlp_additions: Any | None = None  # to the base model's MLP, as expert 0
+    tune: LayerTune | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +145,7 @@ class AdapterKernels(Protocol):
         `num_bytes`."""
         ...
 
-    def adapter(self, layers: Sequence[AdapterParts]) -> Any | None:
+    def adapter(self, layers: Sequence[AdapterParts], model: ModelTune | None = None) -> Any | None:
         """Prepares an adapter for layer_front and layer_stack; None: this set has neither."""
         ...
 

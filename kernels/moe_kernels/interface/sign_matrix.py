@@ -75,3 +75,9 @@ class SignedExpert:
     gate: SignMatrix | None = None
     up: SignMatrix | None = None
     down: SignMatrix | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        parts = (self.gate, self.up, self.down)
+        return sum(0 if matrix is None else matrix.nbytes for matrix in parts)

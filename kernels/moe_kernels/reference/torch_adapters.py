@@ -13,7 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.interface.adapters import AdapterParts, Addition, ExpertAddition, RowAdditions
+from moe_kernels.interface.adapters import (
+    AdapterParts,
+    Addition,
+    ExpertAddition,
+    ModelTune,
+    RowAdditions,
+)
 from moe_kernels.reference.expert_mlp import (
     AnyMLP,
     ExpertMLP,
@@ -110,7 +116,7 @@ class TorchAdapterKernels:
     ) -> TorchExpertAdditions:
         return TorchExpertAdditions(additions, is_changed_E)
 
-    def adapter(self, layers: Sequence[AdapterParts]) -> None:
+    def adapter(self, layers: Sequence[AdapterParts], model: ModelTune | None = None) -> None:
         return None
 
     def rows(self, index_T: NDArray[np.int64], adapters: Sequence[object]) -> object:

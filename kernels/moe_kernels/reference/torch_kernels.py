@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from moe_kernels.reference.linear import make_linear
 from moe_kernels.reference.low_bit_linear import AnyLinear, made_linear
 from moe_kernels.reference.norm import rms_norm, rotate
 from moe_kernels.reference.paged_attention import AttentionPlan, paged_attention, plan_attention
-from moe_kernels.reference.signed_products import SignedMLP, TorchSignedLinear
+from moe_kernels.reference.signed_products import TorchExpertSigns, TorchSignedLinear
 from moe_kernels.reference.torch_adapters import TorchAdapterKernels, added_sums
 from moe_kernels.reference.torch_kv_rows import page_rows, rotated, store_rows
 
@@ -49,7 +49,7 @@ from moe_kernels.reference.torch_kv_rows import page_rows, rotated, store_rows
 class TorchExperts:
     """Implements ExpertBank: one MLP per activated expert."""
 
-    def __init__(self, experts: Sequence[ExpertMLP | QuantisedMLP | SignedMLP | None]) -> None:
+    def __init__(self, experts: Sequence[ExpertMLP | QuantisedMLP | None]) -> None:
         self._experts = tuple(experts)
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -63,31 +63,6 @@ class TorchExperts:
     ) -> Tensor:
         """Implements AddingBank."""
         return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, added)
-
-    def expert(self, expert: int) -> ExpertMLP | QuantisedMLP:
-        """Returns an expert that is here."""
-        found = self._experts[expert]
-        assert isinstance(found, ExpertMLP | QuantisedMLP), f"expert {expert} is not here"
-        return found
-
-
-class TorchSignedExperts(TorchExperts):
-    """Implements ExpertBank: experts of other banks, and additions."""
-
-    def __init__(
-        self,
-        base: Sequence[ExpertBank | None],
-        added: Sequence[SignedExpert | None],
-        activation: GatedActivation,
-    ) -> None:
-        made: list[SignedMLP | None] = []
-        for number, (bank, each) in enumerate(zip(base, added, strict=True)):
-            if bank is None or each is None:
-                made.append(None)
-                continue
-            assert isinstance(bank, TorchExperts), f"signs are added to {type(bank)}"
-            made.append(SignedMLP(bank.expert(number), each, activation))
-        super().__init__(made)
 
 
 class TorchHeadLinear:
@@ -163,13 +138,10 @@ class TorchKernels:
     def signed_linear(self, base: Linear, added: SignMatrix) -> TorchSignedLinear:
         return TorchSignedLinear(base, added)
 
-    def signed_experts(
-        self,
-        base: Sequence[ExpertBank | None],
-        added: Sequence[SignedExpert | None],
-        activation: GatedActivation,
-    ) -> TorchSignedExperts:
-        return TorchSignedExperts(base, added, activation)
+    def expert_signs(
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor
+    ) -> TorchExpertSigns:
+        return TorchExpertSigns(added, is_changed_E)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TD, weight_D, eps)
@@ -198,11 +170,26 @@ class TorchKernels:
             q_THD, k_THD = _norm_heads(q_THD, k_THD, norm, shape)
         if call.rotary.query_scale is not None:
             q_THD = q_THD * call.rotary.query_scale[call.positions][:, None, None]
-        new_keys, new_values = (x.reshape(-1, x.shape[-1]).float() for x in (k_THD, v_THD))
-        store_rows(call.pages, new_keys, new_values, call.kv_rows)
-        q_THD = rotated(q_THD, call.pages.form.rotation(shape.head_dim))
-        out = paged_attention(q_THD, *page_rows(call.pages), call.plan, shape.scale, sinks_H)
+        out = self.over_keys(q_THD, k_THD, v_THD, call, shape.scale, sinks_H)
         return out.flatten(1).to(qkv.dtype)
+
+    def over_keys(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGV: Tensor | None,
+        call: AttentionCall[AttentionPlan],
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Stores new keys and values (of G heads; None: the keys' first part) in the pages, and
+        attends to all of each sequence -> [T, H, Dv] in fp32."""
+        new_keys = k_TGD.reshape(-1, k_TGD.shape[-1]).float()
+        new_values = None if v_TGV is None else v_TGV.reshape(-1, v_TGV.shape[-1]).float()
+        store_rows(call.pages, new_keys, new_values, call.kv_rows)
+        if v_TGV is not None:
+            q_THD = rotated(q_THD, call.pages.form.rotation(k_TGD.shape[-1]))
+        return paged_attention(q_THD, *page_rows(call.pages), call.plan, scale, sinks_H)
 
     def attend_latent(
         self,
@@ -216,11 +203,10 @@ class TorchKernels:
         latent, key = latent_TC.split([shape.latent_dim, shape.rope_dim], dim=-1)
         latent = rms_norm(latent.contiguous(), norm_weight_L, shape.norm_eps)
         key = _rotate(key[:, None], call.rotary, call.positions)[:, 0]
-        store_rows(call.pages, torch.cat((latent.float(), key), -1), None, call.kv_rows)
+        keys = torch.cat((latent.float(), key), -1)[:, None]
         q_rope = _rotate(q_rope_THR, call.rotary, call.positions)
         q = torch.cat((q_latent_THL.float(), q_rope), -1)
-        out = paged_attention(q, *page_rows(call.pages), call.plan, shape.softmax_scale)
-        return out.to(latent.dtype)
+        return self.over_keys(q, keys, None, call, shape.softmax_scale).to(latent.dtype)
 
     def route(
         self, logits_TE: Tensor, shape: RouterShape, selection_bias_E: Tensor | None

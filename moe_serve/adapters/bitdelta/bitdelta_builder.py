@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_kernels.interface.signed_kernels import SignedKernels
 from moe_serve.adapters.adapter_files import AdapterFiles
 from moe_serve.adapters.adapter_part import AdapterPart, LiveModel
+from moe_serve.adapters.bitdelta.one_pass import prepare, with_mlps
 from moe_serve.adapters.bitdelta.signed_experts import SignedExperts
 from moe_serve.adapters.bitdelta.signed_stage import SignedStages
 from moe_serve.adapters.bitdelta.tensors import (
@@ -32,7 +33,7 @@ class BitDeltaBuilder:
         self._experts: SignedExperts | None = None
         self._stages: SignedStages | None = None
         if isinstance(loader.kernels, SignedKernels):
-            self._experts = SignedExperts(loader, loader.kernels, live.experts)
+            self._experts = SignedExperts(loader, loader.kernels)
             if live.attention is not None:
                 self._stages = SignedStages(loader, loader.kernels, live, self._experts)
 
@@ -43,7 +44,16 @@ class BitDeltaBuilder:
                 f"{files.folder} is a BitDelta adapter, for which the kernels "
                 f"{self._loader.kernels.name} have no products: use --kernels native or torch."
             )
-        tensors = read_bitdelta(files, self._modules, self._full)
+        return self.built(self.read(files))
+
+    def read(self, files: AdapterFiles) -> BitDeltaTensors:
+        """Checks an adapter's files. Raises CheckpointError."""
+        return read_bitdelta(files, self._modules, self._full)
+
+    def built(self, tensors: BitDeltaTensors) -> AdapterWeights:
+        """Builds an adapter of its tensors. Raises CheckpointError."""
+        assert self._experts is not None, "kernels with signs"
+        files = tensors.files
         self._check_routers(tensors)
         layers, num_bytes = [], 0
         for layer in range(self._loader.spec.num_layers):
@@ -61,13 +71,16 @@ class BitDeltaBuilder:
                 rank=0,
             )
         stage, stage_bytes = self._stages.stage(tensors)
+        base, common = self._stages.base, with_mlps(layers, stage)
+        prepared = prepare(self._loader.kernels.adapters, base, stage, common)
         return FineTune(
             digest=files.digest,
-            layers=tuple(layers),
+            layers=tuple(layers) if prepared is None else common,
             num_bytes=num_bytes + stage_bytes,
             kind="bitdelta",
             rank=0,
             stage=stage,
+            prepared=prepared,
         )
 
     def _check_routers(self, tensors: BitDeltaTensors) -> None:

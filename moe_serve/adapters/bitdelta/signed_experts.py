@@ -8,15 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from experts.expert_layer import LayerBanks
-from experts.expert_stage import ExpertStage
 from experts.virtual_experts import AdapterExperts
 from moe_kernels.interface.kernels import ExpertBank
 from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
-from moe_kernels.interface.signed_kernels import SignedKernels
+from moe_kernels.interface.signed_kernels import SignedBank, SignedKernels
 from moe_serve.adapters.bitdelta.tensors import BitDeltaTensors
 from moe_serve.adapters.targets import AdaptedMatrix
-from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.manifest import Table, expert_table, feed_forward_table
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.gather import GatheredMLP
@@ -25,12 +22,10 @@ _PARTS = ("gate", "up", "down")
 
 
 class SignedExperts:
-    """Makes banks of signs. `experts`: the base model's, as far as they are here."""
+    """Makes the additions to experts. They never need the base model's, which may be anywhere."""
 
-    def __init__(
-        self, loader: ModelLoader, kernels: SignedKernels, experts: ExpertStage | None
-    ) -> None:
-        self._loader, self._kernels, self._experts = loader, kernels, experts
+    def __init__(self, loader: ModelLoader, kernels: SignedKernels) -> None:
+        self._loader, self._kernels = loader, kernels
         self._whole_mlps: dict[int, ExpertBank] = {}  # of shards, for all adapters
 
     def routed(
@@ -48,14 +43,12 @@ class SignedExperts:
         own = sorted(changed if held is None else changed & set(held))
         is_own_E = torch.zeros(spec.router.num_experts + 1, dtype=torch.bool)
         is_own_E[torch.tensor(sorted(changed))] = True
-        added: list[SignedExpert | None] = [None] * spec.router.num_experts
-        base: list[ExpertBank | None] = [None] * spec.router.num_experts
-        for expert in own:
-            added[expert] = self._expert(layer, expert, tensors, biases)
-            base[expert] = self._base_bank(layer, expert, tensors)
-        bank = self._kernels.signed_experts(base, added, spec.activation) if own else None
-        num_bytes = sum(0 if each is None else num_sign_bytes(each) for each in added)
-        return AdapterExperts(bank=bank, is_own_E=is_own_E.to(self._loader.device)), num_bytes
+        added = {expert: self._expert(layer, expert, tensors, biases) for expert in own}
+        signs = self._kernels.expert_signs(added, is_own_E[:-1]) if own else None
+        experts = AdapterExperts(
+            bank=None, is_own_E=is_own_E.to(self._loader.device), additions=signs
+        )
+        return experts, 0 if signs is None else signs.num_bytes
 
     def mlp(
         self, layer: int, base: ExpertBank | GatheredMLP, tensors: BitDeltaTensors
@@ -80,8 +73,8 @@ class SignedExperts:
         )
         if isinstance(base, GatheredMLP):
             base = self._whole_mlp(layer, table)
-        bank = self._kernels.signed_experts([base], [added], self._loader.spec.activation)
-        return bank, num_sign_bytes(added)
+        signs = self._kernels.expert_signs({0: added}, torch.ones(1, dtype=torch.bool))
+        return SignedBank(base, signs), signs.num_bytes
 
     def _whole_mlp(self, layer: int, table: Table) -> ExpertBank:
         """Returns the whole MLP of the base model on a shard, which holds a part only. A value has
@@ -123,19 +116,6 @@ class SignedExperts:
         moved = {part: None if each is None else each.to(device) for part, each in parts.items()}
         return SignedExpert(**moved)
 
-    def _base_bank(self, layer: int, expert: int, tensors: BitDeltaTensors) -> ExpertBank:
-        assert self._experts is not None, "this process has no experts"
-        banks = self._experts.layer(layer)
-        if not isinstance(banks, LayerBanks) or self._experts.room is not None:
-            why = "moves experts between ranks (cluster.rebalance)"
-            if not isinstance(banks, LayerBanks):
-                why = "keeps some of the experts in memory only (model.expert_memory_bytes)"
-            raise CheckpointError(
-                f"{tensors.files.folder} is a BitDelta adapter, which needs its base model's "
-                f"experts where they are, but this server {why}: switch that off."
-            )
-        return banks.bank_of(expert)
-
 
 def with_bias(
     matrix: SignMatrix | None, bias_N: Tensor | None, shape: tuple[int, ...]
@@ -150,12 +130,6 @@ def no_signs(shape: tuple[int, ...]) -> SignMatrix:
     """Returns signs that add nothing."""
     bits = torch.zeros(shape[0], -(-shape[1] // 8), dtype=torch.uint8)
     return SignMatrix(bits_NB=bits, num_columns=shape[1], scales_N=torch.zeros(1))
-
-
-def num_sign_bytes(expert: SignedExpert) -> int:
-    """Returns the bytes of an expert's signs and scales."""
-    matrices = (expert.gate, expert.up, expert.down)
-    return sum(0 if matrix is None else matrix.nbytes for matrix in matrices)
 
 
 def _expert_biases(

@@ -45,7 +45,7 @@ class SignedStages:
     ) -> None:
         assert live.attention is not None, "this process has no attention"
         self._loader, self._kernels, self._experts = loader, kernels, experts
-        self._base, self._gather = live.attention, live.gather
+        self.base, self._gather = live.attention, live.gather
         self._shard = TensorShard(0, 1) if live.gather is None else live.gather.shard
 
     def stage(self, tensors: BitDeltaTensors) -> tuple[AttentionStage, int]:
@@ -58,7 +58,7 @@ class _StageBuild:
 
     def __init__(self, owner: SignedStages, tensors: BitDeltaTensors) -> None:
         self._loader, self._kernels = owner._loader, owner._kernels
-        self._base, self._gather, self._shard = owner._base, owner._gather, owner._shard
+        self._base, self._gather, self._shard = owner.base, owner._gather, owner._shard
         self._experts, self._tensors = owner._experts, tensors
         self._num_bytes = 0
 

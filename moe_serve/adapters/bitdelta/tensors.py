@@ -33,7 +33,7 @@ from moe_serve.model.load.loader import ModelLoader
 
 FORMAT, VERSION = "bitdelta", 1
 SIGN, SCALE = ".delta_sign", ".delta_scale"
-_FIELDS = frozenset({"format", "version", "base", "scales"})  # the last two are notes
+_FIELDS = frozenset({"format", "version", "base", "scales", "distilled"})  # the last are notes
 _FUSED_PARTS = ("gate", "up", "down")
 
 

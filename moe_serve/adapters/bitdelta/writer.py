@@ -94,14 +94,19 @@ def write_bitdelta(
     return _size(signed, full)
 
 
+def check_new(out: Path) -> None:
+    """Raises ConfigError if a folder is there already, before any work is done."""
+    if out.exists():
+        raise ConfigError(f"--out is {out}, which exists: name a new folder.")
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[None]:
     """Makes a folder, and removes it if an error ends the block. Raises ConfigError if it is
     there."""
+    check_new(out)
     try:
         out.mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError(f"--out is {out}, which exists: name a new folder.") from None
     except OSError as error:
         raise ConfigError(f"--out is {out}, which cannot be made: {error.strerror}.") from None
     try:

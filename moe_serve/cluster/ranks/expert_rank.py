@@ -87,7 +87,7 @@ class ExpertRank:
         self._adapters: RankAdapters | None = None
         if config.adapters.is_enabled:
             self._stage.adapters = experts = VirtualExperts(self._spec.router.num_experts)
-            live = LiveModel(experts=self._stage, is_routing=configure.router_on_experts)
+            live = LiveModel(is_routing=configure.router_on_experts)
             parts = (config.adapters, configure.adapters, self._adapter_part, live)
             self._adapters = RankAdapters(self._loader, *parts, tell, experts)
         self._routers = self._loader.routers() if configure.router_on_experts else None

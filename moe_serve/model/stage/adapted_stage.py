@@ -1,5 +1,6 @@
-"""The attention stage of steps with adapters. A whole fine-tune has an attention stage of its own;
-its rows pass that one, and all others the base model's.
+"""The attention stage of steps with adapters. A whole fine-tune has an attention stage of its own.
+Where the kernels take it with the step (`AdapterWeights.prepared`), its rows pass the base model's
+layers with all others, else they pass its own stage.
 
 T rows of a micro-batch, R of them that want logits, D model width, V vocabulary.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,21 +109,31 @@ class AdaptedStage:
         return PartedInputs(**common, parts=tuple(parts))
 
     def _fine_tunes(self, batch: MicroBatch) -> dict[bytes, FineTune]:
-        """Returns the fine-tunes that sequences of a micro-batch have, by digest."""
+        """Returns the fine-tunes of a micro-batch's sequences that need their own stage, by
+        digest."""
         if self._adapters is None:
             return {}
         own = {}
         for digest in dict.fromkeys(s.adapter for s in batch.slices if s.adapter):
             weights = self._adapters.weights(digest)
-            if isinstance(weights, FineTune):
+            if isinstance(weights, FineTune) and weights.prepared is None:
                 own[digest] = weights
         return own
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """See AttentionStage.embed."""
-        if not isinstance(inputs, PartedInputs):
-            return self._base.embed(inputs)
-        return _joined(inputs.parts, [part.stage.embed(part.inputs) for part in inputs.parts])
+        if isinstance(inputs, PartedInputs):
+            outputs = [self._embed(part.stage, part.inputs) for part in inputs.parts]
+            return _joined(inputs.parts, outputs)
+        return self._embed(self._base, inputs)
+
+    def _embed(self, stage: AttentionStage, inputs: StepInputs) -> Tensor:
+        hidden_TD = stage.embed(inputs)
+        for group, tuned in _tuned_groups(inputs):
+            if tuned.embedding is not stage.embedding:
+                own_RD = tuned.embed_tokens(group.select(inputs.token_ids))
+                hidden_TD = group.put(hidden_TD, own_RD)
+        return hidden_TD
 
     def advance(self, layer: int, hidden_TD: Tensor, inputs: StepInputs, cache: KVCache) -> Advance:
         """See AttentionStage.advance."""
@@ -150,8 +162,7 @@ class AdaptedStage:
             for part, own in zip(parts, routed, strict=True)
             for each in own.adapted
         )
-        found = [_placed(*pair, len(hidden_TD)) for pair in zip(parts, routed, strict=True)]
-        added = next((each for each in found if each is not None), None)  # to the base's experts
+        added = _joined_additions(parts, routed, len(hidden_TD))
         x_TD = joined(lambda each: each.x_TD)
         return Advance(hidden_TD, Routed(x_TD, rows, adapted=adapted, additions=added))
 
@@ -168,14 +179,19 @@ class AdaptedStage:
 
     def logits(self, hidden_TD: Tensor, rows_R: Tensor, inputs: StepInputs) -> Tensor:
         """See AttentionStage.logits."""
-        if not isinstance(inputs, PartedInputs):
+        if isinstance(inputs, PartedInputs):
+            heads = [each for p in inputs.parts for each in _heads(p.stage, p.inputs, p.rows)]
+        elif _tuned_groups(inputs):
+            rows_T = torch.arange(len(hidden_TD), device=hidden_TD.device)
+            heads = _heads(self._base, inputs, rows_T)
+        else:
             return self._base.logits(hidden_TD, rows_R)
         places, outputs = [], []
-        for part in inputs.parts:
-            own_r = torch.isin(rows_R, part.rows).nonzero()[:, 0]
+        for stage, rows_T in heads:
+            own_r = torch.isin(rows_R, rows_T).nonzero()[:, 0]
             if len(own_r):  # shards agree: they have the same plan
                 places.append(own_r)
-                outputs.append(part.stage.logits(hidden_TD, rows_R[own_r]))
+                outputs.append(stage.logits(hidden_TD, rows_R[own_r]))
         if not outputs:
             return self._base.logits(hidden_TD, rows_R)
         return torch.cat(outputs)[torch.cat(places).argsort()]
@@ -208,10 +224,37 @@ def _within(part: StagePart, each: ExpertRows) -> ExpertRows:
     return ExpertRows(RowGroup(rows, each.group.adapter), each.experts)
 
 
-def _placed(part: StagePart, routed: Routed, num_rows: int) -> RowAdditions | None:
-    """Returns the additions to the experts of a part's rows, for all rows of the micro-batch."""
-    if routed.additions is None:
-        return None
-    index_T = np.full(num_rows, -1, dtype=np.int64)
-    index_T[part.rows.cpu().numpy()] = routed.additions.index_T
-    return RowAdditions(index_T, routed.additions.additions)
+def _joined_additions(
+    parts: Sequence[StagePart], routed: Sequence[Routed], num_rows: int
+) -> RowAdditions | None:
+    """Returns the additions to the experts of all parts' rows, for the rows of the micro-batch."""
+    index_T, additions = np.full(num_rows, -1, dtype=np.int64), list[Any]()
+    for part, each in zip(parts, routed, strict=True):
+        if each.additions is not None:
+            inner_T = each.additions.index_T
+            own_T = np.where(inner_T < 0, -1, inner_T + len(additions))
+            index_T[part.rows.cpu().numpy()] = own_T
+            additions += each.additions.additions
+    return RowAdditions(index_T, additions) if additions else None
+
+
+def _tuned_groups(inputs: StepInputs) -> list[tuple[RowGroup, AttentionStage]]:
+    """Returns the rows of fine-tunes that pass the layers with others, and their stages."""
+    groups = () if inputs.adapters is None else inputs.adapters.groups
+    return [
+        (group, group.adapter.stage)
+        for group in groups
+        if isinstance(group.adapter, FineTune) and group.adapter.prepared is not None
+    ]
+
+
+def _heads(
+    stage: AttentionStage, inputs: StepInputs, rows_T: Tensor
+) -> list[tuple[AttentionStage, Tensor]]:
+    """Returns the stages that have the final norms and heads of some rows, with their rows."""
+    found, is_other_T = [], torch.ones(len(rows_T), dtype=torch.bool, device=rows_T.device)
+    for group, tuned in _tuned_groups(inputs):
+        if tuned.head is not stage.head or tuned.final_norm is not stage.final_norm:
+            found.append((tuned, group.select(rows_T)))
+            is_other_T[slice(None) if group.rows is None else group.rows] = False
+    return [*found, (stage, rows_T[is_other_T])]

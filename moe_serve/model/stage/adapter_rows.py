@@ -18,7 +18,7 @@ from torch import Tensor
 
 from experts.virtual_experts import AdapterExperts
 from moe_kernels.interface.adapters import AdapterKernels, AdapterParts, LowRank, RowAdditions
-from moe_kernels.interface.kernels import ExpertBank
+from moe_kernels.interface.kernels import ExpertBank, RouterLinear
 from moe_serve.model.step_plan import MicroBatch
 
 AdapterKind = Literal["lora", "esft", "bitdelta"]
@@ -33,6 +33,7 @@ class AdapterLayer:
     experts: AdapterExperts | None = None
     mlp: ExpertBank | None = None  # in place of the shared expert, or of a dense layer's MLP
     mlp_additions: Any | None = None  # or what is added to that one, from AdapterKernels
+    gate: RouterLinear | None = None  # of that shared expert; None: the base model's
 
     @property
     def parts(self) -> AdapterParts:
@@ -130,9 +131,9 @@ class LayerAdditions:
         )
 
     @property
-    def mlps(self) -> tuple[tuple[RowGroup, ExpertBank], ...]:
+    def mlps(self) -> tuple[tuple[RowGroup, AdapterLayer], ...]:
         """The groups with a shared expert, or an MLP of a dense layer, of their own."""
-        return tuple((group, layer.mlp) for group, layer in self.groups if layer.mlp is not None)
+        return tuple(each for each in self.groups if each[1].mlp is not None)
 
 
 class AdapterRows:

@@ -129,8 +129,12 @@ class AttentionStage:
         return make_step_inputs(batch, cache, self.spec, self.kernels, device)
 
     def embed(self, inputs: StepInputs) -> Tensor:
-        """Embed tokens -> the residual stream [T, D]."""
-        hidden_TD = F.embedding(inputs.token_ids, self._embedding)
+        """Embeds the tokens of a micro-batch -> the residual stream [T, D]."""
+        return self.embed_tokens(inputs.token_ids)
+
+    def embed_tokens(self, token_ids_T: Tensor) -> Tensor:
+        """Embeds tokens -> the residual stream [T, D]."""
+        hidden_TD = F.embedding(token_ids_T, self._embedding)
         multiplier = self.spec.embedding_multiplier
         return hidden_TD if multiplier == 1.0 else hidden_TD * multiplier
 
@@ -191,6 +195,11 @@ class AttentionStage:
         """Returns a layer up to its routed experts as one call. None: the kernels have no such
         call, or a part of the layer is not in it, or the layer has no routed experts."""
         return None if self._layers[layer].router is None else self._fronts[layer]
+
+    @property
+    def has_all_fronts(self) -> bool:
+        """Returns whether each layer up to its routed experts is one call."""
+        return all(front is not None for front in self._fronts)
 
     def has_mlp(self, layer: int) -> bool:
         """Returns whether a layer has a shared expert, or is dense."""

@@ -65,6 +65,8 @@ class DenseMLP:
         if additions is None:
             return self(x_TD)
         out_TD = self(x_TD, additions.to_mlp)
-        for group, bank in additions.mlps:
-            out_TD = group.put(out_TD, replace(self, bank=bank)(group.select(x_TD)))
+        for group, layer in additions.mlps:
+            assert layer.mlp is not None, "a layer with an MLP"
+            own = replace(self, bank=layer.mlp, gate=layer.gate or self.gate)
+            out_TD = group.put(out_TD, own(group.select(x_TD)))
         return out_TD

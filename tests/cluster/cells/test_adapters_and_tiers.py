@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.adapters.adapter import Adapter
+from moe_serve.adapters.bitdelta.make import make_bitdelta
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.cluster.control.rank_name import RankName
@@ -25,6 +26,7 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.service_terms import Service
 from moe_serve.errors import CheckpointError
 from tests.support.adapters.adapter_folders import EXPERTS, write_esft, write_lora
+from tests.support.adapters.bitdelta_folders import write_fine_tune
 from tests.support.cluster.cells_drive import (
     cells_config,
     check_nothing_is_held,
@@ -37,7 +39,7 @@ from tests.support.families.all_cases import CASES
 from tests.support.families.parity import write_checkpoint
 
 VOCAB_SIZE = 300
-NAMES = (None, "esft", "lora", "experts")
+NAMES = (None, "esft", "lora", "experts", "bits")
 CHAT = TierConfig(name="chat", weight=4.0, ttft_s=3000.0, tpot_s=0.001)  # small budgets of steps
 FLEX = TierConfig(name="flex", e2e_s=9000.0, is_sheddable=True)
 TIERS = (CHAT, FLEX)
@@ -51,7 +53,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def of(base: Path) -> EngineConfig:
     root = base.parent
+    make_bitdelta(base, write_fine_tune(root / "tuned", base, has_routers=False), root / "bits")
     folders = {
+        "bits": root / "bits",
         "esft": write_esft(root / "esft", base, {0: [0, 1, 3], 1: [2], 2: [0, 2]}),
         "lora": write_lora(root / "lora", base),
         "experts": write_lora(root / "experts", base, seed=3, pattern=EXPERTS),
@@ -184,7 +188,7 @@ def test_adapters_in_cells(
 
     gone = write_esft(tmp_path / "gone", base, {0: [5], 1: [1]}, seed=5)
     registry.load("gone", gone)
-    alone = [replace(each, adapter=registry.acquire("gone")) for each in mixed(registry)[::4]]
+    alone = [replace(each, adapter=registry.acquire("gone")) for each in mixed(registry)[:: len(NAMES)]]
     before = serve(engine, alone)
     shutil.rmtree(gone)
     engine.cells[1].engine._coordinator.membership._starter.kill(RankName("expert", 0))
@@ -215,7 +219,7 @@ def test_adapters_in_cells(
     serve(engine, mixed(registry)[:1])
     caplog.clear()
     gc.collect()
-    wait_for_numbers(engine, 3)
+    wait_for_numbers(engine, len(NAMES) - 1)
     assert serve(engine, mixed(registry)) == expected, "the version before"
 
     held: Adapter | None = registry.acquire("lora")
@@ -231,7 +235,7 @@ def test_adapters_in_cells(
     del held, old, wanted
     caplog.clear()  # errors in the records keep frames, and these keep requests
     gc.collect()
-    wait_for_numbers(engine, 2)
+    wait_for_numbers(engine, len(NAMES) - 2)
     wait_until_whole(engine)
     check_nothing_is_held(engine)
 

@@ -63,6 +63,7 @@ class FaultDrive:
         )  # fmt: skip
         assert isinstance(built.engine, ClusterEngine), "ranks were asked for"
         self.engine: ClusterEngine = built.engine
+        self.adapters = built.adapters
         assert isinstance(self.engine._coordinator, Coordinator), (
             "the ranks are processes or threads"
         )

@@ -1,6 +1,7 @@
 // The adapters of a step's rows, and the products behind their additions (scale B) (A x).
 #pragma once
 
+#include "low_bits/signs.h"
 #include "panels.h"
 
 struct Linear;
@@ -16,6 +17,12 @@ struct ExpertChanges {  // mirrored in native_adapters.py
   const uint32_t* const* down_a;  // [down_width, F]
   const uint32_t* const* down_b;  // [D, down_rank]
   int64_t up_width, up_first, gate_rank, up_rank, down_width, down_rank;  // up_first: A of up
+  const SignedExpert* signs;  // by expert, in place of A and B; or null
+
+  bool has_up(int64_t e) const {
+    return signs ? signs[e].gate.bits || signs[e].up.bits : up_a[e] != nullptr;
+  }
+  bool has_down(int64_t e) const { return (signs ? signs[e].down.bits : down_a[e]) != nullptr; }
 };
 
 struct LowRankPart {  // B of some neighbouring outputs; mirrored in native_adapters.py
@@ -29,16 +36,32 @@ struct LowRank {  // the addition to a linear layer; mirrored in native_adapters
   int64_t num_parts, num_outputs;  // of the layer
 };
 
+struct LayerTune {  // of a whole fine-tune, null: the base model's; mirrored in native_adapters.py
+  const Signs *qkv, *output;  // added to the base model's
+  const void *attention_norm, *moe_norm, *q_norm, *k_norm, *sinks;
+  const Linear* router;
+  const float* selection_bias;  // of its router; may be null
+};
+
+struct ModelTune {  // likewise, outside of the layers
+  const void *embedding, *final_norm;
+  const Linear* head;
+};
+
 struct LayerChanges {  // of one adapter, null: no change; mirrored in native_adapters.py
   const LowRank *qkv, *output;
   const ExpertChanges *experts, *mlp;
+  const LayerTune* tune;
 };
 
 struct RowAdapters {  // mirrored in native_adapters.py
   const int64_t* adapter;           // of each row, or -1
   const int64_t *order, *starts;    // the rows of adapter a: order[starts[a] .. starts[a + 1])
   const LayerChanges* const* layers;  // by adapter and layer
+  const ModelTune* const* models;     // by adapter; null: none has one
   int64_t num_adapters;
+
+  const ModelTune* model(int64_t a) const { return a < 0 || !models ? nullptr : models[a]; }
 };
 
 constexpr int64_t kAdapterRows = 48;  // of one adapter, in one job

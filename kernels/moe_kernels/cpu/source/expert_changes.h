@@ -4,6 +4,8 @@
 //
 //     gate, up = W x + B (A x), each sum in a chain of its own; A x is rounded to T
 //     out = W hidden + B (A hidden)
+//
+// or with signs in place of B A.
 #pragma once
 
 #include <algorithm>
@@ -74,7 +76,7 @@ class Additions {
       for (int64_t i = slots.starts[e]; i < slots.starts[e + 1]; ++i) {
         int64_t a = adapter[slots.order[i] / top_k];
         if (a < 0 || !changes[a] || !changes[a]->is_changed[e]) continue;
-        if (!changes[a]->up_a[e] && !changes[a]->down_a[e]) return 1 + e;
+        if (!changes[a]->has_up(e) && !changes[a]->has_down(e)) return 1 + e;
         own.push_back(slots.order[i]);
       }
       auto of = [&](int64_t slot) { return adapter[slot / top_k]; };
@@ -90,8 +92,8 @@ class Additions {
     up_place_.assign(slots.order.size(), -1), has_down_.assign(slots.order.size(), 0);
     for (const Part& part : parts_)
       for (int64_t i = part.first; i < part.first + part.count; ++i) {
-        if (part.changes->up_a[part.expert]) up_place_[order_[i]] = i;
-        if (part.changes->down_a[part.expert]) has_down_[order_[i]] = 1;
+        if (part.changes->has_up(part.expert)) up_place_[order_[i]] = i;
+        if (part.changes->has_down(part.expert)) has_down_[order_[i]] = 1;
       }
     return 0;
   }
@@ -114,9 +116,10 @@ class Additions {
       static thread_local Scratch narrow;
       const Part& part = parts_[j];
       const ExpertChanges& c = *part.changes;
-      const uint32_t* a = c.up_a[part.expert];
-      if (!a) return;
+      if (!c.has_up(part.expert)) return;
       const int64_t* slots = order_.data() + part.first;
+      if (c.signs) return add_signs_up(c.signs[part.expert], x, top_k, part);
+      const uint32_t* a = c.up_a[part.expert];
       T* t = narrow.get<T>(part.count * c.up_width);
       multiply_rounded<T>(a, c.up_width, e_.width, part.count,
                           [&](int64_t m) { return x + slots[m] / top_k * e_.width; }, t);
@@ -132,9 +135,10 @@ class Additions {
       static thread_local Scratch narrow;
       const Part& part = parts_[j];
       const ExpertChanges& c = *part.changes;
-      const uint32_t* a = c.down_a[part.expert];
-      if (!a) return;
+      if (!c.has_down(part.expert)) return;
       const int64_t* slots = order_.data() + part.first;
+      if (c.signs) return add_signs_down(c.signs[part.expert].down, hidden, y, part);
+      const uint32_t* a = c.down_a[part.expert];
       T* t = narrow.get<T>(part.count * c.down_width);
       multiply_rounded<T>(a, c.down_width, e_.expert_width, part.count,
                           [&](int64_t m) { return hidden + slots[m] * e_.expert_width; }, t);
@@ -153,6 +157,30 @@ class Additions {
     const ExpertChanges* changes;
     int64_t expert, first, count;  // of order_
   };
+
+  void add_signs_up(const SignedExpert& s, const T* x, int64_t top_k, const Part& part) {
+    for (int64_t i = part.first; i < part.first + part.count; ++i) {
+      const float* sums = sign_sums(x + order_[i] / top_k * e_.width, e_.width);
+      float* to = up_ + i * 2 * padded_;
+      for (const Signs* each : {&s.gate, &s.up}) {
+        if (each->bits)
+          add_signs(*each, sums, 0, padded_ / kLanes,
+                    [&](int64_t n, f32x16 v) { store16(to + n, v); });
+        else
+          std::fill_n(to, padded_, 0.0f);
+        to += padded_;
+      }
+    }
+  }
+
+  void add_signs_down(const Signs& s, const T* hidden, float* y, const Part& part) {
+    for (int64_t i = part.first; i < part.first + part.count; ++i) {
+      const float* sums = sign_sums(hidden + order_[i] * e_.expert_width, e_.expert_width);
+      float* to = y + order_[i] * e_.width;
+      add_signs(s, sums, 0, panels(e_.width),
+                [&](int64_t n, f32x16 v) { store_up_to(to + n, v, e_.width - n); });
+    }
+  }
 
   // Rows of gate's or up's additions, 2 * padded values apart.
   void widen(const uint32_t* b, int64_t rank, int64_t count, const T* t, int64_t step, float* out) {

@@ -47,9 +47,6 @@ static void gate_up(const Experts& e, const Part& part, int64_t group, const uin
   const float* bias = e.gate_up_bias ? e.gate_up_bias[part.expert] : nullptr;
   auto index = [&](int64_t m) { return slots[m] / top_k; };
   auto store = [&](int64_t m, const float* c) {
-    alignas(64) float sums[kGroupColumns];
-    if (e.signs)
-      c = with_signs(e.signs[part.expert].gate_up, x.data + index(m) * x.step, group, c, sums);
     T* out = hidden + slots[m] * width;
     const float* more = added.up(slots[m]);
     for (int64_t n = first; n < std::min(width, first + kGroupColumns / 2); n += kLanes, c += 32) {
@@ -73,9 +70,6 @@ static void down(const Experts& e, const Part& part, int64_t group, const uint32
   const float* bias = e.down_bias ? e.down_bias[part.expert] : nullptr;
   auto index = [&](int64_t m) { return slots[m]; };
   auto store = [&](int64_t m, const float* c) {
-    alignas(64) float sums[kGroupColumns];
-    if (e.signs)
-      c = with_signs(e.signs[part.expert].down, hidden.data + index(m) * hidden.step, group, c, sums);
     float* out = y + slots[m] * e.width;
     bool is_added = added.has_down(slots[m]);
     for (int64_t n = first; n < last; n += kLanes, c += kLanes) {

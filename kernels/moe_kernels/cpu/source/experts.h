@@ -4,12 +4,7 @@
 #include <numeric>
 #include <vector>
 
-#include "low_bits/signs.h"
 #include "low_bits/weights.h"
-
-struct SignedExpert {  // additions of one bit per weight, mirrored in native_signs.py
-  Signs gate_up, down;
-};
 
 struct Experts {  // mirrored in native_experts.py
   const uint32_t* const* gate_up;    // by expert: gate and up panels alternate; null: absent
@@ -19,7 +14,6 @@ struct Experts {  // mirrored in native_experts.py
   int64_t num_experts, width, expert_width, threads;
   float alpha, limit, up_offset;  // limit: infinity if there is none
   Form gate_up_form, down_form;
-  const SignedExpert* signs;  // by expert, or null
 };
 
 // Slots (t * top_k + k) sorted by expert: those of e are order[starts[e] .. starts[e + 1]). Those of

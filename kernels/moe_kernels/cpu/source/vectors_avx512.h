@@ -72,6 +72,11 @@ static inline f32x16 scale_by_power(f32x16 x, f32x16 n) {  // x 2^n
   return (f32x16)_mm512_scalef_ps((__m512)x, (__m512)n);
 }
 
+// Lane i is table[index[i] mod 16].
+static inline f32x16 look_up(const float* table, u32x16 index) {
+  return (f32x16)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
+}
+
 // x[i] lane j <-> x[j] lane i: within every four lanes first, then the fours.
 static inline void transpose16(u32x16* x) {
   __m512i fours[16];

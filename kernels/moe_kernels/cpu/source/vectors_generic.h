@@ -55,6 +55,13 @@ static inline f32x16 scale_by_power(f32x16 x, f32x16 n) {
   return select(n < splat(-126.0f), splat(0.0f), scaled);
 }
 
+// Lane i is table[index[i] mod 16].
+static inline f32x16 look_up(const float* table, u32x16 index) {
+  f32x16 found;
+  for (int i = 0; i < 16; ++i) found[i] = table[index[i] & 15];
+  return found;
+}
+
 // x[i] lane j <-> x[j] lane i.
 static inline void transpose16(u32x16* x) {
 #pragma GCC unroll 4

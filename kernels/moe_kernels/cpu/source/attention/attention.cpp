@@ -76,7 +76,8 @@ static void attend(const AttentionPlan& p, T* qkv, const T* q_norm, const T* k_n
   int64_t threads = p.num_tokens >= 2 * kTokens ? p.threads : 1;
   parallel_for((p.num_tokens + kTokens - 1) / kTokens, threads, [&](int64_t j) {
     for (int64_t t = j * kTokens; t < std::min(p.num_tokens, (j + 1) * kTokens); ++t)
-      shape_token<T, R>(p, qkv + t * row, q_norm, k_norm, rotary, positions[t],
+      shape_token<T, R>(p, qkv + t * row, p.own ? (const T*)p.own[3 * t] : q_norm,
+                        p.own ? (const T*)p.own[3 * t + 1] : k_norm, rotary, positions[t],
                         kv_rows + t * p.num_kv_heads, pages);
   });
   auto rows = [&](const void* data, int64_t width, const bf16* scales) {

@@ -216,11 +216,12 @@ static bool attend_block(const AttentionPlan& p, Workspace<T>& work, const Token
   int64_t value_width = panels(p.value_dim) * kLanes;
   BlockProducts<T, R> products(p, work, pages.key_split);
   for (int64_t r = 0; r < num_rows; ++r) {
-    int64_t head = heads.first + r % count;
-    products.add_row(r, q + (block.first + r / count) * q_step + head * p.head_dim);
+    int64_t head = heads.first + r % count, token = block.first + r / count;
+    const float* top = p.own ? (const float*)p.own[3 * token + 2] : sinks;
+    products.add_row(r, q + token * q_step + head * p.head_dim);
     f32x16 total = {};
     work.tops[r] = -1e30f;  // finite, so that a block in which a row sees nothing changes nothing
-    if (sinks) work.tops[r] = sinks[head], total[0] = 1;
+    if (top) work.tops[r] = top[head], total[0] = 1;
     store16(work.totals + r * kLanes, total);
     if (kHasZeros<R>) store16(work.offsets + r * kLanes, f32x16{});
   }

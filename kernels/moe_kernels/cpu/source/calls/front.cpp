@@ -10,6 +10,7 @@
 #include "../scratch.h"
 #include "../threads.h"
 #include "../vectors.h"
+#include "tuned.h"
 
 template <class T>
 static void front(const Front& f, const Parts<T>& parts, const AttentionPlan* plan, const T* hidden,
@@ -17,21 +18,26 @@ static void front(const Front& f, const Parts<T>& parts, const AttentionPlan* pl
                   T* x, int64_t* ids, float* weights, int64_t num_rows,
                   const RowAdapters* adapters, int64_t layer) {
   static thread_local Scratch qkv_scratch, attended_scratch, logits_scratch;
+  static thread_local std::vector<const void*> own_weights;
   T* qkv = qkv_scratch.get<T>(num_rows * f.qkv_width);
   T* attended = attended_scratch.get<T>(num_rows * f.attended_width);
-  parts.rms_norm(hidden, f.width, (const T*)f.attention_norm, x, num_rows, f.width, f.eps,
-                 f.threads);
+  tuned_norm(f, parts, f.attention_norm, &LayerTune::attention_norm, hidden, x, num_rows, adapters,
+             layer);
   parts.linear(f.qkv, x, f.width, nullptr, qkv, num_rows);
   if (adapters) parts.low_rank(adapters, layer, 0, x, f.width, qkv, f.threads);
-  parts.attend(plan, qkv, (const T*)f.q_norm, (const T*)f.k_norm, f.sinks, f.cos, f.sin,
+  if (adapters) parts.row_signs(adapters, layer, 0, x, f.width, qkv, f.threads);
+  const AttentionPlan tuned = tuned_plan(f, *plan, own_weights, num_rows, adapters, layer);
+  parts.attend(&tuned, qkv, (const T*)f.q_norm, (const T*)f.k_norm, f.sinks, f.cos, f.sin,
                f.query_scale, positions, kv_rows, pages, attended);
   parts.linear(f.output, attended, f.attended_width, hidden, out, num_rows);
   if (adapters) parts.low_rank(adapters, layer, 1, attended, f.attended_width, out, f.threads);
-  parts.rms_norm(out, f.width, (const T*)f.moe_norm, x, num_rows, f.width, f.eps, f.threads);
+  if (adapters) parts.row_signs(adapters, layer, 1, attended, f.attended_width, out, f.threads);
+  tuned_norm(f, parts, f.moe_norm, &LayerTune::moe_norm, out, x, num_rows, adapters, layer);
   if (!f.router) return;
   float* logits = logits_scratch.get<float>(num_rows * f.num_experts);
   parts.router_linear(f.router, x, f.width, logits, num_rows);
   moe_route(f.route, logits, f.selection_bias, ids, weights, num_rows);
+  tuned_routes(f, parts, x, ids, weights, adapters, layer);
 }
 
 // out = hidden + (T)(first + second), `second` being optional.
@@ -54,7 +60,7 @@ static void add(const T* hidden, const float* first, const float* second, T* out
                           T* out, T* x, int64_t* ids, float* weights, int64_t num_rows,           \
                           const RowAdapters* adapters, int64_t layer) {                           \
     Parts<T> parts{moe_rms_norm_##suffix, moe_linear_##suffix, moe_attend_##suffix,               \
-                   moe_router_linear_##suffix, moe_low_rank_##suffix};                            \
+                   moe_router_linear_##suffix, moe_low_rank_##suffix, moe_row_signs_##suffix};    \
     front<T>(*f, parts, plan, hidden, positions, kv_rows, pages, out, x, ids, weights, num_rows,  \
              adapters, layer);                                                                    \
   }                                                                                               \

@@ -14,7 +14,7 @@ struct Front {  // mirrored in native_kernels.py
   const float *sinks, *cos, *sin, *query_scale, *selection_bias;
   const Linear *qkv, *output, *router;  // router: null in a dense layer
   const Router* route;
-  int64_t width, qkv_width, attended_width, num_experts, threads;
+  int64_t width, qkv_width, attended_width, num_experts, top_k, threads;
   double eps;
 };
 
@@ -26,6 +26,7 @@ struct Parts {
                  const float*, const float*, const int64_t*, const int64_t*, const KVPages*, T*);
   void (*router_linear)(const Linear*, const T*, int64_t, float*, int64_t);
   void (*low_rank)(const RowAdapters*, int64_t, int64_t, const T*, int64_t, T*, int64_t);
+  void (*row_signs)(const RowAdapters*, int64_t, int64_t, const T*, int64_t, T*, int64_t);
 };
 
 #define DECLARE(T, suffix)                                                                        \
@@ -35,7 +36,8 @@ struct Parts {
                            const float*, const float*, const float*, const int64_t*,              \
                            const int64_t*, const KVPages*, T*);                                   \
   void moe_router_linear_##suffix(const Linear*, const T*, int64_t, float*, int64_t);             \
-  void moe_low_rank_##suffix(const RowAdapters*, int64_t, int64_t, const T*, int64_t, T*, int64_t);
+  void moe_low_rank_##suffix(const RowAdapters*, int64_t, int64_t, const T*, int64_t, T*, int64_t); \
+  void moe_row_signs_##suffix(const RowAdapters*, int64_t, int64_t, const T*, int64_t, T*, int64_t);
 
 extern "C" {
 DECLARE(uint16_t, bf16)

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <vector>
 
+#include "../adapters.h"
 #include "../attention/attention_plan.h"
 #include "front.h"
 #include "../scratch.h"
@@ -133,9 +134,11 @@ class StackRun {
   int64_t run() {
     static thread_local Layout layout;
     layout.lay_out(s_, step_);
-    const T* embedding = static_cast<const T*>(s_.embedding);
-    for (int64_t t = 0; t < rows_ && step_.first == 0; ++t)
+    for (int64_t t = 0; t < rows_ && step_.first == 0; ++t) {
+      const ModelTune* tune = tune_of(t);
+      auto* embedding = static_cast<const T*>(tune && tune->embedding ? tune->embedding : s_.embedding);
       std::copy_n(embedding + step_.tokens[t] * s_.width, s_.width, hidden_ + t * s_.width);
+    }
     int64_t *ids = step_.ids, num_choices = rows_ * s_.top_k;
     float* weights = step_.weights;
     for (int64_t l = step_.first; l < step_.end; ++l) {
@@ -181,18 +184,44 @@ class StackRun {
     return parts_.experts(mlp, x_, ids_, weights_, out, rows_, 1, step_.adapters, l, 1);
   }
 
+  // Rows of fine-tunes with the same final norm and head pass them together, and so do all others.
   void find_logits(const std::vector<int64_t>& rows) {
+    const int64_t num_adapters = step_.adapters ? step_.adapters->num_adapters : 0;
+    const ModelTune base{nullptr, s_.final_norm, s_.head};
+    std::vector<int64_t> places;
+    for (int64_t a = -1; a < num_adapters; ++a) {
+      const ModelTune* own = a < 0 ? &base : step_.adapters->model(a);
+      if (!own || !has_own_head(own)) continue;
+      places.clear();
+      for (size_t r = 0; r < rows.size(); ++r)
+        if (own == (has_own_head(tune_of(rows[r])) ? tune_of(rows[r]) : &base)) places.push_back(r);
+      if (!places.empty()) find_logits(rows, places, *own);
+    }
+  }
+
+  static bool has_own_head(const ModelTune* tune) {
+    return tune && (tune->final_norm || tune->head);
+  }
+
+  void find_logits(const std::vector<int64_t>& rows, const std::vector<int64_t>& places,
+                   const ModelTune& own) {
     static thread_local Scratch logits_scratch;
-    int64_t count = rows.size();
-    T* logits = logits_scratch.get<T>(count * s_.vocab_size);
-    for (int64_t r = 0; r < count; ++r)
-      std::copy_n(hidden_ + rows[r] * s_.width, s_.width, attended_ + r * s_.width);
-    parts_.front_parts.rms_norm(attended_, s_.width, static_cast<const T*>(s_.final_norm), x_,
-                                count, s_.width, s_.eps, s_.threads);
-    parts_.front_parts.linear(s_.head, x_, s_.width, nullptr, logits, count);
-    int64_t size = count * s_.vocab_size;
-    for (int64_t i = 0; i < size; i += 16)
-      store_up_to(step_.logits + i, load_up_to(logits + i, size - i) / s_.logits_divisor, size - i);
+    const int64_t count = places.size(), size = s_.vocab_size;
+    T* logits = logits_scratch.get<T>(count * size);
+    for (int64_t i = 0; i < count; ++i)
+      std::copy_n(hidden_ + rows[places[i]] * s_.width, s_.width, attended_ + i * s_.width);
+    const void* norm = own.final_norm ? own.final_norm : s_.final_norm;
+    parts_.front_parts.rms_norm(attended_, s_.width, static_cast<const T*>(norm), x_, count,
+                                s_.width, s_.eps, s_.threads);
+    parts_.front_parts.linear(own.head ? own.head : s_.head, x_, s_.width, nullptr, logits, count);
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t n = 0; n < size; n += 16)
+        store_up_to(step_.logits + places[i] * size + n,
+                    load_up_to(logits + i * size + n, size - n) / s_.logits_divisor, size - n);
+  }
+
+  const ModelTune* tune_of(int64_t row) const {
+    return step_.adapters ? step_.adapters->model(step_.adapters->adapter[row]) : nullptr;
   }
 
   // Times of a layer: it begins, its front has ended (in a dense layer its MLP too), its experts,
@@ -213,7 +242,8 @@ class StackRun {
 #define EXPORT(T, suffix)                                                                         \
   int64_t moe_stack_##suffix(const Stack* stack, const StackStep* step) {                         \
     StackParts<T> parts{{moe_rms_norm_##suffix, moe_linear_##suffix, moe_attend_##suffix,         \
-                         moe_router_linear_##suffix, moe_low_rank_##suffix},                      \
+                         moe_router_linear_##suffix, moe_low_rank_##suffix,                       \
+                         moe_row_signs_##suffix},                                                 \
                         moe_experts_##suffix,                                                     \
                         moe_front_##suffix,                                                       \
                         moe_add_##suffix};                                                        \

@@ -1,36 +1,72 @@
 // Linear layers with an addition of one bit per weight.
 
-#include "signs.h"
+#include <vector>
 
+#include "../adapters.h"
 #include "../threads.h"
 
-// out[t][n] = y[t][n] + the additions (+ residual[t][n]).
-template <class T>
-static void add_signs(const Signs& s, const T* x, int64_t row_step, const T* y, const T* residual,
-                      T* out, int64_t num_rows, int64_t threads) {
-  const int64_t num_groups = groups(panels(s.num_outputs));
-  if (num_rows * s.num_outputs * s.width < 131072) threads = 1;
-  parallel_for(num_groups, threads, [&](int64_t g) {
-    const int64_t first = g * kGroupColumns, count = std::min(kGroupColumns, s.num_outputs - first);
-    alignas(64) float c[kGroupColumns] = {}, with[kGroupColumns];
-    for (int64_t t = 0; t < num_rows; ++t) {
-      const int64_t at = t * s.num_outputs + first;
-      for (int64_t n = 0; n < count; n += kLanes) store16(c + n, load_up_to(y + at + n, count - n));
-      const float* sums = with_signs(s, x + t * row_step, g, c, with);
-      for (int64_t n = 0; n < count; n += kLanes) {
-        f32x16 v = load16(sums + n);
-        if (residual)  // the layer's own result is rounded before it is added
-          v = round_to(x, v) + load_up_to(residual + at + n, count - n);
-        store_up_to(out + at + n, v, count - n);
-      }
+struct SignJob {  // some rows of x against some panels
+  const Signs* signs;
+  int64_t first, count, first_panel, last_panel;
+};
+
+constexpr int64_t kRowsOfJob = 16, kPanelsOfJob = 32;
+
+static void cut(const Signs& s, int64_t first, int64_t count, std::vector<SignJob>& jobs) {
+  const int64_t last_panel = panels(s.num_outputs);
+  for (int64_t t = 0; t < count; t += kRowsOfJob)
+    for (int64_t p = 0; p < last_panel; p += kPanelsOfJob)
+      jobs.push_back({&s, first + t, std::min(kRowsOfJob, count - t), p,
+                      std::min(last_panel, p + kPanelsOfJob)});
+}
+
+// y[row(i)] += the additions, for the rows i of each job.
+template <class T, class Row>
+static void add_to_rows(const std::vector<SignJob>& jobs, const Row& row, const T* x,
+                        int64_t row_step, T* y, int64_t threads) {
+  parallel_for(jobs.size(), jobs.size() < 4 ? 1 : threads, [&](int64_t j) {
+    const SignJob& job = jobs[j];
+    const int64_t width = job.signs->num_outputs;
+    for (int64_t i = job.first; i < job.first + job.count; ++i) {
+      T* to = y + row(i) * width;
+      const float* sums = sign_sums(x + row(i) * row_step, job.signs->width);
+      add_signs(*job.signs, sums, job.first_panel, job.last_panel, [&](int64_t n, f32x16 v) {
+        store_up_to(to + n, load_up_to(to + n, width - n) + v, width - n);
+      });
     }
   });
 }
 
+// y[t] += the additions of its adapter to one of a layer's matrices.
+template <class T>
+static void row_signs(const RowAdapters& r, int64_t layer, bool is_output, const T* x,
+                      int64_t row_step, T* y, int64_t threads) {
+  std::vector<SignJob> jobs;
+  for (int64_t a = 0; a < r.num_adapters; ++a) {
+    const LayerTune* tune = r.layers[a][layer].tune;
+    const Signs* signs = !tune ? nullptr : is_output ? tune->output : tune->qkv;
+    if (signs) cut(*signs, r.starts[a], r.starts[a + 1] - r.starts[a], jobs);
+  }
+  add_to_rows(jobs, [&](int64_t i) { return r.order[i]; }, x, row_step, y, threads);
+}
+
+// y[t] += the additions.
+template <class T>
+static void all_signs(const Signs& s, const T* x, int64_t row_step, T* y, int64_t num_rows,
+                      int64_t threads) {
+  std::vector<SignJob> jobs;
+  cut(s, 0, num_rows, jobs);
+  add_to_rows(jobs, [](int64_t i) { return i; }, x, row_step, y, threads);
+}
+
 #define EXPORT(T, suffix)                                                                         \
-  void moe_add_signs_##suffix(const Signs* s, const T* x, int64_t row_step, const T* y,           \
-                              const T* residual, T* out, int64_t num_rows, int64_t threads) {     \
-    add_signs<T>(*s, x, row_step, y, residual, out, num_rows, threads);                           \
+  void moe_add_signs_##suffix(const Signs* s, const T* x, int64_t row_step, T* y,                 \
+                              int64_t num_rows, int64_t threads) {                                \
+    all_signs<T>(*s, x, row_step, y, num_rows, threads);                                          \
+  }                                                                                               \
+  void moe_row_signs_##suffix(const RowAdapters* r, int64_t layer, int64_t is_output, const T* x, \
+                              int64_t row_step, T* y, int64_t threads) {                          \
+    row_signs<T>(*r, layer, is_output, x, row_step, y, threads);                                  \
   }
 
 extern "C" {

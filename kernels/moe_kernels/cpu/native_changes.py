@@ -1,0 +1,52 @@
+"""The structs of an adapter's changes, as the native kernels read them."""
+
+from __future__ import annotations
+
+import ctypes
+
+from moe_kernels.cpu.cpu_library import Int, Pointer
+
+LOW_RANK_PARTS = ("up_a", "gate_b", "up_b", "down_a", "down_b")
+
+
+class ChangesStruct(ctypes.Structure):
+    """`ExpertChanges` in cpu/source/adapters.h. All but `own` are arrays by expert."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("is_changed", "own", *LOW_RANK_PARTS)),
+        *((name, Int) for name in (
+            "up_width", "up_first", "gate_rank", "up_rank", "down_width", "down_rank",
+        )),
+        ("signs", Pointer),
+    )  # fmt: skip
+
+
+class LayerChangesStruct(ctypes.Structure):
+    """`LayerChanges` in cpu/source/adapters.h."""
+
+    _fields_ = tuple((name, Pointer) for name in ("qkv", "output", "experts", "mlp", "tune"))
+
+
+class LayerTuneStruct(ctypes.Structure):
+    """`LayerTune` in cpu/source/adapters.h."""
+
+    _fields_ = tuple(
+        (name, Pointer)
+        for name in (
+            "qkv",
+            "output",
+            "attention_norm",
+            "moe_norm",
+            "q_norm",
+            "k_norm",
+            "sinks",
+            "router",
+            "selection_bias",
+        )
+    )
+
+
+class ModelTuneStruct(ctypes.Structure):
+    """`ModelTune` in cpu/source/adapters.h."""
+
+    _fields_ = tuple((name, Pointer) for name in ("embedding", "final_norm", "head"))
