@@ -28,8 +28,8 @@ from demo_model.network import Shape
 from moe_serve.offline.llm import LLM
 
 RECIPES = {
-    "manual-lora": {"learning_rate": 3e-3, "rank": 8},
-    "manual-esft": {"learning_rate": 5e-3, "num_experts": 2},
+    "manual-lora": AdapterRecipe(num_steps=80, learning_rate=4e-3, rank=16),
+    "manual-esft": AdapterRecipe(num_steps=80, learning_rate=3e-3, num_experts=4),
 }
 
 
@@ -39,7 +39,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("moe_serve/demo_model"))
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="pages of the manual")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=0.6, help="of a core, to train each")
     parser.add_argument("--only", choices=[*RECIPES, "none"], help="train this one alone")
     parser.add_argument("--windows", type=int, default=40, help="of 512 tokens, of each domain")
     arguments = parser.parse_args()
@@ -47,10 +46,9 @@ def main() -> None:
     train, valid_pages = read_manual(arguments.docs)
     valid = {"manual": valid_pages, **Corpus.read(arguments.corpus, "valid").documents}
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    for name, values in RECIPES.items():
+    for name, recipe in RECIPES.items():
         if arguments.only in (None, name):
             network = load_exported(arguments.model, Shape())
-            recipe = AdapterRecipe(budget_s=60 * arguments.minutes, **values)  # type: ignore[arg-type]
             train_adapter(network, tokenizer, train, recipe).save(arguments.out / name)
     prompts = {
         domain: windows(tokenizer, texts, width=512, count=arguments.windows)

@@ -142,7 +142,15 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "formats",
         "solvers",
     ),
-    "routing_predictor": ("traces", "importers", "layers", "requests", "predictor_file", "judge"),
+    "routing_predictor": (
+        "traces",
+        "torch_files",
+        "importers",
+        "layers",
+        "requests",
+        "predictor_file",
+        "judge",
+    ),
     "moe_kernels": ("graphs", "interface", "cpu", "gpu", "reference"),
 }
 # Leaves: what each may import of ours, whoever imports it. `moe_serve` itself is the version.

@@ -12,11 +12,11 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_serve.adapters.adapter import Adapter
+from moe_serve.adapters.adapter import Adapter, AdapterVersion
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
@@ -66,6 +66,31 @@ class _Running:
     is_cancelled: bool = False
 
 
+class IdealLRU:
+    """A cache of adapters that drops those used longest ago, as if no request held any. Every use
+    and every load of a content counts as its last use."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self._max_bytes = max_bytes
+        self._held: dict[bytes, int] = {}  # the last used last
+        self._lock = threading.Lock()
+
+    def use(self, version: AdapterVersion) -> bool:
+        """Returns whether the content was there. It is, from now on."""
+        with self._lock:
+            found = self._held.pop(version.digest, None) is not None
+            self._held[version.digest] = version.num_bytes
+            while self._max_bytes is not None and sum(self._held.values()) > self._max_bytes:
+                del self._held[next(iter(self._held))]
+            return found
+
+    def keep(self, versions: Iterable[AdapterVersion]) -> None:
+        """Drops the contents that no name stands for any more."""
+        digests = {version.digest for version in versions}
+        with self._lock:
+            self._held = {key: size for key, size in self._held.items() if key in digests}
+
+
 class Chaos:
     """Runs a plan. `strike`: called before each request, may end ranks."""
 
@@ -86,11 +111,12 @@ class Chaos:
         self._asked: set[tuple[bytes, int]] = set()  # prompts that this content has answered
         self._changes: queue.Queue[tuple[str, Path | None] | None] = queue.Queue()
         self._is_loading = False
+        self._ideal = IdealLRU(registry.memory_bytes)
 
     def run(self) -> Tally:
         """Returns the tally once all requests have ended."""
         for number in range(self._plan.num_names):
-            self._registry.load(f"n{number}", self._rng.choice(self._folders))
+            self._ideal.use(self._registry.load(f"n{number}", self._rng.choice(self._folders)))
         changer = threading.Thread(target=self._change, name="chaos of adapters", daemon=True)
         changer.start()
         for number in range(self._plan.num_requests):
@@ -129,7 +155,8 @@ class Chaos:
                 if folder is None:
                     self._registry.unload(name)
                 else:
-                    self._registry.load(name, folder)
+                    self._ideal.use(self._registry.load(name, folder))
+                self._ideal.keep(self._registry.versions())
                 self.tally.count("unloads" if folder is None else "loads")
             except (InvalidRequestError, ModelNotFoundError, CheckpointError):
                 self.tally.count("refused changes")
@@ -143,6 +170,8 @@ class Chaos:
                 is_hit = self._registry.in_memory(name) is not None
                 adapter = self._registry.acquire(name)
                 self.tally.count("found in memory" if is_hit else "read again")
+                if self._ideal.use(adapter.version):
+                    self.tally.count("found by an ideal LRU")
             except (InvalidRequestError, ModelNotFoundError):  # no room; not loaded at the moment
                 self.tally.count("refused requests")
                 return

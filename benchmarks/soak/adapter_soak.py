@@ -16,6 +16,7 @@ import itertools
 import json
 import random
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -41,9 +42,10 @@ from moe_serve.config.sections import (
     SchedulerConfig,
 )
 from moe_serve.engine.build import BuiltEngine, build_engine
+from moe_serve.http.server import SWITCH_INTERVAL_S
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.model.load.loader import ModelLoader
-from offline.adapters import write_loras
+from offline.random_adapters import write_loras
 from soak.adapter_chaos import Chaos, Expected, Plan, answers_of
 
 _NUM_PROMPTS, _PROMPT_TOKENS = 6, 40  # longer than two pages
@@ -52,6 +54,7 @@ _VOCAB_SIZE = 4096
 
 def main() -> int:
     options = _parser().parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a server
     with tempfile.TemporaryDirectory() as folder:
         report = soak(options, Path(folder))
     print(json.dumps(report, indent=2))

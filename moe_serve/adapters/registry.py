@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -236,16 +237,30 @@ class AdapterRegistry:
         fixed = sum(num_bytes for digest, num_bytes in others.items() if digest in pinned)
         if wanted.num_bytes + fixed > limit:  # nothing is dropped for it in vain
             raise _no_room(wanted, limit, f"pinned adapters hold {fixed}: raise it.")
-        for digest in list(self._kept):
-            if self._used_beside(wanted) + wanted.num_bytes <= limit:
-                return
-            if digest != wanted.digest and digest not in pinned:
-                del self._kept[digest]
-                self._num_evictions += digest not in self._alive  # else a request holds it
+        self._drop_oldest(wanted, limit, pinned)
         used = self._used_beside(wanted)
         if used + wanted.num_bytes > limit:
             holders = f"running requests and pinned adapters ({fixed}) hold {used}"
             raise _no_room(wanted, limit, f"{holders}: try again later, or raise it.")
+
+    def _drop_oldest(self, wanted: AdapterWeights, limit: int, pinned: Collection[bytes]) -> None:
+        """Drops weights until the wanted ones fit. Those that a request holds would stay in memory,
+        so they keep their place among those that were used."""
+        staying: OrderedDict[bytes, AdapterWeights] = OrderedDict()
+        for digest in list(self._kept):
+            if self._used_beside(wanted) + wanted.num_bytes <= limit:
+                break
+            if digest == wanted.digest or digest in pinned:
+                continue
+            del self._kept[digest]
+            held = self._alive.get(digest)
+            if held is not None:
+                staying[digest] = held
+            else:
+                self._num_evictions += 1
+        for digest in reversed(staying):
+            self._kept[digest] = staying[digest]
+            self._kept.move_to_end(digest, last=False)
 
     def _used_beside(self, wanted: AdapterWeights) -> int:
         return sum(

@@ -1,4 +1,4 @@
-"""`moe-serve adapters`: makes adapters of fine-tunes."""
+"""`moe-serve adapters`: makes adapters of fine-tunes, and merges them into their base model."""
 
 from __future__ import annotations
 
@@ -49,9 +49,18 @@ class ConvertBitDeltaOptions:
     out: Path = option(REQUIRED, help="Folder to write; it must not exist.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOptions:
+    """Options of `adapters merge`."""
+
+    base: str = argument(REQUIRED, help="Folder or name of the base model.")
+    adapter: Path = argument(REQUIRED, help="Folder of a LoRA or an ESFT.")
+    out: Path = option(REQUIRED, help="Folder to write; it must not exist.")
+
+
 @adapters.callback()
 def _group() -> None:
-    """Make adapters of fine-tunes."""
+    """Make adapters of fine-tunes, and merge them."""
 
 
 @adapters.command("make-bitdelta")
@@ -142,6 +151,26 @@ def convert(options: ConvertBitDeltaOptions) -> None:
             progress,
         ),
         options.out,
+    )
+
+
+@adapters.command("merge")
+@with_options(MergeOptions)
+def merge(options: MergeOptions) -> None:
+    """Merges a LoRA or an ESFT into its base model: a checkpoint for a server of this fine-tune
+    alone."""
+    from moe_serve.adapters.merge import merge_adapter
+
+    with progress_bar() as report:
+        size = merge_adapter(
+            _folder(options.base),
+            options.adapter.expanduser(),
+            options.out.expanduser(),
+            lambda done, total: report(f"{done} of {total} tensors", done / total),
+        )
+    typer.echo(
+        f"{options.out}: {size.num_changed} of {size.num_tensors} tensors are changed. Serve it "
+        f"with: moe-serve serve {options.out}"
     )
 
 

@@ -66,7 +66,7 @@ def lags(due: float, now: float) -> list[float]:
 _ENGINE_CHECK_S = 1.0
 # The engine's thread and the event loop's thread take turns holding the GIL. With Python's default
 # of 5 ms each waits that long for the other whenever a kernel or a socket has released it.
-_SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0005
 
 OnReady = Callable[[str, int], None]
 
@@ -159,7 +159,7 @@ class DrainingServer(ClosingServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         # Loaded objects stay: scanning them again would stall all streams for 150 ms.
         gc.collect()
         gc.freeze()

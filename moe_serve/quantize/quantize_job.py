@@ -15,7 +15,11 @@ from moe_serve.errors import ConfigError
 from moe_serve.json_text import parse_json
 from moe_serve.learn.documents import TextPiece
 from moe_serve.model.checkpoint.checkpoint import Checkpoint
-from moe_serve.model.checkpoint.checkpoint_writer import CheckpointWriter, check_target
+from moe_serve.model.checkpoint.checkpoint_writer import (
+    CheckpointWriter,
+    check_target,
+    files_beside,
+)
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.checkpoint.safetensors_writer import PlannedTensor
 from moe_serve.model.families import family_of
@@ -33,9 +37,6 @@ from moe_serve.quantize.sensitivity import int8_layers, layer_divergences
 from moe_serve.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
-
-_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-_NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ def quantise(job: QuantiseJob, progress: Progress, finish: FinishFiles) -> Quant
         values = dict(parse_json((job.folder / "config.json").read_bytes()))
         modules = [name.removesuffix(".weight") for name in run.beside()]
         values["quantization_config"] = quantization_config(plan, modules)
-        writer.finish(values, {**_other_files(job.folder), **finish(outcome)})
+        writer.finish(values, {**files_beside(job.folder), **finish(outcome)})
     return outcome
 
 
@@ -175,15 +176,6 @@ def _check_memory(job: QuantiseJob, source: CheckpointSource, dtype: torch.dtype
             f"states of the texts, but {free / 1e9:.1f} GB of memory are free: lower --tokens "
             f"(now {job.num_tokens}), use --method rtn, or free some memory."
         )
-
-
-def _other_files(folder: Path) -> dict[str, bytes]:
-    """Returns the tokenizer, templates and other small files beside the weights."""
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix in _COPIED and path.name not in _NOT_COPIED
-    }
 
 
 class _Run:

@@ -30,7 +30,7 @@ from routing_predictor.importers.tables import (
     read_json,
     read_json_lines,
 )
-from routing_predictor.importers.torch_file import read_torch_file
+from routing_predictor.torch_files.torch_file import read_torch_file
 from routing_predictor.traces.load_file import RecordedLoad
 from routing_predictor.traces.routing_error import TraceError
 from routing_predictor.traces.trace import DECODE, PREFILL, RoutingTrace

@@ -11,5 +11,9 @@ class TraceError(RoutingError):
     """A trace, or a trace file, has invalid content."""
 
 
+class TorchFileError(TraceError):
+    """A file of torch.save is damaged, or holds more than plain data."""
+
+
 class PredictorError(RoutingError):
     """A predictor's file is damaged, or belongs to another model or placement."""

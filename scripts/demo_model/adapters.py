@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -34,9 +33,9 @@ _MATRICES = ("gate", "up", "down")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRecipe:
-    """Settings of a training. `budget_s`: seconds of a processor core."""
+    """Settings of a training. Equal settings and texts give equal adapters."""
 
-    budget_s: float
+    num_steps: int
     learning_rate: float
     rank: int = 0  # of a LoRA; 0: an ESFT
     num_experts: int = 2  # of each layer, of an ESFT
@@ -152,7 +151,7 @@ def busiest_experts(
 def train_adapter(
     network: Network, tokenizer: Tokenizer, texts: list[str], recipe: AdapterRecipe
 ) -> TrainedAdapter:
-    """Trains on texts until the time is spent. The learning rate falls to zero."""
+    """Trains on texts. The learning rate falls to zero."""
     torch.manual_seed(recipe.seed)
     experts = None
     if not recipe.rank:
@@ -161,8 +160,8 @@ def train_adapter(
     adapter = TrainedAdapter(network, experts, recipe.rank)
     optimizer = torch.optim.Adam(adapter.parameters, betas=(0.9, 0.95))
     batches = Batches(encode_documents(tokenizer, texts), recipe.seed)
-    start, step = time.process_time(), 0
-    while (progress := (time.process_time() - start) / recipe.budget_s) < 1.0:
+    for step in range(recipe.num_steps):
+        progress = step / recipe.num_steps
         scale = min(1.0, (step + 1) / 4) * 0.5 * (1 + math.cos(math.pi * progress))
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * scale
         ids, targets = batches.draw(recipe.batch_tokens, recipe.context)
@@ -170,9 +169,8 @@ def train_adapter(
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        step += 1
-        if step % 5 == 0:
-            print(f"step {step}, {progress:.0%} of the time: loss {loss.item():.3f}", flush=True)
+        if step % 10 == 0:
+            print(f"step {step} of {recipe.num_steps}: loss {loss.item():.3f}", flush=True)
     return adapter
 
 

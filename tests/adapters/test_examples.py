@@ -30,4 +30,4 @@ def test_a_page_becomes_likelier() -> None:
     with LLM(adapters=examples) as llm:
         outputs = llm.generate([PAGE] * 3, PARAMS, adapter=[None, *names], use_progress_bar=False)
     base, lora, esft = (-sum(logprobs_of(output)) for output in outputs)
-    assert lora < 0.99 * base and esft < 0.995 * base, (base, lora, esft)
+    assert lora < 0.9 * base and esft < 0.9 * base, (base, lora, esft)

@@ -61,6 +61,19 @@ def test_memory_drops_what_was_used_longest_ago(tmp_path: Path) -> None:
     assert held.version.name == "a" and registry.stats.bytes_in_memory == 2 * BYTES
 
 
+def test_what_a_request_holds_stays_after_it(tmp_path: Path) -> None:
+    """Dropping it would give no room while the request runs, and a read again after it."""
+    registry = small_registry(memory_bytes=2 * BYTES)
+    for number, name in enumerate("ab"):
+        registry.load(name, write_small(tmp_path / name, number))
+    held = registry.acquire("a")
+    registry.acquire("b")
+    registry.load("c", write_small(tmp_path / "c", 2))
+    assert registry.in_memory("b") is None and registry.stats.num_evictions == 1
+    del held
+    assert registry.in_memory("a") is not None
+
+
 def test_pinned_adapters_are_never_dropped(tmp_path: Path) -> None:
     registry = small_registry(memory_bytes=2 * BYTES)
     registry.load("kept", write_small(tmp_path / "kept", 9), is_pinned=True)

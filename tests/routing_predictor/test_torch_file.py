@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from routing_predictor.importers.opcodes import read_plain_data
-from routing_predictor.importers.torch_file import read_torch_file
+from routing_predictor.torch_files.opcodes import read_plain_data
+from routing_predictor.torch_files.torch_file import read_torch_file
 from routing_predictor.traces.routing_error import TraceError
 
 DATA = Path(__file__).parent / "data"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.interface.sign_matrix import SignMatrix
+from moe_serve.adapters.bitdelta.published_file import PublishedFile
 from moe_serve.adapters.bitdelta.tensors import full_tensors, sign_modules
-from moe_serve.adapters.bitdelta.torch_zip import TorchZip
 from moe_serve.adapters.bitdelta.writer import (
     BitDeltaSize,
     FullEntry,
@@ -43,7 +43,7 @@ def convert_bitdelta(
     """Writes the adapter that a file stands for. Full tensors that equal the base model's are left
     out. Raises CheckpointError for a file with anything else than such tensors."""
     loader = ModelLoader(base, kernels="torch")
-    opened = TorchZip(file)
+    opened = PublishedFile(file)
     try:
         reading = _FileReading(file, opened, loader)
         signed, full = list(reading.signed()), list(reading.full())
@@ -55,7 +55,7 @@ def convert_bitdelta(
 class _FileReading:
     """The tensors of a file, by the names of the base model's."""
 
-    def __init__(self, file: Path, opened: TorchZip, loader: ModelLoader) -> None:
+    def __init__(self, file: Path, opened: PublishedFile, loader: ModelLoader) -> None:
         self._file, self._opened, self._loader = file, opened, loader
         self._modules = sign_modules(AdapterTargets(loader))
         self._full: Mapping[str, Stored] = full_tensors(loader)
@@ -114,10 +114,10 @@ class _FileReading:
     def _check_shape(self, module: str, shape: tuple[int, ...]) -> None:
         mask = self._opened.tensors[module + _MASK]
         wanted = (shape[1] // _WORD_BITS, shape[0])
-        if mask.shape != wanted or shape[1] % _WORD_BITS or mask.storage.dtype != torch.int32:
+        if mask.shape != wanted or shape[1] % _WORD_BITS or mask.storage != "IntStorage":
             raise self._error(
-                f"{module[:200]}{_MASK} is {mask.storage.dtype} of the shape {list(mask.shape)}, "
-                f"but the base model needs int32 of {list(wanted)}"
+                f"{module[:200]}{_MASK} is a {mask.storage} of the shape {list(mask.shape)}, but "
+                f"the base model needs an IntStorage of {list(wanted)}"
             )
 
     def _signs(self, module: str) -> Signs:

@@ -36,7 +36,7 @@ from moe_serve.cluster.launch.cluster_file import parse_cluster_file
 from moe_serve.config.yaml_nodes import plain_value, read_yaml, value_place
 from moe_serve.errors import ConfigError
 from moe_serve.regular_file import regular_file
-from routing_predictor.importers.torch_file import read_torch_file
+from routing_predictor.torch_files.torch_file import read_torch_file
 from routing_predictor.traces.routing_error import TraceError
 
 MAX_DEVICES = 2**14

@@ -25,6 +25,8 @@ from moe_serve.model.checkpoint.safetensors_writer import PlannedTensor, Safeten
 _SHARD_BYTES = 2 * 2**30
 _SPARE_BYTES = 64 * 2**20  # for headers, the tokenizer and the file system
 _UNNAMED_CONFIG = "config.json.partial"
+_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
 
 class CheckpointWriter:
@@ -153,6 +155,15 @@ def check_target(folder: Path) -> None:
     is_left_over = (folder / _UNNAMED_CONFIG).is_file() and not (folder / "config.json").exists()
     if (folder.exists() or folder.is_symlink()) and not is_left_over:
         raise ConfigError(f"{folder} exists: name another folder, or remove it.")
+
+
+def files_beside(folder: Path) -> dict[str, bytes]:
+    """Returns the tokenizer, templates and other small files beside the weights."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix in _COPIED and path.name not in _NOT_COPIED
+    }
 
 
 def _into_shards(plan: Sequence[PlannedTensor], most: int) -> list[list[PlannedTensor]]:

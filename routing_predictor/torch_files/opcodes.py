@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from routing_predictor.traces.routing_error import TraceError
+from routing_predictor.traces.routing_error import TorchFileError
 
 _MAX_BYTES = 2**28
 _MAX_COUNT = 2**40  # limit on a tensor's sizes
@@ -58,6 +58,7 @@ class _Mark:
 
 _MARK = _Mark()
 _REBUILD = Name("torch._utils", "_rebuild_tensor_v2")
+_PARAMETER = Name("torch._utils", "_rebuild_parameter")
 _ORDERED = Name("collections", "OrderedDict")
 _SIZE = Name("torch", "Size")
 _VALUES = frozenset(
@@ -78,9 +79,9 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 def read_plain_data(content: bytes) -> Any:
     """Returns the data as dicts, lists, tuples, numbers, text, None and `StoredTensor`. Raises
-    TraceError."""
+    TorchFileError."""
     if len(content) > _MAX_BYTES:
-        raise TraceError(f"its pickle has {len(content)} bytes; at most {_MAX_BYTES} are read")
+        raise TorchFileError(f"its pickle has {len(content)} bytes; at most {_MAX_BYTES} are read")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of the parser about unusual spellings of texts
         return _walk(content)
@@ -94,10 +95,10 @@ def _walk(content: bytes) -> Any:
                 return machine.result()
             machine.step(opcode.name, argument)
     except (ValueError, LookupError, UnicodeError) as error:
-        if isinstance(error, TraceError):
+        if isinstance(error, TorchFileError):
             raise
-        raise TraceError(f"its pickle is damaged ({error})") from None
-    raise TraceError("its pickle has no end")
+        raise TorchFileError(f"its pickle is damaged ({error})") from None
+    raise TorchFileError("its pickle has no end")
 
 
 class _Machine:
@@ -109,7 +110,7 @@ class _Machine:
 
     def result(self) -> Any:
         if len(self._stack) != 1:
-            raise TraceError(
+            raise TorchFileError(
                 f"its pickle must end with one value, but ends with {len(self._stack)}"
             )
         return self._stack[0]
@@ -125,7 +126,7 @@ class _Machine:
         elif name in _TUPLES:
             count = _TUPLES[name]
             if len(stack) < count:
-                raise TraceError("its pickle is damaged (a tuple of too few)")
+                raise TorchFileError("its pickle is damaged (a tuple of too few)")
             stack[-count:] = [tuple(stack[-count:])]
         elif name == "MARK":
             stack.append(_MARK)
@@ -163,7 +164,7 @@ class _Machine:
         elif name == "STACK_GLOBAL":
             word, module = stack.pop(), stack.pop()
             if not isinstance(module, str) or not isinstance(word, str):
-                raise TraceError("its pickle is damaged (a name that is not text)")
+                raise TorchFileError("its pickle is damaged (a name that is not text)")
             stack.append(_known(Name(module, word)))
         elif name == "BINPERSID":
             stack.append(_storage(stack.pop()))
@@ -171,7 +172,7 @@ class _Machine:
             arguments, what = stack.pop(), stack.pop()
             stack.append(_made(what, arguments))
         else:
-            raise TraceError(f"its pickle uses {name}, which plain data does not need: refused")
+            raise TorchFileError(f"its pickle uses {name}, which plain data does not need: refused")
 
     def _marked(self) -> list[Any]:
         """Pops and returns the values pushed since the last mark."""
@@ -179,22 +180,22 @@ class _Machine:
         while place >= 0 and self._stack[place] is not _MARK:
             place -= 1
         if place < 0:
-            raise TraceError("its pickle is damaged (no mark)")
+            raise TorchFileError("its pickle is damaged (no mark)")
         items = self._stack[place + 1 :]
         del self._stack[place:]
         return items
 
     def _top(self, kind: type) -> Any:
         if not self._stack or type(self._stack[-1]) is not kind:
-            raise TraceError(f"its pickle is damaged (no {kind.__name__} to add to)")
+            raise TorchFileError(f"its pickle is damaged (no {kind.__name__} to add to)")
         return self._stack[-1]
 
 
 def _known(name: Name) -> Name:
     is_storage = name.module in ("torch", "torch.storage") and name.name.endswith("Storage")
-    if name in (_REBUILD, _ORDERED, _SIZE) or is_storage:
+    if name in (_REBUILD, _PARAMETER, _ORDERED, _SIZE) or is_storage:
         return name
-    raise TraceError(f"it names {name}, which is not plain data: refused, nothing was run")
+    raise TorchFileError(f"it names {name}, which is not plain data: refused, nothing was run")
 
 
 def _storage(reference: Any) -> _Storage:
@@ -206,7 +207,7 @@ def _storage(reference: Any) -> _Storage:
         and isinstance(reference[2], str)
         and _is_count(reference[4])
     ):
-        raise TraceError(
+        raise TorchFileError(
             "it refers to something outside the file other than a tensor's storage: refused"
         )
     return _Storage(reference[1], reference[2], reference[4])
@@ -215,13 +216,17 @@ def _storage(reference: Any) -> _Storage:
 def _made(what: Any, arguments: Any) -> Any:
     """Returns the value of a REDUCE."""
     if not isinstance(what, Name) or not isinstance(arguments, tuple):
-        raise TraceError("its pickle calls something that is not a name: refused")
+        raise TorchFileError("its pickle calls something that is not a name: refused")
     if what == _ORDERED and not arguments:
         return {}
     if what == _SIZE and len(arguments) == 1 and isinstance(arguments[0], tuple):
         return arguments[0]
+    if what == _PARAMETER and len(arguments) == 3 and isinstance(arguments[0], StoredTensor):
+        return arguments[0]
     if what != _REBUILD or len(arguments) not in (6, 7):
-        raise TraceError(f"it calls {what} with {len(arguments)} values: refused, it was not run")
+        raise TorchFileError(
+            f"it calls {what} with {len(arguments)} values: refused, it was not run"
+        )
     storage, offset, shape, strides = arguments[:4]
     is_sound = (
         isinstance(storage, _Storage)
@@ -231,16 +236,16 @@ def _made(what: Any, arguments: Any) -> Any:
         and len(shape) == len(strides) <= _MAX_DIMENSIONS
     )
     if not is_sound:
-        raise TraceError("it describes a tensor that cannot be one: refused")
+        raise TorchFileError("it describes a tensor that cannot be one: refused")
     return StoredTensor(storage.kind.name, storage.key, storage.num_stored, offset, shape, strides)
 
 
 def _put_all(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
     if len(items) % 2:
-        raise TraceError("its pickle is damaged (a key without a value)")
+        raise TorchFileError("its pickle is damaged (a key without a value)")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if not isinstance(key, str | int):
-            raise TraceError(f"a key of a dict is {type(key).__name__}: refused")
+            raise TorchFileError(f"a key of a dict is {type(key).__name__}: refused")
         target[key] = value
     return target
 
