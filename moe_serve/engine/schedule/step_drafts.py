@@ -89,6 +89,8 @@ class StepDrafts:
     def give_back(self, schedule: Schedule, spoiled: Collection[int]) -> None:
         """Takes back the pages behind the tokens of scheduled sequences. A `spoiled` one may have
         NaNs in the rest of its last page, so it loses that page and computes its tokens again."""
+        if not self._extended:
+            return
         for key in [key for key in schedule if key in self._extended]:
             sequence = schedule[key][0]
             if sequence.is_running:
