@@ -55,7 +55,8 @@ def piece(sequence: int, start: int, end: int, num_logits: int) -> SequenceSlice
 
 
 def plans() -> list[StepPlan]:
-    """Returns prompts, a step that decodes and reads, and steps of two micro-batches."""
+    """Returns prompts, a step that decodes and reads, and steps of two micro-batches; the last two,
+    which ask for no routes, are not recorded."""
     ask = RouteAsk(frozenset([0, 2]), has_weights=True)
     whole = [piece(0, 0, 33, 1), piece(1, 0, 17, 0)]
     mixed = [piece(0, 33, 34, 1), piece(1, 17, 20, 1), piece(2, 0, 40, 40)]
@@ -63,9 +64,10 @@ def plans() -> list[StepPlan]:
         MicroBatch((piece(0, 34, 35, 1), piece(1, 20, 21, 1))),
         MicroBatch((piece(2, 40, 42, 2),)),
     ]
-    last = StepPlan((MicroBatch((piece(0, 35, 36, 1),)), MicroBatch((piece(2, 42, 43, 1),))), None)
+    apart = StepPlan((MicroBatch((piece(0, 35, 36, 1),)), MicroBatch((piece(2, 42, 43, 1),))), None)
+    last = (piece(0, 36, 37, 1), piece(1, 21, 24, 1), piece(2, 43, 44, 1))
     return [*(StepPlan((MicroBatch(tuple(step)),), ask) for step in (whole, mixed)),
-            StepPlan(tuple(two), ask), last]  # fmt: skip
+            StepPlan(tuple(two), ask), apart, StepPlan((MicroBatch(last),), None)]  # fmt: skip
 
 
 class Ranks:
@@ -138,6 +140,7 @@ class Ranks:
     def _run(self, shape: StepShape, index: int, plan: StepPlan) -> Any:
         pipeline, tap, log = self.pipelines[index]
         self.transports[index].begin(shape)
+        log._is_recording = plan.routes is not None
         log.begin(shape.step)
         logits = pipeline.run(plan)
         choices = tap.end(plan)
@@ -176,6 +179,22 @@ def ranks_of(
                 group.close()
 
 
+def count_exchanges(ranks: Ranks) -> list[int]:
+    """Returns a list that gets the numbers of exchanges that calls of several layers have sent."""
+    found: list[int] = []
+    for pipeline, _, _ in ranks.pipelines:
+        turns = pipeline.turns
+        assert turns is not None, "these ranks have single calls"
+
+        def run_step(first: int, states: Any, of: Any = turns.run_step) -> int:
+            if number := of(first, states):
+                found.append(number)
+            return number
+
+        turns.run_step = run_step  # type: ignore[method-assign]
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("attention", "experts", "routes"), [(1, 1, False), (2, 3, False), (2, 2, True), (1, 1, True)]
@@ -195,6 +214,7 @@ def test_single_calls_have_the_bits_of_their_parts(
         ranks_of(loader, *of, routes=routes, is_native=True) as (single, pool),
         ranks_of(loader, *of, routes=routes, is_native=False) as (parts, other_pool),
     ):
+        passed = count_exchanges(single)
         for number, plan in enumerate(plans()):
             got, wanted = single.step(number, plan, pool), parts.step(number, plan, other_pool)
             for mine, theirs in zip(got, wanted, strict=True):
@@ -202,6 +222,9 @@ def test_single_calls_have_the_bits_of_their_parts(
                 for choices, expected in zip(mine[1], theirs[1], strict=True):
                     assert np.array_equal(choices, expected), f"step {number}"
                 assert mine[2] == theirs[2], f"the records of step {number}"
+        num_together = sum(layer.is_sparse for layer in loader.spec.layers) - 1
+        lengths = [2 * num_together] * attention + [num_together] * attention
+        assert sorted(passed, reverse=True) == lengths, "of steps not recorded"
         for mine, theirs in zip(single.caches, parts.caches, strict=True):
             for layer, expected in zip(mine.layers, theirs.layers, strict=True):
                 assert torch.equal(layer.keys, expected.keys)
