@@ -172,7 +172,9 @@ class RankTurns:
             lambda: bound.call.place,
             layers,
             num_batches,
-            lambda done: self._transport.leg(first + done // num_batches, done % num_batches),
+            lambda done: self._transport.leg(  # the sums that are waited for
+                first - 1 + done // num_batches, done % num_batches
+            ),
         )
         for index, (state, turn) in enumerate(zip(states, turns, strict=True)):
             num_passed = end.done // num_batches + (index < end.done % num_batches)
