@@ -182,7 +182,7 @@ class RankTurns:
                 last = state.layer_away = first + num_passed - 1
                 state.hidden_TD = turn.hidden_TD
                 state.shared_TD = shared[index] if self._stage.has_mlp(last) else None
-                self._transport.expect(last, index, turn.counts[:])
+                self._transport.expect(last, index, turn.counts)
         self._transport.sent(end.done)
         if error is not None:
             raise error

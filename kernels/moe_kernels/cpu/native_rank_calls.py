@@ -167,7 +167,7 @@ class NativeTurn:
         pointers, numbers = _pointers(num_ranks), _numbers(num_ranks)
         self._addresses = pointers(), pointers()
         self._numbers = torch.empty(num_ranks * num_rows, dtype=torch.int64)
-        self.counts, self._sizes = numbers(), numbers()
+        self._counts, self._sizes = numbers(), numbers()
         sums, rows = self._addresses
         self._struct = _TurnStruct(
             shape=ctypes.addressof(shape),
@@ -178,7 +178,7 @@ class NativeTurn:
             out=self._out_TD.data_ptr(),
             x=self.x_TD.data_ptr(),
             numbers=self._numbers.data_ptr(),
-            counts=ctypes.addressof(self.counts),
+            counts=ctypes.addressof(self._counts),
             sizes=ctypes.addressof(self._sizes),
             times=ctypes.addressof(self._times),
             num_rows=num_rows,
@@ -190,6 +190,10 @@ class NativeTurn:
     @property
     def times(self) -> tuple[int, ...]:
         return tuple(self._times)
+
+    @property
+    def counts(self) -> list[int]:
+        return self._counts[:]
 
     def add(self, sums: list[int | None], shared_TD: Tensor | None) -> None:
         self._take(sums, shared_TD)

@@ -197,7 +197,9 @@ class NativeTurnStep:
             ),
             pointers(*[address(each) for each in shared_TD]),
         )
-        struct.lanes, struct.turns, struct.plans, struct.shared = map(ctypes.addressof, held)
+        struct.lanes, struct.turns, struct.plans, struct.shared = [
+            ctypes.addressof(each) for each in held
+        ]
         struct.layers = ctypes.addressof(self._structs) + first * self._size
         struct.num_layers, struct.num_batches = count, num_batches
         struct.num_shapes, struct.before, struct.done = len(plans[0]), before, 0
@@ -235,7 +237,7 @@ class NativeServiceStep:
             (Pointer * len(lanes))(*[lane.pointer for lane in lanes]),
             (Int * len(flat))(*flat),
         )
-        struct.lanes, struct.rows = map(ctypes.addressof, held)
+        struct.lanes, struct.rows = [ctypes.addressof(each) for each in held]
         struct.layers = ctypes.addressof(self._layers)
         struct.num_lanes, struct.num_layers = len(lanes), len(layers)
         struct.num_batches, struct.done = num_batches, 0

@@ -76,10 +76,14 @@ class AttentionTurn(Protocol):
 
     hidden_TD: Tensor  # the residual stream: its experts' sums are missing while rows are away
     x_TD: Tensor  # the normed rows of the last layer
-    counts: Sequence[int]  # the rows that each rank has got in the last layer
     expert_ids_TK: Tensor
     weights_TK: Tensor
     num_rows: int
+
+    @property
+    def counts(self) -> list[int]:
+        """The rows that each rank has got in the last layer."""
+        ...
 
     @property
     def times(self) -> tuple[int, ...]:
