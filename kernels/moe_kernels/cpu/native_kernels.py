@@ -57,6 +57,7 @@ from moe_kernels.interface.quantised_matrix import (
     PackedLayout,
     Weight,
 )
+from moe_kernels.interface.rank_kernels import RankKernels
 from moe_kernels.interface.routing import RouterShape
 from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 
@@ -204,7 +205,7 @@ class NativeKernels:
         is_native = isinstance(parts.head, NativeLinear)
         return NativeStack(self._native, parts) if is_native else None
 
-    def rank_calls(self) -> NativeRankCalls:
+    def rank_calls(self) -> RankKernels:
         return NativeRankCalls(self._native, self._router)
 
     def largest(self, x_RN: Tensor) -> tuple[list[float], list[int]]:
