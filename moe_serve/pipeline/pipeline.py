@@ -22,6 +22,7 @@ from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, StepPlan
 from moe_serve.pipeline.exchange.next_layer import NextLayer
+from moe_serve.pipeline.exchange.step_shape import exchange_order
 from moe_serve.pipeline.groups.micro_batch_state import MicroBatchState, SegmentedState
 from moe_serve.pipeline.groups.parked_states import ParkedStates
 from moe_serve.pipeline.groups.segments import SegmentRows
@@ -175,9 +176,16 @@ class Pipeline:
         for index, each in enumerate(begun):
             states.append(each)
             self._pass(0, index, each)
-        for layer in range(1, self._stage.spec.num_layers):
-            for index, state in enumerate(states):
-                self._pass(layer, index, state)
+        following = exchange_order(range(1, self._stage.spec.num_layers), len(states))
+        done = 0
+        while done < len(following):
+            layer, index = following[done]
+            if index == 0 and self.turns is not None:
+                done += (num_passed := self.turns.run_step(layer, states))
+                if num_passed:
+                    continue
+            self._pass(layer, index, states[index])
+            done += 1
         for index, state in enumerate(states):
             self._finish(index, state)
             yield state

@@ -308,9 +308,9 @@ class Kernels(Protocol):
         bit; None: not in this set."""
         ...
 
-    def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the largest value of each fp32 row, and the first place (int64) that has it. A
-        row with a NaN has the value NaN, and any place."""
+    def largest(self, x_RN: Tensor) -> tuple[list[float], list[int]]:
+        """Returns the largest value of each fp32 row, and the first place that has it. A row with a
+        NaN has the value NaN, and any place."""
         ...
 
     def drafting(self, parts: DraftingParts) -> HeadDrafting | None:

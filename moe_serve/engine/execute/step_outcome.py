@@ -93,7 +93,7 @@ class StepOutcome:
     def cut(self, schedule: Schedule, stop: StopRule) -> StepOutcome:
         """Returns the outcome without the tokens behind the ends of the scheduled sequences."""
         runs = self.sampled
-        if all(len(run) < 2 for run in runs.values()):
+        if not [run for run in runs.values() if len(run) > 1]:
             return self
         kept = dict(runs)
         for key, run in runs.items():
