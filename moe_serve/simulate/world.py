@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from moe_serve.simulate.balancer import Balancer, FewestRequests
+from moe_serve.simulate.sessions import Sessions
 from moe_serve.simulate.simulated_cell import SimulatedCell
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 from moe_serve.simulate.steps_ahead import (
@@ -60,6 +61,7 @@ class World:
         self._done: list[RequestTimes] = []
         self._jobs: Iterator[SimulatedRequest] = iter(())
         self._is_closed = False
+        self._sessions = Sessions()
 
     def run(
         self, jobs: Iterator[SimulatedRequest], concurrency: int | None = None
@@ -78,7 +80,7 @@ class World:
             at_s, kind, cell, _, what = heapq.heappop(self._events)
             if kind == _ARRIVAL:
                 assert isinstance(what, SimulatedRequest), "an arrival has a job"
-                self._arrive(at_s, what)
+                self._due(at_s, what)
             elif kind == _START:
                 self._start(at_s, cell)
             elif isinstance(what, StepsAhead):
@@ -96,6 +98,13 @@ class World:
         if job is not None:
             self._push(now_s if self._is_closed else job.at_s, _ARRIVAL, -1, job)
 
+    def _due(self, at_s: float, job: SimulatedRequest) -> None:
+        """Lets a job arrive, unless it is a turn of a session behind one in progress."""
+        if self._is_closed or self._sessions.begin(job):
+            self._arrive(at_s, job)
+        if not self._is_closed:
+            self._send_next(at_s)
+
     def _arrive(self, at_s: float, job: SimulatedRequest) -> None:
         prompt = tuple(job.make_prompt())
         index = self._balancer.cell_of(len(prompt), self._num_in_cell)
@@ -111,7 +120,7 @@ class World:
         )
         if self._is_refused(job, times):
             self._done.append(times)
-            self._send_next(at_s)
+            self._ended(at_s, job.session)
             return
         request = request_of(job, prompt, at_s)
         request_id = request.request_id
@@ -124,8 +133,13 @@ class World:
         if not self._is_busy[index]:
             self._is_busy[index] = True
             self._push(at_s, _START, index)
-        if not self._is_closed:
+
+    def _ended(self, at_s: float, session: str) -> None:
+        """Sends the job that comes after the end of another one."""
+        if self._is_closed:
             self._send_next(at_s)
+        elif session and (job := self._sessions.end(session)) is not None:
+            self._arrive(at_s, job)
 
     def _is_refused(self, job: SimulatedRequest, times: RequestTimes) -> bool:
         """Asks the cell whether it accepts a request, as the HTTP server does, and notes its
@@ -206,8 +220,7 @@ class World:
                 self._done.append(times)
                 self._num_in_cell[index] -= 1
                 self._num_running -= 1
-                if self._is_closed:
-                    self._send_next(at_s)
+                self._ended(at_s, times.session)
         self._is_busy[index] = self._cells[index].engine.has_work
         if self._is_busy[index]:
             self._push(at_s, _START, index)
