@@ -18,7 +18,7 @@ class Sessions:
     def __init__(self) -> None:
         self._held: dict[str, deque[SimulatedRequest]] = {}  # by session in progress
 
-    def begin(self, job: SimulatedRequest) -> bool:
+    def may_come(self, job: SimulatedRequest) -> bool:
         """Notes a turn that is due. Returns False if it must wait for an earlier one."""
         if not job.session:
             return True
@@ -28,7 +28,7 @@ class Sessions:
         self._held[job.session] = deque()
         return True
 
-    def end(self, session: str) -> SimulatedRequest | None:
+    def turn_after(self, session: str) -> SimulatedRequest | None:
         """Notes the end of a turn. Returns the next one that is due: it comes now, and is begun."""
         held = self._held.get(session)
         if held:

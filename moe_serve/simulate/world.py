@@ -100,7 +100,7 @@ class World:
 
     def _due(self, at_s: float, job: SimulatedRequest) -> None:
         """Lets a job arrive, unless it is a turn of a session behind one in progress."""
-        if self._is_closed or self._sessions.begin(job):
+        if self._is_closed or self._sessions.may_come(job):
             self._arrive(at_s, job)
         if not self._is_closed:
             self._send_next(at_s)
@@ -138,7 +138,7 @@ class World:
         """Sends the job that comes after the end of another one."""
         if self._is_closed:
             self._send_next(at_s)
-        elif session and (job := self._sessions.end(session)) is not None:
+        elif session and (job := self._sessions.turn_after(session)) is not None:
             self._arrive(at_s, job)
 
     def _is_refused(self, job: SimulatedRequest, times: RequestTimes) -> bool:

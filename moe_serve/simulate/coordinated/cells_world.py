@@ -199,12 +199,12 @@ class CellsWorld:
             self._watcher.request_ended(times)
         if self._is_closed:
             self._send_next(self._clock.now)
-        elif times.session and (job := self._sessions.end(times.session)) is not None:
+        elif times.session and (job := self._sessions.turn_after(times.session)) is not None:
             self._arrive(job)
 
     def _due(self, job: SimulatedRequest) -> None:
         """Lets a job arrive, unless it is a turn of a session behind one in progress."""
-        if self._is_closed or self._sessions.begin(job):
+        if self._is_closed or self._sessions.may_come(job):
             self._arrive(job)
         if not self._is_closed:
             self._send_next(self._clock.now)
