@@ -33,7 +33,7 @@ from moe_serve.cache.page_key import model_identity
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from routing_predictor.traces.card import PredictorKind, read_card, write_card
 
-PARTS = ("splits", "queue", "cost", "throughput")
+PARTS = ("splits", "queue", "tiers", "cost", "throughput")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         routed = Routed(None, options.texts, options.predictor, options.max_tokens)
         report.num_pieces = routed.num_pieces
         _say(f"{sum(routed.num_pieces.values())} pieces are read", clock)
-        if {"splits", "queue"} & set(options.parts):
+        if {"splits", "queue", "tiers"} & set(options.parts):
             _count(report, routed, options, clock)
         if "throughput" in options.parts:
             _time(report, routed, options, clock)
@@ -83,14 +83,15 @@ def _count(
                     for seed in range(options.draws)
                 ]
                 report.bursts += SplitRow.of(bursts)
-        if "queue" in options.parts:
-            for times in options.pools:
+        for part in ("queue", "tiers"):
+            for times in options.pools if part in options.parts else ():
                 runs = [
                     count_queue(
-                        routed, size, times, groups, tolerance, seed, options.max_passed_over
+                        routed, size, times, groups, tolerance, seed, options.max_passed_over,
+                        has_tiers=part == "tiers",
                     )
                     for seed in range(options.runs)
-                ]
+                ]  # fmt: skip
                 report.queues += QueueRow.of(runs)
         _say(f"{size} running requests are counted", clock)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from batching.policies import expert_aware
 from batching.requests import LONGEST, PREFIX, Request, Routed, num_activated
+from batching.tier_groups import TierGroups
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
@@ -56,11 +57,13 @@ class _Queue:
 
     def __init__(
         self, routed: Routed, size: int, pool: int, policy: BatchPolicy,
-        table: SignatureTable | None, has_predictor: bool, seed: int,
+        table: SignatureTable | None, has_predictor: bool, seed: int, tiers: TierGroups | None,
     ) -> None:  # fmt: skip
+        """`tiers`: those who wait are in groups of equal urgency; None: in one."""
         self._routed, self._size, self._pool, self._policy = routed, size, pool, policy
         self._table, self._has_predictor = table, has_predictor
         self._rng, self._history = np.random.default_rng(seed), ChoiceHistory(routed.num_experts)
+        self._tiers = tiers
         self._jobs: dict[int, _Job] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -96,6 +99,8 @@ class _Queue:
                 sequence = Sequence(self._next, made)
                 self._jobs[self._next] = _Job(request, sequence, length, step)
                 self._waiting.append(sequence)
+                if self._tiers is not None:
+                    self._tiers.add(sequence, step)
                 self._next += 1
             if self._has_predictor and self._table is not None:
                 keys = [s.id for s in list(self._waiting)[-len(new) :]]
@@ -105,16 +110,22 @@ class _Queue:
         free = self._size - len(self._running)
         started: list[Sequence] = []
         self._policy.prepare(self._waiting, self._running)
-        for sequence in self._policy.candidates(self._waiting, self._running) if free else ():
-            sequence.is_running = True
-            self._policy.started(sequence)
-            started.append(sequence)
-            self._running.append(sequence)
-            self.waits.append(step - self._jobs[sequence.id].arrived)
+        groups = [self._waiting] if self._tiers is None else self._tiers.groups(step)
+        for group in groups if free else ():
+            for sequence in self._policy.candidates(group, self._running):
+                sequence.is_running = True
+                self._policy.started(sequence)
+                started.append(sequence)
+                self._running.append(sequence)
+                self.waits.append(step - self._jobs[sequence.id].arrived)
+                if len(started) == free:
+                    break
             if len(started) == free:
                 break
         for sequence in started:
             self._waiting.remove(sequence)
+            if self._tiers is not None:
+                self._tiers.remove(sequence)
 
     def _refresh(self) -> None:
         """Refreshes signatures as LiveSignatures does: after the prompt, and then every few
@@ -153,8 +164,11 @@ def count_queue(
     tolerance: float,
     seed: int,
     max_passed_over: int,
+    *,
+    has_tiers: bool = False,
 ) -> list[QueueCount]:
-    """Runs fifo and expert-aware on the same arrivals, with `times` as many requests as seats."""
+    """Runs fifo and expert-aware on the same arrivals, with `times` as many requests as seats.
+    `has_tiers`: a policy chooses only among equally urgent requests."""
     found, pool, base = [], size * times, 0.0
     names = ["fifo", "history", *(["predictor and history"] if routed.predictor else [])]
     for name in names:
@@ -162,9 +176,12 @@ def count_queue(
         table = None
         if name != "fifo":
             policy, table = expert_aware(64, tolerance, max_passed_over)
-        queue = _Queue(routed, size, pool, policy, table, name.startswith("predictor"), seed)
+        tiers = TierGroups(seed) if has_tiers else None
+        queue = _Queue(routed, size, pool, policy, table, name.startswith("predictor"), seed, tiers)
         activated = float(np.mean(queue.run(num_groups)))
         base = base or activated
         longest, mean = max(queue.waits), float(np.mean(queue.waits))
+        if tiers is not None:
+            name += f", tiers ({np.mean(tiers.group_sizes):.1f} in a group)"
         found.append(QueueCount(size, pool, name, activated, activated / base, mean, longest))
     return found

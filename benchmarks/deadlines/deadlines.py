@@ -6,6 +6,7 @@
     python benchmarks/run.py deadlines --workloads WORKLOADS --fairness
     python benchmarks/run.py deadlines --workloads WORKLOADS --budgets --trace conv
     python benchmarks/run.py deadlines --workloads WORKLOADS --floor --trace conv --seeds 1
+    python benchmarks/run.py deadlines --workloads WORKLOADS --oracle
 
 WORKLOADS has azure2023/, mooncake/ and vtc_arena_27clients/. Loads are shares of the capacity: the
 highest rate at which the queue in order of arrival is stable. `--json` keeps every run; runs that
@@ -27,6 +28,7 @@ from rich.table import Table
 from deadlines.bars import Bench, bars_of
 from deadlines.fairness import largest_gap
 from deadlines.forecast_floor import Foreseen, foresee
+from deadlines.oracle import best_possible
 from deadlines.policies import ATC, FIFO, POLICIES, REFUSING, Policy
 from deadlines.setting import BUDGET, TARGETS, TPOT_TIMES, TRACES, Setting, make_setting
 from deadlines.verdict import Verdict, judge
@@ -158,6 +160,15 @@ def floors(plan: Plan, load: float) -> Table:
     return table
 
 
+def oracles(plan: Plan, load: float) -> Table:
+    """Shows how much of the top tier could be in time at best."""
+    table = Table("trace", "seed", "top tier alone", "no schedule above")
+    for setting, seed in plan.settings():
+        found = best_possible(setting, load)
+        table.add_row(setting.name, str(seed), f"{found.alone:.1%}", f"{found.bound:.1%}")
+    return table
+
+
 def _median_error(found: Sequence[Foreseen], predicted: Callable[[Foreseen], float]) -> str:
     errors = [abs(predicted(each) / each.actual_s - 1) for each in found if each.actual_s]
     return f"{np.median(errors):.1%}" if errors else "-"
@@ -206,6 +217,7 @@ def main() -> int:
     parser.add_argument("--fairness", action="store_true", help="gaps between tenants on vtc")
     parser.add_argument("--budgets", action="store_true", help="fixed and slack step budgets")
     parser.add_argument("--floor", action="store_true", help="the best possible forecasts")
+    parser.add_argument("--oracle", action="store_true", help="the best possible top tier")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     kept, console = Kept(arguments.json), Console(width=160)
@@ -217,6 +229,9 @@ def main() -> int:
     )
     if arguments.fairness:
         console.print(fairness(replace(plan, traces=("vtc",)), 1.3))
+        return 0
+    if arguments.oracle:
+        console.print(oracles(plan, 1.2))
         return 0
     if arguments.floor:
         console.print(floors(plan, 1.2))

@@ -88,6 +88,7 @@ class CopyingWorld(World):
             draw = random.Random(1000 * job.index + seed)
             self._jobs = self._drawn(at_s, draw)
             super()._arrive(at_s, job)
+            self._send_next(at_s)
             self._handle_events()
             os._exit(1)
         os.close(write_end)

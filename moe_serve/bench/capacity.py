@@ -22,7 +22,7 @@ _FIRST, _LAST = 0.1, 0.9  # shares of the requests between whose ends a run is t
 def find_capacity(run: SimulatedRun) -> float:
     """Returns the requests per second of the run's trace. Raises BenchError."""
     trace = _trace_of(run.workload)
-    together = replace(trace, rows=tuple(replace(row, at_s=0.0) for row in trace.rows))
+    together = replace(trace, rows=tuple(replace(row, at_s=0.0, session="") for row in trace.rows))
     settings = run.settings
     scheduler = replace(settings.scheduler, order="priority", tiers=(), max_passed_over_s=0.0)
     full = replace(

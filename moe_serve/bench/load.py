@@ -85,9 +85,10 @@ async def open_loop(
     max_in_flight: int,
 ) -> None:
     """Sends each request when it is due. Requests beyond `max_in_flight` wait here and count as
-    late."""
+    late. A turn of a session whose turn before is not answered yet is due when that is."""
     places = asyncio.Semaphore(max_in_flight)
     running: set[asyncio.Future[None]] = set()
+    turns: dict[str, asyncio.Future[None]] = {}  # the last one of each session
     bugs: list[BaseException] = []  # a request that fails is a record; an exception is a bug
 
     async def one_request(request: Ready) -> None:
@@ -95,6 +96,11 @@ async def open_loop(
             await collected.send(sender, request, request.at_s)
         finally:
             places.release()
+
+    async def one_turn(request: Ready, before: asyncio.Future[None]) -> None:
+        await asyncio.wait([before])
+        await places.acquire()
+        await one_request(replace(request, at_s=max(request.at_s, timer.now())))
 
     def ended(task: asyncio.Future[None]) -> None:
         running.discard(task)
@@ -104,8 +110,14 @@ async def open_loop(
     try:
         for request in requests:  # the body is made here, before the request is due
             await timer.sleep_until(request.at_s)
-            await places.acquire()
-            task = asyncio.ensure_future(one_request(request))
+            before = turns.get(request.session)
+            if before is None or before.done():
+                await places.acquire()
+                task = asyncio.ensure_future(one_request(request))
+            else:
+                task = asyncio.ensure_future(one_turn(request, before))
+            if request.session:
+                turns[request.session] = task
             running.add(task)
             task.add_done_callback(ended)
             if bugs:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from moe_serve.engine.service.admission import Admission
 from moe_serve.simulate.balancer import Balancer, FewestRequests
+from moe_serve.simulate.sessions import Sessions
 from moe_serve.simulate.simulated_cell import SimulatedCell
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 from moe_serve.simulate.steps_ahead import (
@@ -61,6 +62,7 @@ class World:
         self._done: list[RequestTimes] = []
         self._jobs: Iterator[SimulatedRequest] = iter(())
         self._is_closed = False
+        self._sessions = Sessions()
 
     def run(
         self, jobs: Iterator[SimulatedRequest], concurrency: int | None = None
@@ -79,7 +81,7 @@ class World:
             at_s, kind, cell, _, what = heapq.heappop(self._events)
             if kind == _ARRIVAL:
                 assert isinstance(what, SimulatedRequest), "an arrival has a job"
-                self._arrive(at_s, what)
+                self._due(at_s, what)
             elif kind == _START:
                 self._start(at_s, cell)
             elif isinstance(what, StepsAhead):
@@ -97,6 +99,13 @@ class World:
         if job is not None:
             self._push(now_s if self._is_closed else job.at_s, _ARRIVAL, -1, job)
 
+    def _due(self, at_s: float, job: SimulatedRequest) -> None:
+        """Lets a job arrive, unless it is a turn of a session behind one in progress."""
+        if self._is_closed or self._sessions.may_come(job):
+            self._arrive(at_s, job)
+        if not self._is_closed:
+            self._send_next(at_s)
+
     def _arrive(self, at_s: float, job: SimulatedRequest) -> None:
         prompt = tuple(job.make_prompt())
         index = self._balancer.cell_of(len(prompt), self._num_in_cell)
@@ -112,7 +121,7 @@ class World:
         )
         if is_refused(self._cells[index].engine.admission, job, times):
             self._done.append(times)
-            self._send_next(at_s)
+            self._ended(at_s, job.session)
             return
         request = request_of(job, prompt, at_s)
         request_id = request.request_id
@@ -125,8 +134,13 @@ class World:
         if not self._is_busy[index]:
             self._is_busy[index] = True
             self._push(at_s, _START, index)
-        if not self._is_closed:
+
+    def _ended(self, at_s: float, session: str) -> None:
+        """Sends the job that comes after the end of another one."""
+        if self._is_closed:
             self._send_next(at_s)
+        elif session and (job := self._sessions.turn_after(session)) is not None:
+            self._arrive(at_s, job)
 
     def _start(self, at_s: float, index: int) -> None:
         """Runs a cell's next step. Its tokens are known now, and come out when it ends."""
@@ -190,8 +204,7 @@ class World:
                 self._done.append(times)
                 self._num_in_cell[index] -= 1
                 self._num_running -= 1
-                if self._is_closed:
-                    self._send_next(at_s)
+                self._ended(at_s, times.session)
         self._is_busy[index] = self._cells[index].engine.has_work
         if self._is_busy[index]:
             self._push(at_s, _START, index)

@@ -151,6 +151,26 @@ def test_a_full_client_is_late_and_latency_counts_from_when_it_was_due() -> None
     assert [r.e2e_s for r in records] == [10.0, 19.0, 28.0], "no coordinated omission"
 
 
+def test_a_turn_waits_for_the_answer_to_the_turn_before() -> None:
+    """Turns of session a are due at 0, 1, 2 and 40 s, and answers take 10 s. The last one is not
+    held, as the answer before it has long ended. A held turn takes no place of the client."""
+
+    async def run() -> list[RequestRecord]:
+        timer, collected = FakeTimer(), Collected()
+        turns = [(0.0, "a"), (1.0, "a"), (2.0, "a"), (3.0, "b"), (4.0, ""), (40.0, "a")]
+        ready = [
+            Ready(index=i, at_s=at_s, output_tokens=1, body=b"", session=session)
+            for i, (at_s, session) in enumerate(turns)
+        ]
+        loop = open_loop(SlowSender(timer, 10.0), iter(ready), collected, timer, max_in_flight=3)
+        await timer.run(asyncio.ensure_future(loop))
+        return sorted(collected.records, key=lambda record: record.index)
+
+    records = asyncio.run(run())
+    assert [r.started_s for r in records] == [0.0, 10.0, 20.0, 3.0, 4.0, 40.0]
+    assert {r.lateness_s for r in records} == {0.0}, "a held turn is due when it may come"
+
+
 def test_a_bug_ends_the_loops() -> None:
     with pytest.raises(ZeroDivisionError):
         drive_open([0.0, 1.0, 2.0], seconds=1.0, body=b"bug")

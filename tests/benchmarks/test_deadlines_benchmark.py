@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 
 from deadlines.bars import Bench, bars_of
 from deadlines.fairness import largest_gap
+from deadlines.oracle import most_in_time
 from deadlines.verdict import Verdict
 from lengths.stream import kendall_tau
 from moe_serve.bench.figures.request_record import RequestRecord
@@ -68,6 +70,25 @@ def test_gaps_count_only_while_both_tenants_wait() -> None:
     assert largest_gap(records, until_s=100.0) == 10 + 3 * 2
     assert largest_gap(records, until_s=3.5) == 10 + 1 * 2
     assert largest_gap(records[:3], until_s=100.0) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_schedule_has_more_in_time(seed: int) -> None:
+    """Against all subsets of eight jobs, each in order of arrival."""
+    rng = np.random.default_rng(seed)
+    starts, work = np.sort(rng.uniform(0, 6, 8)), rng.uniform(0.3, 3, 8)
+
+    def is_in_time(jobs: tuple[int, ...]) -> bool:
+        now = 0.0
+        for job in jobs:
+            now = max(now, starts[job]) + work[job]
+            if now > starts[job] + 3.0:
+                return False
+        return True
+
+    sets = (jobs for size in range(9) for jobs in combinations(range(8), size))
+    best = max(len(jobs) for jobs in sets if is_in_time(jobs))
+    assert most_in_time(starts.tolist(), work.tolist(), 3.0) == best
 
 
 def test_kendalls_tau() -> None:

@@ -90,11 +90,11 @@ class StepService:
 
     def begin_step(self) -> None:
         """Prepares for a step that is about to be scheduled."""
-        self.queue.begin_step()
+        self.queue.begin_step(self._running)
 
     def order(self) -> Sequence | None:
         """Orders the waiting sequences anew and returns the most urgent one."""
-        self.queue.begin_step()
+        self.queue.begin_step(self._running)
         first = self.queue.first()
         return None if first is None else first[1]
 
@@ -108,7 +108,8 @@ class StepService:
         """Returns the prompts that go on before any waiting sequence starts; those that yield to
         waiting ones that are more urgent by a bucket; and the key up to which these start first.
         `reading` is in the order of `TierUrgency.in_step`."""
-        first = self.queue.first() if reading and self.queue.is_ordered else None
+        may_pass = self.queue.is_ordered and not self.queue.is_calm
+        first = self.queue.first() if reading and may_pass else None
         if first is None:
             return reading, [], 0.0
         keys = self.queue.reading_keys(reading)

@@ -172,17 +172,44 @@ class Admission:
             return None
         raw_s, turns = math.inf, _CellTurns.of([*snapshots.values()])
         for engine, snapshot in snapshots.items():
-            num_left = num_prompt_tokens * snapshot.uncached
-            keys_at = self._keys_at(snapshot, service, num_prompt_tokens, priority)
-            num_more, num_more_tokens = self._since(snapshot.cell, turns, float(keys_at(_NOW)[0]))
-            found_s = snapshot.first_token_s(
-                num_left,
-                keys_at,
-                num_more=num_more,
-                num_more_tokens=num_more_tokens * snapshot.uncached,
-            )
-            raw_s = min(raw_s, self._rest_s(engine, at_s) + found_s)
+            rest_s = self._rest_s(engine, at_s)
+            found_s = self._in_order_s(snapshot, num_prompt_tokens, turns)
+            if found_s is None or rest_s + found_s > self.slack_s(service, priority):
+                found_s = self._by_key_s(snapshot, service, num_prompt_tokens, priority, turns)
+            raw_s = min(raw_s, rest_s + found_s)
         return raw_s
+
+    def _in_order_s(
+        self, snapshot: QueueSnapshot, num_prompt_tokens: int, turns: _CellTurns
+    ) -> float | None:
+        """Predicts the time to the first token if the order of arrival goes on; None: it is not the
+        order now."""
+        if not snapshot.is_calm:
+            return None
+        num_more, more_tokens = self._since(snapshot.cell, turns, math.inf)
+        return snapshot.in_order_s(
+            num_prompt_tokens * snapshot.uncached,
+            num_more=num_more,
+            num_more_tokens=more_tokens * snapshot.uncached,
+        )
+
+    def _by_key_s(
+        self,
+        snapshot: QueueSnapshot,
+        service: Service,
+        num_prompt_tokens: int,
+        priority: int,
+        turns: _CellTurns,
+    ) -> float:
+        """Predicts the time to the first token from the place that a request gets by its key."""
+        keys_at = self._keys_at(snapshot, service, num_prompt_tokens, priority)
+        num_more, more_tokens = self._since(snapshot.cell, turns, float(keys_at(_NOW)[0]))
+        return snapshot.first_token_s(
+            num_prompt_tokens * snapshot.uncached,
+            keys_at,
+            num_more=num_more,
+            num_more_tokens=more_tokens * snapshot.uncached,
+        )
 
     @property
     def _open_snapshots(self) -> Mapping[int, QueueSnapshot]:

@@ -46,6 +46,7 @@ class QueueSnapshot:
     usual_step_s: float = 0.0
     budget: float = math.inf  # prompt tokens of a step
     bucket_s: float = 0.0  # keys that differ by less are equally urgent
+    is_calm: bool = False  # requests are served in order of arrival while all are in time so
     num_free_seats: int = 1
     remaining: Remaining | None = None  # answers that are being generated
     seat_s: float = 0.0  # seconds between two seats that become free
@@ -79,6 +80,18 @@ class QueueSnapshot:
         start_s = self._start_s(num_more, num_more_tokens, keys_at)
         return start_s + self.read_s(num_tokens)
 
+    def in_order_s(
+        self, num_tokens: float, *, num_more: float = 0.0, num_more_tokens: float = 0.0
+    ) -> float:
+        """Predicts the same for a server that serves its requests in order of arrival."""
+        ahead = float(self.num_left.sum()) + float(self.reading_left.sum()) + num_more_tokens
+        lacking = len(self.num_left) + num_more + 1 - self.num_free_seats
+        near_s = self._stepwise_s(num_tokens, ahead, 0.0, lacking, (0.0, 0.0))
+        if near_s is not None:
+            return near_s
+        start_s = max(max(0.0, lacking) * self.seat_s, ahead * self.token_s)
+        return start_s + self.read_s(num_tokens)
+
     def read_s(self, num_tokens: float) -> float:
         """Predicts the seconds in which a prompt is read once it is its turn."""
         return max(num_tokens * self.token_s, self.step_s + num_tokens * self.more_s)
@@ -91,18 +104,23 @@ class QueueSnapshot:
         being_read = float(self.reading_left[reads_first].sum())
         ahead = float(self.num_left[waits_first].sum()) + being_read + num_more_tokens
         all_left = float(self.num_left.sum()) + float(self.reading_left.sum()) + num_more_tokens
-        steps = NearSteps(step_s=self.step_s, more_s=self.more_s, budget=self.budget)
-        if ahead + num_tokens > steps.most_tokens:
-            return None
         lacking = float(np.count_nonzero(waits_first)) + num_more + 1 - self.num_free_seats
         requests, tokens = self.arrivals.per_s(np.array([key]))
-        per_s = float(requests[0]) * self.share
-        first = 0.0 if lacking <= 0 else self._seat_after(lacking, per_s)
+        per_s = float(requests[0]) * self.share, float(tokens[0]) * self.share
+        return self._stepwise_s(num_tokens, ahead, all_left - ahead, lacking, per_s)
+
+    def _stepwise_s(
+        self, own: float, ahead: float, behind: float, lacking: float, per_s: tuple[float, float]
+    ) -> float | None:
+        """Foresees the next steps for a prompt of `own` tokens. `per_s`: requests and tokens that
+        come and go first."""
+        steps = NearSteps(step_s=self.step_s, more_s=self.more_s, budget=self.budget)
+        if ahead + own > steps.most_tokens:
+            return None
+        first = 0.0 if lacking <= 0 else self._seat_after(lacking, per_s[0])
         if first > MOST_STEPS:
             return None
-        return steps.first_token_s(
-            ahead, num_tokens, all_left - ahead, first, float(tokens[0]) * self.share
-        )
+        return steps.first_token_s(ahead, own, behind, first, per_s[1])
 
     def _go_first(self, num_tokens: float, key: float) -> tuple[Flags, Flags]:
         """Returns which of the waiting prompts, and which of those that are being read, go before a

@@ -4,6 +4,7 @@ Keys are seconds, and the smallest goes first. On top of every rule:
 
     preempted, oldest first  <  waited for max_wait_s, oldest first  <  the rule  <  demoted
 
+A request of a tenant that has had more than its share goes by age after twice `max_wait_s`.
 docs/internals/deadlines.md has the theory.
 """
 
@@ -26,6 +27,7 @@ MOST_BUCKET_S = 0.25  # keys that differ by at most a bucket are equally urgent
 _BUCKETS = 16  # of a bucket, at least in the strictest target of the tiers
 _MOST_RATIO = 2.0  # of the longest and the shortest reading time that atc tells apart
 _LEAST_WORK_S = 1e-6
+_HARD_BOUND = 2.0  # times max_wait_s, after which a request goes by age whatever its share
 _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond every key
 
 
@@ -46,6 +48,11 @@ def check_order(config: SchedulerConfig) -> None:
             )
 
 
+def log_of(seconds: float) -> float:
+    """Returns the logarithm of a time to read something; that of a moment for none."""
+    return math.log(max(_LEAST_WORK_S, seconds))
+
+
 def is_aged(keys: Floats) -> NDArray[np.bool_]:
     """Returns whether keys are those of requests that have their places by age alone."""
     return np.asarray(keys < _AGED / 2)
@@ -53,10 +60,17 @@ def is_aged(keys: Floats) -> NDArray[np.bool_]:
 
 class Rule(Protocol):
     """The key of a request, from its age, the time until it must start (`slack`), the time to read
-    its prompt (`work`) and the logarithm of its weight. All are arrays, or all are numbers."""
+    its prompt (`work`) and its logarithm, and that of its weight."""
 
     def __call__(
-        self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats, /
+        self,
+        age: Floats,
+        slack: Floats,
+        work: Floats,
+        log_work: Floats,
+        log_weight: Floats,
+        priority: Floats,
+        /,
     ) -> Floats: ...
 
 
@@ -70,21 +84,27 @@ def resolved_order(config: SchedulerConfig) -> OrderName:
 def rule_of(config: SchedulerConfig, usual_work_s: Callable[[], float]) -> Rule:
     """Returns the configured rule. `usual_work_s`: the usual time to read a prompt."""
     name, step_s = resolved_order(config), config.max_passed_over_s
+    most = math.log(_MOST_RATIO) / 2
 
-    def atc(age: Floats, slack: Floats, work: Floats, weight: Floats, priority: Floats) -> Floats:
-        spread, usual_s = math.sqrt(_MOST_RATIO), max(_LEAST_WORK_S, usual_work_s())
-        bounded = np.clip(work, usual_s / spread, usual_s * spread)
-        index = weight - np.log(bounded / usual_s)
-        return np.asarray(np.maximum(0.0, slack) - config.patience_s * index)
+    def atc(
+        age: Floats, slack: Floats, work: Floats, log_work: Floats, weight: Floats, priority: Floats
+    ) -> Floats:
+        usual = log_of(usual_work_s())
+        longer = np.minimum(np.maximum(log_work - usual, -most), most)
+        return np.asarray(np.maximum(0.0, slack) - config.patience_s * (weight - longer))
 
-    def edf(age: Floats, slack: Floats, work: Floats, weight: Floats, priority: Floats) -> Floats:
+    def edf(
+        age: Floats, slack: Floats, work: Floats, log_work: Floats, weight: Floats, priority: Floats
+    ) -> Floats:
         return slack + work
 
-    def fifo(age: Floats, slack: Floats, work: Floats, weight: Floats, priority: Floats) -> Floats:
+    def fifo(
+        age: Floats, slack: Floats, work: Floats, log_work: Floats, weight: Floats, priority: Floats
+    ) -> Floats:
         return -age
 
     def by_priority(
-        age: Floats, slack: Floats, work: Floats, weight: Floats, priority: Floats
+        age: Floats, slack: Floats, work: Floats, log_work: Floats, weight: Floats, priority: Floats
     ) -> Floats:
         return step_s * priority - age
 
@@ -109,7 +129,9 @@ class StartOrder:
         tenants have had more than their share (None: none)."""
         age, work = now_s - table.queued, table.num_left * token_s
         slack = table.deadline - now_s - work
-        keys = self._rule(age, slack, work, table.log_weight, table.priority)
+        keys = self._rule(
+            age, slack, work, table.log_left + log_of(token_s), table.log_weight, table.priority
+        )
         if self._demotes:
             is_late = (slack < 0.0) & ~table.is_preempted
             table.is_late |= is_late
@@ -117,7 +139,7 @@ class StartOrder:
         is_aged = age >= self._max_wait_s
         if is_ahead is not None and is_ahead.any():
             keys = behind_the_others(keys, is_ahead, table.tier, self.bucket_s)
-            is_aged &= ~is_ahead
+            is_aged &= ~is_ahead | (age >= _HARD_BOUND * self._max_wait_s)
         if is_aged.any():
             keys = np.where(is_aged, _AGED + table.queued, keys)
         if table.num_preempted:
@@ -128,14 +150,16 @@ class StartOrder:
         """Returns the least that each row's key becomes while it waits, unless by age."""
         age = np.full(len(table), math.inf)
         work = table.num_left * token_s
-        least = self._rule(age, -age, work, table.log_weight, table.priority)
+        logs = table.log_left + log_of(token_s)
+        least = self._rule(age, -age, work, logs, table.log_weight, table.priority)
         return np.minimum(keys, least)
 
     def keys_of(
         self, age: Floats, slack: Floats, work: Floats, log_weight: Floats, priority: Floats
     ) -> Floats:
         """Returns the keys of requests that were not preempted, by the arguments of `Rule`."""
-        keys = self._rule(age, slack, work, log_weight, priority)
+        logs = np.log(np.maximum(work, _LEAST_WORK_S))
+        keys = self._rule(age, slack, work, logs, log_weight, priority)
         if self._demotes:
             keys = np.where(slack < 0.0, keys + _DEMOTED, keys)
         return np.where(age >= self._max_wait_s, _AGED - age, keys)
@@ -154,6 +178,16 @@ class StartOrder:
         return keys_at
 
 
+def all_in_time(queued: Floats, work: Floats, seat: Floats, slack: Floats, seat_s: float) -> bool:
+    """Returns whether all requests keep their deadlines if they are read in order of arrival. By
+    request: seconds to read it, 1 if it needs a seat, and the time until it must be read. `seat_s`:
+    seconds until the n-th seat that is needed is free, over n."""
+    order = np.argsort(queued, kind="stable")
+    read_s = np.cumsum(work[order])
+    own_s, seats_s = work[order], np.cumsum(seat[order]) * seat_s
+    return bool(np.all(np.maximum(read_s, seats_s + own_s) <= slack[order]))
+
+
 def bucket_of(config: SchedulerConfig) -> float:
     """Returns the width of a bucket: a small part of the strictest target for the first token."""
     targets = [tier.ttft_s for tier in config.tiers if tier.ttft_s is not None]
@@ -164,10 +198,10 @@ def behind_the_others(
     keys: Floats, is_ahead: NDArray[np.bool_], tier: NDArray[np.int64], bucket_s: float
 ) -> Floats:
     """Puts the rows of tenants that are ahead behind the last other row of their tier."""
-    keys, rows, others = keys.copy(), np.flatnonzero(is_ahead), ~is_ahead
-    tiers = tier[rows]
-    for index in np.unique(tiers):
-        last = keys.max(where=others & (tier == index), initial=-math.inf)
+    keys, rows = keys.copy(), np.flatnonzero(is_ahead)
+    others, tiers = np.where(is_ahead, -math.inf, keys), tier[rows]
+    for index in np.flatnonzero(np.bincount(tiers)):
+        last = np.where(tier == index, others, -math.inf).max()
         moved = rows[tiers == index]
         keys[moved] = np.maximum(keys[moved], last + 2 * bucket_s)
     return keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,7 @@ _NUM_FIRST = 64  # requests that are sorted at first, at most
 _MOST_IDS = 2.0**31  # of sequences that wait at once, from the first to the last
 
 
-@dataclass(frozen=True, slots=True)
-class _RankedPlace:
+class _RankedPlace(NamedTuple):
     """A waiting request in the order. Those that go by age alone have no bucket."""
 
     key: float

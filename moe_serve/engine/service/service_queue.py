@@ -16,7 +16,7 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.request.standing import Standing
 from moe_serve.engine.service.forecast import QueueSnapshot
 from moe_serve.engine.service.near_steps import Remaining
-from moe_serve.engine.service.order import Floats
+from moe_serve.engine.service.order import Floats, all_in_time
 from moe_serve.engine.service.ranked_waiting import RankedWaiting
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.engine.service.step_budget import StepBudget
@@ -26,6 +26,7 @@ from moe_serve.engine.service.waiting_table import WaitingTable
 _NUM_ENDS = 129  # ends of requests from which the time between two free seats is known
 _LEAST_NUM_ENDS = 4
 NOTHING: Schedule = {}
+_MOST_CALM = 256  # waiting requests that may be served in order of arrival
 _LEAST_PAUSE_S = 0.05  # between two snapshots of a queue in which nothing comes or goes
 
 
@@ -42,6 +43,8 @@ class ServiceQueue:
         self.state, self._engine = state, engine
         self.table = WaitingTable()
         self._ranked: RankedWaiting | None = None  # the order in the present step
+        self.is_calm = False  # requests are served in order of arrival, as all are in time so
+        self._danger_s = -math.inf  # when some were last not, steady clock
         self._ends: deque[float] = deque(maxlen=_NUM_ENDS)  # of running requests, steady clock
         self._published, self._published_s = (-1, -1), 0.0
         self._last_end_at: float | None = None  # of a step, engine's clock
@@ -68,11 +71,48 @@ class ServiceQueue:
         """Notes that a running sequence ended."""
         self._ends.append(self.state.steady())
 
-    def begin_step(self) -> None:
-        """Forgets the order of the last step."""
+    def begin_step(self, running: Items[Sequence] = ()) -> None:
+        """Forgets the order of the last step. `running`: the engine's sequences.
+
+        While all are in time in order of arrival, and were for the last `patience_s`, that is the
+        order: moving a request forward would only make others wait."""
         if self.state.steady.is_resting:
             self.state.steady.turn()
         self._ranked = None
+        if self.state.order_name == "atc":
+            now_s = self.state.steady()
+            if not self._are_in_time(running, now_s):
+                self._danger_s = now_s
+            self.is_calm = now_s >= self._danger_s + self.state.config.patience_s
+
+    def _are_in_time(self, running: Items[Sequence], now_s: float) -> bool:
+        """Returns whether all prompts keep their deadlines in order of arrival. A long queue, or
+        tenants above their share, are not looked at: False."""
+        state, table, num = self.state, self.table, len(self.table)
+        if num > _MOST_CALM or not state.model.is_measured or table.num_preempted:
+            return False
+        reading = [s for s in running if s.num_pending_tokens > 1]
+        if num + len(reading) < 2:
+            return True
+        if num and state.shares.are_ahead(state.delta_s) is not None:
+            return False
+        found = [(standing_of(s), s.num_pending_tokens) for s in reading]
+        rows = [(each.queued_s, each.deadline_s, num_left) for each, num_left in found]
+        queued, deadline, left = np.array(rows, dtype=np.float64).reshape(len(rows), 3).T
+        has_seats = num <= state.config.max_num_seqs - len(running)
+        return all_in_time(
+            np.concatenate([table.queued, queued]),
+            np.concatenate([table.num_left, left]) * state.token_s,
+            np.concatenate([np.ones(num), np.zeros(len(rows))]),
+            np.concatenate([table.deadline, deadline]) - now_s - state.usual_step_s,
+            0.0 if has_seats else self._known_seat_s(),
+        )
+
+    def _start_keys(self) -> Floats:
+        """Returns the keys by which waiting sequences start in this step."""
+        if self.is_calm:
+            return np.asarray(self.table.queued - self.state.steady())
+        return self.keys()
 
     def keys(self) -> Floats:
         """Returns the keys of all waiting sequences by their rows."""
@@ -117,7 +157,7 @@ class ServiceQueue:
     def _rank(self) -> RankedWaiting:
         if self._ranked is None:
             began = self.state.clock()
-            self._ranked = RankedWaiting(self.table, self.keys, self.state.order.bucket_s)
+            self._ranked = RankedWaiting(self.table, self._start_keys, self.state.order.bucket_s)
             self.state.decisions.count(self.state.clock() - began)
             self._count_late()
         return self._ranked
@@ -159,6 +199,8 @@ class ServiceQueue:
 
         def place(item: tuple[float, Sequence]) -> tuple[float, float]:
             key, sequence = item
+            if self.is_calm:
+                return standing_of(sequence).queued_s, 0.0
             if key == -math.inf:
                 return -math.inf, standing_of(sequence).queued_s
             return key // self.state.order.bucket_s, float(sequence.num_pending_tokens)
@@ -212,9 +254,12 @@ class ServiceQueue:
             return math.inf
         return (self.state.steady() - self._ends[0]) / len(self._ends)
 
+    def _known_seat_s(self) -> float:
+        return self.state.step_s if math.isinf(seat_s := self.seat_s) else seat_s
+
     def snapshot(self, running: Items[Sequence], schedule: Schedule = NOTHING) -> QueueSnapshot:
         """Returns what a newcomer will find at the end of the step that computes `schedule`."""
-        state, policy, seat_s, keys = self.state, self.state.policy, self.seat_s, self.keys()
+        state, policy, keys = self.state, self.state.policy, self.keys()
         reading, left, rows = list[Sequence](), list[int](), list[tuple[float, float]]()
         for sequence in running:
             count = schedule[sequence.id][1] if sequence.id in schedule else 0
@@ -236,9 +281,10 @@ class ServiceQueue:
             usual_step_s=state.usual_step_s,
             budget=float(max(1, state.config.max_batched_tokens - len(rows))),
             bucket_s=state.order.bucket_s if self.is_ordered else 0.0,
+            is_calm=self.is_calm,
             remaining=Remaining(decoding[:, 0], decoding[:, 1], state.policy.ends.survival),
             num_free_seats=state.config.max_num_seqs - len(running),
-            seat_s=state.step_s if math.isinf(seat_s) else seat_s,
+            seat_s=self._known_seat_s(),
             reading_keys=np.array(self.reading_keys(reading)),
             reading_left=np.array(left, dtype=np.float64),
             keys=keys,

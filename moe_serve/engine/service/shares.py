@@ -118,7 +118,7 @@ class Shares:
         if len(self._places) < 2 or np.count_nonzero(waiting) < 2:
             return None
         ahead = np.zeros(len(waiting), dtype=np.bool_)
-        for tier in np.unique(self._tier[waiting]):
+        for tier in np.flatnonzero(np.bincount(self._tier[waiting])):
             of_tier = waiting & (self._tier == tier)
             ahead |= of_tier & (self._counter_s > self._counter_s[of_tier].min() + delta_s)
         return ahead if ahead.any() else None

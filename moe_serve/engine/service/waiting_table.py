@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moe_serve.engine.request.sequence import Sequence
 
-_FLOATS = ("queued", "deadline", "due", "num_left", "log_weight", "priority", "id")
+_FLOATS = ("queued", "deadline", "due", "num_left", "log_weight", "priority", "id", "log_left")
 _FIRST_CAPACITY = 64
 
 
@@ -67,6 +67,11 @@ class WaitingTable:
         return self._column(6)
 
     @property
+    def log_left(self) -> NDArray[np.float64]:
+        """The logarithms of `num_left`."""
+        return self._column(7)
+
+    @property
     def tier(self) -> NDArray[np.int64]:
         return self._ints[0, : len(self.sequences)]
 
@@ -103,6 +108,7 @@ class WaitingTable:
             math.log(request.service.weight),
             request.priority,
             sequence.id,
+            math.log(max(1, standing.num_left)),
         )
         self._ints[:, row] = standing.tier, standing.tenant
         is_preempted = sequence.num_preemptions > 0 or sequence.num_output_tokens > 0

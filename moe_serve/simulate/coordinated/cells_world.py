@@ -24,6 +24,7 @@ from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.service.admission import Admission
 from moe_serve.simulate.coordinated.coordinated_cell import CoordinatedCell
 from moe_serve.simulate.coordinated.instant_carrier import InstantCarrier
+from moe_serve.simulate.sessions import Sessions
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest, StepsDone, request_of
 from moe_serve.simulate.virtual_clock import VirtualClock
@@ -101,6 +102,7 @@ class CellsWorld:
         self._done: list[RequestTimes] = []
         self._jobs: Iterator[SimulatedRequest] = iter(())
         self._is_closed = False
+        self._sessions = Sessions()
 
     def run(
         self, jobs: Iterator[SimulatedRequest], concurrency: int | None = None
@@ -128,14 +130,14 @@ class CellsWorld:
     def _handle_due(self) -> None:
         now = self._clock.now
         while self._arrivals and self._arrivals[0][0] <= now:
-            self._arrive(heapq.heappop(self._arrivals)[2])
+            self._due(heapq.heappop(self._arrivals)[2])
         for cell in [cell for cell in self._cells if cell.is_out]:
             end_s = cell.ranks.step_end
             assert end_s is not None, "a step was sent out"
             if end_s <= now:
                 self._end(cell)
         while self._arrivals and self._arrivals[0][0] <= now:  # of a closed loop, after an end
-            self._arrive(heapq.heappop(self._arrivals)[2])
+            self._due(heapq.heappop(self._arrivals)[2])
         if self._watcher is not None:
             self._watcher.advance_to(now)
         self._carrier.advance_to(now)
@@ -202,6 +204,15 @@ class CellsWorld:
             self._watcher.request_ended(times)
         if self._is_closed:
             self._send_next(self._clock.now)
+        elif times.session and (job := self._sessions.turn_after(times.session)) is not None:
+            self._arrive(job)
+
+    def _due(self, job: SimulatedRequest) -> None:
+        """Lets a job arrive, unless it is a turn of a session behind one in progress."""
+        if self._is_closed or self._sessions.may_come(job):
+            self._arrive(job)
+        if not self._is_closed:
+            self._send_next(self._clock.now)
 
     def _arrive(self, job: SimulatedRequest) -> None:
         now, prompt = self._clock.now, tuple(job.make_prompt())
@@ -222,8 +233,6 @@ class CellsWorld:
         if self._watcher is not None:
             self._watcher.request_came()
         self._moves.add(EngineSequence(next(self._ids), request_of(job, prompt, now)))
-        if not self._is_closed:
-            self._send_next(now)
 
     def _refuse(self, times: RequestTimes) -> None:
         self._done.append(times)

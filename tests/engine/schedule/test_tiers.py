@@ -197,6 +197,29 @@ def test_urgent_requests_pass_patient_ones_and_short_prompts_long_ones() -> None
     assert sorted(ends, key=ends.__getitem__) == ["first", "short", "long", "patient"]
 
 
+@pytest.mark.parametrize(("num_before", "passes"), [(3, False), (60, True)])
+def test_the_order_of_arrival_is_kept_as_long_as_it_keeps_all_deadlines(
+    num_before: int, passes: bool
+) -> None:
+    """A patient request and an urgent one arrive behind others. With few of them both would be in
+    time in order of arrival; with many the urgent one would not, and passes all."""
+    world = TimedEngine(replace(CONFIG, max_num_seqs=1, patience_s=0.2))
+    warm_up = [request(f"w{n}", PATIENT, at_s=0.2 * n, token=200 + n) for n in range(10)]
+    world.run(warm_up)
+    now = world.clock.now
+    before = [request(f"b{n}", PATIENT, at_s=now, token=300 + n) for n in range(num_before)]
+    world.run(
+        [
+            *before,
+            request("patient", PATIENT, at_s=now + 0.001, num_prompt=70, token=1),
+            request("urgent", URGENT, at_s=now + 0.1, num_prompt=20, token=2),
+        ]
+    )
+    ends = {name: served.end_s or 0.0 for name, served in world.served.items()}
+    assert (ends["urgent"] < ends["patient"]) == passes
+    assert (ends["urgent"] < ends[f"b{num_before - 1}"]) == passes
+
+
 def test_short_prompts_are_not_held_up_by_a_long_one_that_is_being_read() -> None:
     """LAPS: a prompt of 3000 tokens takes 47 steps; the short one gets its token in two."""
     world = TimedEngine(CONFIG)

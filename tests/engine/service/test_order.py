@@ -15,7 +15,13 @@ from moe_serve.config.sections import OrderName, SchedulerConfig
 from moe_serve.config.tiers import TierConfig
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.request.standing import Standing
-from moe_serve.engine.service.order import StartOrder, behind_the_others, bucket_of, rule_of
+from moe_serve.engine.service.order import (
+    StartOrder,
+    all_in_time,
+    behind_the_others,
+    bucket_of,
+    rule_of,
+)
 from moe_serve.engine.service.waiting_table import WaitingTable
 from tests.support.engine.timed_engine import TIERS, request, service_of
 
@@ -127,10 +133,27 @@ def test_rows_of_tenants_that_are_ahead_are_behind_the_last_other_of_their_tier(
     assert keys.tolist() == [5.0 + 2 * 0.25, 5.0, 9.0, 1.0]
 
 
-def test_a_tenant_that_is_ahead_does_not_age() -> None:
+def test_a_tenant_that_is_ahead_goes_by_age_after_twice_the_bound() -> None:
+    """Until then the others of its tier go first, however long it has waited."""
     rows = table_of(waiting(0, queued=0.0), waiting(1, queued=99.0, deadline=100.0))
-    keys = order().keys(rows, 100.0, TOKEN_S, np.array([True, False]))
-    assert keys[0] > keys[1]
+    ahead = np.array([True, False])
+    for now_s, goes_first in ((100.0, False), (179.9, False), (180.0, True), (200.0, True)):
+        keys = order().keys(rows, now_s, TOKEN_S, ahead)
+        assert (keys[0] < keys[1]) == goes_first, now_s
+
+
+def test_all_are_in_time_in_order_of_arrival() -> None:
+    """Reading takes 1, 2 and 4 s in order of arrival: they end after 1, 3 and 7 s."""
+    queued, work = np.array([9.0, 5.0, 7.0]), np.array([4.0, 1.0, 2.0])
+    none, ones = np.zeros(3), np.ones(3)
+    assert all_in_time(queued, work, none, np.array([7.0, 1.0, 3.0]), 0.0)
+    for row in range(3):
+        slack = np.array([7.0, 1.0, 3.0])
+        slack[row] -= 0.1
+        assert not all_in_time(queued, work, none, slack, 0.0)
+    # Seats become free after 5, 10 and 15 s, and each prompt is read when it has one.
+    assert all_in_time(queued, work, ones, np.array([19.0, 6.0, 12.0]), 5.0)
+    assert not all_in_time(queued, work, ones, np.array([19.0, 6.0, 11.9]), 5.0)
 
 
 @settings(deadline=None)
