@@ -106,7 +106,10 @@ class LiveScaler:
             elif count < before[role]:
                 self._remove(_first_to_leave(cells[role])[: before[role] - count], why)
             elif aim[role] != count:
-                self._hold(role, f"{why}, but {hold.reason(is_more=aim[role] > count)}.")
+                reason = "the changes of this hour are used up (cells.max_changes)"
+                if not possible[role].fewest <= aim[role] <= possible[role].most:
+                    reason = hold.reason(is_more=aim[role] > count)
+                self._hold(role, f"{why}, but {reason}.")
             else:
                 self._count("keep")
                 self._held.pop(role, None)

@@ -176,6 +176,20 @@ def test_a_cell_that_is_needed_stays() -> None:
     assert server.states() == ["serving", "leaving"]
 
 
+def test_what_the_changes_of_an_hour_do_not_allow_is_said() -> None:
+    server = Server(max_changes=1)
+    server.load(_0=4)
+    server.run(10)
+    server.serve(1)
+    server.load(_0=6, _1=6)
+    server.run(50)
+    assert server.states() == ["serving", "serving"]
+    assert server.last.endswith("but the changes of this hour are used up (cells.max_changes).")
+    assert server.scaler.stats().wanted == {"both": 3}
+    server.run(3600)
+    assert server.states() == ["serving", "serving", "starting"]
+
+
 def test_only_the_roles_that_are_named_are_scaled_and_never_below_the_least() -> None:
     server = Server(
         "1x(1A1E prefill) 1x(1A1E decode) 1x(1A1E decode)", added="1A1E decode", min_cells=2

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from moe_serve.cluster.cell_start import FreeNumbers, NewCell
+from moe_serve.cluster.cell_start import FreeNumbers, NewCell, check_alike
 from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import read_secret
@@ -176,6 +178,16 @@ def test_what_a_running_server_cannot_have_is_refused_before_anything_starts() -
         ):
             engine.add_cell("1A1E", place=CellPlace(node="b"))
         assert states(engine) == {"cell-0": "serving"}
+
+
+def test_cells_that_compute_other_bits_are_refused() -> None:
+    names = ("kernels", "build", "device", "dtype", "expert_weights", "kv_dtype")
+    report = SimpleNamespace(**dict.fromkeys(names, "same"))
+    for name in names:
+        other = SimpleNamespace(**{**vars(report), name: "other"})
+        starts: Any = [SimpleNamespace(index=i, report=of) for i, of in enumerate((report, other))]
+        with pytest.raises(ConfigError, match=rf"cell-1 and cell-0 differ in {name} \(other and"):
+            check_alike(starts)
 
 
 def test_numbers_are_the_lowest_that_are_free() -> None:
