@@ -60,7 +60,7 @@ class LiveScaler:
     def use(self, stats: Callable[[], EngineStats], cells: CellsControl) -> None:
         """Sets what is observed and what is changed. `turn` may be called from then on."""
         self._engine_stats, self._cells = stats, cells
-        self._added = AddedCells(cells, self._rules.start_s)
+        self._added = AddedCells(cells, self._rules.start_s, self._rules.every_s)
 
     def close(self) -> None:
         """Ends the thread. May be called again, and without a start."""
