@@ -33,13 +33,14 @@ class FakeServer:
         self.lists: list[list[Cell]] = [[cell(0, "serving")]]
         self.asked: list[tuple[str, str, Any]] = []
         self.refusal: tuple[int, str] | None = None
+        self.more: dict[str, Any] = {}
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         self.asked.append((method, path, body))
         if self.refusal is not None:
             return self.refusal[0], {"error": {"message": self.refusal[1]}}
         found = self.lists.pop(0) if len(self.lists) > 1 else self.lists[0]
-        return 202, {"cell": found[-1], "cells": found}
+        return 202, {"cell": found[-1], "cells": found, **self.more}
 
 
 Run = Callable[..., Any]
@@ -75,6 +76,19 @@ def run(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         yield lambda *words: CliRunner().invoke(app, ["cells", *words, "--url", url])
         listening.shutdown()
         thread.join()
+
+
+def test_the_list_has_nodes_and_the_last_word_of_autoscaling(server: FakeServer, run: Run) -> None:
+    here = {"name": "0", "num_ranks": 2, "num_places": None, "is_there": True}
+    away = {"name": "beta", "num_ranks": 1, "num_places": 4, "is_there": False}
+    scaling = {"policy": "target", "wanted": {"both": 2}, "decisions": {}, "last": "it starts."}
+    server.more = {"nodes": [here, away], "autoscale": scaling}
+    lines = run("list").output.splitlines()
+    assert lines[-3:] == [
+        "node 0 has 2 ranks",
+        "node beta has 1 of 4 ranks, and is away",
+        "autoscaling by target wants 2 both; last: it starts.",
+    ]
 
 
 def test_a_cell_is_added_and_the_command_waits_until_it_serves(

@@ -113,6 +113,11 @@ def test_a_cluster_files_unknown_setting_is_refused(tmp_path: Path) -> None:
         (["m"], "a launch needs --attention-ranks and --expert-ranks, at least 1 each"),
         (["m", *RANKS, "--node-rank", "0"], "--num-nodes, --coordinator HOST:PORT are missing"),
         (["m", *RANKS, "--api-key", "secret"], "--api-key @FILE"),
+        (["m", *RANKS, "--node", "b"], "--node and --places belong to --join HOST:PORT"),
+        (["--join", "h:1", *RANKS], "leave out the number of ranks or cells"),
+        (["--join", "h:1", "--num-nodes", "2"], "leave out --num-nodes"),
+        (["--join", "h:1", "--node", "7"], "'7' cannot name a node"),
+        (["--join", "nowhere", "--node", "b"], "'nowhere' (--join) is not HOST:PORT"),
         (["--cluster", "none.yaml"], "cannot read the cluster file none.yaml"),
         (
             ["--cluster", str(TWO_NODES), "--node-rank", "0", "--expert-ranks", "3"],

@@ -13,6 +13,7 @@ from typing import Literal
 import typer
 
 from moe_serve.cli.console import refuse_a_file
+from moe_serve.cli.launch.join_options import joining_node
 from moe_serve.cli.launch.launch_options import (
     LaunchOptions,
     LaunchRequest,
@@ -177,10 +178,11 @@ def launch(options: LaunchOptions) -> None:
     log = {} if run.log_format is None else {"log.format": run.log_format}
     begin_log(log, os.environ, run.config_file)
     if options.nodes.join is not None:
+        node = joining_node(options)
         # Imported late, as below.
         from moe_serve.cli.launch.join_node import join_launch
 
-        join_launch(options, os.environ)
+        join_launch(options, node, os.environ)
         return
     request = launch_request(options)
     if options.files.emit_kind is not None:

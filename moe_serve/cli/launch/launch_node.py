@@ -60,12 +60,12 @@ def run_node(
     logging.getLogger("moe_serve.cluster.launch").setLevel(
         logging.INFO
     )  # nodes that joined or left
-    can_be_joined = _can_be_joined(loaded, node)
-    secret = find_secret(
-        request.options.nodes.secret_file, environ, is_needed=node.num_nodes > 1 or can_be_joined
-    )
+    file = request.options.nodes.secret_file
+    is_shared = file is not None or read_secret(environ) is not None
+    secret = find_secret(file, environ, is_needed=node.num_nodes > 1)
     if node.node_rank == 0:
-        _run_node_0(request, loaded, node, layout, secret)
+        can_be_joined = is_shared and _can_be_joined(loaded, node)
+        _run_node_0(request, loaded, node, layout, can_be_joined=can_be_joined)
     else:
         # Before it connects, as the ranks of this node read the files from its own disk.
         local_model(loaded.config.engine.model.path, is_quiet=is_json_log())
@@ -146,13 +146,13 @@ def _run_node_0(
     loaded: LoadedConfig,
     node: NodeEnvironment,
     layout: NodeLayout,
-    secret: ClusterSecret,
+    *,
+    can_be_joined: bool,
 ) -> None:
     check_is_guarded(loaded.config.server)
     check_can_listen(loaded.config.server)
     host = own_address(node.coordinator_host, node.num_nodes)
     config = config_of_node_0(loaded.config, layout, host)
-    can_be_joined = _can_be_joined(loaded, node)
     join_s = config.engine.cluster.rejoin_s if can_be_joined else None
 
     def make_nodes(secret: ClusterSecret) -> NodeStarter:
@@ -166,6 +166,8 @@ def _run_node_0(
                 starter.listen(HostPort(host, node.coordinator_port), secret)
                 if node.num_nodes > 1:
                     tell(f"node 0 waits for {node.num_nodes - 1} more at {host}:{starter.port}")
+                if can_be_joined:
+                    tell(f"further nodes may join at {host}:{starter.port}")
                 starter.wait_for_nodes(config.engine.cluster.start_timeout_s)
             except BaseException:
                 starter.stop()

@@ -1,1 +1,2 @@
-"""Decides how many cells of each role a deployment has, from its load. Pure logic on a clock."""
+"""Decides how many cells of each role a deployment has, from its load: pure logic on a clock, and
+the thread that applies it to a running server."""

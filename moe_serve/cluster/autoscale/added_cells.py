@@ -11,7 +11,7 @@ from moe_serve.engine.request.stats import CellStatus
 from moe_serve.engine.watch.cells_control import CellsControl
 from moe_serve.errors import MoeServeError
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 60.0, 3600.0
+_FIRST_WAIT, _LONGEST_WAIT_S = 2, 3600.0  # intervals between decisions, and seconds
 _log = logging.getLogger(__name__)
 
 
@@ -19,9 +19,10 @@ class AddedCells:
     """Starts cells as `POST /admin/cells` does. After each failure in turn it waits twice as long
     for the next start."""
 
-    def __init__(self, cells: CellsControl, start_s: float) -> None:
-        """`start_s`: how long a start takes, until one was measured."""
-        self._cells, self.start_s = cells, start_s
+    def __init__(self, cells: CellsControl, start_s: float, every_s: float) -> None:
+        """`start_s`: how long a start takes, until one was measured; `every_s`: between two
+        decisions."""
+        self._cells, self.start_s, self._every_s = cells, start_s, every_s
         self._starting: dict[int, float] = {}  # since when, by cell
         self._failed: list[int] = []  # cells that are listed with their reason
         self._num_failures = 0  # in turn
@@ -70,7 +71,8 @@ class AddedCells:
 
     def _note_failure(self, name: str, why: str, now: float) -> str:
         self._num_failures += 1
-        wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(16, self._num_failures - 1))
+        wait_s = self._every_s * _FIRST_WAIT * 2 ** min(16, self._num_failures - 1)
+        wait_s = min(_LONGEST_WAIT_S, wait_s)
         self._retry_at = now + wait_s
         return (
             f"{name} could not start ({self._num_failures} in turn), and no cell is added for the "

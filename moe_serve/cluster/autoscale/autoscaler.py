@@ -40,7 +40,7 @@ class Autoscaler:
         self._wishes: deque[tuple[float, CellCounts]] = deque()
         self._changes: deque[float] = deque()
         self._begun_at: float | None = None  # when the first decision was made
-        self.aim: CellCounts = {}  # what the last decision would be if everything were possible
+        self.aim: CellCounts = {}  # the last decision, if everything and any change were possible
 
     def first(self, view: ScaleView) -> CellCounts:
         """Returns how many cells to begin with, from a view without requests."""
@@ -66,11 +66,13 @@ class Autoscaler:
             self._changes.popleft()
         num_left = limits.num_changes - len(self._changes)
         wanted = {role: self._bounded(role, count, wish) for role, count in now.items()}
-        if 2 * num_left <= limits.num_changes or not is_calm:
+        if not is_calm:
+            wanted = {role: max(count, now[role]) for role, count in wanted.items()}
+        self.aim = dict(wanted)
+        if 2 * num_left <= limits.num_changes:
             wanted = {role: max(count, now[role]) for role, count in wanted.items()}
         if num_left <= 0:
             wanted = dict(now)
-        self.aim = dict(wanted)
         for role, within in (possible or {}).items():
             wanted[role] = max(within.fewest, min(wanted[role], within.most))
         if wanted != now:

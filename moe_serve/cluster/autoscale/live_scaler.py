@@ -60,7 +60,7 @@ class LiveScaler:
     def use(self, stats: Callable[[], EngineStats], cells: CellsControl) -> None:
         """Sets what is observed and what is changed. `turn` may be called from then on."""
         self._engine_stats, self._cells = stats, cells
-        self._added = AddedCells(cells, self._rules.start_s)
+        self._added = AddedCells(cells, self._rules.start_s, self._rules.every_s)
 
     def close(self) -> None:
         """Ends the thread. May be called again, and without a start."""
@@ -106,7 +106,10 @@ class LiveScaler:
             elif count < before[role]:
                 self._remove(_first_to_leave(cells[role])[: before[role] - count], why)
             elif aim[role] != count:
-                self._hold(role, f"{why}, but {hold.reason(is_more=aim[role] > count)}.")
+                reason = "the changes of this hour are used up (cells.max_changes)"
+                if not possible[role].fewest <= aim[role] <= possible[role].most:
+                    reason = hold.reason(is_more=aim[role] > count)
+                self._hold(role, f"{why}, but {reason}.")
             else:
                 self._count("keep")
                 self._held.pop(role, None)

@@ -198,7 +198,7 @@ def connect_joining(
     node: JoiningNode, hostname: str, secret: ClusterSecret, timeout_s: float
 ) -> Channel[AgentMessage]:
     """Connects to node 0 of a running launch, as `connect_agent` does; raises ClusterError."""
-    hint = "Was that launch started with --cells and --coordinator?"
+    hint = "Was that launch started with --cells, --coordinator and a secret?"
     channel = _connect(node.coordinator, f"node {node.name}", hint, secret, timeout_s)
     channel.send(
         NodeHello(

@@ -132,9 +132,9 @@ def test_a_cell_comes_with_the_load_and_goes_when_it_was_not_needed_for_a_while(
 
 
 def test_a_start_that_fails_is_tried_again_later_and_later() -> None:
-    server = Server(max_cells=2)
+    server = Server(max_cells=2, scale_every_s=30.0)
     server.load(_0=8)
-    server.run(10)
+    server.run(30)
     server.set(1, "failed", "no place for attention-0")
     server.run(1)
     assert server.last == (
@@ -144,15 +144,16 @@ def test_a_start_that_fails_is_tried_again_later_and_later() -> None:
     server.run(49)
     assert server.states() == ["serving", "failed"] and "no cell is added for" in server.last
     said = server.scaler.stats().num_said
-    server.run(9)
+    server.run(10)
+    assert server.num("hold") == 2
     assert server.scaler.stats().num_said == said, "what cannot be had is said once"
-    server.run(11)
+    server.run(30)
     assert list(server.cells) == [0, 2], "the one that failed is taken off the list"
     server.refusal = "no memory is free"
     server.set(2, "failed", "no memory is free")
     server.run(1)
     assert "(2 in turn), and no cell is added for the next 120 s" in server.last
-    server.run(130)
+    server.run(150)
     assert "(3 in turn)" in server.last and server.num("failed") == 3, "it is refused at once"
     server.run(100)
     assert (server.states(), server.num("add")) == (["serving"], 2)
@@ -174,6 +175,20 @@ def test_a_cell_that_is_needed_stays() -> None:
     server.cells[0] = replace(server.cells[0], outage_s=0.0)
     server.run(10)
     assert server.states() == ["serving", "leaving"]
+
+
+def test_what_the_changes_of_an_hour_do_not_allow_is_said() -> None:
+    server = Server(max_changes=1)
+    server.load(_0=4)
+    server.run(10)
+    server.serve(1)
+    server.load(_0=6, _1=6)
+    server.run(50)
+    assert server.states() == ["serving", "serving"]
+    assert server.last.endswith("but the changes of this hour are used up (cells.max_changes).")
+    assert server.scaler.stats().wanted == {"both": 3}
+    server.run(3600)
+    assert server.states() == ["serving", "serving", "starting"]
 
 
 def test_only_the_roles_that_are_named_are_scaled_and_never_below_the_least() -> None:

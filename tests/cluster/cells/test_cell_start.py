@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from moe_serve.cluster.cell_start import FreeNumbers, NewCell
+from moe_serve.cluster.cell_start import FreeNumbers, NewCell, check_alike
 from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import read_secret
@@ -27,11 +29,17 @@ from tests.support.cluster.cells_drive import (
     serving_cells,
     wait_until_whole,
 )
-from tests.support.cluster.layouts import requests, serve
+from tests.support.cluster.layouts import Answer, requests, serve
 from tests.support.cluster.thread_starter import ThreadStarter
 
 WANTED = requests(6, 4096, num_tokens=16)
 OF = cells_config("1x(1A1E)", can_grow=True)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Answer]:
+    """The answers of one process."""
+    return in_one_process(OF, WANTED)
 
 
 class Absent(ThreadStarter):
@@ -61,7 +69,23 @@ def cell_threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("cell-")]
 
 
-def test_a_cell_is_added_after_starts_that_fail_and_takes_over() -> None:
+def refuse_what_cannot_be_had(engine: CellsEngine) -> None:
+    """Asserts that nothing starts for it."""
+    with pytest.raises(ConfigError, match="use at most 8192"):
+        engine.add_cell("1A9000E")
+    for shape, why in (("1A1E tp3", "divide the model's"), ("1A99E", "are more than the")):
+        with pytest.raises(ConfigError, match=f"cannot be served: .*{why}"):
+            engine.add_cell(shape)
+    with pytest.raises(CellsError, match="set MOE_SERVE_CLUSTER_SECRET before"):
+        engine.add_cell("1A1E", place=CellPlace(by_hand=True))
+    with pytest.raises(CellsError, match="node is 'b', but all ranks of this server run on one"):
+        engine.add_cell("1A1E", place=CellPlace(node="b"))
+    assert states(engine) == {"cell-0": "serving"}
+
+
+def test_a_cell_is_added_after_starts_that_fail_and_takes_over(
+    expected: dict[str, Answer],
+) -> None:
     """One server: a start that fails, one that is called off, one that succeeds; then the first
     cell leaves, and the answers are those of one process."""
     makers: dict[int, MakeStarter] = {1: Refused, 2: Absent}
@@ -71,8 +95,8 @@ def test_a_cell_is_added_after_starts_that_fail_and_takes_over() -> None:
         places.append(cell.first_place)
         return makers.get(cell.index, ThreadStarter)
 
-    expected = in_one_process(OF, WANTED)
     with serving_cells(OF, starter_of) as engine:
+        refuse_what_cannot_be_had(engine)
         assert engine.add_cell("1A1E") == 1
         step_until(engine, lambda: states(engine)["cell-1"] == "failed")
         assert engine.stats().cells[1].note == "attention-0 has no place"
@@ -94,23 +118,26 @@ def test_a_cell_is_added_after_starts_that_fail_and_takes_over() -> None:
     assert not cell_threads()
 
 
-def test_a_cell_comes_with_requests_and_goes_without_and_answers_stay_the_same() -> None:
+def test_a_cell_comes_with_requests_and_goes_without_and_answers_stay_the_same(
+    expected: dict[str, Answer],
+) -> None:
     """Autoscaling on real ranks: one request takes more than 1% of the seats."""
     scaled = {"autoscale": "target", "max_cells": 2, "target_load": 0.01, "max_changes": 100}
     of = cells_config("1x(1A1E)", scale_every_s=0.1, calm_s=0.3, **scaled)
-    expected = in_one_process(OF, WANTED)
     built = build_cells(of, starter_of=lambda cell: ThreadStarter)
     engine, end = built.engine, time.monotonic() + 100
     assert isinstance(engine, CellsEngine) and built.scale_with is not None
     try:
         built.scale_with(engine.stats, engine)
-        while states(engine).get("cell-1") != "serving":
+        while list(states(engine).values()) != ["serving", "serving"]:
             assert time.monotonic() < end, f"{engine.stats().scaling}"
             assert serve(engine, WANTED) == expected
-        step_until(engine, lambda: states(engine) == {"cell-0": "serving"})
-        assert serve(engine, WANTED) == expected
+        step_until(engine, lambda: list(states(engine).values()) == ["serving"])
         scaling = engine.stats().scaling
         assert scaling is not None and scaling.num_decisions["add"] >= 1
+        assert engine._scaler is not None
+        engine._scaler.close()
+        assert serve(engine, WANTED) == expected
         wait_until_whole(engine)
         check_nothing_is_held(engine)
     finally:
@@ -118,10 +145,9 @@ def test_a_cell_comes_with_requests_and_goes_without_and_answers_stay_the_same()
     assert "autoscale" not in {each.name for each in threading.enumerate()}
 
 
-def test_pages_in_memory_outlive_their_cell() -> None:
+def test_pages_in_memory_outlive_their_cell(expected: dict[str, Answer]) -> None:
     """The pages of a cell are in the memory tier when it has left, and nothing is reserved."""
     of = replace(OF, cache=replace(OF.cache, memory_tier_bytes=64 * 2**20))
-    expected = in_one_process(OF, WANTED)
     with serving_cells(of) as engine:
         assert serve(engine, WANTED) == expected
         engine.add_cell("1A1E")
@@ -137,9 +163,11 @@ def test_pages_in_memory_outlive_their_cell() -> None:
         check_nothing_is_held(engine)
 
 
-def test_ranks_that_are_started_by_hand_join(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_started_by_hand_join(
+    expected: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOE_SERVE_CLUSTER_SECRET", "ab" * 32)
-    secret, expected = read_secret(os.environ), in_one_process(OF, WANTED)
+    secret = read_secret(os.environ)
     assert secret is not None
 
     def commands() -> tuple[str, ...]:
@@ -162,20 +190,14 @@ def test_ranks_that_are_started_by_hand_join(monkeypatch: pytest.MonkeyPatch) ->
     by_hand.stop()
 
 
-def test_what_a_running_server_cannot_have_is_refused_before_anything_starts() -> None:
-    with serving_cells(OF) as engine:
-        with pytest.raises(ConfigError, match="use at most 8192"):
-            engine.add_cell("1A9000E")
-        for shape, why in (("1A1E tp3", "divide the model's"), ("1A99E", "are more than the")):
-            with pytest.raises(ConfigError, match=f"cannot be served: .*{why}"):
-                engine.add_cell(shape)
-        with pytest.raises(CellsError, match="set MOE_SERVE_CLUSTER_SECRET before"):
-            engine.add_cell("1A1E", place=CellPlace(by_hand=True))
-        with pytest.raises(
-            CellsError, match="node is 'b', but all ranks of this server run on one"
-        ):
-            engine.add_cell("1A1E", place=CellPlace(node="b"))
-        assert states(engine) == {"cell-0": "serving"}
+def test_cells_that_compute_other_bits_are_refused() -> None:
+    names = ("kernels", "build", "device", "dtype", "expert_weights", "kv_dtype")
+    report = SimpleNamespace(**dict.fromkeys(names, "same"))
+    for name in names:
+        other = SimpleNamespace(**{**vars(report), name: "other"})
+        starts: Any = [SimpleNamespace(index=i, report=of) for i, of in enumerate((report, other))]
+        with pytest.raises(ConfigError, match=rf"cell-1 and cell-0 differ in {name} \(other and"):
+            check_alike(starts)
 
 
 def test_numbers_are_the_lowest_that_are_free() -> None:

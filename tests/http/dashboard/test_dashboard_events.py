@@ -16,6 +16,7 @@ from moe_serve.engine.request.stats import (
     PolicyStats,
     RankPhase,
     RankStatus,
+    ScalingStats,
 )
 from moe_serve.engine.routes.placement_control import OUTCOMES, LastPlan, PlacementBrief
 from moe_serve.http.dashboard.snapshot import MAX_EVENTS, EventLog, EventWatch, History, Snapshot
@@ -98,6 +99,13 @@ def test_cells_come_and_go() -> None:
         ("cell_gone", "cell-2 is gone."),
         ("cell_gone", "cell-3 is gone."),
     ]
+
+
+def test_what_autoscaling_says_is_an_event() -> None:
+    none = ScalingStats(policy="target", wanted={"both": 1}, num_decisions={})
+    said = replace(none, last="cell-1 is added.", num_said=1)
+    snapshots = [with_stats(scaling=each) for each in (None, none, said, said)]
+    assert after(*snapshots) == [("cells_scaled", "Autoscaling: cell-1 is added.")]
 
 
 def test_experts_have_moved_or_not() -> None:
