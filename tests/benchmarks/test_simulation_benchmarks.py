@@ -16,8 +16,10 @@ def test_published_rows_are_compared(
     monkeypatch.setattr("sys.argv", ["published_rows"])
     assert published_rows.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(published_rows.ROWS) + 3
-    assert lines[-2].startswith("median error ")
+    num_halves = len(published_rows.HALVES)
+    assert len(lines) == len(published_rows.ROWS) + num_halves + 3
+    assert lines[-2 - num_halves].startswith("median error ")
+    assert all(line.startswith("two micro-batches, LMSYS") for line in lines[-1 - num_halves : -1])
     assert "226.9 by its rates (+0.1%)" in lines[-1]
 
 

@@ -125,7 +125,8 @@ def test_equal_cells_are_as_few_as_the_load_allows() -> None:
 def test_packing_takes_the_cheaper_type_and_then_the_other() -> None:
     """H20 at a tenth of the price are cheaper per request, but there are only two of them."""
     offers = read_fleet("h100:64@2.50,h20:2@0.25", SHAPE, None)
-    little, wanted = demand(30.0), demand(400.0)
+    h100, h20 = (kind.capacity for kind in kinds_of(offers, demand()))
+    little, wanted = demand(h20), demand(LOAD * (2 * h100 + h20 / 2))
     few = pack(kinds_of(offers, little), little)
     assert few is not None and few.name == "2 x replica on h20"
     fleet = pack(kinds_of(offers, wanted), wanted)
